@@ -68,8 +68,16 @@ class _ModelLane:
 class Worker:
     """Computes requests in its own thread (see the module). All public methods may be called in any thread."""
 
-    def __init__(self, backend: Backend, record: Record, weights: Weights, settled: Settled) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        record: Record,
+        weights: Weights,
+        settled: Settled,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._record, self._weights, self._settled = record, weights, settled
+        self._clock = clock  # seconds, for the length of turns and for the clients' shares
         self.models = Models(backend, record, weights)
         self._saving = Saving(record, weights)
         self._engines = Engines(backend)
@@ -179,9 +187,9 @@ class Worker:
                 self._guarded(order)
             if ready:
                 chosen = self._turns.choose(ready)
-                owners, began = ready[chosen], time.monotonic()
+                owners, began = ready[chosen], self._clock()
                 self._guarded(lambda chosen=chosen: self._turn(chosen))  # type: ignore[misc]
-                self._turns.spent(owners, time.monotonic() - began)
+                self._turns.spent(owners, self._clock() - began)
         for id, lane in list(self._models.items()):
             if lane.work is not None:
                 lane.work.close()
@@ -323,7 +331,7 @@ class Worker:
 
     def _sample(self, lane: Lane) -> None:
         """Take a turn of sampling on one engine. After an error all requests on the engine are settled as failed."""
-        began = time.monotonic()
+        began = self._clock()
         try:
             sampling = self._sampling(lane)
         except Exception as error:  # weights are missing, damaged or too large: their requests fail, others go on
@@ -336,16 +344,17 @@ class Worker:
         engine, before = sampling.engine, self.computed
         others = before - engine.computed
 
-        def over(part: float = 1.0) -> bool:
+        def over(part: float = 1.0, due: int = 0) -> bool:
+            """Whether the fraction `part` of the turn is used up; `due` tokens count as computed already."""
             self.computed = others + engine.computed
-            full = self.computed - before >= part * turns.TURN_TOKENS
-            return full or time.monotonic() - began > part * turns.TURN_SECONDS
+            full = self.computed + due - before >= part * turns.TURN_TOKENS
+            return full or self._clock() - began > part * turns.TURN_SECONDS
 
         try:
             self._engines.make_room(engine)
             while (asked := self._next(lane, sampling)) is not None:
                 self._begin(sampling, asked)
-                if over(0.5):  # the other half of the turn is for sampling
+                if over(0.5, engine.backlog):  # the other half of the turn is for sequences that have begun
                     break
             self._engines.make_room(engine)  # again, because new sequences may be longer
             for asked, result in sampling.turn(over):
