@@ -161,6 +161,6 @@ class ConductorEnd(Generic[Received]):
             self._parting.cancel()
         if self._writer is not None:
             self._writer.close()
-        elif not self._opening:  # else the event loop is about to read from it, and would never hear of its end
+        elif not self._opening:  # while `open` runs, the event loop uses the socket; `open` then closes it
             self._near.close()
             self.far.close()

@@ -158,7 +158,7 @@ def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> NoReturn
     with contextlib.suppress(OSError):  # it keeps the server's command line then
         show_as([sys.executable, "-m", spawn.module, spawn.spec])
     if not send(wire, Spawned(os.getpid())):
-        os._exit(0)  # the start was cancelled, and what the role was to read may be gone
+        os._exit(0)  # the start was cancelled, and files for the role may be deleted
     os.close(wire)
     leave_after(lambda: importlib.import_module(spawn.module).main([spawn.spec]))
 
@@ -212,7 +212,7 @@ def fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
 def _copied(modules: Sequence[str]) -> Spawner:
     with imports_of_roles():
         for module in modules:
-            with contextlib.suppress(ImportError):  # the role that needs it says what is missing
+            with contextlib.suppress(ImportError):  # the role that needs it reports the error
                 importlib.import_module(module)
     return fork_here(apart=True)
 
@@ -313,7 +313,7 @@ def main(arguments: list[str]) -> int:
     with quick_imports():
         for module in msgspec.msgpack.decode(wire.recv(LONGEST_MESSAGE), type=tuple[str, ...]):
             importlib.import_module(module)
-        gc.freeze()  # existing objects stay in memory shared with all children, as long as nobody touches them
+        gc.freeze()  # keeps the collector off existing objects, so that their memory stays shared with children
     return Server(wire).serve()
 
 

@@ -44,7 +44,7 @@ def end_with_conductor() -> None:
 
 
 def survive_a_full_disk() -> None:
-    """Let standard output and error drop what the disk cannot take, instead of raising."""
+    """Replace standard output and error by streams that drop data if the disk is full, instead of raising."""
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(io.BufferedWriter(_Forgiving(number)), encoding="utf-8", errors="replace", line_buffering=True)
         for number in (1, 2)

@@ -203,7 +203,7 @@ async def connect(address: str, context: ssl.SSLContext | None) -> Stream:
     """Open a connection to ``host:port`` or ``unix:/path``.
 
     Raises:
-        MachineLost: nobody answers there.
+        MachineLost: the connection is refused, or the address cannot be reached.
         HandshakeRefused: the listener does not accept our TLS.
         DeadlineExceeded: no reply in time.
         RecipeError: the address is malformed.

@@ -86,5 +86,5 @@ class GatheringTransport(asyncio.Transport):
         self._inner.resume_reading()
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Give what is received to another protocol."""
+        """Pass received data to this protocol from now on."""
         self._inner.set_protocol(protocol)

@@ -58,7 +58,7 @@ def settings_of(app: ASGIApp, **further: Any) -> uvicorn.Config:
 class _Stranger:
     connection: socket.socket
     since: float = field(default_factory=time.monotonic)  # when it was last seen to be busy
-    protocol: HttpToolsProtocol | None = None  # while TLS's handshake goes on, this is idle too
+    protocol: HttpToolsProtocol | None = None  # None until the TLS handshake is done
     greeting: asyncio.Task[None] | None = None
 
     @property
@@ -162,7 +162,7 @@ class HttpServer(uvicorn.Server):
                 connection, _ = endpoint.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptor is free, or the caller has gone again
+            except OSError:  # no descriptor is free, or the caller has closed the connection
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(endpoint)
                 loop.call_later(_PAUSE_SECONDS, self._listen, endpoint)
@@ -199,7 +199,7 @@ class HttpServer(uvicorn.Server):
         async def greet() -> None:
             try:
                 await loop.connect_accepted_socket(protocol, connection, ssl=context, ssl_handshake_timeout=seconds)
-            except OSError:  # it speaks no TLS or another authority's, is too slow for it, or has gone
+            except OSError:  # no TLS, a certificate of another authority, a timeout, or a closed connection
                 connection.close()
 
         stranger.greeting = asyncio.create_task(greet())
@@ -221,7 +221,7 @@ class HttpServer(uvicorn.Server):
 
     def _turn_out(self, stranger: _Stranger) -> None:
         del self._strangers[stranger]
-        with contextlib.suppress(OSError):  # it has gone by itself
+        with contextlib.suppress(OSError):  # the caller has closed it already
             stranger.connection.shutdown(socket.SHUT_RDWR)  # the transport then sees the end of the connection
 
 
@@ -229,7 +229,7 @@ def _send_at_once(connection: socket.socket) -> None:
     """Disable Nagle's algorithm. With it the kernel holds back a small write (a token of a stream) until the client has
     acknowledged the one before, for up to 40 ms. asyncio does so only for sockets created with IPPROTO_TCP."""
     if connection.family != socket.AF_UNIX:
-        with contextlib.suppress(OSError):  # the caller has gone again
+        with contextlib.suppress(OSError):  # the caller has closed it already
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 

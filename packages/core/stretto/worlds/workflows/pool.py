@@ -197,7 +197,7 @@ class WorkflowPool:
                 await asyncio.sleep(_LOOK_SECONDS)  # its other trajectories end first
             how = worker.lost.result() if worker.lost.done() else "has a trajectory that does not end"
             await worker.stop()
-            # A death with a suspect does not count: it fails the suspect in the end, and `max_failed` bounds those.
+            # A death with a suspect does not count: in the end the suspect fails, and `max_failed` bounds failures.
             await supervisor.replace(how, counted=worker not in self._alone)
             self._alone.discard(worker)
 
