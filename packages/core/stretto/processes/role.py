@@ -97,8 +97,8 @@ class RoleProcess:
             self._end = asyncio.create_task(self._watched(self._process, heartbeat), name=f"watch {self.name}")
 
     async def _watched(self, process: RunningProcess, heartbeat: Heartbeat) -> str:
-        """Watch the process until its end; returns how it ended. Without heartbeats it is killed; processes left in its
-        group are killed too."""
+        """Watch the process until its end; returns how it ended. It is killed if heartbeats stop for too long (`hung`).
+        After its end, processes left in its process group are killed."""
         end = asyncio.ensure_future(process.wait())
         try:
             while not end.done():

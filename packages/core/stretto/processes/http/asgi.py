@@ -138,7 +138,7 @@ class HttpExchange:
     @property
     def write_now(self) -> WriteNow | None:
         """Function that writes events of a stream at once, after its headers; None if the server lacks the extension.
-        Its argument is a function that makes the events. If the client lags, it makes none and returns False."""
+        Call it with a function that makes the events. If the client lags, it returns False without making them."""
         found: WriteNow | None = self.scope.get("extensions", {}).get(WRITE_NOW)
         return found
 

@@ -1,4 +1,4 @@
-"""Call of a reward function: its result, or its failure, becomes a verdict."""
+"""Call of a reward function, and conversion of its result or failure to a verdict."""
 
 from __future__ import annotations
 

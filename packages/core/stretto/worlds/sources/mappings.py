@@ -198,7 +198,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _boxed(solution: str) -> str | None:
-    r"""Content of the last box, with balanced braces: ``\frac{1}{2}`` of ``\boxed{\frac{1}{2}}``."""
+    r"""Content of the last box, with balanced braces (``\frac{1}{2}`` of ``\boxed{\frac{1}{2}}``); None without one."""
     last = next(reversed(list(_boxes(solution))), None)
     return last.strip() or None if last is not None else None
 
