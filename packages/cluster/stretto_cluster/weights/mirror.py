@@ -90,9 +90,7 @@ class Mirror:
         self._patience, self._seconds, self._part_size = patience, seconds, part_size
         self._choice, self._beside = _Choice(delta), beside
         self.moved = 0  #: bytes received or checked since the start
-        self._one = (
-            asyncio.Lock()
-        )  # one transfer at a time, so that the newest version of a reply still holds at its end
+        self._one = asyncio.Lock()  # one transfer at a time, so that a reply's newest version holds until its end
         folder.mkdir(parents=True, exist_ok=True)
 
     async def pull(self, version: int) -> Pulled:
