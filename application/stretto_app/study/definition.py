@@ -252,7 +252,7 @@ def _unequal(path: Path, cells: Sequence[tuple[Mapping[str, str], Recipe]]) -> I
         name, rollout = _name(labels), recipe.rollout
         trained.setdefault(recipe.trainer.steps * rollout.batch_size * rollout.group_size, name)
         seedless = to_toml(recipe.model_copy(update={"seed": 0}))
-        if (other := same.setdefault(seedless, name)) != name:  # the runs of each cell have the seeds after its own
+        if (other := same.setdefault(seedless, name)) != name:  # only the seeds differ, which count up anyway
             found = f"{other!r} and {name!r} are the same runs, or differ in their seeds alone"
             yield Problem(f"{path}: grid", found, "leave out one of them; `seeds` says how many seeds a cell has")
     if len(trained) > 1:
