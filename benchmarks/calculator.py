@@ -51,7 +51,7 @@ def learn(agents: Path, folder: Path) -> Learnt:
     """Build the model, train it, and measure it, all in `folder`. `agents`: Python interpreter with openai-agents.
 
     Raises:
-        RuntimeError: a program failed; with the end of what it said.
+        RuntimeError: a program failed; the message has the end of its output.
     """
     began, port = time.monotonic(), _free_port()
     made, run = folder / "calculator", folder / "run"

@@ -82,7 +82,7 @@ class Going:
 
 
 def measured(going: Going, period: float, kills: int) -> Iterator[dict[str, Any]]:
-    """Yield pairs of periods; the disturbed one comes first and second in turn."""
+    """Yield pairs of periods; the disturbed one is alternately first and second."""
     for number in range(kills):
         pair: dict[str, Any] = {"fault": FAULTS[number % len(FAULTS)]}
         for disturbed in (number % 2 == 1, number % 2 == 0):

@@ -313,7 +313,8 @@ class Measuring:
         self.depth: int = AutoConfig.from_pretrained(folder).num_hidden_layers
 
     def of_transformers(self, dtype: str) -> Distribution:
-        """Distribution of transformers in a dtype other than float32, which is the trainer's."""
+        """Distribution of transformers in a dtype other than float32; in float32, transformers is the reference
+        itself."""
         return self._scored("transformers", dtype, reference(self.folder, self.texts, dtype))
 
     def of_native(self, dtype: str) -> list[Distribution]:

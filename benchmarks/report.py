@@ -81,8 +81,6 @@ def save(name: str, results: object) -> Path:
     """Write ``benchmarks/results/<name>.json``: the results with the date, the machine and the library versions.
 
     Results of another processor are kept beside it, as ``<name>.<processor>.json``.
-
-    What was measured on another processor is kept beside it, as ``<name>.<processor>.json``.
     """
     content: dict[str, Any] = {
         "benchmark": name,

@@ -90,9 +90,6 @@ def best(rows: Sequence[dict[str, Any]], threads: int, kind: str) -> float | Non
 
     Ways that sort rows by length do not count, because transformers' `Trainer` sorts only if asked to; their ratio is
     shown beside the others.
-
-    Rows that were sorted by length are a way of their own, which transformers' `Trainer` does not go unasked; their
-    ratio stands beside the others.
     """
     ratios = [
         row["ratio"]

@@ -52,7 +52,7 @@ class JoinedMachine:
         self.name, self.kind, self.host = name, join.kind, join.host
         self.clock_offset = 0.0
         self.mirrored = -1
-        self.moved = 0  # bytes that its mirror has received
+        self.moved = 0  # bytes that its mirror has received or checked
         self.dismissed = False
         self.spans: list[Span] = []  # spans of its pulls that nobody has taken yet
         self.places: tuple[RolePlace, ...] = ()

@@ -103,7 +103,7 @@ class MachineReady(Record, frozen=True, tag=True):
 
 class Beat(Record, frozen=True, tag=True):
     """Heartbeat. `sent`: the agent's clock; `clock_offset`: its estimate of the gate's clock minus its own, in seconds.
-    `moved`: bytes of versions received so far."""
+    `moved`: bytes of the model and of versions that its mirror has received or checked so far."""
 
     sent: Offset
     clock_offset: Offset

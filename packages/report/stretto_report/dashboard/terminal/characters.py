@@ -30,8 +30,8 @@ def open_console(file: IO[str] | None = None) -> Console:
 
 
 def is_ascii_locale(environment: Mapping[str, str]) -> bool:
-    """Whether the user has chosen the locale C, by the variables of `environment`. False without any choice: then the
-    encoding of the output decides.
+    """Whether the environment variables select the locale C. False if they select none: then the encoding of the output
+    decides.
 
     >>> is_ascii_locale({"LANG": "C"}), is_ascii_locale({"LANG": "C", "LC_ALL": "en_US.UTF-8"}), is_ascii_locale({})
     (True, False, False)

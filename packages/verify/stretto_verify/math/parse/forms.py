@@ -38,7 +38,8 @@ _CONDITION = re.compile(
 
 
 def reformed(text: str) -> str:
-    r"""A final answer in canonical spelling, rewritten to a simpler form; unchanged if it has neither form.
+    r"""Rewrite a final answer, in canonical spelling, that is a system of equations or contains a free integer. Any
+    other answer is unchanged.
 
     >>> reformed(r"\begin{cases}x=1\\y=2\end{cases}"), reformed(r"\frac{\pi}{4}+n\pi,n \in \mathbb{Z}")
     ('x=1,y=2', '\\frac{\\pi}{4}+k\\pi')

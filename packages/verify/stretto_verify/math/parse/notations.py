@@ -38,7 +38,7 @@ _DATES = re.compile(  # 5 June, the 5th of June 1990, Jun. 5
 
 
 def plain(text: str) -> str:
-    r"""The text in LaTeX notation; unchanged if it is in none of the notations above.
+    r"""Rewrite a text from another notation to LaTeX; a text in none of the module's notations is unchanged.
 
     >>> plain("Matrix([[1], [2]])"), plain("[1 2; 3 4]"), plain("3.5 - 4j"), plain("{'x': 1, 'y': 2}")
     ('[[1], [2]]', '[[1,2],[3,4]]', '3.5 - 4i', 'x=1,y=2')

@@ -178,7 +178,8 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def _are_unit(words: str, apart: bool) -> bool:
-    """Whether letters after a number are a unit; in ``3x`` and ``2ab`` they are variables."""
+    """Whether the words after a number are a unit; in ``3x`` and ``2ab`` the letters are variables. `apart`: there is a
+    space between them and the number."""
     if _DENIED.search(words):
         return False
     raw = re.split(r"[ /.]+", words)
