@@ -51,8 +51,8 @@ def piece(begin: int, count: int) -> Segment:
 
 
 async def seconds_per_piece(folder: Path) -> dict[int, float]:
-    """CPU seconds of the conductor for one piece of a completion, including its writing to the file, by the tokens that
-    the completion has: medians over the rounds in the last quarter before that number."""
+    """CPU seconds of the conductor for one piece of a completion, including its write to the file, by the number of
+    tokens that the completion has by then: medians over the rounds in the last quarter before that number."""
     ledger, engines = Ledger(folder / "ledger.sqlite", StoreConfig()), _Engines()
     in_flight = InFlight(engines, ledger)
     requests = [GenerateRequest(f"0.{n}.0", (1, 2), tuple(range(MEMBERS)), Sampling(1 << 20)) for n in range(GROUPS)]

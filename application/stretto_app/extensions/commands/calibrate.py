@@ -88,8 +88,8 @@ def _sample(recipe: Path, run: Path, overrides: Sequence[str]) -> RunSample:
 def between_roles(run: Inspection) -> dict[str, float]:
     """Fields of `MachineProfile` that only a whole run shows, from a synchronous run.
 
-    Of the time outside of generation and training, the conductor has as much as its process was busy; the rest belongs
-    to the engine's server.
+    Of the time outside of generation and training, the conductor's part is the time for which its process was busy; the
+    rest is the engine server's.
     """
     completions = run.trajectories.trained
     idle = 1.0 - run.busy["engine-0"] - run.busy["trainer"]

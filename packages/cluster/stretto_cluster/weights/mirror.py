@@ -273,8 +273,8 @@ class _Choice:
         self._turns = 0
 
     def delta(self, held: bool) -> tuple[bool, str]:
-        """Whether to request a delta, and the reason if the version is then sent in full. `held`: another version is
-        here."""
+        """Whether to request a delta, and the reason if the version is then sent in full. `held`: there is a local
+        version to which a delta can be applied."""
         if self._config == "never":
             return False, 'weights.delta is "never"'
         if not held:

@@ -164,8 +164,8 @@ class Costs:
         return 2.0 * (shape.body * tokens + shape.embedding * sampled) + attention
 
     def _gathered(self, passes: int) -> float:
-        """Seconds in which a rank gathers the parameter shards of all others and reduces its shard of the gradients,
-        for a step of `passes` micro-batches. A forward pass alone gathers half as much."""
+        """Seconds that a rank needs to gather the parameter shards of all others and to reduce its shard of the
+        gradients, for a step of `passes` micro-batches. A forward pass alone gathers half as much."""
         job, ranks = self.job, self.layout.ranks
         sharing = ranks // job.trainer.tensor_parallel
         if sharing <= 1:
