@@ -56,7 +56,7 @@ def find_study(study: str) -> Path:
     """Path of a study, given as a file or as the name of a built-in study.
 
     Raises:
-        RecipeError: there is no such file and no such built-in study.
+        RecipeError: it is not a file, and no built-in study has this name.
     """
     path = Path(study)
     if path.suffix == ".toml" or path.exists():

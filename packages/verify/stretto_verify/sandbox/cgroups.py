@@ -21,8 +21,8 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """A folder in which groups can be created. `files`: the limit to write into each file there (``memory``, ``swap``,
-    ``processes``)."""
+    """A folder in which groups can be created. `files`: which limit (``memory``, ``swap`` or ``processes``)
+    is written into each file there."""
 
     folder: Path
     files: Mapping[str, str]
