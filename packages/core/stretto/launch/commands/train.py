@@ -96,7 +96,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
             print(f"resume      {sentence}")
     else:
         wanted = load_recipe(recipe_path, overrides)
-        plan = outline(wanted) if is_on_paper(wanted) else _fitting(make_plan(wanted, dry=True), dry=True)
+        plan = _seated(outline(wanted)) if is_on_paper(wanted) else _fitting(make_plan(wanted, dry=True), dry=True)
     recipe = plan.recipe
     print(f"recipe      {recipe_path}")
     for label, sentence in zip(("a step", "the run"), step_and_run(plan), strict=True):
@@ -109,7 +109,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     tokens = f"prompt {plan.longest_prompt} + completion {plan.sampling.max_tokens} tokens"
     print(f"longest     {tokens}, context {plan.base.context_length}")
     print(f"memory      {estimate_memory(plan)}")
-    for sentence in _devices(plan):
+    for sentence in placed(plan, plan.seats) or (unplaced(recipe),):
         print(f"devices     {sentence}")
     if is_on_paper(recipe):
         print(f"per device  {_memory_per_device(plan)}")
@@ -180,12 +180,9 @@ def _assert_alone(path: Path, recipe: Recipe) -> None:
         asyncio.run(alone(path, recipe.cluster.tls or ""))
 
 
-def _devices(plan: Outline) -> Sequence[str]:
-    """Sentences about the GPUs of the roles."""
-    seats = plan.seats if isinstance(plan, Plan) else seats_of(plan, usable_gpus(plan.recipe, dry=True))
-    if not seats:
-        return (unplaced(plan.recipe),)
-    return placed(plan, seats)
+def _seated(plan: Outline) -> Outline:
+    """With the GPUs that its roles would have here."""
+    return replace(plan, seats=seats_of(plan, usable_gpus(plan.recipe, dry=True)))
 
 
 def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
@@ -195,10 +192,10 @@ def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
         RecipeError: the estimate is far more than the available memory; or no GPU has what a role needs.
     """
     there = usable_gpus(plan.recipe, dry=dry)
-    memory, seats = estimate_memory(plan), seats_of(plan, there)
-    plan = replace(plan, seats=seats, warm_seat=seat_of_warm_start(plan, there))
+    plan = replace(plan, seats=seats_of(plan, there), warm_seat=seat_of_warm_start(plan, there))
+    memory = estimate_memory(plan)
     # GPUs without nvidia-smi have no seats.
-    if memory.total > _HOPELESS * memory.available and not (seats or torch.cuda.is_available()):
+    if memory.total > _HOPELESS * memory.available and not (plan.seats or torch.cuda.is_available()):
         remedy = "a smaller model, fewer engines or engine.slots, a smaller engine.cache_gib or trainer.lora need less"
         raise RecipeError([Problem("memory", f"the run needs {memory}", remedy)])
     return plan

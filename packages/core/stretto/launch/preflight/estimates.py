@@ -90,17 +90,19 @@ def engine_step(shape: ModelShape, config: EngineConfig) -> int:
 
 
 def estimate_memory(plan: Outline) -> MemoryEstimate:
-    """Estimate the memory of a run.
+    """Estimate the memory that a run takes of the machine.
 
     Trainer: for each local rank a process, what `trainer.memory` estimates (beside a GPU what is in host memory), and a
-    copy of weights and moments while a checkpoint is written. Engine: weights and KV cache, in its server's processes
-    if it has one.
+    copy of weights and moments while a checkpoint is written. Engine: a process, and unless it has a GPU weights and KV
+    cache, in its server's processes if it has one.
     """
     recipe, base, trained, rank = plan.recipe, plan.base, plan.recipe.trainer, rank_of(plan)
-    on_gpu = trained.device == "cuda" or (trained.device == "auto" and torch.cuda.is_available())
     copied = 3 * rank.parts["gradients"] * (2 if recipe.algorithm.critic else 1)  # weights and moments that are trained
-    trainer = trained.local_ranks * (_PROCESS_BYTES + copied + rank.host + (0 if on_gpu else rank.total))
-    engine = sum(engine_parts(plan).values()) + _PROCESS_BYTES
+    here = 0 if _on_gpu(plan, "rank", trained.device) else rank.total
+    trainer = trained.local_ranks * (_PROCESS_BYTES + copied + rank.host + here)
+    engine = _PROCESS_BYTES
+    if not _on_gpu(plan, "engine", recipe.engine.device):
+        engine += sum(engine_parts(plan).values())
     if recipe.engine.addresses:  # their servers run already, perhaps elsewhere
         engine = _PROCESS_BYTES
     elif recipe.engine.kind != "native":
@@ -109,6 +111,11 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
     versions = 3 * base.parameters * 4  # two in the mailbox, one copied to be written
     others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + versions
     return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory(), rank)
+
+
+def _on_gpu(plan: Outline, role: str, device: str) -> bool:
+    seated = any(seat.need.role.startswith(role) for seat in plan.seats)
+    return seated or device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
 @dataclass(frozen=True)

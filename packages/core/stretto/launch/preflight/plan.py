@@ -78,6 +78,7 @@ class Outline:
     origins: tuple[tuple[str, str], ...] = ()  # place and source of each training prompt
     sets: tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...] = ()  # further evaluations
     kept_apart: int = 0  # held-out questions, of which evaluation.prompts are asked
+    seats: tuple[Seat, ...] = ()  # GPUs of the roles on this machine; empty: the processor
 
     @property
     def longest_prompt(self) -> int:
@@ -101,7 +102,6 @@ class Plan(Outline):
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # by prompt and gold answer, for the rewards
     kept_apart_digest: str = ""  # of their texts and gold answers
     details: QuestionDetails = field(default_factory=QuestionDetails)  # data of the questions for a workflow
-    seats: tuple[Seat, ...] = ()  # GPUs of the roles on this machine; empty: the processor
     warm_seat: Seat | None = None  # of the warm start, before them
 
 
