@@ -31,6 +31,7 @@ FOUND |= {"drawing": "filtered", "publication": "versions_right", "ranks": "2"}
 def test_every_part_runs_on_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_REHEARSAL", tmp_path / "found.json")
     monkeypatch.setattr(gpu, "LIMITS", dict.fromkeys(LIMITS, 600))
+    monkeypatch.setattr(gpu, "BUDGET", 600.0 * len(LIMITS))
     assert main(["--rehearse"]) == 0
     results = json.loads((tmp_path / "found.json").read_text())["results"]
     assert list(results) == list(LIMITS)
