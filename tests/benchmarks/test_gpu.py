@@ -61,6 +61,16 @@ def test_what_fails_or_takes_too_long_is_named_and_the_others_run(
     assert measured("kernels", True, "", 0.01) == {"failed": "not done after 0.01 s"}
 
 
+def test_every_test_that_differs_on_a_gpu_is_in_the_first_part() -> None:
+    marks = 'reason="needs a GPU"', 'torch.device("cuda" if torch.cuda.is_available()'
+    found = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if path.name != "test_gpu.py" and any(mark in path.read_text() for mark in marks)
+    }
+    assert found == set(TESTED)
+
+
 def test_all_parts_fit_into_25_minutes() -> None:
     assert set(LIMITS) == set(gpu.PARTS)
     assert sum(LIMITS.values()) <= gpu.BUDGET == 25 * 60
@@ -117,7 +127,6 @@ def test_the_run_fits_a_gpu(size: Size, tmp_path: Path, monkeypatch: pytest.Monk
     assert [seat.need.role for seat in seats] == ["rank 0", "engine-0"]
     (shared,) = notes_of(seats)
     assert shared.startswith("GPU 0 is shared: "), "and none says that it may not fit"
-    assert all((ROOT / name).is_file() for name in TESTED)
 
 
 VLLM = """
