@@ -6,7 +6,7 @@ benchmarks/results/gpu.json.
     python -m benchmarks.gpu --rehearse                     the same code on a processor, at tiny sizes; into build/
 
 Parts run in the order of their value, each in a process of its own with a time limit. The file is written after each
-part; a part that fails or takes too long is named in it and does not stop the others.
+part; a part that fails or takes too long is named in it with the reason and does not stop the others.
 
     tests      kernels, captured graphs and reading of rows are right (the tests that need a GPU)
     decode     tokens per second of the engine, as a share of what the memory allows
@@ -32,7 +32,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +44,13 @@ import torch
 from benchmarks import gpu_parts, gpu_sides
 from benchmarks.gpu_parts import REHEARSED, Asked, Size
 from benchmarks.report import Table, save
+from stretto.processes.tree import kill_marked
 from stretto.store.files import write_atomically
 from stretto.store.folder.provenance import machine
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Seconds that each part may take, in the order in which they run; 25 minutes in all.
+BUDGET = 25 * 60.0  # seconds of all parts
+#: Seconds that each part may take, in the order in which they run; the last ones have what is left of all.
 LIMITS = {
     "tests": 150,
     "decode": 240,
@@ -61,6 +65,8 @@ LIMITS = {
     "vllm": 150,
 }
 PARTS = {**gpu_parts.PARTS, **gpu_sides.PARTS}
+_TOLD, _SHOWN = 4000, 100  # characters of a reason, in the file and on the screen
+_MARK = "STRETTO_GPU_PART"  # in the environment of a part and of all that it starts
 _REHEARSAL = ROOT / "build" / "gpu-rehearsal.json"
 
 
@@ -78,13 +84,14 @@ def main(words: Sequence[str] | None = None) -> int:
         print("no GPU that torch can use: nothing is measured (--rehearse runs the code without one)", file=sys.stderr)
         return 2
     results: dict[str, Any] = {}
-    table = Table("part", "seconds", "ended")
+    table, end = Table("part", "seconds", "ended"), time.monotonic() + BUDGET
     for name in (name for name in LIMITS if name in asked.parts):
         began = time.monotonic()
-        results[name] = measured(name, asked.rehearse, asked.vllm, LIMITS[name])
+        results[name] = measured(name, asked.rehearse, asked.vllm, min(LIMITS[name], end - began))
         results[name]["part_seconds"] = round(time.monotonic() - began, 1)
         _write(results, asked.rehearse)
-        table.add(name, results[name]["part_seconds"], results[name].get("failed", "well"))
+        told = results[name].get("failed", "well").partition("\n")[0][:_SHOWN]
+        table.add(name, results[name]["part_seconds"], told)
         table.show_last()
     return 1 if any("failed" in part for part in results.values()) else 0
 
@@ -98,18 +105,28 @@ def measured(name: str, rehearse: bool, vllm: str, limit: float) -> dict[str, An
         if rehearse:
             command.append("--rehearse")
             environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done after {limit:g} s"}
-        finally:  # its roles and servers too
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        code = ended(command, environment, limit)
+        if code is None:
+            return {"failed": f"not done after {limit:.3g} s"}
         if code != 0 or not found.exists():
             return {"failed": f"ended with exit code {code}"} | (_read(found) if found.exists() else {})
         return _read(found)
+
+
+def ended(command: Sequence[str], environment: Mapping[str, str], limit: float) -> int | None:
+    """The exit code of a command; None if it was stopped for its time. Nothing that it has started is left, in sessions
+    of its own either, as roles and servers are: they would hold memory of the GPU that the next part measures."""
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(command, cwd=ROOT, env={**environment, _MARK: mark}, start_new_session=True)
+    try:
+        return process.wait(max(0.0, limit))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        kill_marked(f"{_MARK}={mark}")
+        process.wait()
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -120,7 +137,11 @@ def _read(path: Path) -> dict[str, Any]:
 def _one(told: str, rehearse: bool, vllm: str) -> int:
     name, _, path = told.partition(":")
     size = REHEARSED if rehearse else Size()
-    found = PARTS[name](Asked(size, torch.device("cpu" if rehearse else "cuda"), Path(path).parent, vllm))
+    try:
+        found = PARTS[name](Asked(size, torch.device("cpu" if rehearse else "cuda"), Path(path).parent, vllm))
+    except Exception as error:  # of whatever a driver, a kernel or a run does here first: the file says which
+        traceback.print_exc()
+        found = {"failed": f"{type(error).__name__}: {error}"[:_TOLD]}
     write_atomically(Path(path), msgspec.json.encode(found))
     return 0 if "failed" not in found else 1
 

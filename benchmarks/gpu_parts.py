@@ -171,12 +171,7 @@ def run(asked: Asked) -> dict[str, Any]:
 
 def memory(asked: Asked) -> dict[str, Any]:
     """Peak memory of a step of the trainer alone, beside the estimate for one rank of the same recipe."""
-    folder = asked.folder / "outlined"
-    folder.mkdir()
-    SHAPES[asked.size.shape][1].save_pretrained(folder)
-    (folder / "config.json").write_text(
-        json.dumps(json.loads((folder / "config.json").read_text()) | {"architectures": ["Qwen3ForCausalLM"]})
-    )
+    folder = outlined(asked.size.shape, asked.folder / "outlined")
     tokens = asked.size.tokens[-1]
     recipe = load_recipe(
         RECIPE,
@@ -341,19 +336,20 @@ def vllm(asked: Asked) -> dict[str, Any]:
                 engine.step()
             seconds.append(time.perf_counter() - began)
         ours.append({"sequences": count, "tokens": count * tokens, "seconds": round(min(seconds), 3)})
+    return {"stretto": ours} | beside_vllm(asked, tokens)
+
+
+def beside_vllm(asked: Asked, tokens: int) -> dict[str, Any]:
+    """What vLLM takes for as many prompts and tokens, in its own environment."""
     if not asked.vllm:
-        return {"stretto": ours, "vllm": "no interpreter is named (--vllm, STRETTO_VLLM)"}
-    model = model_folder(size.shape, asked.folder / "model")
-    words = ["--dtype", "bfloat16", "--tokens", str(tokens), "--gpu", "--sequences", *map(str, size.sequences)]
+        return {"vllm": "no interpreter is named (--vllm, STRETTO_VLLM)"}
+    model = model_folder(asked.size.shape, asked.folder / "model")
+    words = ["--dtype", "bfloat16", "--tokens", str(tokens), "--gpu", "--sequences", *map(str, asked.size.sequences)]
     script = RESULTS.parent / "peers" / "vllm_generate.py"
     ended = subprocess.run([asked.vllm, str(script), str(model), *words], capture_output=True, text=True, check=False)
     if ended.returncode != 0:
-        return {
-            "stretto": ours,
-            "failed": f"vLLM ended with exit code {ended.returncode}",
-            "output": ended.stderr[-2000:],
-        }
-    return {"stretto": ours, "vllm": json.loads(ended.stdout.strip().splitlines()[-1])}
+        return {"failed": f"vLLM ended with exit code {ended.returncode}", "output": ended.stderr[-2000:]}
+    return {"vllm": json.loads(ended.stdout.strip().splitlines()[-1])}
 
 
 def model_folder(shape: str, folder: Path) -> Path:
@@ -363,6 +359,15 @@ def model_folder(shape: str, folder: Path) -> Path:
     model.generation_config.eos_token_id = 1
     model.bfloat16().save_pretrained(folder)
     character_tokenizer(BuildConfig().vocabulary, model.config.max_position_embeddings).save_pretrained(folder)
+    return folder
+
+
+def outlined(shape: str, folder: Path) -> Path:
+    """A model without weights: its config alone."""
+    kind, config = SHAPES[shape]
+    config.save_pretrained(folder)
+    told = json.loads((folder / "config.json").read_text()) | {"architectures": [kind.__name__]}
+    (folder / "config.json").write_text(json.dumps(told))
     return folder
 
 

@@ -103,7 +103,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
             print(f"resume      {sentence}")
     else:
         wanted = load_recipe(recipe_path, overrides)
-        plan = outline(wanted) if is_on_paper(wanted) else _fitting(make_plan(wanted, dry=True), dry=True)
+        plan = _seated(outline(wanted)) if is_on_paper(wanted) else _fitting(make_plan(wanted, dry=True), dry=True)
     recipe = plan.recipe
     print(f"recipe      {recipe_path}")
     for label, sentence in zip(("a step", "the run"), step_and_run(plan), strict=True):
@@ -116,7 +116,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     tokens = f"prompt {plan.longest_prompt} + completion {plan.sampling.max_tokens} tokens"
     print(f"longest     {tokens}, context {plan.base.context_length}")
     print(f"memory      {estimate_memory(plan)}")
-    for sentence in _devices(plan):
+    for sentence in placed(plan, plan.seats) or (unplaced(recipe),):
         print(f"devices     {sentence}")
     if is_on_paper(recipe):
         print(f"per device  {_memory_per_device(plan)}")
@@ -190,12 +190,9 @@ def _assert_alone(path: Path, recipe: Recipe) -> None:
         asyncio.run(alone(path, recipe.cluster.tls or ""))
 
 
-def _devices(plan: Outline) -> Sequence[str]:
-    """Describe the GPUs of the roles, in sentences."""
-    seats = plan.seats if isinstance(plan, Plan) else seats_of(plan, usable_gpus(plan.recipe, dry=True))
-    if not seats:
-        return (unplaced(plan.recipe),)
-    return placed(plan, seats)
+def _seated(plan: Outline) -> Outline:
+    """Return the plan with the GPUs that its roles would get on this machine."""
+    return replace(plan, seats=seats_of(plan, usable_gpus(plan.recipe, dry=True)))
 
 
 def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
@@ -205,10 +202,10 @@ def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
         RecipeError: the run needs far more than the available memory, or a role more than any GPU has.
     """
     there = usable_gpus(plan.recipe, dry=dry)
-    memory, seats = estimate_memory(plan), seats_of(plan, there)
-    plan = replace(plan, seats=seats, warm_seat=seat_of_warm_start(plan, there))
+    plan = replace(plan, seats=seats_of(plan, there), warm_seat=seat_of_warm_start(plan, there))
+    memory = estimate_memory(plan)
     # Without nvidia-smi, GPUs are not known here, and no seats are assigned.
-    if memory.total > _HOPELESS * memory.available and not (seats or torch.cuda.is_available()):
+    if memory.total > _HOPELESS * memory.available and not (plan.seats or torch.cuda.is_available()):
         remedy = "a smaller model, fewer engines or engine.slots, a smaller engine.cache_gib or trainer.lora need less"
         raise RecipeError([Problem("memory", f"the run needs {memory}", remedy)])
     return plan

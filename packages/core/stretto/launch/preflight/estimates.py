@@ -96,15 +96,17 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
     """Estimate the host memory that a run needs on this machine.
 
     Trainer, for each local rank: a process, the estimate of `trainer.memory` (on a GPU only its part in host memory),
-    and a copy of weights and moments while a checkpoint is written. Engine: a process, weights and KV cache, and the
-    processes of its server if it has one. Others: the conductor, reward workers, workflow workers, and published
-    weights.
+    and a copy of weights and moments while a checkpoint is written. Engine: a process, the processes of its server if
+    it has one, and unless it is on a GPU weights and KV cache. Others: the conductor, reward workers, workflow workers,
+    and published weights.
     """
     recipe, base, trained, rank = plan.recipe, plan.base, plan.recipe.trainer, rank_of(plan)
-    on_gpu = trained.device == "cuda" or (trained.device == "auto" and torch.cuda.is_available())
     copied = 3 * rank.parts["gradients"] * (2 if recipe.algorithm.critic else 1)  # trained weights, two moments
-    trainer = trained.local_ranks * (_PROCESS_BYTES + copied + rank.host + (0 if on_gpu else rank.total))
-    engine = sum(engine_parts(plan).values()) + _PROCESS_BYTES
+    here = 0 if _on_gpu(plan, "rank", trained.device) else rank.total
+    trainer = trained.local_ranks * (_PROCESS_BYTES + copied + rank.host + here)
+    engine = _PROCESS_BYTES
+    if not _on_gpu(plan, "engine", recipe.engine.device):
+        engine += sum(engine_parts(plan).values())
     if recipe.engine.addresses:  # the servers run already, perhaps on other machines
         engine = _PROCESS_BYTES
     elif recipe.engine.kind != "native":
@@ -113,6 +115,11 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
     versions = 3 * base.parameters * 4  # two in the mailbox, and a copy that is being written
     others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + versions
     return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory(), rank)
+
+
+def _on_gpu(plan: Outline, role: str, device: str) -> bool:
+    seated = any(seat.need.role.startswith(role) for seat in plan.seats)
+    return seated or device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated
 from stretto.launch.preflight.paths import check_data_files, data_files
 from stretto.launch.preflight.plan import Outline, encoded_within_limits
-from stretto.launch.preflight.trainable import check_trainable
+from stretto.launch.preflight.trainable import check_trainable, router_notes
 from stretto.launch.preflight.trial import try_parts, try_reward
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
@@ -88,6 +88,7 @@ def outline(recipe: Recipe) -> Outline:
         notes=(
             *told,
             *_not_checked(recipe, base, tokenizer, (*training, *asked), longest),
+            *router_notes(base.path),
             *filter(None, notes),
             *sifted.warnings,
             *repeated(questions),

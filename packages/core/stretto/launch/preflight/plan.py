@@ -79,6 +79,7 @@ class Outline:
     origins: tuple[tuple[str, str], ...] = ()  # (FILE:LINE, source) of each training prompt
     sets: tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...] = ()  # further sets of questions to evaluate
     kept_apart: int = 0  # number of held-out questions; the first evaluation.prompts of them are evaluated
+    seats: tuple[Seat, ...] = ()  # GPUs of the roles on this machine; empty: all run on the CPU
 
     @property
     def longest_prompt(self) -> int:
@@ -103,7 +104,6 @@ class Plan(Outline):
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # (prompt, gold answer): data for rewards
     kept_apart_digest: str = ""  # digest of the held-out questions and their gold answers
     details: QuestionDetails = field(default_factory=QuestionDetails)  # data of the questions for a workflow
-    seats: tuple[Seat, ...] = ()  # GPUs of the roles on this machine; empty: all run on the CPU
     warm_seat: Seat | None = None  # GPU of the warm start, which runs before the roles
 
 
