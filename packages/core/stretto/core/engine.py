@@ -24,7 +24,7 @@ LONGEST_STOP = 256  #: characters of a stop text
 MOST_LIKELIEST = 20  #: top log-probabilities of each token of a completion
 MOST_GRAMMAR = 32_768  #: characters of a grammar; compiling a longer one could stall an engine for seconds
 
-#: JSON in the usual style, one spelling per value, so that a model cannot emit spaces for ever.
+#: Options of llguidance: JSON with one spelling per value, so that a model cannot emit spaces for ever.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -62,7 +62,7 @@ class Progress(NamedTuple):
 
 
 class NewToken(Record, frozen=True, gc=False):
-    """A token that the last step sampled; `progress` makes the record of it."""
+    """A token that the last step sampled. `progress()` returns it with its log-probability and version."""
 
     request: str
     member: int
@@ -98,7 +98,8 @@ class Engine(Protocol):
         ...
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """Tokens of unfinished completions beyond the `known` ones of each member, by request."""
+        """New tokens of unfinished completions. `known`: by request, the number of tokens of each member that the
+        caller already has; other requests are left out."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -114,7 +115,7 @@ class Engine(Protocol):
         ...
 
     async def moved(self) -> object:
-        """A value that keeps changing while a version is transferred or loaded; None if unknown."""
+        """A value that changes as long as the transfer or load of a version makes progress; None if unknown."""
         ...
 
     async def spans(self) -> list[Span]:
@@ -147,5 +148,5 @@ def json_rule(schema: Mapping[str, Any] | None) -> str:
 
 
 def json_grammar(schema: Mapping[str, Any] | None) -> str:
-    """A grammar for completions that are JSON; see `json_rule`."""
+    """A complete grammar for JSON that follows a schema; any object if None. Raises as `json_rule`."""
     return f"start: {json_rule(schema)}"

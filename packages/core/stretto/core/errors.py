@@ -236,7 +236,7 @@ class EngineLost(RoleError):
 
 
 class EngineLied(EngineLost):
-    """An engine's server returned impossible results; all its results for the request must be dropped."""
+    """The server behind an engine returned impossible results; all its results for the request must be dropped."""
 
 
 class EngineLeft(EngineLost):
@@ -353,7 +353,8 @@ class CallInterrupted(StrettoError):
 
 
 class OutOfMemory(StrettoError):
-    """A device had no room for a step. `who` and `device` name them, `how` is the allocator's sentence."""
+    """A device had no memory for a step. `who`: the role; `doing`: what it did, as "while it generated"; `how`: the
+    allocator's message."""
 
     def __init__(self, who: str, device: str, doing: str, how: str) -> None:
         self.who, self.device, self.doing, self.how = who, device, doing, how
@@ -385,8 +386,8 @@ class BoundViolated(StrettoError):
 
 
 def described(error: OSError) -> str:
-    """An OSError in one line: its file, if any, and the system's message; without a file, the stretto function that
-    failed."""
+    """An OSError in one line: its file and the system's message. If it names no file, the innermost stretto function of
+    its traceback follows the message."""
     place = f"{error.filename}: " if error.filename else ""
     ours = [
         f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
@@ -399,7 +400,7 @@ def described(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(place: Path) -> Iterator[None]:
-    """Context manager: an OSError without a file name is raised again with `place` as the name."""
+    """Context manager: an OSError raised in the block that names no file gets `place` as its file name."""
     try:
         yield
     except OSError as error:
