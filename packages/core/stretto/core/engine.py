@@ -107,7 +107,8 @@ class Engine(Protocol):
         ...
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """The log-probabilities of all tokens but the first of each text by the version in use, at temperature 1."""
+        """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
+        1."""
         ...
 
     async def health(self) -> EngineHealth:
