@@ -1,6 +1,6 @@
-"""`[algorithm]`: the objective. Each choice with parameters is a section with a `kind`; a bare name means that section
-with its defaults: ``loss = "ppo"`` is ``loss = {kind = "ppo"}``. The sections are built from functions (`doors.door`),
-also from the user's own: ``loss = {kind = "my_losses:clipped", clip = 0.3}``."""
+"""`[algorithm]` of a recipe: the objective. Each choice with parameters is a section with a `kind`. A bare name means
+the section with its defaults: ``loss = "ppo"`` is ``loss = {kind = "ppo"}``. The sections are built from the parameters
+of functions (`doors.door`), which may be the user's: ``loss = {kind = "my_losses:clipped", clip = 0.3}``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""`algorithm.correction`: what each token weighs because another policy sampled it, one function per equation.
+"""`algorithm.correction`: the weight of each token that corrects for the policy that sampled it, one function per
+equation.
 
     w = anchor / behavior
 
-multiplies the token's part of the objective, without a gradient. Where the anchor is the policy that sampled, w is 1
-and there is nothing to correct. A weight of 0 takes a token out of the objective and *leaves it in the mean*: leaving
-tokens out never enlarges the step. `CORRECTIONS` has the names of a recipe.
+multiplies the token's term of the objective, without a gradient. If the anchor is the policy that sampled, w is 1 and
+no correction is needed. A weight of 0 removes a token from the objective, but the token *still counts in the mean*, so
+that removing tokens never enlarges the step. `CORRECTIONS` has the names of a recipe.
 
 Axes: N loss token, S sequence.
 """
@@ -29,12 +30,12 @@ High = Annotated[float, Field(gt=1, description="largest weight anchor / behavio
 LowMean = Annotated[float, Field(ge=0, lt=1, description="smallest geometric mean of anchor / behavior")]
 HighMean = Annotated[float, Field(gt=1, description="largest geometric mean of anchor / behavior")]
 Nats = Annotated[float, Field(gt=0, description="largest binary divergence, in nats")]
-_SURE = 1e-6  # probabilities are held this far from 0 and 1, where a binary divergence is infinite
+_SURE = 1e-6  # probabilities are clamped this far from 0 and 1, where a binary divergence is infinite
 
 
 class Weights(NamedTuple):
     weight: Tensor  # [N]
-    corrected: Tensor  # [N] bool: tokens whose weight is not simply w
+    corrected: Tensor  # [N] bool: tokens whose weight differs from w
 
 
 Correction = Callable[[LossTokens], Weights]

@@ -1,13 +1,13 @@
 """`algorithm.loss`: surrogates in place of decoupled PPO's clipped term, one function per equation.
 
-Each gives every token's term in J.
+A surrogate maps the policy's log-probabilities [N] to each token's term in J, [N].
 
     u = policy / anchor      the proximal ratio (`decoupled_ppo.py`)
     A                        the advantage
+    sg                       stop gradient
 
-Each takes log-probabilities [N] and returns terms [N]. Declared with it: the `anchors` it allows, the default first
-(left out: all), and a `selection` of a minibatch's tokens, whose parameters become parameters of the loss. `LOSSES` has
-their names.
+`declare` adds two facts to a surrogate: the `anchors` that it allows, the default first (not declared: all), and a
+`selection` of a minibatch's tokens, whose parameters become parameters of the loss. `LOSSES` has the names of a recipe.
 
 Axes: N loss token, S sequence.
 """
@@ -161,7 +161,12 @@ class LossSection(Section):
 
     @classmethod
     def fields_of(cls, part: Part) -> dict[str, Any]:
-        """Fields of the section: the allowed anchors, the parameters, and those of the selection."""
+        """Fields of the section of the surrogate `part`: the allowed anchors, its parameters, and the parameters of its
+        selection.
+
+        Raises:
+            ValueError: the surrogate declares unknown anchors.
+        """
         anchors, allowed = fact(part, "anchors", get_args(Anchor)), get_args(Anchor)
         if not (isinstance(anchors, tuple) and anchors and set(anchors) <= set(allowed)):
             raise ValueError(f"declares anchors = {anchors!r}; a tuple of some of {', '.join(allowed)} is needed")
@@ -172,7 +177,7 @@ class LossSection(Section):
 
     @property
     def surrogate(self) -> Surrogate:
-        """The loss function with its parameters bound."""
+        """The surrogate with its parameters bound."""
         return self.bound(self.part)
 
     @property
