@@ -115,7 +115,7 @@ def _packed(samples: Sequence[Sample], device: torch.device) -> PackedTokens:
 
 
 def _chosen(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
-    """Indices of the loss tokens among the scored tokens of a micro-batch; None if all scored tokens are in the loss."""
+    """Indices of the loss tokens among the scored tokens of a micro-batch; None if all are loss tokens."""
     if not any(len(sample.scored) for sample in samples):
         return None
     chosen, start = [np.zeros(0, np.int64)], 0
