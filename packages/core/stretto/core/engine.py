@@ -14,15 +14,15 @@ from stretto.core.errors import RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Likeliest, Partials, Record, Segment
 
-MOST_STOPS = 64  #: stop texts of one request
-#: Stop tokens of one request; engines reserve room in every row for the largest number seen.
+MOST_STOPS = 64  #: most stop texts of a request
+#: Most stop tokens of a request; engines reserve room in every row for the largest number seen.
 MOST_STOP_TOKENS = 256
-MOST_COMPLETIONS = 65_536  #: completions of one request
-MOST_INTERRUPTIONS = 2**31 - 1  #: of one completion
-COLDEST = 1e-3  #: temperature; below it logits / temperature leaves the range of float32
-LONGEST_STOP = 256  #: characters of a stop text
-MOST_LIKELIEST = 20  #: top log-probabilities of each token of a completion
-MOST_GRAMMAR = 32_768  #: characters of a grammar; compiling a longer one could stall an engine for seconds
+MOST_COMPLETIONS = 65_536  #: most completions of a request
+MOST_INTERRUPTIONS = 2**31 - 1  #: most interruptions of a completion
+COLDEST = 1e-3  #: lowest temperature above 0; below it logits / temperature leaves the range of float32
+LONGEST_STOP = 256  #: most characters of a stop text
+MOST_LIKELIEST = 20  #: most top log-probabilities of each token of a completion
+MOST_GRAMMAR = 32_768  #: most characters of a grammar; compiling a longer grammar could stall an engine for seconds
 
 #: Options of llguidance: JSON with one spelling per value, so that a model cannot emit spaces for ever.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -43,17 +43,17 @@ class EngineHealth(Record, frozen=True):
     recomputed: int  # tokens computed again because an update or a full KV cache dropped their entries
     interrupted: int  # completions interrupted by an update, counted at each update
     preempted: int  # completions that lost their KV entries because the cache was full, counted each time
-    wasted: int  # tokens sampled for aborted requests, those of ended completions included
+    wasted: int  # tokens sampled for aborted requests, including tokens of completions that had ended
     updates: int  # versions loaded
     busy_seconds: float  # time spent in steps and in loading
-    unfinished: int = 0  # tokens sampled for open requests, those of ended completions included
-    needed: float = 0.0  # demand of open completions over supply, rows or KV cache, the larger; above 1 some wait
-    checked: int = 0  # bytes of versions read so far; grows during a load
-    resident: int = 0  # resident memory of its processes in bytes
+    unfinished: int = 0  # tokens sampled for open requests, including tokens of completions that have ended
+    needed: float = 0.0  # demand of open completions over supply, of rows or KV cache, the larger; above 1 some wait
+    checked: int = 0  # bytes of published versions read so far; grows during a load
+    resident: int = 0  # resident memory of the engine's processes in bytes
 
 
 class Progress(NamedTuple):
-    """New tokens of a completion. The last piece has a stop reason."""
+    """New tokens of a completion. In the last `Progress` of a completion the segment has a stop reason."""
 
     request: str
     member: int

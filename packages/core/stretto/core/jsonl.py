@@ -107,7 +107,8 @@ def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Give
 
 
 def _told(alike: Sequence[Sequence[Problem]]) -> Iterator[Problem]:
-    """Problems to show: equal ones are listed a few times, then counted."""
+    """Yield the problems to show, from lists of equal problems: up to three equal problems are all shown; of more, the
+    first with their number."""
     for same in alike:
         first, count = same[0], len(same)
         if count <= _SAME:

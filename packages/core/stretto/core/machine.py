@@ -163,7 +163,7 @@ def use_interface_of(address: str) -> None:
     if (interface := interface_of(address)) is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if interface != _LO:  # NCCL on one machine needs no socket but for its start, and finds its way
+    if interface != _LO:  # on one machine NCCL uses sockets only to start, and finds an interface itself
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 

@@ -92,7 +92,7 @@ class Sampling(Record, frozen=True):
     top_p: float = 1.0  # keeps the smallest set of likeliest tokens with at least this total probability
     top_k: int = 0  # keeps this many likeliest tokens; 0: all
     min_p: float = 0.0  # keeps tokens at least this fraction as likely as the likeliest
-    stop: tuple[str, ...] = ()  # texts that end the completion, whose tokens include those of the stop text
+    stop: tuple[str, ...] = ()  # texts that end the completion; the stop text is part of the completion
     grammar: str = ""  # grammar of the completion; end of sequence where the grammar ends
 
     @property
@@ -357,7 +357,7 @@ class Trajectory(Record, frozen=True):
     segments: tuple[Segment, ...]
     verdict: Verdict
     text: str
-    session: str = ""  # name of the agent's session, if it was one
+    session: str = ""  # name of the agent's session; "" if the trajectory is not from a session
 
     @property
     def member(self) -> int:

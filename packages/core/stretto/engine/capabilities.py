@@ -24,7 +24,7 @@ class Capabilities:
 
     @property
     def needed(self) -> str:
-        """The required server and release as text, such as "vllm 0.10 or newer"."""
+        """The required server and release as text, such as "vLLM 0.32 or newer"."""
         return f"{self.name} {'.'.join(map(str, self.oldest))} or newer"
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from stretto.core.records import Sampling
 
-#: A nucleus is searched among the `_FIRST_RANKED` likeliest tokens, and if it is larger, among `_MORE` times more:
-#: ranking a whole row of 8,192 takes ten times as long as its first 128.
+#: A nucleus is searched among the `_FIRST_RANKED` likeliest tokens, and if it is larger, among `_MORE` times as many.
+#: Sorting a full row of 8,192 takes ten times as long as finding its first 128.
 _FIRST_RANKED = 128
 _MORE = 16
 

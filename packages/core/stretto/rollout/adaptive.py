@@ -85,7 +85,8 @@ def mismatch(metrics: Mapping[str, float | None]) -> tuple[float, str] | None:
 def adapted(
     state: AdaptiveBound, step: int, metrics: Mapping[str, float | None], starved: bool, lowest: int, highest: int
 ) -> AdaptiveBound:
-    """The state after the measurements of `step`; unchanged if `step` is not newer than the state's.
+    """The state after the measurements of `step`. It is unchanged if `step` is not newer than the state's, or if no
+    metric of `LIMITS` was measured.
 
     `starved`: no second batch was ready when the step's batch was taken. `lowest`, `highest`: limits of the bound.
     """

@@ -1,7 +1,8 @@
 """Batch formation: choose the finished groups of the next batch, and treat tokens beyond the staleness bound.
 
-The paper admits by equation 3 and then trains on the finished groups, oldest first; a straggler is overtaken, and
-trained on far beyond eta. The four policies of ``rollout.beyond_bound`` are pure functions of the same facts:
+The paper admits by equation 3 and then trains on the finished groups, oldest first. A slow group is overtaken by other
+groups, and may be trained on far beyond eta. The four policies of ``rollout.beyond_bound`` are pure functions of a
+`QueueState`:
 
     train    the paper's rule
     wait     no batch is taken while it would leave a group that cannot be trained within its bound
@@ -11,10 +12,10 @@ trained on far beyond eta. The four policies of ``rollout.beyond_bound`` are pur
 The bound of a group is the bound in force when it was admitted. **Why "wait" is always possible.** At version b, call a
 group due by d if it was admitted at version d - eta. The invariant is: for every d >= b - 1, at most (d - b + 1) * B
 untrained groups are due by d (so none is overdue). Admission keeps it, because a new group is due by i + eta and
-equation 3 leaves at most (i + eta + 1 - b) * B untrained ones in all, whatever bounds the others have. A batch keeps it
-if among those left, finished or not, at most (d - b) * B are due by d, for every d >= b; then the same invariant holds
-at b + 1. Taking the B groups with the earliest due versions always satisfies this, so at worst the trainer waits for
-those to finish, and in-flight groups always end: nothing gets stuck. (docs/explanation/staleness.md)
+equation 3 leaves at most (i + eta + 1 - b) * B untrained groups in all, whatever bounds the others have. A batch keeps
+it if, for every d >= b, at most (d - b) * B of the groups left, finished or not, are due by d; then the same invariant
+holds at b + 1. Taking the B groups with the earliest due versions always satisfies this. So at worst the trainer waits
+until these have finished, and in-flight groups always end: nothing gets stuck. (docs/explanation/staleness.md)
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class QueueState:
 @dataclass(frozen=True)
 class BatchChoice:
     """Groups of the next batch (empty if it must wait), and groups that expire now. `oldest_trainable` and
-    `oldest_by_group` are those of the `Batch`."""
+    `oldest_by_group` become the fields of the `Batch`."""
 
     groups: tuple[Group, ...] = ()
     expired: tuple[Group, ...] = ()

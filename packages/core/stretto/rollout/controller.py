@@ -46,7 +46,7 @@ class ControllerState(Record, frozen=True):
     position: Position = Position()
     failures: Mapping[str, int] = {}
     staleness: AdaptiveBound | None = None  # None: the bound is fixed
-    starved: bool = True  # no second batch was ready when the newest one was taken
+    starved: bool = True  # no second batch was ready when the newest batch was taken
     in_flight: AdaptiveInFlight | None = None  # None: the number is fixed
 
 
@@ -192,7 +192,7 @@ class Controller:
         config = self.config
         draw = self._prompts.take()
         ticket = self._ticket(draw, self.live, self.max_staleness)
-        self._in_flight[ticket.group_id] = ticket  # before the journal, which may write `state` beside the group
+        self._in_flight[ticket.group_id] = ticket  # before the journal, which may save `state` with the group
         self._journal.issue(ticket.group_id, draw.prompt, config.group_size, self.live)
         return ticket
 

@@ -6,8 +6,8 @@ window (Chiu and Jain 1989, Computer Networks 17). It is decided at the end of a
 
     needed     demand of the fullest engine's open completions over its supply, rows or KV cache, the larger share;
                above 1 some of them wait
-    lowered    n <- max(n - n / 4, max_in_flight_min)    if some waited throughout, or more than one completion was
-                                                         preempted for every four groups
+    lowered    n <- max(n - n / 4, max_in_flight_min)    if completions waited at every reading of the window, or more
+                                                         than one was preempted for every four groups
     raised     n <- min(n + max(1, n / 16), most)        if only n holds admission back, and the mean of `needed`,
                                                          times (new n / old n), is at most 9/10
                n <- min(2 n, most)                       likewise, until it has been lowered for the first time

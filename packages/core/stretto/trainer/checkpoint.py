@@ -4,7 +4,7 @@
                                  files of about 64 MiB
     shard-00002-...safetensors   the part of rank 1, and so on
     trainer.json                 version, bad steps in a row
-    critic/                      the same of a critic, if there is one
+    critic/                      the same files for the critic, if there is one
 
 Written and read as torch distributed checkpoints in safetensors files, without pickle. Any number of ranks can load a
 checkpoint that any other number has written. A `TrainerState` is written while training continues.
@@ -73,7 +73,7 @@ class TrainerState:
 
     @classmethod
     def of(cls, optimizer: Optimizer, version: int) -> Self:
-        """Copy the parameters and the optimizer's state; `version`: version of the policy."""
+        """Copy the parameters and the optimizer's state to the CPU; `version`: version of the policy."""
         position = TrainerPosition(version=version, bad_steps_in_a_row=optimizer.bad_steps_in_a_row)
         ranks = optimizer.ranks
         return cls(position, {name: ranks.copy_to_cpu(tensor) for name, tensor in _state(optimizer).items()}, ranks)
@@ -108,7 +108,7 @@ class TrainerState:
         # torch builds a file in memory before it writes it: small files, so that the copy is small.
         writer = HuggingFaceStorageWriter(str(folder), dict(files), save_distributed=True)
         writer.sync_files = False  # the store does
-        writer.per_thread_copy_ahead = 0  # what is written is in host memory: no stream, and no CUDA in this thread
+        writer.per_thread_copy_ahead = 0  # the copies are in host memory: no stream, and no CUDA in this thread
         group = None if alone else self.ranks.second_group
         state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
 

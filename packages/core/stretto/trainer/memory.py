@@ -112,7 +112,7 @@ def rank_memory(
         critic: whether the algorithm has a critic.
     """
     adapters = 0 if config.lora is None else adapter_weights(shape, config)
-    ends = shape.parameters - shape.body  # whole on each rank that divides matrices
+    ends = shape.parameters - shape.body  # embedding and output matrix, undivided on each rank that divides matrices
     base = shape.body + ends * config.tensor_parallel
     trained = adapters or base
     weights = _MASTER * (base + adapters) // ranks

@@ -72,7 +72,7 @@ def copied_beside(
             summed = sums(rounded)
             found[name] = room(summed)
             found[name].copy_(summed, non_blocking=True)
-            del tensor, rounded, summed  # their memory serves the next one
+            del tensor, rounded, summed  # their memory is reused for the next tensor
         done.record(stream)
     return Copies(tensors, done.synchronize, lambda: cuda.current_stream(device).wait_event(done), found)
 

@@ -249,7 +249,7 @@ def _write(path: Path, manifest: WeightsManifest, whole: Iterable[tuple[str, Ten
     digest of each tensor. `whole` yields them in the order of the manifest."""
     checksums: list[str] = []
     start = len(header(manifest))
-    path.unlink(missing_ok=True)  # left by a process with our pid, or by somebody who guessed the name
+    path.unlink(missing_ok=True)  # left by an earlier process with this pid, or created by another user
     with open(path, "wb", buffering=0, opener=private) as file:
         for name, tensor in whole:
             file.seek(start + manifest.tensors[name].data_offsets[0])

@@ -196,6 +196,6 @@ class Connections:
         except OSError as error:
             if isinstance(error, (socket.gaierror, TimeoutError)) or error.errno in _UNREACHABLE:
                 raise EngineLost(self._engine, f"cannot be reached ({error.strerror or error})") from None
-            # Ours, not the engine's: too many open files, for one.
+            # A fault of this process, not of the engine, such as too many open files.
             raise WireError(f"no connection to {self._engine} can be made: {error.strerror or error}") from None
         return made

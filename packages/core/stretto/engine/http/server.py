@@ -54,7 +54,7 @@ _PARTIALS = msgspec.msgpack.Decoder(PartialsRequest)
 _SCORE = msgspec.msgpack.Decoder(ScoreRequest)
 _REQUESTS = Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
 _DOCUMENTED = "see stretto.engine.wire"
-_KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client stays connected; one that is gone closes its socket
+_KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client stays connected; a client that ends closes its socket
 
 
 class _Streaming:

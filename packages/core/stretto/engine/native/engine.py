@@ -44,7 +44,7 @@ from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.kernels.matmul import use_onednn
 
-_WORKING = 1 << 30  # bytes of a step beside weights and cache
+_WORKING = 1 << 30  # bytes that a step needs in addition to weights and cache
 
 
 class NativeEngine:
@@ -399,7 +399,7 @@ class NativeEngine:
         for row in rows:
             tokens = self._completions.context(row)
             prefix_of = first.setdefault(self._scheduler.member(row).request.id, len(contexts))
-            # A context needs a token of its own, even when it is the prompt alone.
+            # A context needs at least one token that is not shared, even if it is only the prompt.
             shared = min(int(self._completions.prompts[row]), len(tokens) - 1) if prefix_of < len(contexts) else 0
             contexts.append(Context(tokens, (row,), prefix_of, shared))
         return contexts

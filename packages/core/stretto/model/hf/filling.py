@@ -110,7 +110,7 @@ class FolderWeights:
         self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
         known = dict.fromkeys((name for name, _ in _plain(model)), True)
-        self._sources: dict[str, list[tuple[str, str | None]]] = {}  # tensors of a parameter, and what merges them
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}  # by parameter: its tensors and merge patterns
         for source in sorted(self._files, key=dot_natural_key):
             name, pattern = self._name_of(source, known)
             self._sources.setdefault(name, []).append((source, pattern))

@@ -71,7 +71,7 @@ class Matcher:
         """
         if self._current:
             return
-        start = time.thread_time()  # CPU time of this thread alone, whatever runs beside it
+        start = time.thread_time()  # CPU time of this thread, independent of other threads
         fill_next_token_bitmask(self._inner, self._bits)
         self._left -= time.thread_time() - start
         if self._inner.is_error():

@@ -135,7 +135,7 @@ class Tokenizer:
         found: Sequence[int] = self._blind.encode(text, add_special_tokens=False).ids
         if self._specials.keys().isdisjoint(found):
             return found
-        # The model of some tokenizers has special tokens among its pieces; no single character is one.
+        # Some tokenizers have special tokens among their ordinary pieces; single characters are never special tokens.
         parts = [self._blind.encode(one, add_special_tokens=False).ids for one in text]
         if unknown := [one for one, ids in zip(text, parts, strict=True) if not self._specials.keys().isdisjoint(ids)]:
             raise self._unknown("".join(unknown), "it becomes a special token")

@@ -195,7 +195,7 @@ def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> Kernel
 
 def _seconds(x_TK: Tensor, weights: Mapping[Name, list[Tensor]], width: int) -> dict[Name, float]:
     """Seconds that each kernel takes to multiply `x_TK` by all its prepared weights, the best of two measurements."""
-    # With one thread its CPU time is measured, undisturbed by other work.
+    # With one thread the CPU time of the thread is measured, which does not depend on other work.
     clock: Callable[[], float] = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     best = dict.fromkeys(weights, math.inf)
     for turn, kernel in itertools.product(range(_ROUNDS + 1), weights):

@@ -167,7 +167,8 @@ def _by_blocks(query: Tensor, keys: Tensor, values: Tensor, hidden_LL: Tensor, r
 
 
 def _quicker_by_products(query_BHLD: Tensor) -> bool:
-    """Whether two matmuls are faster than one fused kernel. Measured for engines, so only without gradients."""
+    """Whether two matmuls are faster than one fused kernel. False while gradients are enabled, because the limits were
+    measured for engines."""
     short = query_BHLD.shape[2] in LENGTHS_BY_PRODUCTS and query_BHLD.shape[0] >= FEWEST_BY_PRODUCTS
     return short and _computes_by_products(query_BHLD) and not torch.is_grad_enabled()
 

@@ -53,7 +53,7 @@ def gae(rewards: Column, values: Column, gamma: float, lam: float) -> Doubles:
     after = np.append(every[1:tokens], every[tokens:].sum())[:tokens]
     deltas = (np.asarray(rewards, np.float64) + gamma * after - before)[::-1]
     if decay == 1:
-        return np.cumsum(deltas)[::-1]  # one after the other, as below
+        return np.cumsum(deltas)[::-1]  # added in the same order as below
     return np.array(list(accumulate(deltas.tolist(), lambda later, delta: delta + decay * later)))[::-1]
 
 

@@ -37,7 +37,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # A norm of each head alone: any axis but the last may be called the divided one.
+    # A norm over each head: any axis except the last may be declared as the divided axis.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 _OUTPUTS, _INPUTS = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")

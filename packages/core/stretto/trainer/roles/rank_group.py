@@ -157,7 +157,7 @@ class RankGroup:
             self._joined[who.rank].set_result(wire)
             await wire.send_all(RankStart(store=store, trainer=msgspec.json.encode(self._spec).decode()))
         except (HandshakeRefused, DeadlineExceeded, OSError, asyncio.InvalidStateError) as error:
-            print(f"not joined: {error}", file=sys.stderr)  # the last of them: two came as one rank at the same time
+            print(f"not joined: {error}", file=sys.stderr)  # InvalidStateError: two joined as the same rank at once
             self._refused.append(str(error))
             writer.close()
 
