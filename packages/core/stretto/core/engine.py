@@ -128,7 +128,7 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections that are not in use; call it when all calls have ended."""
         ...
 
 

@@ -69,7 +69,7 @@ def outcomes(loss: Loss) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """A step's batch with the numbers of its loss tokens."""
+    """The batch of a step with the per-token results of its loss tokens. `samples`: in the order of `numbers`."""
 
     batch: Batch
     samples: Sequence[Sample]

@@ -180,7 +180,7 @@ class HttpEngine:
         self._connections.break_off()
 
     async def close(self) -> None:
-        """Close idle connections now, the others when their call ends."""
+        """Close the idle connections; open calls are not ended."""
         self._connections.close()
 
     async def _exchange(self, path: str, message: object, awaited: str, seconds: float) -> bytes:

@@ -68,7 +68,8 @@ class TokenStream:
         self._wake = asyncio.Event()
 
     def progressed(self, new: NewToken) -> None:
-        """Offer the next token of an unfinished completion to `take`; otherwise queue it for the iterator."""
+        """Offer the next token of an unfinished completion to `take`. Queue it for the iterator if `take` does not
+        consume it, or if earlier tokens are queued."""
         self._known[new.request, new.member] += 1
         try:
             if self._take is not None and not self._new and self._take(new):

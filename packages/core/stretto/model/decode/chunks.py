@@ -27,7 +27,7 @@ class Chunks:
     """The chunks of one step.
 
     Example: the drawing above is ``cut([0, 0, 0], [10, 2, 5], most=8, grain=4)``: items ``(0, 0, 4) (0, 4, 8)
-    (0, 8, 10) (1, 0, 2) (2, 0, 4) (2, 4, 5)`` and two empty ones, bounds ``0 3 4 6``.
+    (0, 8, 10) (1, 0, 2) (2, 0, 4) (2, 4, 5)`` and two empty places, bounds ``0 3 4 6``.
     """
 
     items: Ints  # [N, 3] row, first token, end token (exclusive); zeros for empty places

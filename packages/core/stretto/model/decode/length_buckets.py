@@ -86,8 +86,8 @@ class Bucket:
         return len(self.keys[0])
 
     def take(self, row: int, most_spare: int | None = None) -> int:
-        """Assign a slot to `row` and return it: a free slot, else the next. If memory must be allocated, at most
-        `most_spare` spare slots are added; None: as many as there are slots."""
+        """Assign a slot to `row` and return it: a free slot, else the next. If memory must be allocated, the number of
+        slots is doubled, but at most `most_spare` of the new slots are spare; None: no limit."""
         self._rows = None
         if self.free_slots:
             slot = self.free_slots.pop()

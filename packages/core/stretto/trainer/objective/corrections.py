@@ -42,7 +42,7 @@ Correction = Callable[[LossTokens], Weights]
 
 
 def mask(tokens: LossTokens, *, low: Low = 0.0, high: High = math.inf) -> Weights:
-    """Tokens whose weight is outside the bounds get weight 0 (IcePop). The default leaves every weight as it is.
+    """Tokens whose weight is outside the bounds get weight 0 (IcePop). By default all weights are unchanged.
 
     w within [low, high], else 0. IcePop (Ring-1T, arXiv 2510.18855); AReaL's published runs have low 0, high 5.
     """
@@ -77,8 +77,8 @@ def kpop(tokens: LossTokens, *, threshold: Nats = 0.1) -> Weights:
     w, or 0 where they disagree about the token: D(p || q) or D(q || p) above `threshold`, with
     D(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), the token against all others.
 
-    KPop (Guo et al., 2026, "Taming training-inference mismatch with adaptive masking regions"). Wide in ratio for rare
-    tokens, narrow for likely ones.
+    KPop (Guo et al., 2026, "Taming training-inference mismatch with adaptive masking regions"). The allowed range of w
+    is wide for rare tokens and narrow for likely tokens.
     """
     p = tokens.anchor_logprobs.exp().clamp(_SURE, 1 - _SURE)
     q = tokens.behavior_logprobs.exp().clamp(_SURE, 1 - _SURE)
@@ -92,8 +92,8 @@ def sequence_mask(tokens: LossTokens, *, low: LowMean = 0.99, high: HighMean = 1
     """Completions whose geometric mean weight is outside the bounds get weight 0.
 
     w, or 0 for all tokens of a completion whose geometric mean of w is outside [low, high]. Geometric sequence
-    rejection (Liu et al., 2025, "When speed kills stability"; arXiv 2512.23075). A mean, so the bounds are the same for
-    long completions and short ones.
+    rejection (Liu et al., 2025, "When speed kills stability"; arXiv 2512.23075). Because it is a mean, the same bounds
+    suit long and short completions.
     """
     mean_S = ratio_of(tokens.sequences.means(tokens.anchor_logprobs - tokens.behavior_logprobs))
     outside = tokens.sequences.spread((mean_S < low) | (mean_S > high))

@@ -35,7 +35,8 @@ def shard(root: nn.Module, model: PreTrainedModel, ranks: Ranks, exact: Iterable
 
 
 def by_mesh(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group parameters by the dimensions of their device mesh; torch can process only such a group in one call."""
+    """Group parameters by the number of dimensions of their device mesh (0 if not sharded). torch can process only
+    parameters of one group in one call."""
     groups: dict[int, list[Tensor]] = {}
     for one in parameters:
         groups.setdefault(one.device_mesh.ndim if isinstance(one, DTensor) else 0, []).append(one)
