@@ -190,7 +190,7 @@ def _unpacked(path: Path, content: bytes) -> bytes:
 def _lines(path: Path) -> list[str]:
     text = read_text(path)
     if text.lstrip()[:1] == "[" and text.rstrip()[-1:] == "]":
-        raise mistake(str(path), "a JSON array in place of an object a line", f"e.g. by: jq -c '.[]' {path.name}")
+        raise mistake(str(path), "a JSON array instead of one object per line", f"e.g. by: jq -c '.[]' {path.name}")
     return text.split("\n")  # a text may hold other ends of lines, such as U+2028
 
 

@@ -226,7 +226,7 @@ def decoded(body: bytes, kind: type[Message]) -> Message:
 
 
 def _unknown(body: bytes, error: msgspec.DecodeError) -> WireError:
-    return WireError(f"a reply that no engine of ours sends: {body[:80]!r} ({error})")
+    return WireError(f"a reply that no stretto engine sends: {body[:80]!r} ({error})")
 
 
 def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:

@@ -137,7 +137,7 @@ class RankGroup:
             ]
             (end, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         error = end.exception()  # any error: unless it is reported, rank 0 hangs in a collective
-        loss = end.result() if error is None else RankLost(how=f"lost {end.get_name()}, unwatched: {error!r}")
+        loss = end.result() if error is None else RankLost(how=f"lost {end.get_name()}, whose watch failed: {error!r}")
         self._loss.set_result(loss)
         await asyncio.sleep(_STUCK_SECONDS)
         if not self._ending:
