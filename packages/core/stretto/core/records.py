@@ -310,7 +310,7 @@ class Completion(Record, frozen=True):
 
     @property
     def interrupted(self) -> int:
-        """Number of weight updates that interrupted it."""
+        """Number of weight updates that interrupted the completion."""
         return self.segment.interrupted
 
     @property
@@ -361,7 +361,7 @@ class Trajectory(Record, frozen=True):
 
     @property
     def member(self) -> int:
-        """Index in its group."""
+        """Index of the trajectory in its group."""
         return int(self.id.rpartition("/")[2])
 
     @property
@@ -389,14 +389,14 @@ class Trajectory(Record, frozen=True):
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Stop reason of its last sampled segment."""
+        """Stop reason of the last sampled segment; None if there is none."""
         if len(self.segments) == 1:
             return self.segments[0].stop_reason
         return next((segment.stop_reason for segment in reversed(self.segments) if segment.stop_reason), None)
 
     @property
     def interrupted(self) -> int:
-        """Number of weight updates that interrupted it."""
+        """Number of weight updates that interrupted the trajectory."""
         return sum(segment.interrupted for segment in self.segments)
 
     @property

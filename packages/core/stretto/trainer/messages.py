@@ -120,6 +120,8 @@ class CheckpointFailed(Record, frozen=True, tag=True):
 
 
 class PolicySaved(Record, frozen=True, tag=True):
+    """Reply to `SavePolicy`: the policy is written to its folder."""
+
     folder: str
     span: Span
 
@@ -160,6 +162,8 @@ FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(Fro
 
 
 class Demonstrations(Record, frozen=True, tag=True):
+    """Demonstrations for supervised fine-tuning."""
+
     examples: tuple[Demonstration, ...]
 
 

@@ -188,7 +188,7 @@ class Learner(Optimizer):
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling = UNCHANGED, ranks: Ranks = ALONE
     ) -> None:
-        """Raises as `Policy`."""
+        """Arguments and errors are those of `Policy`. Activation checkpointing and sharding are applied to `model`."""
         self._policy = Policy(model, config, sampling, ranks)
         if config.activation_checkpointing:
             checkpoint_activations(model)

@@ -74,7 +74,8 @@ class GracefulServer(HttpServer):
         self._work.stopping = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; returns True to end the server, after open requests have ended."""
+        """Called by uvicorn ten times a second; returns True to end the server. After a signal it does so when open
+        requests have ended, or when `patience` is over."""
         if not await super().on_tick(counter):
             return False
         self._work.stopping = True

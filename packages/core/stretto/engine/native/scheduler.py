@@ -35,14 +35,14 @@ GROWTH = 1 / 16
 
 @dataclass(frozen=True)
 class Member:
-    """One completion of a request, by index."""
+    """One completion of a request: the completion of ``request.seeds[index]``."""
 
     request: GenerateRequest
     index: int
 
     @property
     def tokens(self) -> int:
-        """Most tokens of prompt plus completion."""
+        """Largest possible number of tokens of prompt plus completion."""
         return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens
 
 

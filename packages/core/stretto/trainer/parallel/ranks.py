@@ -112,7 +112,7 @@ ALONE = Ranks()
 
 
 class ShardedRanks(Ranks):
-    """The ranks of torch's default process group."""
+    """`Ranks` of several processes: collectives of torch's default process group and of groups made from it."""
 
     def __init__(self, device: str, config: TrainerConfig | None = None, beside: str = "gloo") -> None:
         """Creates process groups; torch's default group must exist. `device`: where the parameters are, "cpu" or
