@@ -102,8 +102,8 @@ class Sampling(Record, frozen=True):
 
 
 class Segment(Record, frozen=True, array_like=True):
-    """Consecutive tokens of one origin: sampled by the policy, with logged log-probabilities and versions, or given
-    (tool output, a user's turn), without them.
+    """Consecutive tokens of one origin, either sampled or given. Sampled tokens have logged log-probabilities and
+    versions; given tokens (tool output, a user's turn) have neither.
 
     The tokens are sealed: the bytes `columns` (`core.columns`) and their checksum pass unchanged from the engine to the
     ledger and the trainer. Scheduling reads `length` and `stamps` only. The properties `token_ids`,

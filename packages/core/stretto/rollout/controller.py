@@ -51,8 +51,7 @@ class ControllerState(Record, frozen=True):
 
 
 class Ticket(Record, frozen=True):
-    """A group in flight: its prompt, the version and the bound under which it was admitted, and one random seed for
-    each member.
+    """A group in flight: its prompt, version and bound at its admission, and a random seed for each member.
 
     Example::
 

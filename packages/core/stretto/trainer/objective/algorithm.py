@@ -21,7 +21,7 @@ from stretto.trainer.objective.surrogates import LOSSES, LossSection
 
 class ReferenceConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
     """A KL penalty towards a reference policy. The trainer holds its weights too, unless it is the trained policy
-    without its adapters."""
+    without adapters."""
 
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy || reference)")
     weight: float = Field(1e-3, ge=0, allow_inf_nan=False, description="weight of the divergence")
