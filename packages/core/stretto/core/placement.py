@@ -94,8 +94,8 @@ def _alike(there: Sequence[Gpu], count: int) -> list[Gpu]:
 
 
 def _shares(needs: Sequence[Need], taken: Mapping[int, Sequence[Gpu]]) -> list[float]:
-    """For each need, the part of its GPUs' memory that its tensors may take. Room for the CUDA contexts is set aside
-    on GPUs that roles share."""
+    """For each need, the part of its GPUs' memory that its tensors may take; 1 if it shares no GPU. Room for the CUDA
+    contexts is set aside on GPUs that roles share. `taken`: GPUs by index of the need."""
     on = defaultdict[str, list[int]](list)
     for at, own in taken.items():
         for gpu in own:

@@ -22,12 +22,13 @@ from stretto.trainer.objective.returns import Column, Doubles
 
 
 def reinforce_pp(groups: Groups, gamma: float, eps: float) -> TokenScores:
-    """Discounted returns, normalised over all loss tokens of the batch."""
+    """Discounted returns, normalised over all loss tokens of the batch. `eps`: added to the deviation."""
     return _normalised([[_discounted(completion, gamma) for completion in one] for one in groups], eps)
 
 
 def gae(groups: Groups, gamma: float, lam: float, eps: float | None) -> TokenScores:
-    """Generalised advantage estimation, normalised over the batch unless `eps` is None."""
+    """Generalised advantage estimation, normalised over all loss tokens of the batch unless `eps` is None. `eps`: added
+    to the deviation."""
     found = [[generalised(completion, gamma, lam) for completion in one] for one in groups]
     return found if eps is None else _normalised(found, eps)
 
