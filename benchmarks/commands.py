@@ -1,11 +1,11 @@
-"""What a command costs before it does anything: CPU seconds of all its processes.
+"""Cost of a command before it does any work: CPU seconds of all its processes.
 
     python -m benchmarks.commands --name before            a dozen commands, five times each: about two minutes
     python -m benchmarks.commands --name after --times 9
 
-Each command is one that ends by itself: a mistake in a path, in a word, or no mistake at all. CPU seconds (user and
-system, of the command and of what it waited for) are told, since seconds depend on what else the machine does; medians,
-for the caches that other work takes. Results of one name are replaced, those of others stay.
+Each command ends by itself: it has a mistake in a path or in a key, or does little. CPU seconds (user and system, of
+the command and the processes that it waited for) are reported, because wall seconds depend on other work of the
+machine. They are medians, because other work evicts caches. Results of the same name are replaced; other results stay.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 
 
 def cpu_seconds(words: Sequence[str], folder: Path) -> float:
-    """CPU seconds of a command, and of the processes that it has waited for."""
+    """CPU seconds of a command and of the processes that it waited for."""
     command = subprocess.Popen(
         [sys.executable, "-m", "stretto_app.cli.main", *words],
         cwd=folder,
@@ -56,7 +56,7 @@ def cpu_seconds(words: Sequence[str], folder: Path) -> float:
 
 
 def measured(times: int) -> dict[str, dict[str, float]]:
-    """Each command in turn, `times` times, after one that fills the caches."""
+    """Run each command in turn, `times` times, after once to fill the caches; medians by command."""
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
         folder = Path(root)
         RunFolder.create(folder / "run").release()

@@ -1,20 +1,21 @@
-"""Everything that only a GPU can show, in one go: `make gpu`. No network; one file, benchmarks/results/gpu.json.
+"""Everything that only a GPU can show, in one command: `make gpu`. No network; one file,
+benchmarks/results/gpu.json.
 
     python -m benchmarks.gpu                                on a machine with a GPU, within 25 minutes
     python -m benchmarks.gpu --parts decode profile
     python -m benchmarks.gpu --rehearse                     the same code on a processor, at tiny sizes; into build/
 
-Parts run in the order of what they are worth, each in a process of its own with a limit of time, and the file is
-written after each: what fails, or takes too long, is named in it and ends nothing else.
+Parts run in the order of their value, each in a process of its own with a time limit. The file is written after each
+part; a part that fails or takes too long is named in it and does not stop the others.
 
-    tests      the kernels, the captures and the reading of rows are right (pytest, what needs a GPU)
+    tests      kernels, captured graphs and reading of rows are right (the tests that need a GPU)
     decode     tokens per second of the engine, as a share of what the memory allows
     training   tokens per second of the trainer, share of the peak (MFU), memory
     run        an asynchronous run of a 0.6B shape: tokens per second of both sides, pause of an update
-    memory     the most memory of a training step beside the estimate of `--dry-run`
+    memory     peak memory of a training step beside the estimate of `--dry-run`
     kernels    milliseconds of each fused kernel beside the plain computation
-    drawing    milliseconds of a draw in one launch, beside torch's; the same tokens, and how far apart
-    publication  a step alone and beside the writing of a version, and whether that is the version that was copied
+    drawing    milliseconds of sampling in one kernel, beside torch's; share of equal tokens, and differences
+    publication  a step alone and during the writing of a version, and whether the copied version is written
     ranks      losses of several ranks beside those of one, where there are several GPUs
     profile    what a training step and a decode step spend their time on, and how often they wait for the GPU
     vllm       the engine beside vLLM, if --vllm names an interpreter that has it
@@ -64,7 +65,7 @@ _REHEARSAL = ROOT / "build" / "gpu-rehearsal.json"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit status: 0; 1 if a part failed; 2 without a GPU."""
+    """Run the parts; return the exit status: 0; 1 if a part failed; 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=tuple(LIMITS), default=tuple(LIMITS))
     parser.add_argument("--rehearse", action="store_true", help="on the processor, at tiny sizes")
@@ -89,7 +90,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def measured(name: str, rehearse: bool, vllm: str, limit: float) -> dict[str, Any]:
-    """What a part found, in a process of its own; or why it found nothing."""
+    """Run a part in a process of its own; return its results, or why there are none."""
     with tempfile.TemporaryDirectory(prefix="stretto-gpu-") as folder:
         found = Path(folder) / "found.json"
         command = [sys.executable, "-m", "benchmarks.gpu", "--one", f"{name}:{found}", "--vllm", vllm]
