@@ -1,4 +1,4 @@
-"""Check of a recipe whose model folder has a config.json here, but its weights on another machine."""
+"""Check of a recipe on a machine without the model's weights: its folder has only a config.json here."""
 
 from __future__ import annotations
 
@@ -39,11 +39,14 @@ def is_on_paper(recipe: Recipe) -> bool:
 
 
 def outline(recipe: Recipe) -> Outline:
-    """Check everything that does not depend on weights, devices, interpreters and servers; `notes` begin with the
-    skipped checks. Without a tokenizer, a prompt counts as many tokens as its text has bytes, an upper bound.
+    """Check everything that does not depend on weights, devices, interpreters and servers. `notes` of the result name
+    the skipped checks.
+
+    Without a tokenizer, a prompt counts as many tokens as its text has bytes, which is an upper bound.
 
     Raises:
-        RecipeError, ModelFolderError, DataError, RewardFunctionError: lists every problem of that part.
+        RecipeError, ModelFolderError, DataError, RewardFunctionError: has every problem of recipe, model, data or
+            reward.
     """
     told = try_parts(recipe, outlets=False)
     check_engine_keys(recipe, here=False)
