@@ -369,10 +369,11 @@ def _record_again(context: RunContext, updates: Sequence[Update], controller: Co
     """Record repeated steps that have no line of metrics yet: the earlier process ended between the batch and its
     line."""
     recorded = context.ledger.last_update()
+    prompts = {prompt.id: prompt for prompt in context.plan.training}  # the ledger has no texts and no gold answers
     for update in (update for update in updates if update.step > recorded):
         (batch,) = read_batches(context.folder.ledger, update.step - 1, update.step)
         for group in batch.groups:
-            recorder.judged(group.prompt, group.trajectories)
+            recorder.judged(prompts[group.prompt.id], group.trajectories)
         recorder.in_force(controller.max_staleness)
         controller.observe(update.step, update.metrics)
         recorder.updated(batch, update)
