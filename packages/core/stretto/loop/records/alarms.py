@@ -117,9 +117,8 @@ class SlowReward:
         self.name, self.workers = name, workers
         self.found = ""  #: the reward's name while it is the bottleneck, else ""
         self._told = False
-        self._seen: deque[tuple[float, float, float]] = (
-            deque()
-        )  # (time, busy seconds of the rewards, of the busiest engine)
+        # (time, busy seconds of the rewards, of the busiest engine)
+        self._seen: deque[tuple[float, float, float]] = deque()
 
     def poll(self, now: float, seconds: Mapping[str, float]) -> str | None:
         """Compare the busy shares of the last `WINDOW` seconds and set `found`; to be called every second.
