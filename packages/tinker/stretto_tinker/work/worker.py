@@ -17,7 +17,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -88,6 +88,7 @@ class Worker:
         self._backlog = Backlog()
         self.computed = 0  # tokens computed in all lanes
         self._leaving: dict[str, str] = {}  # models to retire once their requests are computed: `ended` of `_retire`
+        self._cancelled: set[str] = set()  # ids of requests for samples to cancel after the turn
         self._orders: list[Callable[[], None]] = []  # functions of other threads, to call between two turns
         self._wake = threading.Condition()
         self._stopping = False
@@ -120,14 +121,28 @@ class Worker:
             return requests >= _MOST_REQUESTS or size > _MOST_BYTES
 
     def submit(self, asked: Asked) -> None:
-        """Queue a recorded request."""
+        """Queue a recorded request. If the record cannot be read now, the thread tries again: the request is accepted,
+        and its client will not send it anew."""
         with self._wake:
-            self._enqueue(asked)
+            try:
+                self._enqueue(asked)
+            except sqlite3.Error as error:
+                log.error("the record cannot be read, %s waits: %s", asked.id, error)
+                self._orders.append(lambda: self._submit_later(asked))
             self._wake.notify()
 
+    def _submit_later(self, asked: Asked) -> None:
+        time.sleep(_PAUSE_SECONDS)
+        self.submit(asked)
+
     def cancel(self, id: str) -> None:
-        """Fail a request for samples, unless it is settled; its sequences are dropped."""
-        self._order(lambda: self._cancel(lambda asked: asked.id == id, "its client cancelled it"))
+        """Fail a request for samples, unless it is settled; its sequences are dropped. Those that are cancelled before
+        the turn ends are looked for together, because each search goes through the requests of all clients."""
+        with self._wake:
+            self._cancelled.add(id)
+            first = len(self._cancelled) == 1
+        if first:
+            self._order(self._cancel_all)
 
     def retire(self, model: str, why: str, *, ended: bool) -> None:
         """Remove a model from memory once its queued requests are computed; a further request meanwhile keeps it.
@@ -139,13 +154,10 @@ class Worker:
         """
         self._order(lambda: self._retire(model, why if ended else ""))
 
-    def end_samples(self, lane: str, why: str) -> None:
-        """Fail all unsettled requests of a sampling session (`lane`) with the reason `why`."""
-
-        def end() -> None:
-            self._cancel(lambda asked: asked.lane == lane, why)
-
-        self._order(end)
+    def end_samples(self, lanes: Collection[str], why: str) -> None:
+        """Fail all unsettled requests of some sampling sessions (`lanes`) with the reason `why`."""
+        ended = frozenset(lanes)
+        self._order(lambda: self._cancel(lambda asked: asked.lane in ended, why))
 
     def forget_engine(self, path: str) -> None:
         """Stop using the engines of a path, whose weights were deleted or replaced; open requests are finished."""
@@ -416,6 +428,11 @@ class Worker:
             for lane in [lane for lane in self._samplings if lane.weights == path]:
                 sampling = self._samplings.pop(lane)
                 self._samplings[Lane(f"{path} ({id(sampling)})", lane.owner)] = sampling
+
+    def _cancel_all(self) -> None:
+        with self._wake:
+            ids, self._cancelled = self._cancelled, set()
+        self._cancel(lambda asked: asked.id in ids, "its client cancelled it")
 
     def _cancel(self, chosen: Callable[[Asked], bool], why: str) -> None:
         """Fail the requests for samples for which `chosen` is true, queued or open."""
