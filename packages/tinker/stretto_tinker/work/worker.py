@@ -348,8 +348,11 @@ class Worker:
             sampling = self._sampling(lane)
         except Exception as error:  # weights are missing, damaged or too large: their requests fail, others go on
             why = f"the weights {lane.weights} are not there: {_said(error)}"
-            with self._wake:
-                gone = self._asked.pop(lane.weights, SampleQueue()).discard(lambda asked: True)
+            with self._wake:  # without an engine of its own, a client fails alone: others share one that works
+                queue = self._asked.get(lane.weights, SampleQueue())
+                gone = queue.discard(lambda asked: lane.owner in ("", asked.owner))
+                if not queue.owners:
+                    self._asked.pop(lane.weights, None)
             for one in gone:
                 self._fail(one, why, USER if isinstance(error, RefusedRequest | StoreError) else SERVER)
             return
