@@ -122,9 +122,10 @@ class Engines:
         for lane in idle[: max(0, len(idle) - _FEWEST_IDLE)]:
             del self._engines[lane]
 
-    def discard(self, lane: Lane) -> None:
-        """Remove the engine of a lane, after it has failed."""
-        self._engines.pop(lane, None)
+    def discard(self, failed: SampledModel) -> None:
+        """Remove an engine that has failed, under whatever lane: its weights may have been replaced meanwhile."""
+        for lane in [lane for lane, engine in self._engines.items() if engine is failed]:
+            del self._engines[lane]
 
     def drop(self, weights: str) -> None:
         """Detach the engines from a path of weights, so that its next request gets a new engine. The detached ones

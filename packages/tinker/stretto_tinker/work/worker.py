@@ -379,7 +379,7 @@ class Worker:
                     self._settle(asked, partial(self._record.settle, asked.id, DONE, result, "proto"))
         except Exception as error:  # the engine has failed: its requests fail, and the next one makes a new engine
             log.exception("the engine of %s failed", lane.weights or "the base model")
-            self._engines.discard(lane)
+            self._engines.discard(engine)
             with self._wake:
                 self._samplings.pop(lane, None)
             for asked in sampling.open():
