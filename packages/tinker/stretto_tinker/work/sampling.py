@@ -285,6 +285,8 @@ def _encoded(sampled: Sampled, sequences: Any) -> bytes | StrettoError:
         return encode_sampled(Sampled(sequences, *of))
     except (ValueError, MemoryError) as error:  # protobuf's limit is 2 GiB
         return StrettoError(f"the result is too large: {error}")
+    except Exception as error:  # the request is open no more, so that nobody but the caller can fail it
+        return StrettoError(f"the result cannot be encoded: {type(error).__name__}: {error}")
 
 
 def check_sample(sample: Sample, prompt: tuple[int, ...]) -> None:
