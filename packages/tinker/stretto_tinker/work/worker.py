@@ -268,9 +268,9 @@ class Worker:
             lane.work = None
             lane.waiting.pop(asked.seq, None)
             lane.next = asked.seq + 1
-            leaves = model in self._leaving and lane.next not in lane.waiting
-        if leaves:
-            self._retire(model, self._leaving[model])
+            ended = None if lane.next in lane.waiting else self._leaving.get(model)
+        if ended is not None:  # read under the lock: a request that comes now keeps the model
+            self._retire(model, ended)
 
     def _work(self, asked: Asked) -> Pieces[None]:
         row, whole = self._record.model(asked.lane), self._record.request(asked.id)
