@@ -38,7 +38,7 @@ async def read_body(scope: Scope, receive: Receive, largest: int = LARGEST_BODY)
     too large body is read and dropped, unless the client waits for ``100 Continue``.
 
     Raises:
-        RefusedRequest: the client has disconnected before the end of the body, so that the part that came is no request.
+        RefusedRequest: the client has disconnected before the end of the body; the part that came is no request.
     """
     if int(header(scope, b"content-length") or 0) > largest:
         if header(scope, b"expect") is None:
