@@ -13,13 +13,15 @@ from google.protobuf.message import EncodeError
 from stretto.core.errors import StoreError
 from stretto.engine.config import EngineConfig
 from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.compute.learner import Learner
 from stretto_tinker.compute.sampler import Sampler
 from stretto_tinker.record.record import Asked, Record
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.wire.outputs import Sampled, encode_sampled
-from stretto_tinker.work import sampling
+from stretto_tinker.work import sampling, turns
 from stretto_tinker.work.sampling import Engines, Lane, SampleQueue
 from tests.tinker.speaking import NAME, Client, held, serving, told
+from tests.tinker.test_training import data_for
 
 _SLOTS = 4
 _PROMPT = [3, 4, 5]
@@ -127,6 +129,34 @@ def test_an_accepted_request_is_computed_also_if_the_record_could_not_be_read_th
     monkeypatch.setattr(running.record, "next_seq", failing)
     assert client.create()
     assert left == [0]
+
+
+def test_a_kill_is_laid_to_what_was_computed_at_that_moment(
+    server: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples that are open while another client trains are not blamed for a kill by its training."""
+    address, running = server
+    ann, bob = Client(address, "tml-samples"), Client(address, "tml-trains")
+    sampler, model = ann.sampler(0), bob.create()
+    blamed: dict[str, list[tuple[str, int]]] = {"training": [], "sampling": []}
+
+    def noting(turn: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **settings: Any) -> Any:
+            blamed[turn] += running.record._all("SELECT id, times FROM begun WHERE times > 0")
+            return inner(*arguments, **settings)
+
+        return noted
+
+    monkeypatch.setattr(turns, "TURN_TOKENS", 8)  # the samples take several turns
+    monkeypatch.setattr(Learner, "_micro_batch", noting("training", Learner._micro_batch))
+    monkeypatch.setattr(Sampler, "step", noting("sampling", Sampler.step))
+    with held(running):
+        samples = [ann.sample(sampler, seq, _PROMPT, params={"max_tokens": 100, "stop": []}) for seq in range(2)]
+        trained = [bob.forward_backward(model, seq, data_for("cross_entropy")) for seq in (1, 2)]
+    assert all(ann.sampled(id).sequences for id in samples)
+    assert all(bob.output(id).loss > 0 for id in trained)
+    assert set(blamed["training"]) == {(id, 1) for id in trained}
+    assert set(blamed["sampling"]) == {(id, 1) for id in samples}
 
 
 def test_a_list_of_sessions_reads_the_checkpoints_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,8 +121,7 @@ class Worker:
             return requests >= _MOST_REQUESTS or size > _MOST_BYTES
 
     def submit(self, asked: Asked) -> None:
-        """Queue a recorded request. If the record cannot be read now, the thread tries again: the request is accepted,
-        and its client will not send it anew."""
+        """Queue a recorded request. If the record cannot be read now, the thread tries again later."""
         with self._wake:
             try:
                 self._enqueue(asked)
@@ -239,7 +238,11 @@ class Worker:
 
     def _turn(self, chosen: str | Lane) -> None:
         if isinstance(chosen, Lane):
-            self._sample(chosen)
+            self._record.pause(*self._open(chosen), by=1)
+            try:
+                self._sample(chosen)
+            finally:  # a kill in a turn of others is not theirs
+                self._record.pause(*self._open(chosen))
             return
         with self._wake:
             lane = self._models[chosen]
@@ -390,6 +393,9 @@ class Worker:
                 del self._samplings[name]
         if ended:
             self._engines.trim()
+
+    def _open(self, lane: Lane) -> list[str]:
+        return [asked.id for asked in self._samplings[lane].open()] if lane in self._samplings else []
 
     def _sampling(self, lane: Lane) -> Sampling:
         with self._wake:
