@@ -1,17 +1,19 @@
 """Promises: a client that sends all of a body before it reads the reply can read that the body was too large, whether
-it keeps the connection or not; a body without an end, or that comes drop by drop, is not read for ever; and a client
-that asks whether to send it at all is told so at once.
+it keeps the connection or not; a body without an end, or that comes drop by drop, is not read for ever; a client that
+asks whether to send it at all is told so at once; and the part of a body that came before its client left is no body.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from stretto.core.errors import RefusedRequest
 from stretto.processes.http import asgi
 from stretto.processes.http.asgi import LARGEST_BODY, read_body, reply
 from stretto.processes.http.server import HttpServer, settings_of
@@ -83,3 +85,17 @@ def test_who_asks_before_sending_is_told_at_once(address: tuple[str, int], monke
         client.sendall(_head(f"content-length: {_LONG}", "expect: 100-continue"))
         assert _heard(client).startswith(b"HTTP/1.1 413")
     assert time.monotonic() - start < 300
+
+
+@pytest.mark.parametrize("parts", [[], [b""], [b"all"], [b"a", b"ll"]])
+@pytest.mark.parametrize("head", [[], [(b"content-length", b"3")]])
+def test_what_came_before_the_client_left_is_no_body(parts: list[bytes], head: list[tuple[bytes, bytes]]) -> None:
+    """Also if the part is valid by itself, as a message of protobuf without its last datum, or an empty body."""
+    messages: list[Message] = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    coming = iter([*messages, {"type": "http.disconnect"}])
+
+    async def receive() -> Message:
+        return next(coming)
+
+    with pytest.raises(RefusedRequest, match="broken off"):
+        asyncio.run(read_body({"type": "http", "headers": head}, receive))

@@ -123,6 +123,26 @@ def test_no_client_is_a_turn_ahead_of_another_while_both_are_busy(spells: list[t
         assert max(got.values()) - min(got.values()) <= 2.0
 
 
+@given(
+    shared=st.lists(st.integers(1, 50), min_size=1, max_size=4),
+    turn=st.floats(0.01, 1.0),
+    alone=st.floats(0.01, 1.0),
+)
+def test_requests_in_a_shared_lane_take_no_more_than_the_shares_of_their_clients(
+    shared: list[int], turn: float, alone: float
+) -> None:
+    """A client in a lane of its own gets the share of one client, however many requests each of the others has."""
+    chooser, got = Turns(), {"shared": 0.0, "alone": 0.0}
+    many = [f"client {at}" for at, requests in enumerate(shared) for _ in range(requests)]
+    lanes = {"shared": many, "alone": ["alone"]}
+    for _ in range(50):
+        lane = chooser.choose(lanes)
+        seconds = turn if lane == "shared" else alone
+        chooser.spent(lanes[lane], seconds)
+        got[lane] += seconds
+        assert got["shared"] <= len(shared) * (got["alone"] + turn)
+
+
 def test_one_who_comes_when_nobody_is_there_is_not_owed_the_hours_of_others() -> None:
     chooser = Turns()
     for _ in range(1000):

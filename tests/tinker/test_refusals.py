@@ -309,3 +309,12 @@ def test_a_request_that_is_refused_has_its_number_and_those_behind_it_go_on(
     foreign = Client(address, "tml-foreign").post(path, {**body, "seq_id": 4})
     assert foreign.status_code in (400, 404)
     assert client.output(client.forward_backward(id, 4, _GOOD)).loss > 0
+
+
+@pytest.mark.parametrize("seal", ["0" * 64, "%C3%A9", "%FF", "%E2%82%AC" * 64])
+@pytest.mark.parametrize("until", ["1", "99999999999", "%D9%A1", "-1", "x"])
+def test_an_address_with_a_wrong_seal_names_nothing(until: str, seal: str, address: str) -> None:
+    """Anybody may try one, without a key: there is no such file, in whatever letters."""
+    for kind in ("archives", "files"):
+        reply = httpx.get(f"{address}/{kind}/{until}/{seal}/a:train:0/weights/one/adapter_model.safetensors")
+        assert reply.status_code == 404

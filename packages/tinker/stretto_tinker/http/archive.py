@@ -165,7 +165,7 @@ class Archive:
         known = (
             until.isdecimal()
             and len(until) <= 12
-            and hmac.compare_digest(call.path("seal"), self._seal(int(until), place))
+            and hmac.compare_digest(call.path("seal").encode(), self._seal(int(until), place).encode())
         )
         row = self._service.record.checkpoint(place.path)
         if not known or int(until) < now() or row is None:

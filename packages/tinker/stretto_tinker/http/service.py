@@ -201,8 +201,7 @@ class Service:
     def _leave(self, session: str, why: str, *, ended: bool) -> list[str]:
         """Fail the session's requests for samples with the reason `why`, and remove its models from memory once their
         requests are computed; returns the models' ids. `ended`: the session will send no further requests."""
-        for sampler in self.record.samplers(session):
-            self.worker.end_samples(sampler.id, why)
+        self.worker.end_samples([sampler.id for sampler in self.record.samplers(session)], why)
         row = self.record.session(session)
         models = [one.id for one in ([] if row is None else self.record.models(row.owner)) if one.session == session]
         for model in models:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -95,23 +96,9 @@ class Sessions:
             rows = [row for row in rows if name.lower() in (_opened(row).display_name or "").lower()]
         if (id := wanted.session_id) is not None:
             rows = [row for row in rows if row.id == id]
-        found = [self._summary(row) for row in rows[: wanted.limit or 50]]
+        saved = Counter(one.model.partition(":")[0] for one in self._service.record.checkpoints(owner=call.owner))
+        found = [_summary(row, saved[row.id]) for row in rows[: wanted.limit or 50]]
         return told({"sessions": found, "next_cursor": None})
-
-    def _summary(self, row: SessionRow) -> dict[str, Any]:
-        opened = _opened(row)
-        return {
-            "session_id": row.id,
-            "created_at": written(row.created),
-            "owner": row.owner,
-            "project_id": "",
-            "status": {"type": "active"} if row.ended is None else None,
-            "checkpoints_count": sum(
-                one.model.partition(":")[0] == row.id for one in self._service.record.checkpoints(owner=row.owner)
-            ),
-            "display_name": opened.display_name,
-            "user_metadata": opened.user_metadata,
-        }
 
     async def _show(self, call: Call) -> Response:
         row = self._service.session(call.path("id"), call.owner, open=False)
@@ -132,3 +119,18 @@ class Sessions:
 
 def _opened(row: SessionRow) -> OpenSession:
     return msgspec.json.decode(row.body, type=OpenSession)
+
+
+def _summary(row: SessionRow, checkpoints: int) -> dict[str, Any]:
+    """Description of a session in a list; `checkpoints`: their number."""
+    opened = _opened(row)
+    return {
+        "session_id": row.id,
+        "created_at": written(row.created),
+        "owner": row.owner,
+        "project_id": "",
+        "status": {"type": "active"} if row.ended is None else None,
+        "checkpoints_count": checkpoints,
+        "display_name": opened.display_name,
+        "user_metadata": opened.user_metadata,
+    }

@@ -387,9 +387,12 @@ class Record:
             [(times,)] = self._all("SELECT times FROM begun WHERE id = ?", id)
         return int(times)
 
-    def pause(self, id: str) -> None:
-        """Record that the computation of a request is paused, so that a kill is not attributed to it."""
-        self._all("UPDATE begun SET times = times - 1 WHERE id = ?", id)
+    def pause(self, *ids: str, by: int = -1) -> None:
+        """Record that the computation of requests is paused, so that a kill is not attributed to them; with `by` 1,
+        that it goes on."""
+        if ids:
+            sql = "UPDATE begun SET times = times + ? WHERE id IN (SELECT value FROM json_each(?))"
+            self._all(sql, by, encode(ids).decode())
 
     def none_computed(self) -> None:
         """Record that no request is being computed, when the server ends regularly."""

@@ -122,9 +122,10 @@ class Engines:
         for lane in idle[: max(0, len(idle) - _FEWEST_IDLE)]:
             del self._engines[lane]
 
-    def discard(self, lane: Lane) -> None:
-        """Remove the engine of a lane, after it has failed."""
-        self._engines.pop(lane, None)
+    def discard(self, failed: SampledModel) -> None:
+        """Remove an engine that has failed, under whatever lane: its weights may have been replaced meanwhile."""
+        for lane in [lane for lane, engine in self._engines.items() if engine is failed]:
+            del self._engines[lane]
 
     def drop(self, weights: str) -> None:
         """Detach the engines from a path of weights, so that its next request gets a new engine. The detached ones
@@ -284,6 +285,8 @@ def _encoded(sampled: Sampled, sequences: Any) -> bytes | StrettoError:
         return encode_sampled(Sampled(sequences, *of))
     except (ValueError, MemoryError) as error:  # protobuf's limit is 2 GiB
         return StrettoError(f"the result is too large: {error}")
+    except Exception as error:  # the request is open no more, so that nobody but the caller can fail it
+        return StrettoError(f"the result cannot be encoded: {type(error).__name__}: {error}")
 
 
 def check_sample(sample: Sample, prompt: tuple[int, ...]) -> None:

@@ -76,6 +76,9 @@ class Turns:
         return chosen
 
     def spent(self, owners: Collection[str], seconds: float) -> None:
-        """Count the seconds of a turn, in equal parts for the clients that it worked for."""
-        for owner in owners:
-            self._spent[owner] = self._spent.get(owner, 0.0) + seconds / len(owners)
+        """Count the seconds of a turn, in equal parts for the clients that it worked for. A client that is listed
+        several times counts once: with parts by requests, the client with the fewest would keep a shared lane first
+        in the order at no cost, and other clients would wait for the requests of all."""
+        clients = frozenset(owners)
+        for owner in clients:
+            self._spent[owner] = self._spent.get(owner, 0.0) + seconds / len(clients)

@@ -17,7 +17,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -88,6 +88,7 @@ class Worker:
         self._backlog = Backlog()
         self.computed = 0  # tokens computed in all lanes
         self._leaving: dict[str, str] = {}  # models to retire once their requests are computed: `ended` of `_retire`
+        self._cancelled: set[str] = set()  # ids of requests for samples to cancel after the turn
         self._orders: list[Callable[[], None]] = []  # functions of other threads, to call between two turns
         self._wake = threading.Condition()
         self._stopping = False
@@ -120,14 +121,27 @@ class Worker:
             return requests >= _MOST_REQUESTS or size > _MOST_BYTES
 
     def submit(self, asked: Asked) -> None:
-        """Queue a recorded request."""
+        """Queue a recorded request. If the record cannot be read now, the thread tries again later."""
         with self._wake:
-            self._enqueue(asked)
+            try:
+                self._enqueue(asked)
+            except sqlite3.Error as error:
+                log.error("the record cannot be read, %s waits: %s", asked.id, error)
+                self._orders.append(lambda: self._submit_later(asked))
             self._wake.notify()
 
+    def _submit_later(self, asked: Asked) -> None:
+        time.sleep(_PAUSE_SECONDS)
+        self.submit(asked)
+
     def cancel(self, id: str) -> None:
-        """Fail a request for samples, unless it is settled; its sequences are dropped."""
-        self._order(lambda: self._cancel(lambda asked: asked.id == id, "its client cancelled it"))
+        """Fail a request for samples, unless it is settled; its sequences are dropped. Those that are cancelled before
+        the turn ends are looked for together, because each search goes through the requests of all clients."""
+        with self._wake:
+            self._cancelled.add(id)
+            first = len(self._cancelled) == 1
+        if first:
+            self._order(self._cancel_all)
 
     def retire(self, model: str, why: str, *, ended: bool) -> None:
         """Remove a model from memory once its queued requests are computed; a further request meanwhile keeps it.
@@ -139,13 +153,10 @@ class Worker:
         """
         self._order(lambda: self._retire(model, why if ended else ""))
 
-    def end_samples(self, lane: str, why: str) -> None:
-        """Fail all unsettled requests of a sampling session (`lane`) with the reason `why`."""
-
-        def end() -> None:
-            self._cancel(lambda asked: asked.lane == lane, why)
-
-        self._order(end)
+    def end_samples(self, lanes: Collection[str], why: str) -> None:
+        """Fail all unsettled requests of some sampling sessions (`lanes`) with the reason `why`."""
+        ended = frozenset(lanes)
+        self._order(lambda: self._cancel(lambda asked: asked.lane in ended, why))
 
     def forget_engine(self, path: str) -> None:
         """Stop using the engines of a path, whose weights were deleted or replaced; open requests are finished."""
@@ -227,7 +238,11 @@ class Worker:
 
     def _turn(self, chosen: str | Lane) -> None:
         if isinstance(chosen, Lane):
-            self._sample(chosen)
+            self._record.pause(*self._open(chosen), by=1)
+            try:
+                self._sample(chosen)
+            finally:  # a kill in a turn of others is not theirs
+                self._record.pause(*self._open(chosen))
             return
         with self._wake:
             lane = self._models[chosen]
@@ -256,9 +271,9 @@ class Worker:
             lane.work = None
             lane.waiting.pop(asked.seq, None)
             lane.next = asked.seq + 1
-            leaves = model in self._leaving and lane.next not in lane.waiting
-        if leaves:
-            self._retire(model, self._leaving[model])
+            ended = None if lane.next in lane.waiting else self._leaving.get(model)
+        if ended is not None:  # read under the lock: a request that comes now keeps the model
+            self._retire(model, ended)
 
     def _work(self, asked: Asked) -> Pieces[None]:
         row, whole = self._record.model(asked.lane), self._record.request(asked.id)
@@ -336,8 +351,11 @@ class Worker:
             sampling = self._sampling(lane)
         except Exception as error:  # weights are missing, damaged or too large: their requests fail, others go on
             why = f"the weights {lane.weights} are not there: {_said(error)}"
-            with self._wake:
-                gone = self._asked.pop(lane.weights, SampleQueue()).discard(lambda asked: True)
+            with self._wake:  # without an engine of its own, a client fails alone: others share one that works
+                queue = self._asked.get(lane.weights, SampleQueue())
+                gone = queue.discard(lambda asked: lane.owner in ("", asked.owner))
+                if not queue.owners:
+                    self._asked.pop(lane.weights, None)
             for one in gone:
                 self._fail(one, why, USER if isinstance(error, RefusedRequest | StoreError) else SERVER)
             return
@@ -364,7 +382,7 @@ class Worker:
                     self._settle(asked, partial(self._record.settle, asked.id, DONE, result, "proto"))
         except Exception as error:  # the engine has failed: its requests fail, and the next one makes a new engine
             log.exception("the engine of %s failed", lane.weights or "the base model")
-            self._engines.discard(lane)
+            self._engines.discard(engine)
             with self._wake:
                 self._samplings.pop(lane, None)
             for asked in sampling.open():
@@ -375,6 +393,9 @@ class Worker:
                 del self._samplings[name]
         if ended:
             self._engines.trim()
+
+    def _open(self, lane: Lane) -> list[str]:
+        return [asked.id for asked in self._samplings[lane].open()] if lane in self._samplings else []
 
     def _sampling(self, lane: Lane) -> Sampling:
         with self._wake:
@@ -416,6 +437,11 @@ class Worker:
             for lane in [lane for lane in self._samplings if lane.weights == path]:
                 sampling = self._samplings.pop(lane)
                 self._samplings[Lane(f"{path} ({id(sampling)})", lane.owner)] = sampling
+
+    def _cancel_all(self) -> None:
+        with self._wake:
+            ids, self._cancelled = self._cancelled, set()
+        self._cancel(lambda asked: asked.id in ids, "its client cancelled it")
 
     def _cancel(self, chosen: Callable[[Asked], bool], why: str) -> None:
         """Fail the requests for samples for which `chosen` is true, queued or open."""

@@ -75,11 +75,11 @@ class _Exchange:
         self._handler, self._largest = handler, largest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(scope, receive, self._largest)
-        if body is None:
-            await _reply(send, 413, _too_large(self._largest))
-            return
         try:
+            body = await read_body(scope, receive, self._largest)
+            if body is None:
+                await _reply(send, 413, _too_large(self._largest))
+                return
             status, message = 200, await self._handler(body)
         except (WireError, EngineLost, msgspec.DecodeError) as error:
             status, message = _refusal(error)
@@ -121,11 +121,11 @@ class EngineApp:
 
     async def stream_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream each completion of the requests as it ends. If the client disconnects, the rest is aborted."""
-        body = await read_body(scope, receive, self._largest)
-        if body is None:
-            await _reply(send, 413, _too_large(self._largest))
-            return
         try:
+            body = await read_body(scope, receive, self._largest)
+            if body is None:
+                await _reply(send, 413, _too_large(self._largest))
+                return
             requests = self._requests.decode(body)
             await self._backend.prepare(requests)
             stream = self._backend.submit_all(requests)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from stretto.core.errors import RefusedRequest
 from stretto.core.tasks import cancel_and_wait
 
 #: Default limit on the body of a request, in bytes; a longer body is refused before it is read to its end.
@@ -35,6 +36,9 @@ async def read_body(scope: Scope, receive: Receive, largest: int = LARGEST_BODY)
 
     Most clients send everything before they read the reply, and would see a reset connection. So a bounded rest of a
     too large body is read and dropped, unless the client waits for ``100 Continue``.
+
+    Raises:
+        RefusedRequest: the client has disconnected before the end of the body; the part that came is no request.
     """
     if int(header(scope, b"content-length") or 0) > largest:
         if header(scope, b"expect") is None:
@@ -43,6 +47,8 @@ async def read_body(scope: Scope, receive: Receive, largest: int = LARGEST_BODY)
     parts, size, more = [], 0, True
     while more:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RefusedRequest("body", f"broken off after {size:,} bytes", "a whole body")
         part = message.get("body", b"")
         parts.append(part)
         size += len(part)

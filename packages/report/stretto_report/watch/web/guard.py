@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stretto.core.errors import RefusedRequest
 from stretto.processes.http.asgi import header, read_body, reply
 from stretto.processes.http.names import HostNames
 from stretto.processes.http.server import admit
@@ -181,7 +182,7 @@ class Guard:
         try:
             async with asyncio.timeout(_FORM_SECONDS):
                 body = await read_body(scope, receive, _LARGEST_FORM)
-        except (TimeoutError, ValueError):
+        except (TimeoutError, ValueError, RefusedRequest):
             body = None
         if not self._fits(_token_of(body or b"")):
             await self._pause(wrong=True)

@@ -1,0 +1,180 @@
+"""A fault that one request or one client meets is its own: the requests of others go on, and none is lost."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.message import EncodeError
+
+from stretto.core.errors import StoreError
+from stretto.engine.config import EngineConfig
+from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.compute.learner import Learner
+from stretto_tinker.compute.sampler import Sampler
+from stretto_tinker.record.record import Asked, Record
+from stretto_tinker.serve import TinkerServer
+from stretto_tinker.wire.outputs import Sampled, encode_sampled
+from stretto_tinker.work import sampling, turns
+from stretto_tinker.work.sampling import Engines, Lane, SampleQueue
+from tests.tinker.speaking import NAME, Client, held, serving, told
+from tests.tinker.test_training import data_for
+
+_SLOTS = 4
+_PROMPT = [3, 4, 5]
+_LONG = {"max_tokens": 40, "stop": []}
+
+
+class OneEngine(LocalBackend):
+    """A base model of which there is room for one engine."""
+
+    engines = 0
+
+    def sampled(self, folder: Path | None) -> Sampler:
+        self.engines += 1
+        if self.engines > 1:
+            raise StoreError("no room")
+        return super().sampled(folder)
+
+
+@pytest.fixture(scope="module")
+def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, TinkerServer]]:
+    backend = OneEngine(model, NAME, EngineConfig(slots=_SLOTS, cache_gib=0.25, device="cpu"), 512)
+    with serving(backend, tmp_path_factory.mktemp("small")) as found:
+        yield found
+
+
+def test_a_client_for_which_no_engine_can_be_made_fails_alone(small: tuple[str, TinkerServer]) -> None:
+    address, server = small
+    ann, bob = Client(address, "tml-many"), Client(address, "tml-one")
+    many, one = ann.sampler(0), bob.sampler(0)
+    with held(server):
+        asked = [ann.sample(many, seq, _PROMPT, n=_SLOTS, params=_LONG) for seq in range(3)]
+        alone = bob.sample(one, 0, _PROMPT, params=_LONG)
+    assert [len(ann.sampled(id).sequences) for id in asked] == [_SLOTS] * 3
+    assert bob.fetch(alone).status_code == 200  # computed, or failed with a reason, and settled in any case
+    assert len(bob.sampled(bob.sample(one, 1, _PROMPT)).sequences) == 1
+
+
+def test_a_result_that_cannot_be_encoded_fails_its_request_alone(
+    server: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(sampled: Sampled) -> bytes:
+        if len(sampled.sequences) == 3:
+            raise EncodeError("too deep")
+        return encode_sampled(sampled)
+
+    monkeypatch.setattr(sampling, "encode_sampled", encode)
+    address, running = server
+    client = Client(address, "tml-encoding")
+    sampler = client.sampler(0)
+    with held(running):
+        asked = [client.sample(sampler, seq, _PROMPT, n=n, params=_LONG) for seq, n in enumerate([1, 3, 2])]
+    failed = client.result(asked[1])
+    assert failed["category"] == "server"
+    assert "too deep" in failed["error"]
+    assert [len(client.sampled(asked[at]).sequences) for at in (0, 2)] == [1, 2]
+
+
+def test_an_engine_that_has_failed_is_gone_under_every_name(backend: LocalBackend) -> None:
+    engines = Engines(backend)
+    lane = Lane("tinker://a/weights/one")
+    kept, failed = engines.of(Lane(""), None), engines.of(lane, None)
+    engines.drop(lane.weights)  # the weights were replaced while it had open requests
+    engines.discard(failed)
+    assert list(engines._engines.values()) == [kept]
+
+
+def test_cancelled_requests_are_looked_for_once_however_many_they_are(
+    server: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches = 0
+    discard: Callable[..., list[Asked]] = SampleQueue.discard
+
+    def counted(queue: SampleQueue, chosen: Callable[[Asked], bool]) -> list[Asked]:
+        nonlocal searches
+        searches += 1
+        return discard(queue, chosen)
+
+    monkeypatch.setattr(SampleQueue, "discard", counted)
+    address, running = server
+    client = Client(address, "tml-cancelling")
+    sampler = client.sampler(0)
+    with held(running):
+        asked = [client.sample(sampler, seq, _PROMPT, params=_LONG) for seq in range(12)]
+        for id in asked[1:]:
+            told(client.post("cancel_future", {"request_id": id}))
+    assert len(client.sampled(asked[0]).sequences) == 1
+    for id in asked[1:]:
+        assert "cancelled" in client.result(id)["error"]
+    assert searches == 1
+
+
+def test_an_accepted_request_is_computed_also_if_the_record_could_not_be_read_then(
+    server: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, running = server
+    client, left = Client(address, "tml-unread"), [2]
+    next_seq = running.record.next_seq
+
+    def failing(lane: str) -> int | None:
+        if left[0]:
+            left[0] -= 1
+            raise sqlite3.OperationalError("disk I/O error")
+        return next_seq(lane)
+
+    monkeypatch.setattr(running.record, "next_seq", failing)
+    assert client.create()
+    assert left == [0]
+
+
+def test_a_kill_is_laid_to_what_was_computed_at_that_moment(
+    server: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples that are open while another client trains are not blamed for a kill by its training."""
+    address, running = server
+    ann, bob = Client(address, "tml-samples"), Client(address, "tml-trains")
+    sampler, model = ann.sampler(0), bob.create()
+    blamed: dict[str, list[tuple[str, int]]] = {"training": [], "sampling": []}
+
+    def noting(turn: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **settings: Any) -> Any:
+            blamed[turn] += running.record._all("SELECT id, times FROM begun WHERE times > 0")
+            return inner(*arguments, **settings)
+
+        return noted
+
+    monkeypatch.setattr(turns, "TURN_TOKENS", 8)  # the samples take several turns
+    monkeypatch.setattr(Learner, "_micro_batch", noting("training", Learner._micro_batch))
+    monkeypatch.setattr(Sampler, "step", noting("sampling", Sampler.step))
+    with held(running):
+        samples = [ann.sample(sampler, seq, _PROMPT, params={"max_tokens": 100, "stop": []}) for seq in range(2)]
+        trained = [bob.forward_backward(model, seq, data_for("cross_entropy")) for seq in (1, 2)]
+    assert all(ann.sampled(id).sequences for id in samples)
+    assert all(bob.output(id).loss > 0 for id in trained)
+    assert set(blamed["training"]) == {(id, 1) for id in trained}
+    assert set(blamed["sampling"]) == {(id, 1) for id in samples}
+
+
+def test_a_list_of_sessions_reads_the_checkpoints_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, reads = "tml-lists", 0
+    checkpoints: Callable[..., Any] = Record.checkpoints
+
+    def counted(record: Record, **which: Any) -> Any:
+        nonlocal reads
+        reads += which.get("owner") is not None  # the sweep, which comes meanwhile or not, reads those of all
+        return checkpoints(record, **which)
+
+    first, second = Client(address, key), Client(address, key)
+    model = first.create()
+    first.save(model, 1, "one")
+    second.opened()
+    with monkeypatch.context() as patch:
+        patch.setattr(Record, "checkpoints", counted)
+        found = told(first.post("sessions/search", {"limit": 100}))["sessions"]
+    counts = {one["session_id"]: one["checkpoints_count"] for one in found}
+    assert counts == {first.session: 1, second.session: 0}
+    assert reads == 1
