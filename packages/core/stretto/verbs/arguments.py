@@ -16,6 +16,8 @@ Asked = Any
 _PROMPT = "a prompt is a text, or a list of token ids; `chat` takes messages"
 #: Completions of one call; more are more calls.
 MOST_COMPLETIONS = 65_536
+#: Tokens of a completion at most, where a caller says nothing.
+MOST_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
     Raises:
         RecipeError: there is no such setting, or it is out of its range.
     """
-    settings = {"max_tokens": 1, **(given or {})}
+    settings = {"max_tokens": MOST_TOKENS, **(given or {})}
     allowed = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
     if unknown := [name for name in settings if name not in allowed]:
         raise RecipeError([Problem(f"Trainer: sampling.{unknown[0]}", "unknown key", f"allowed: {', '.join(allowed)}")])
