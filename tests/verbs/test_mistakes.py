@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import stretto
+from stretto.core.records import Prompt
 from tests.verbs.test_scheduler import said
 
 ROOT = Path(__file__).parents[2]
@@ -122,8 +123,14 @@ def test_data_and_losses(
         (lambda folder: stretto.Scheduler([(2,)], batchsize=3), "Scheduler: batchsize: unknown key; did you mean"),
         (lambda folder: stretto.Scheduler([{"question": "3"}]), r"prompts\[0\]: has no key 'prompt'; a row is"),
         (lambda folder: stretto.build_model("x", layer=1), "build_model: layer: unknown key; did you mean 'layers'?"),
+        (lambda folder: stretto.Trainer(folder, warmup_steps=2), "Trainer: warmup_steps: would change nothing"),
+        (lambda folder: stretto.Trainer.apart(folder, schedule="linear"), "Trainer.apart: schedule: would change"),
+        (
+            lambda folder: stretto.Scheduler([Prompt("1", (2,), "", ""), (3,), (4,)]),
+            r"prompts\[1\]: has the id '1' of prompts\[0\]; give each",
+        ),
     ],
-    ids=range(19),
+    ids=range(22),
 )
 def test_settings(folder: Path, act: Callable[[Path], object], message: str) -> None:
     with pytest.raises(stretto.UserError, match=message):

@@ -10,6 +10,8 @@ from typing import Any
 
 from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest
 from stretto.core.records import Sampling
+from stretto.doors.mistakes import checked
+from stretto.trainer.config import OptimizerConfig
 
 #: A text, or token ids: a list, a tuple, or an array of numpy or torch.
 Asked = Any
@@ -134,3 +136,18 @@ def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
         told, remedy = f"{sampling.temperature}", "greater than 0: nothing is learnt of what is certain"
         raise RecipeError([Problem("Trainer: sampling.temperature", told, remedy)])
     return sampling
+
+
+def optimizer_of(given: Mapping[str, Any], place: str) -> OptimizerConfig:
+    """The settings of a trainer's steps.
+
+    Raises:
+        RecipeError: there is no such setting, it is out of its range, or it needs the number of steps, which only a
+            recipe has.
+    """
+    config = checked(given, place, OptimizerConfig)
+    of_recipes = {"warmup_steps": config.warmup_steps > 0, "schedule": config.schedule != "constant"}
+    told, remedy = "would change nothing: a step has the rate that it is given", "give optim_step(learning_rate)"
+    if problems := [Problem(f"{place}: {name}", told, remedy) for name, unheeded in of_recipes.items() if unheeded]:
+        raise RecipeError(problems)
+    return config

@@ -43,7 +43,7 @@ from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters
 from stretto.verbs.apart.trainer import TrainerApart
-from stretto.verbs.arguments import FOLDER, ArgumentKind, check, instance, sampling_of
+from stretto.verbs.arguments import FOLDER, ArgumentKind, check, instance, optimizer_of, sampling_of
 from stretto.verbs.completion import mark_of
 from stretto.verbs.datum import Data, Forward, check_batch, check_data, check_sampled, datum_of, listed, sample_of
 from stretto.verbs.loss import (
@@ -107,7 +107,7 @@ class LocalTrainer:
             RecipeError: a setting is not what it should be.
         """
         check("Trainer", model=(model, MODEL))
-        self._settings = checked(settings, "Trainer", OptimizerConfig)
+        self._settings = optimizer_of(settings, "Trainer")
         self._lora = lora_of(lora, "Trainer: lora")
         self._sampling = sampling_of(sampling)
         if "threads" in settings:
@@ -156,7 +156,7 @@ class LocalTrainer:
             ModelFolderError, RecipeError: as for a trainer in this process.
             RoleError: the process has not come up.
         """
-        config = checked(settings, "Trainer.apart", OptimizerConfig)
+        config = optimizer_of(settings, "Trainer.apart")
         waits = checked(deadlines or {}, "Trainer.apart: deadlines", DeadlinesConfig)
         if isinstance(model, SharedModel):
             told, remedy = "a model in the memory of this process", "give its folder"
