@@ -135,7 +135,7 @@ class LocalTrainer:
         self._references: dict[str, Reference] = {}
         self._held: dict[Path, int] = {}
         self._mark = mark_of(self.tokenizer)
-        self._release = weakref.finalize(self, _release, self._held)
+        weakref.finalize(self, _release, self._held)
 
     @classmethod
     def apart(
@@ -310,6 +310,7 @@ class LocalTrainer:
         self._settle()
         place = Path(folder).expanduser() / _CHECKPOINTS
         self._hold(place)
+        self._check_newest(place)
         return Checkpoints(place).save(
             self._published, checkpoint.TrainerState.of(self._learner, self._published).write
         )
@@ -361,7 +362,7 @@ class LocalTrainer:
 
     def close(self) -> None:
         """Let other trainers save where this one did."""
-        self._release()
+        _release(self._held)  # the finalizer stays: a later `save` holds its folder again
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
@@ -388,6 +389,16 @@ class LocalTrainer:
             found = f"cannot be created: {error.strerror}"
             raise RunFolderError([Problem(str(folder), found, "give another folder")]) from error
         self._held[key] = lock.acquire(key)
+
+    def _check_newest(self, folder: Path) -> None:
+        """Refuse a folder with a newer version, in whose place what is saved would be removed at once."""
+        saved = Checkpoints(folder)
+        if not any(version > self._published for version in saved.steps()):
+            return
+        if (newest := saved.latest()) is not None and newest.step > self._published:
+            told = f"holds version {newest.step}, and this trainer is at version {self._published}"
+            raise RunFolderError([Problem(str(folder.parent), told, "load it first, or give another folder")])
+        saved.set_aside_after(self._published)
 
     def _samples(self, data: Data, loss: Wanted, place: str, *, sampled: bool) -> list[Sample]:
         if isinstance(data, Batch):
