@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -135,6 +135,16 @@ def test_steps_go_on_while_a_version_is_written(tmp_path: Path) -> None:
         return early, first.done(), second.version == 2
 
     assert linked(tmp_path, ["lags"], work) == (False, True, True)
+
+
+def test_a_version_that_is_written_is_forgotten_once_there_is_a_newer_one(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> set[str]:
+        for batch in (BATCH, NEXT):
+            await link.train(batch)
+        await link.published(2)
+        return set(cast(Any, link)._replies._writing)
+
+    assert linked(tmp_path, ["lags"], work) <= {"version 2"}
 
 
 def test_a_version_that_a_dead_trainer_had_not_written_is_written_by_its_replacement(tmp_path: Path) -> None:

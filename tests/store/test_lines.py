@@ -137,3 +137,18 @@ def test_a_folder_that_vanished_costs_a_warning(tmp_path: Path, caplog: pytest.L
     os.mkdir(tmp_path / "gone")
     log.append(metrics(2))
     assert [step.step for step in read_metrics(tmp_path / "gone" / "metrics.jsonl")[0]] == [2]
+
+
+def test_whatever_byte_of_a_line_is_damaged_the_line_is_named_and_a_run_goes_on_without_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3):
+        MetricsLog(path).append(metrics(step))
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    for at in range(len(second) - 1):
+        path.write_bytes(first + second[:at] + b"\xff" + second[at + 1 :] + third)
+        with pytest.raises(StoreError, match=r"metrics.jsonl: line 2 cannot be read"):
+            read_metrics(path)
+    within_a_text = second.index(b"loss") + 1
+    path.write_bytes(first + second[:within_a_text] + b"\xff" + second[within_a_text + 1 :] + third)
+    rewind_metrics(path, 3)
+    assert read_metrics(path) == ([metrics(1), metrics(3)], [])

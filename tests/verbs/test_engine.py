@@ -148,6 +148,17 @@ def test_an_engine_in_a_process_of_its_own_says_the_same(
     wait_until(lambda: not Path(place).exists() and not running(place), "the end of the engine's process")
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["here", "apart"])
+def test_weights_older_than_those_in_use_are_refused(
+    folder: Path, data: list[stretto.Datum], warm: None, apart: bool
+) -> None:
+    with stretto.Engine.load(folder, apart=apart, cache_gib=0.05) as engine:
+        engine.update(trained(folder, data).weights())
+        with pytest.raises(stretto.RefusedRequest, match="at least 1, the version in use"):
+            engine.update(stretto.Trainer(folder).weights())
+        assert set(engine.sample(PROMPT, max_tokens=4)[0].versions) == {engine.version} == {1}
+
+
 def running(mark: str) -> list[Path]:
     """Processes with this text among their arguments."""
     found = list[Path]()

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -198,3 +199,12 @@ def test_a_proximal_policy_of_before_anchors_later_steps(folder: Path, data: lis
     ]
     assert later.metrics["ratio_mean"] == pytest.approx(float(torch.tensor(ratios).exp().mean()), abs=1e-4)
     assert abs(later.metrics["ratio_mean"] - 1) > 1e-4
+
+
+def test_completions_are_as_long_as_those_of_an_engine_unless_it_is_said(
+    folder: Path, data: list[stretto.Datum]
+) -> None:
+    longest = inspect.signature(stretto.Engine.generate).parameters["max_tokens"].default
+    silent, told = stretto.Trainer(folder), stretto.Trainer(folder, sampling={"max_tokens": longest})
+    losses = [one.forward_backward(data, "ppo", aggregation="fixed_length").loss for one in (silent, told)]
+    assert losses[0] == losses[1] != 0

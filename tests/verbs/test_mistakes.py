@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import stretto
+from stretto.core.records import Prompt
 from tests.verbs.test_scheduler import said
 
 ROOT = Path(__file__).parents[2]
@@ -122,8 +123,14 @@ def test_data_and_losses(
         (lambda folder: stretto.Scheduler([(2,)], batchsize=3), "Scheduler: batchsize: unknown key; did you mean"),
         (lambda folder: stretto.Scheduler([{"question": "3"}]), r"prompts\[0\]: has no key 'prompt'; a row is"),
         (lambda folder: stretto.build_model("x", layer=1), "build_model: layer: unknown key; did you mean 'layers'?"),
+        (lambda folder: stretto.Trainer(folder, warmup_steps=2), "Trainer: warmup_steps: would change nothing"),
+        (lambda folder: stretto.Trainer.apart(folder, schedule="linear"), "Trainer.apart: schedule: would change"),
+        (
+            lambda folder: stretto.Scheduler([Prompt("1", (2,), "", ""), (3,), (4,)]),
+            r"prompts\[1\]: has the id '1' of prompts\[0\]; give each",
+        ),
     ],
-    ids=range(19),
+    ids=range(22),
 )
 def test_settings(folder: Path, act: Callable[[Path], object], message: str) -> None:
     with pytest.raises(stretto.UserError, match=message):
@@ -226,3 +233,30 @@ def test_a_mistake_ends_a_program_with_its_message(folder: Path) -> None:
     assert "".join(traceback.format_exception_only(told.value)) == (
         "stretto.core.errors.RecipeError: Engine.load: slots: 0; input should be greater than or equal to 1\n"
     )
+
+
+def test_what_was_saved_is_what_the_folder_gives_back(folder: Path, tmp_path: Path) -> None:
+    older, newer = stretto.Trainer(folder), stretto.Trainer(folder)
+    told = [stretto.Datum.of((2, 3, 4), (5, 1))]
+    for _ in range(3):
+        newer.forward_backward(told)
+        newer.optim_step()
+        assert newer.save(tmp_path).is_dir()
+    newer.close()
+    with pytest.raises(stretto.RunFolderError, match="holds version 3, and this trainer is at version 0; load it"):
+        older.save(tmp_path)
+    assert older.load(tmp_path) == 3
+    for path in (tmp_path / "checkpoints" / "step-000003").glob("*.safetensors"):
+        path.write_bytes(b"broken")
+    assert newer.load(tmp_path) == 2  # the newest that is whole; what is broken makes room
+    older.close()
+    assert newer.save(tmp_path).is_dir()
+    assert older.load(tmp_path) == 2
+
+
+def test_a_closed_trainer_holds_no_folder_whatever_it_has_done_since(folder: Path, tmp_path: Path) -> None:
+    first, second = stretto.Trainer(folder), stretto.Trainer(folder)
+    for _ in range(2):
+        first.save(tmp_path)
+        first.close()
+    second.save(tmp_path)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,33 @@ def test_its_weights_are_those_of_a_trainer_here(
     assert again.forward(data).logprobs == apart.forward(data).logprobs
     with stretto.Engine.load(folder) as engine:
         assert engine.update(theirs) == 1
+
+
+class Turns:
+    """A lock in whose place another thread gets its turn as soon as the first one gives it back."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._lock, self._then = threading.Lock(), [threading.Thread(target=then)]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if self._then:
+            other = self._then.pop()
+            other.start()
+            other.join(60)
+
+
+def test_the_version_is_that_of_the_newest_call_whichever_thread_returns_last(
+    apart: TrainerApart, data: list[stretto.Datum], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = apart.weights().version
+    with monkeypatch.context() as changed:
+        changed.setattr(apart, "_calls", Turns(apart.optim_step))
+        apart.forward_backward(data, "cross_entropy")
+        assert apart.version == before + 1
 
 
 def test_mistakes_are_told_as_here_and_leave_it_usable(

@@ -28,6 +28,7 @@ from stretto.weights import manifest
 from stretto.weights.folder import own, remove, remove_abandoned, shared_folder
 from stretto.weights.mailbox import GatheringPublisher
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from stretto.weights.sums import sums
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 
@@ -327,3 +328,29 @@ def test_a_publisher_killed_in_the_middle_leaves_only_whole_versions(tmp_path: P
     assert not list(tmp_path.glob("*.partial"))
     remove("run", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_held_stays_until_another_version_is(
+    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber, tmp_path: Path
+) -> None:
+    publisher.publish(1, tensors().items())
+    held = subscriber.hold(1, "server")
+    assert subscriber.hold(1, "server") == held  # there, and published still
+    whole = held.read_bytes()
+    for version in (2, 3):
+        publisher.publish(version, tensors().items())
+    for gone in (1, 9):
+        with pytest.raises(WireError, match=f"version {gone} is not published"):
+            subscriber.hold(gone, "server")
+        assert held.read_bytes() == whole
+    newer = subscriber.hold(3, "server")
+    assert list(tmp_path.glob("*.held")) == [newer]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_of_a_view_are_those_of_its_copy(dtype: torch.dtype) -> None:
+    whole = torch.arange(40).to(dtype)
+    for first in range(9):
+        for length in range(24, 32):
+            view = whole[first : first + length]
+            assert torch.equal(sums(view), sums(view.clone()))

@@ -10,12 +10,16 @@ from typing import Any
 
 from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest
 from stretto.core.records import Sampling
+from stretto.doors.mistakes import checked
+from stretto.trainer.config import OptimizerConfig
 
 #: A text, or token ids: a list, a tuple, or an array of numpy or torch.
 Asked = Any
 _PROMPT = "a prompt is a text, or a list of token ids; `chat` takes messages"
 #: Most completions of one call.
 MOST_COMPLETIONS = 65_536
+#: Tokens of a completion at most, where a caller says nothing.
+MOST_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
     Raises:
         RecipeError: a setting does not exist, or is out of range.
     """
-    settings = {"max_tokens": 1, **(given or {})}
+    settings = {"max_tokens": MOST_TOKENS, **(given or {})}
     allowed = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
     if unknown := [name for name in settings if name not in allowed]:
         raise RecipeError([Problem(f"Trainer: sampling.{unknown[0]}", "unknown key", f"allowed: {', '.join(allowed)}")])
@@ -134,3 +138,18 @@ def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
         told, remedy = f"{sampling.temperature}", "greater than 0: greedy completions are not sampled"
         raise RecipeError([Problem("Trainer: sampling.temperature", told, remedy)])
     return sampling
+
+
+def optimizer_of(given: Mapping[str, Any], place: str) -> OptimizerConfig:
+    """The settings of a trainer's steps.
+
+    Raises:
+        RecipeError: there is no such setting, it is out of its range, or it needs the number of steps, which only a
+            recipe has.
+    """
+    config = checked(given, place, OptimizerConfig)
+    of_recipes = {"warmup_steps": config.warmup_steps > 0, "schedule": config.schedule != "constant"}
+    told, remedy = "would change nothing: a step has the rate that it is given", "give optim_step(learning_rate)"
+    if problems := [Problem(f"{place}: {name}", told, remedy) for name, unheeded in of_recipes.items() if unheeded]:
+        raise RecipeError(problems)
+    return config

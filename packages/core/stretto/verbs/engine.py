@@ -31,6 +31,7 @@ from stretto.verbs.apart.engines import SourceApart
 from stretto.verbs.arguments import (
     COUNT,
     LIST,
+    MOST_TOKENS,
     NUMBER,
     SEEDS,
     WHOLE,
@@ -241,7 +242,7 @@ class LocalEngine:
         self,
         prompts: Asked | Sequence[Asked],
         *,
-        max_tokens: int = 256,
+        max_tokens: int = MOST_TOKENS,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -344,7 +345,7 @@ class LocalEngine:
         _check_settings(settings)
         stop = settings.get("stop", ())
         sampling = Sampling(
-            max_tokens=settings.get("max_tokens", 256),
+            max_tokens=settings.get("max_tokens", MOST_TOKENS),
             temperature=settings.get("temperature", 1.0),
             top_p=settings.get("top_p", 1.0),
             top_k=settings.get("top_k", 0),

@@ -116,6 +116,7 @@ class GroupScheduler:
         asked = [_prompt(one, at, tokenizer) for at, one in enumerate(prompts)]
         if not asked:
             raise DataError([Problem("Scheduler: prompts", "there is none", "give one at least")])
+        _check_ids(asked)
         self._ledger, self._again = ledger, deque[Batch]()
         self._whole = nullcontext() if ledger is None else ledger.lock  # held while a change is made
         self._changed, self._claim = asyncio.Event(), object()
@@ -369,6 +370,22 @@ def _check_numbers(turn: TextCompletion, mark: str, place: str) -> None:
     if mark and turn.tokenizer not in ("", mark):
         told = "was sampled with another tokenizer than that of the prompts"
         raise DataError([Problem(place, told, "give tokenizer=engine.tokenizer to the scheduler")])
+
+
+def _check_ids(prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts with one id, whose groups would have one name.
+
+    Raises:
+        DataError: with each of them.
+    """
+    first, problems = dict[str, int](), list[Problem]()
+    for at, prompt in enumerate(prompts):
+        if (before := first.setdefault(prompt.id, at)) != at:
+            told = f"has the id {prompt.id!r} of prompts[{before}]"
+            remedy = "give each prompt an id of its own; without one, its place is its id"
+            problems.append(Problem(f"Scheduler: prompts[{at}]", told, remedy))
+    if problems:
+        raise DataError(problems)
 
 
 def _check_same_run(ledger: FolderLedger, origin: Mapping[str, int | str]) -> None:

@@ -43,7 +43,7 @@ from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters
 from stretto.verbs.apart.trainer import TrainerApart
-from stretto.verbs.arguments import FOLDER, ArgumentKind, check, instance, sampling_of
+from stretto.verbs.arguments import FOLDER, ArgumentKind, check, instance, optimizer_of, sampling_of
 from stretto.verbs.completion import mark_of
 from stretto.verbs.datum import Data, Forward, check_batch, check_data, check_sampled, datum_of, listed, sample_of
 from stretto.verbs.loss import (
@@ -109,7 +109,7 @@ class LocalTrainer:
             RecipeError: a setting is invalid.
         """
         check("Trainer", model=(model, MODEL))
-        self._settings = checked(settings, "Trainer", OptimizerConfig)
+        self._settings = optimizer_of(settings, "Trainer")
         self._lora = lora_of(lora, "Trainer: lora")
         self._sampling = sampling_of(sampling)
         if "threads" in settings:
@@ -137,7 +137,7 @@ class LocalTrainer:
         self._references: dict[str, Reference] = {}
         self._held: dict[Path, int] = {}
         self._mark = mark_of(self.tokenizer)
-        self._release = weakref.finalize(self, _release, self._held)
+        weakref.finalize(self, _release, self._held)
 
     @classmethod
     def apart(
@@ -158,7 +158,7 @@ class LocalTrainer:
             ModelFolderError, RecipeError: as for a trainer in this process.
             RoleError: the process did not start.
         """
-        config = checked(settings, "Trainer.apart", OptimizerConfig)
+        config = optimizer_of(settings, "Trainer.apart")
         waits = checked(deadlines or {}, "Trainer.apart: deadlines", DeadlinesConfig)
         if isinstance(model, SharedModel):
             told, remedy = "a model in the memory of this process", "give its folder"
@@ -315,6 +315,7 @@ class LocalTrainer:
         self._settle()
         place = Path(folder).expanduser() / _CHECKPOINTS
         self._hold(place)
+        self._check_newest(place)
         return Checkpoints(place).save(
             self._published, checkpoint.TrainerState.of(self._learner, self._published).write
         )
@@ -372,7 +373,7 @@ class LocalTrainer:
 
     def close(self) -> None:
         """Release the locks of the folders that this trainer has saved to."""
-        self._release()
+        _release(self._held)  # the finalizer stays: a later `save` locks its folder again
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
@@ -399,6 +400,16 @@ class LocalTrainer:
             found = f"cannot be created: {error.strerror}"
             raise RunFolderError([Problem(str(folder), found, "give another folder")]) from error
         self._held[key] = lock.acquire(key)
+
+    def _check_newest(self, folder: Path) -> None:
+        """Refuse a folder with a newer version, in whose place what is saved would be removed at once."""
+        saved = Checkpoints(folder)
+        if not any(version > self._published for version in saved.steps()):
+            return
+        if (newest := saved.latest()) is not None and newest.step > self._published:
+            told = f"holds version {newest.step}, and this trainer is at version {self._published}"
+            raise RunFolderError([Problem(str(folder.parent), told, "load it first, or give another folder")])
+        saved.set_aside_after(self._published)
 
     def _samples(self, data: Data, loss: Wanted, place: str, *, sampled: bool) -> list[Sample]:
         if isinstance(data, Batch):

@@ -178,15 +178,17 @@ class SharedMemorySubscriber:
         """
         mine = held(self._run, self._folder, holder)
         file = mine.with_name(f"{mine.name}{version:06d}.held")
-        file.unlink(missing_ok=True)
+        new = file.with_suffix(".new.held")  # `file` may be what is held now
+        new.unlink(missing_ok=True)
         try:
-            file.hardlink_to(path_of(self._run, self._folder, version))
-            verify(map_file(file), version, self._check)
+            new.hardlink_to(path_of(self._run, self._folder, version))
+            verify(map_file(new), version, self._check)
         except FileNotFoundError:
             raise self._gone(version) from None
         except TornPublication:
-            file.unlink()
+            new.unlink()
             raise
+        new.replace(file)  # does nothing where both are one file already: `new` goes with the others
         unlink(other for other in self._folder.glob(f"{mine.name}*.held") if other != file)
         return file
 

@@ -19,6 +19,8 @@ def sums(tensor: Tensor) -> Tensor:
     """The plain and the placed sum of a tensor's bits: [2] int64, on the tensor's device."""
     flat, size = tensor.detach().contiguous().reshape(-1), tensor.nbytes
     width = next(width for width in _WORDS if size % width == 0 and width >= tensor.element_size())
+    if flat.storage_offset() * flat.element_size() % width:
+        flat = flat.clone()  # a view that begins between two words
     words, found = flat.view(_WORDS[width]), torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for first in range(0, len(words), _BLOCK):
         block = words[first : first + _BLOCK].to(torch.int64)

@@ -55,7 +55,7 @@ class TrainerReplies:
         """
         async with deadline("conductor", f"{self._channel.role} to write {folder}", seconds):
             await self._written(folder)
-        del self._writing[folder]
+        self._writing.pop(folder, None)
 
     async def published(self, version: int, seconds: float) -> None:
         """Wait until engines can load `version`; raises as `saved`."""
@@ -85,6 +85,7 @@ class TrainerReplies:
                     self._on_published(message)
                     with contextlib.suppress(asyncio.InvalidStateError):
                         self._written(_name(version)).set_result(None)
+                    self._writing.pop(_name(version - 1), None)  # nobody asks for it any more
                 case _:
                     self._replies.put_nowait(message)
 

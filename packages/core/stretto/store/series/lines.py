@@ -117,5 +117,5 @@ def _each_line(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line
                 return
             try:
                 yield decoder.decode(row)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 yield StoreError(f"{path}: line {number} cannot be read: {error}")

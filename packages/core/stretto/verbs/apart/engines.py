@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stretto.core.errors import EngineLost, StrettoError
+from stretto.core.errors import EngineLost, RefusedRequest, StrettoError
 from stretto.core.records import Completion, GenerateRequest
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.config import EngineConfig
@@ -103,6 +103,8 @@ class SourceApart:
     async def update(self, weights: PolicyWeights) -> None:
         self._check_open()
         async with self._changing:
+            if weights.version < (used := self._pool.published):
+                raise RefusedRequest("version", str(weights.version), f"at least {used}, the version in use")
             tensors = merged(self._base, weights.tensors) if self._base else weights.tensors
             await asyncio.to_thread(self._publisher.publish, weights.version, tensors.items())
             self._pool.publish(weights.version)

@@ -159,13 +159,12 @@ class TrainerApart:
             try:
                 self._catch_up()
                 _, version, value, error = self._result(self._begin(method, packed), seconds)
-                self._undo = False
+                self._undo, self._version = False, version
             except (EOFError, OSError):
                 self._ended = RoleDied(_NAME, background().call(self._process.last_words()), str(self._log))
                 self._end.detach()  # its log stays
                 self._near.close()
                 raise self._ended from None
-        self._version = version
         if error is not None:
             raise error
         return value
