@@ -4,19 +4,21 @@
 
 The wheel is built from this tree. Each environment contains only the wheel and the newest dependencies that its
 metadata allows; in it, every module is imported and a small run trains three steps, outside of the repository.
-`make test-lowest` tests the lowest versions.
+`make test-lowest` tests the lowest versions. The result keeps the rows of Pythons that are not tried, with their day.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import Table, save
+from benchmarks.report import RESULTS, Table, save
 from tests.lowest import IMPORTS, RECIPE, ROOT
 
 _SECONDS = 3600
@@ -59,8 +61,19 @@ def tried(interpreter: str, wheels: Sequence[Path], folder: Path) -> dict[str, s
     return {"python": version, "result": "works", "torch": torch}
 
 
+def on_record() -> list[dict[str, str]]:
+    """The committed rows."""
+    rows: list[dict[str, str]] = json.loads((RESULTS / "wheels.json").read_text(encoding="utf-8"))["results"]["rows"]
+    return rows
+
+
+def minor(row: dict[str, str]) -> tuple[int, ...]:
+    """Version of a row's Python, without its last number."""
+    return tuple(map(int, row["python"].split(".")[:2]))
+
+
 def main(interpreters: Sequence[str]) -> None:
-    table, rows = Table("python", "result"), []
+    table, rows = Table("python", "result"), on_record()
     with tempfile.TemporaryDirectory(prefix="stretto-wheels-") as parent:
         run(
             sys.executable,
@@ -78,10 +91,11 @@ def main(interpreters: Sequence[str]) -> None:
         for number, interpreter in enumerate(interpreters):
             folder = Path(parent) / str(number)
             folder.mkdir()
-            rows.append(tried(interpreter, wheels, folder))
-            table.add(rows[-1]["python"], rows[-1]["result"])
+            row = tried(interpreter, wheels, folder) | {"measured": time.strftime("%Y-%m-%d", time.gmtime())}
+            rows = [*(one for one in rows if minor(one) != minor(row)), row]
+            table.add(row["python"], row["result"])
             table.show_last()
-            save("wheels", {"rows": rows})
+            save("wheels", {"rows": sorted(rows, key=minor)})
 
 
 if __name__ == "__main__":

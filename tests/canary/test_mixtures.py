@@ -3,8 +3,8 @@
 - Honest updates are proven, though single tokens are far away; the trainer says that its model has experts.
 - Whatever is not as published is refused all the same, by the digests, down to one tensor.
 - The text alone shows gross faults.
-- One token that jumps is within the tolerance, in a mixture only, and in half precision only; records from before
-  mixtures were told apart are read as of models without experts.
+- One token that jumps is within the tolerance, in a mixture only; in float32 where every tensor was compared only.
+  Records from before mixtures were told apart are read as of models without experts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import msgspec
 import pytest
 import torch
 
-from stretto.core.canary import Canary, Scores, distance
+from stretto.core.canary import Canary, Challenge, Scores, TensorDigest, distance, spare
 from stretto.core.errors import UnprovenWeights
+from stretto.engine.native.engine import NativeEngine
 from stretto.loop.engines import proving
 from tests.canary.ground import MIXTURES, ground
 from tests.canary.test_native import Sabotage, Tensors, assert_refused, kept_old, sabotage, scaled_all
@@ -135,6 +136,62 @@ def test_a_token_that_jumps_is_within_the_tolerance_of_a_mixture_alone(dtype: st
     assert found == {False: dtype == "bfloat16" and not decoded, True: True}
     fine = Canary(1, tuple(range(64)), LOGPROBS, depth=2, routed=True)
     assert distance(fine, jumped) > proving._UNITS["float32"].first * fine.unit("float32")
+
+
+def jumps(monkeypatch: pytest.MonkeyPatch, nats: float, places: slice) -> None:
+    """Tokens of the text are so far away from now on, though the weights are right."""
+    prove = NativeEngine.prove
+
+    def other(engine: NativeEngine, canary: Canary) -> Scores:
+        scores, moved = prove(engine, canary), range(len(canary.logprobs))[places]
+        logprobs = tuple(x - nats * (at in moved) for at, x in enumerate(scores.logprobs))
+        return msgspec.structs.replace(scores, logprobs=logprobs)
+
+    monkeypatch.setattr(NativeEngine, "prove", other)
+
+
+@pytest.mark.parametrize("place", [5, -1], ids=["together", "decoded"])
+def test_in_float32_a_token_that_jumps_is_within_the_tolerance_of_a_mixture_whose_tensors_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    jumps(monkeypatch, 0.8, slice(place, place + 1 or None))
+    for mixture in ("mixtral", ""):
+        with ground(tmp_path / (mixture or "dense"), mixture=mixture) as one:
+            one.publish()
+            if mixture:
+                assert one.load() == 0
+                assert one.advance() == 1
+                assert one.sampled_in(20.0) > 0
+                assert one.newest.proven
+                assert one.newest.distance <= one.newest.tolerance
+            else:
+                with pytest.raises(UnprovenWeights):
+                    one.load()
+
+
+def test_in_float32_a_mixture_whose_every_token_is_off_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors are as published, and another thing is computed with them."""
+    with ground(tmp_path, mixture="mixtral") as one:
+        one.publish()
+        one.load()
+        jumps(monkeypatch, 0.15, slice(None))
+        one.learn()
+        one.publish()
+        assert_refused(one)
+        assert (one.newest.evidence, one.newest.compared) == ("", one.newest.tensors)
+
+
+def test_where_not_every_tensor_was_compared_the_limit_of_float32_stays() -> None:
+    digests = {name: TensorDigest("F32", "0") for name in ("a", "b")}
+    canary = Canary(1, tuple(range(64)), LOGPROBS, depth=2, routed=True, digests=digests)
+    challenge = Challenge(canary, 1e-5, spare=spare("float32", routed=True))
+    jumped = tuple(x - 0.8 * (at == 5) for at, x in enumerate(LOGPROBS))
+    found = [challenge.is_answered(Scores(jumped, decoded=2, compared=compared)) for compared in range(3)]
+    assert found == [False, False, True]
+    assert not challenge.is_answered(Scores(jumped, decoded=2, compared=2, differing=("a",)))
+    assert not Challenge(canary, 1e-5).is_answered(Scores(jumped, decoded=2, compared=2))
 
 
 def test_a_canary_of_before_mixtures_were_told_apart_is_read() -> None:

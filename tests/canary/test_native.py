@@ -1,6 +1,6 @@
 """The embedded engine proves its weights before it samples.
 
-- Honest updates are proven, each of several, in float32 and bfloat16, with and without adapters.
+- Honest updates are proven, each of a hundred, in float32 and bfloat16, with and without adapters.
 - Whatever goes wrong behind the check of the bytes and reports success is seen, in the mailbox's hand and where weights
   are copied: the version is not live, the engine samples nothing, and the sentence names engine, version and, where
   tensors differ, their names. In float32 the log-probabilities alone show it.
@@ -140,17 +140,18 @@ def assert_refused(one: Ground, how: str = "") -> None:
     assert all(last < one.trainer.version for _, last in proven.ranges), how
 
 
+@pytest.mark.parametrize("updates", [UPDATES, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_honest_updates_are_proven(tmp_path: Path, dtype: Dtype, *, lora: bool) -> None:
+def test_honest_updates_are_proven(tmp_path: Path, dtype: Dtype, *, lora: bool, updates: int) -> None:
     with ground(tmp_path, dtype, lora=lora) as one:
         one.publish()
         assert one.load() == 0
-        for version in range(1, UPDATES + 1):
+        for version in range(1, updates + 1):
             assert one.advance() == version
         record = one.proving.record
         assert (record.refused, one.said) == (0, [])
-        assert record.proven[0].ranges == ((0, UPDATES),)
+        assert record.proven[0].ranges == ((0, updates),)
         assert one.newest.compared == one.newest.tensors >= len(one.engine._parameters._parameters)
         assert one.sampled_in(20.0) > 0
 

@@ -28,7 +28,7 @@ from tests.rollout.test_controller import controller
 from tests.worlds.workflows.benches import Bench
 
 HERE = Path(__file__).parent
-ROLLOUTS, MEMBERS, TOGETHER = 200, 10, 10
+MEMBERS, TOGETHER = 10, 10
 
 
 def descriptors(pid: int) -> int:
@@ -53,10 +53,10 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     assert list(scratch.iterdir()) == []
 
 
-async def collected(groups: WorkflowGroups, control: Controller, seen: Callable[[], None]) -> list[str]:
+async def collected(groups: WorkflowGroups, control: Controller, rollouts: int, seen: Callable[[], None]) -> list[str]:
     """The names of groups that are admitted, fail and are tried again, some at a time, until there were enough."""
     names: list[str] = []
-    while len(names) * MEMBERS < ROLLOUTS:
+    while len(names) * MEMBERS < rollouts:
         tickets = [ticket for _ in range(TOGETHER) if (ticket := control.admit()) is not None]
         for ticket, trajectories in zip(tickets, await asyncio.gather(*map(groups, tickets)), strict=True):
             assert {one.verdict.outcome for one in trajectories} == {Outcome.UNDECIDED}
@@ -66,10 +66,13 @@ async def collected(groups: WorkflowGroups, control: Controller, seen: Callable[
     return names
 
 
-def test_200_failing_trajectories_that_are_tried_again_leave_nothing(nothing_is_left: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rollouts", [200, pytest.param(500, marks=pytest.mark.long)])
+def test_hundreds_of_failing_trajectories_that_are_tried_again_leave_nothing(
+    nothing_is_left: Path, tmp_path: Path, rollouts: int
+) -> None:
     """A tenth of them in a program in the sandbox."""
     config = WorkflowConfig(function="failing_workflow:Fails", path=str(HERE), concurrency=32, max_failed=1.0)
-    control, accounts = controller(batch_size=TOGETHER, group_size=MEMBERS, max_failures_in_a_row=ROLLOUTS)
+    control, accounts = controller(batch_size=TOGETHER, group_size=MEMBERS, max_failures_in_a_row=rollouts)
     bench = Bench(config, tmp_path / "workflow.txt")
     seen: list[tuple[int, int, int]] = []
 
@@ -84,11 +87,13 @@ def test_200_failing_trajectories_that_are_tried_again_leave_nothing(nothing_is_
                 (pid,) = pool.pids
                 seen.append((descriptors(pid), len(descendants(pid)), descriptors(os.getpid())))
 
-            return await collected(WorkflowGroups(pool, open_session, QuestionDetails(), bench.services), control, see)
+            return await collected(
+                WorkflowGroups(pool, open_session, QuestionDetails(), bench.services), control, rollouts, see
+            )
 
-    attempts = Counter(int(name.rpartition(".")[2]) for name in asyncio.run(asyncio.wait_for(run(), 100)))
+    attempts = Counter(int(name.rpartition(".")[2]) for name in asyncio.run(asyncio.wait_for(run(), 300)))
     assert set(attempts) == set(range(3)), "rollout.max_attempts"
-    assert accounts.balance[State.FAILED] == attempts.total() * MEMBERS >= ROLLOUTS
+    assert accounts.balance[State.FAILED] == attempts.total() * MEMBERS >= rollouts
     first, *_, last = seen
     assert last <= tuple(number + 8 for number in first), seen  # eight: what the collector has not come to yet
     assert last[1] == 0, "a program of a sandbox, or its sandbox, is left while the run goes on"

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from benchmarks.verifier import typical
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
@@ -39,8 +41,11 @@ def reward(prompt, completion, answer):
 """
 
 
-def test_what_hangs_math_verify_amid_hundreds_of_ordinary_completions_changes_none_of_their_verdicts() -> None:
-    ordinary = typical(GROUPS, seed=7)
+@pytest.mark.parametrize("groups", [GROUPS, pytest.param(125, marks=pytest.mark.long)])
+def test_what_hangs_math_verify_amid_hundreds_of_ordinary_completions_changes_none_of_their_verdicts(
+    groups: int,
+) -> None:
+    ordinary = typical(groups, seed=7)
     bombs = [ScoreItem(prompt="", completion=completion, answer=gold) for gold, completion in HANGING]
 
     async def scored() -> tuple[list[list[Verdict]], list[list[Verdict]]]:
@@ -51,11 +56,11 @@ def test_what_hangs_math_verify_amid_hundreds_of_ordinary_completions_changes_no
             assert pool.pids == workers, "none was lost"
             return quiet, list(burst)
 
-    quiet, burst = asyncio.run(asyncio.wait_for(scored(), 100))
+    quiet, burst = asyncio.run(asyncio.wait_for(scored(), 300))
     outcomes = [[verdict.outcome for verdict in group] for group in quiet]
     assert [[verdict.outcome for verdict in group[:8]] for group in burst] == outcomes
     right = sum(outcome is Outcome.RIGHT for group in outcomes for outcome in group)
-    assert 0.6 <= right / (8 * GROUPS) <= 0.8, "two thirds are right: the ordinary ones are judged at all"
+    assert 0.6 <= right / (8 * groups) <= 0.8, "two thirds are right: the ordinary ones are judged at all"
     for group in burst:
         assert [verdict.outcome for verdict in group[8:]] == list(HANGING.values())
 

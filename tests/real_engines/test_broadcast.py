@@ -62,7 +62,7 @@ async def _proven(server: RealServer, reads: Reads) -> None:
     http = JsonServer(server.kind, server.address, seconds=60.0, token_seconds=60.0)
     wire = SglangByBroadcast(http, 60.0, server.address, "gloo")
     async with training(server, wire=wire) as (trainer, _):
-        for how in ("old file", "one tensor skipped", "a bit flipped"):
+        for how in SPOILT:
             proof = await trainer.advance()
             assert proof.compared == proof.tensors > 0
             reads.spoil = SPOILT[how]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stretto_verify.math.reward import math
+from stretto_verify.verdicts import Undecided
 
 RIGHT = [
     # A value and its approximation, in signs or words.
@@ -62,6 +63,21 @@ RIGHT = [
     ("y = 2x + 1", "f(x) = 2x+1"),
     ("5", r"\boxed{5^\circ\text{C}}"),
     ("5", r"\boxed{\text{exactly } 5}"),
+    # A question mark, which is no sign of mathematics; a dollar sign by its name; a value in a box of words.
+    *[("20", text) for text in ("20?", r"\boxed{20?}", "The answer is 20?", "#### 20?", "Is it 20? Yes.")],
+    (r"\frac{1}{2}", r"\boxed{\frac{1}{2}?}"),
+    ("loss of $1000", r"\boxed{\text{loss of \textdollar 1000}}"),
+    (r"loss of \textdollar 1000", r"\boxed{1000}"),
+    *[
+        ("$1000", text)
+        for text in (r"\textdollar{}1000", r"\boxed{\text{a loss of }\$1000}", r"It is \textdollar1000.")
+    ],
+    ("42", r"\boxed{\text{a total of }42\text{ apples}}"),
+    # Shares.
+    ("68% of 250.00", r"\boxed{170}"),
+    ("170", r"\boxed{68\%\text{ of }250}"),
+    ("60", "It is 2/3 of 90."),
+    ("72", "It is 20% off 90."),
     # The final box.
     ("34", r"first \boxed{12}; final \boxed{34}"),
 ]
@@ -94,12 +110,29 @@ WRONG = [
     ("y = 2x + 1", "g(x) = 2x+1"),
     ("42", r"\boxed{x=0 \land y=42}"),
     ("5", '{"answer": "6", "next": "5"}'),
+    ("20", "20!?"),
+    ("20", "20 = ?"),
+    ("8", r"\boxed{5+3=?}"),
+    *[("42", text) for text in ("The answer is 42? No.", r"\boxed{42}? No, it is less.", r"\boxed{42? 43}")],
+    ("2", r"\boxed{\text{loss of \textdollar 2 or \textdollar 3}}"),
+    ("-1000", r"\boxed{\text{loss of \textdollar 1000}}"),
+    *[("42", rf"\boxed{{\text{{{words} }}42}}") for words in ("not", "log of", "twice", "more than", "option A")],
+    ("20", r"\boxed{\text{June 20}}"),
+    *[(gold, "It is 20% of 90.") for gold in ("90", "20%", "20")],
+    ("250", "68% of 250.00 is 170"),
+    *[(gold, "It is 20% off 90.") for gold in ("90", "18", "20%")],
 ]
 
 
 @pytest.mark.parametrize(("gold", "completion"), RIGHT)
 def test_a_form_that_is_read_whole_is_right(gold: str, completion: str) -> None:
     assert math("", completion, gold)
+
+
+@pytest.mark.parametrize("gold", ["20% up from 90", "5+3=?", "12 7/5?3"])
+def test_a_gold_answer_that_is_not_read_whole_is_undecided(gold: str) -> None:
+    with pytest.raises(Undecided):
+        math("", "90", gold)
 
 
 @pytest.mark.parametrize(("gold", "completion"), WRONG)

@@ -15,9 +15,9 @@ from functools import lru_cache
 from stretto_verify.math.compare.comparison import is_product, same
 from stretto_verify.math.compare.equality import same_value
 from stretto_verify.math.compare.naming import is_naming, name
-from stretto_verify.math.compare.opinion import accepts, parsed
+from stretto_verify.math.compare.opinion import accepts, parsed_whole
 from stretto_verify.math.extract.denial import is_open
-from stretto_verify.math.extract.final import FinalAnswer, final_answer, without_frame
+from stretto_verify.math.extract.final import FinalAnswer, final_answer, in_prose, without_frame
 from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
 from stretto_verify.math.parse.expressions import expression
 from stretto_verify.math.parse.forms import undeclared
@@ -73,7 +73,7 @@ def _checked(answer: str) -> str:
         _understand(read(piece.text))
     except Unreadable:
         try:
-            parsed(_shown(piece))
+            parsed_whole(_shown(piece))
         except Unreadable as error:
             return f"a gold answer that cannot be read: {error}"
         except Undecided as error:
@@ -127,6 +127,9 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         return False
     if prompt and _is_written_back(expected, given, found, prompt):
         return False
+    told = in_prose(given.text) if isinstance(expected, Scalar) and _is_worded(found) else None
+    if told is not None:
+        return bool(told.text) and judged(gold, told, prompt)
     if expected is not None and found is not None:
         opinion = same(expected, found)
         plain = undeclared(spelled(given.text))
@@ -141,6 +144,11 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         return accepts(_shown(gold), _shown(given))
     except Unreadable as error:
         raise Undecided(str(error)) from None
+
+
+def _is_worded(found: Node | None) -> bool:
+    r"""Whether words are a part of what was parsed, so that it has no value: ``\text{a loss of }5``."""
+    return found is None or isinstance(found, Words) or (isinstance(found, Scalar) and r"\text" in found.latex)
 
 
 def _with_point(given: FinalAnswer, gold: FinalAnswer) -> FinalAnswer:

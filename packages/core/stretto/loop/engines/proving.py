@@ -37,6 +37,7 @@ from stretto.core.canary import (
     agreement,
     coarser,
     distance,
+    spare,
 )
 from stretto.core.deadlines import deadline
 from stretto.core.engine import Engine
@@ -144,11 +145,11 @@ class Proving:
             self._compared.pop(case, None)
             self._unjudged[one.engine] = 0
             dtype = coarser(proof.make.split()[1], self._trained_in)
-            self._judge(case, added.error, agreeing(dtype, routed=self._routed))
+            self._judge(case, added.error, agreeing(dtype, routed=self._routed, tokens=added.tokens))
 
     def _judge(self, case: tuple[str, str], error: float, limit: float) -> None:
         engine, judge = case
-        told = f"differs from {judge} by {error:.2g} nats a token, {limit:g} allowed"
+        told = f"differs from {judge} by {error:.2g} nats a token, {limit:.2g} allowed"
         if error <= limit:
             self._apart.discard(case)
             self._replaced.discard(case)
@@ -188,7 +189,8 @@ class Proving:
             canary = await self._canary_of(wanted, engine)
             dtype = coarser(facts.dtype, canary.dtype)
             allowed = self._tolerances[make].allowed if make in self._tolerances else _UNITS[dtype].first
-            asked = Challenge(canary, allowed * canary.unit(dtype), self._to_compute_again(engine))
+            more = spare(dtype, routed=canary.routed)
+            asked = Challenge(canary, allowed * canary.unit(dtype), self._to_compute_again(engine), more)
             return asked
 
         for again in (False, True):
@@ -269,15 +271,16 @@ def _judged(engine: str, make: str, asked: Challenge, loaded: Loaded, unit: floa
     if loaded.version != canary.version:
         missing = f"it says that it has version {loaded.version}"
     gap = distance(canary, scores) if scores is not None and not missing else FARTHEST
+    allowed = asked.allowed(gap, scores.compared) if scores is not None else asked.tolerance
     evidence = missing or ", ".join(_shortened(scores.differing if scores is not None else ()))
     return Proof(
         engine=engine,
         make=make,
         version=canary.version,
         distance=gap,
-        tolerance=asked.tolerance,
+        tolerance=allowed,
         unit=unit,
-        proven=not evidence and gap <= asked.tolerance,
+        proven=not evidence and gap <= allowed,
         evidence=evidence,
         compared=scores.compared if scores is not None else 0,
         tensors=len(canary.digests),

@@ -24,6 +24,7 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its
 _LONGEST = 2_000
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?<!\\begin\{)(?<!\\end\{)[a-zA-Z]{2,}")
 _PART = re.compile(r"(?<![\\a-zA-Z])(?<!\\begin\{)(?<!\\end\{)[a-zA-Z]+|[0-9]+")
+_NUMBER = re.compile("[0-9]+")
 _FUNCTIONS = (
     "frac|sqrt|pi|theta|alpha|beta|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp|binom"
 )
@@ -47,7 +48,7 @@ def accepts(gold: str, answer: str) -> bool:
     """
     if not {*_WORD.findall(answer)} <= {*_WORD.findall(gold)}:
         return False  # a result read from a word that the gold answer lacks is not in the gold answer
-    one, other = parsed(gold), parsed(answer)
+    one, other = parsed_whole(gold), parsed(answer)
     if not verify(one, other, timeout_seconds=None) or not same_parsed(one[0], other[0]):
         return False
     return all(_is_read(part, answer, other[0]) for part in _PART.finditer(answer))
@@ -59,6 +60,18 @@ def _is_read(part: re.Match[str], text: str, found: object) -> bool:
     other = str(int(part[0]) + 1) if part[0].isdigit() else "q" if part[0] != "q" else "r"
     changed: list[Any] = parse(text[: part.start()] + other + text[part.end() :], parsing_timeout=None)
     return not changed or bool(changed[0] != found)
+
+
+def parsed_whole(text: str) -> list[Any]:
+    """Expressions that math-verify finds in a gold answer, every number of which it has read.
+
+    Raises:
+        Undecided, Unreadable: as `accepts`.
+    """
+    found = parsed(text)
+    if not all(_is_read(part, text, found[0]) for part in _NUMBER.finditer(text)):
+        raise Unreadable(f"a number in {text[:60]!r} that is not read")
+    return found
 
 
 def same_parsed(one: object, other: object) -> bool:

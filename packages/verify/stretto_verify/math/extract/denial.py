@@ -21,14 +21,16 @@ _BESIDE = re.compile(  # the answer is another number, described by this one
     r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than"
     r"|exceed(?:s|ing)?"
     r"|below|above|beyond|close to|nearly|almost|twice|double|triple|half(?: of)?|thrice|divisible by"
-    r"|(?:square|cube|square root|cube root|root|sqrt|opposite|reciprocal|negative|inverse|double|half|multiple) of)"
+    r"|(?:square|cube|square root|cube root|root|sqrt|opposite|reciprocal|negative|inverse|double|half|multiple"
+    r"|log|logarithm|ln|sine?|cosine|tangent|factorial|floor|ceiling|derivative|integral|absolute value"
+    r"|third|quarter|fifth|tenth|digits?|divisors?|factors?|power|remainder) of)"
     r"\s*[$(*{\\]{0,3}\s*$",
     re.IGNORECASE,
 )
 _OPEN = r"(?:or|and) (?:more|less|greater|fewer|larger|smaller|bigger|higher|lower|above|below|beyond|up|over)"
 _OPEN_BEHIND = re.compile(rf"{_OPEN}\W*$", re.IGNORECASE)
 _AFTER = re.compile(
-    r"^[\s$.)}*]{0,3}\s*(?:isn't|wasn't"
+    r"^[\s$.)}*]{0,3}\s*(?:isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
     r"|(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible|too)\b"
     rf"|\s(?:squared|cubed|factorial|less (?:one|[0-9])|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
     re.IGNORECASE,

@@ -132,6 +132,10 @@ _ARTICLE = re.compile(r"\b(?:the|an?|this|that|its?|my|our|his|her|their|so|henc
 _OTHER_SCRIPT = re.compile(
     r"[\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0400-\u1fff\u3040-\u9fff\uac00-\ud7af]"
 )  # words, not formulas
+_DOLLAR = re.compile(r"\\(?:textdollar(?![a-zA-Z])\s*(?:\{\})?|\$)(?:\s+(?=[0-9]))?")
+_IN_WORDS = re.compile(r"\\text(?:bf|it|rm|sf|tt|normal)?\s*\{([^{}]*)\}")
+_WORD_OR_NUMBER = r"(?:(?:a|[A-Za-z]{2,})[.,]?|\\?\$?[0-9][0-9.,/]*(?:\\?%)?)"
+_WORDS_AND_NUMBERS = re.compile(rf"{_WORD_OR_NUMBER}(?: {_WORD_OR_NUMBER})*")
 _LONGEST_WHOLE = 300
 _ITEMS = re.compile(r"[,;]|\bor\b|\band\b")
 _MOST_ITEMS = 12
@@ -165,6 +169,7 @@ _WHOLE_WORDS = re.compile(
 def without_frame(completion: str, prompt: str = "") -> str:
     """Prepare a completion by rule 1, and rewrite digits, decorations and approximations to plain forms."""
     text = unquoted(_MIXED.sub(_in_parts, _in_digits(said(completion, prompt)[-LONGEST_TAIL:])))
+    text = _DOLLAR.sub(r"\\$", text)
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
     text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
@@ -203,6 +208,15 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
     if is_list(text) and (is_all or _NAMES_STANCE.search(text)):
         return FinalAnswer(text.strip(), certain=True)
     return _whole(text.strip()) or _last(text, is_all=is_all)
+
+
+def in_prose(text: str) -> FinalAnswer | None:
+    r"""Answer of a box of words in which a value stands (``\text{a loss of }\$5``), as between two tags; None for other
+    forms."""
+    told = _DOLLAR.sub(r"\\$", " ".join(_IN_WORDS.sub(r" \1 ", text).split()))
+    if r"\text" not in text or _WORDS_AND_NUMBERS.fullmatch(told) is None:
+        return None
+    return final_answer(told, is_all=True) if all(map(str.isdigit, candidates(told))) else None
 
 
 def _untagged(inner: str) -> FinalAnswer:

@@ -13,7 +13,7 @@ from stretto_verify.math.parse.units import KNOWN
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
 _NUMBER = (
     r"[$€£¥]?(?:(?!0[0-9])(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++)"
-    r"(?:[eE][+-]?[0-9]++(?![a-zA-Z]))?+"
+    r"(?:[eE][+-]?[0-9]++(?![a-zA-Z]))?+(?:[ ]?\\?%(?=[ ]off?[ ][0-9]))?+"
 )
 _CALL = r"sqrt|ln|log|exp|sin|cos|tan"
 _BRACKETS = r"\((?=[^()\n]*[0-9])[^()a-zA-Z,;:\n]{1,40}+\)"
@@ -25,7 +25,7 @@ _FACTOR = (
 )
 _WORDS = (  # words that join two numbers to a calculation, a ratio, a share or a remainder
     "choose|times|plus|minus|divided by|multiplied by|over|mod|modulo|remainder|with remainder|to the power of?|to|by"
-    "|out of|of|in|per|every|for every|with|[rR]"
+    "|out of|off?|in|per|every|for every|with|[rR]"
 )
 _SIGN = (
     r"(?:[ \t]*+(?:\*\*|[-+−–*/×·⋅÷^±]|\\(?:cdot|times|div|pm)(?![a-z]))[ \t]*+[-−+]?"

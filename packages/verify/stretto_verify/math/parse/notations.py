@@ -24,6 +24,7 @@ _CONDITIONED = re.compile(r"\s*\{(\s*[a-z]\s*(?:\||:|\\mid(?![a-z])).*[<>=].*)\}
 _UNDERSCORED = re.compile(r"\s*[-+]?[0-9]{1,3}(?:_[0-9]{3})+(?:\.[0-9]+)?\s*")
 _REPEATING = re.compile(r"(?<![0-9.])([0-9]*)\.\(([0-9]+)\)(?![0-9(])")
 _EXCLAIMED = re.compile(r"(?<![\\A-Za-z])([A-Z][a-z]+|[a-z]{4,}|no|yes)[!?]+(\}?[\s*]*)$")
+_ASKED = re.compile(r"(?<=[\w)\]}%°$])\s*\?+(?=[\s})$*.]*$)")  # no sign of mathematics, unlike "!"; not behind "="
 
 
 _MONTHS: Final = (
@@ -68,4 +69,4 @@ def plain(text: str) -> str:
         return r"\emptyset"
     if _UNDERSCORED.fullmatch(text) is not None:
         return text.replace("_", "")
-    return _EXCLAIMED.sub(r"\1\2", _REPEATING.sub(r"\1.\\overline{\2}", text))
+    return _ASKED.sub("", _EXCLAIMED.sub(r"\1\2", _REPEATING.sub(r"\1.\\overline{\2}", text)))

@@ -103,6 +103,12 @@ def _both(found: re.Match[str]) -> str:
     return f"{low}{'<' if below == '>' else _AT_MOST}{name}{'<' if above == '<' else _AT_MOST}{high}"
 
 
+def _share(found: re.Match[str]) -> str:
+    """``68% of 250``, ``2/3 of 90`` and ``20% off 90`` as products."""
+    part = found[1] or rf"\frac{{{found[2]}}}{{100}}"
+    return rf"{part}\cdot " if found[3] == "of" else rf"(1-{part})\cdot "
+
+
 def _french(found: re.Match[str]) -> str:
     """French open interval ``]0,1[`` as ``(0,1)``."""
     return {"[": "[", "]": "("}[found[1]] + found[2] + {"[": ")", "]": "]"}[found[3]]
@@ -113,6 +119,10 @@ _GREATER = re.compile(r">=?|\\(?:gt|ge|geq|geqslant)")
 _INEQUALITY: Final = r"([<>]=?|\\(?:lt|gt|leqslant|geqslant|leq|geq|le|ge)(?![a-z]))"
 _BOUND: Final = r"(-?\s*(?:[0-9]+(?:\.[0-9]+|/[0-9]+)?|\\[dt]?frac\{[^{}]+\}\{[^{}]+\}|\\sqrt\{[^{}]+\}|\\pi(?![a-z])))"
 _ASSIGNED: Final = r"\b[a-z]\s*=\s*-?\s*[0-9./]+\s*"
+_SHARE: Final = (
+    r"(?<![0-9.,/}])(?:([0-9]+/[0-9]+|\\frac\{[0-9]+\}\{[0-9]+\})|([0-9]+(?:\.[0-9]+)?)\s*%)\s*"
+    r"(?:\\text\s*\{\s*)?(off?)(?:\s*\}|\s)\s*(?=[0-9])"
+)
 _FONT: Final = r"\\math(?:bf|it|rm|sf|tt|normal)"
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
@@ -198,6 +208,7 @@ _REPLACED: Final = tuple(
         (r"\\\$", " "),
         (r"\\(?:euro|pounds|yen)(?![a-z])(?:\{\})?", ""),
         (r"\\%", "%"),
+        (_SHARE, _share),
         (r"\\pmod\s*(?:\{[^{}]*\}|[0-9a-z])|\(\s*\\?(?:b?mod|text\s*\{\s*mod\s*\})[^()]*\)", ""),
         (r"\*\*", "^"),
         (r"\\ast(?![a-z])|\*", r"\\cdot "),
