@@ -79,6 +79,7 @@ def main() -> None:
     words = parser.parse_args()
     path = RESULTS / "commands.json"
     before: dict[str, Any] = msgspec.json.decode(path.read_bytes())["results"] if path.exists() else {}
+    before.pop(words.name, None)  # the newest is the last
     results = {**before, words.name: {"load": round(os.getloadavg()[0], 1), "commands": measured(words.times)}}
     table = Table("measured", "command", "times", "CPU s, median", "most")
     for name, found in results.items():
