@@ -5,7 +5,8 @@
 
 Each command is one that ends by itself: a mistake in a path, in a word, or no mistake at all. CPU seconds (user and
 system, of the command and of what it waited for) are told, since seconds depend on what else the machine does; medians,
-for the caches that other work takes. Results of one name are replaced, those of others stay.
+for the caches that other work takes. A command that ends in another way than expected stops the benchmark. Results of
+one name are replaced, those of others stay.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.report import RESULTS, Table, save
-from stretto.store.folder.run_folder import RunFolder
+from benchmarks.watch import make_run
 
 _RECIPE = str(Path(__file__).parents[1] / "recipes" / "arithmetic.toml")
 COMMANDS: Mapping[str, tuple[str, ...]] = {
@@ -40,10 +41,15 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "inspect NORUN": ("inspect", "nosuch"),
     "inspect RUN": ("inspect", "run"),
 }
+_RIGHT = frozenset({"--help", "inspect RUN"})  # all others are mistakes: exit code 2
 
 
-def cpu_seconds(words: Sequence[str], folder: Path) -> float:
-    """CPU seconds of a command, and of the processes that it has waited for."""
+def cpu_seconds(words: Sequence[str], folder: Path, code: int) -> float:
+    """CPU seconds of a command, and of the processes that it has waited for.
+
+    Raises:
+        RuntimeError: it ended with another exit code than `code`.
+    """
     command = subprocess.Popen(
         [sys.executable, "-m", "stretto_app.cli.main", *words],
         cwd=folder,
@@ -52,6 +58,8 @@ def cpu_seconds(words: Sequence[str], folder: Path) -> float:
     )
     _, status, usage = os.wait4(command.pid, 0)
     command.returncode = os.waitstatus_to_exitcode(status)
+    if command.returncode != code:
+        raise RuntimeError(f"stretto {' '.join(words)}: exit code {command.returncode} instead of {code}")
     return usage.ru_utime + usage.ru_stime
 
 
@@ -59,11 +67,11 @@ def measured(times: int) -> dict[str, dict[str, float]]:
     """Each command in turn, `times` times, after one that fills the caches."""
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
         folder = Path(root)
-        RunFolder.create(folder / "run").release()
+        make_run(folder / "run", 1000, 100, 1000)
         found: dict[str, list[float]] = {name: [] for name in COMMANDS}
         for again in range(times + 1):
             for name, words in COMMANDS.items():
-                cpu = cpu_seconds(words, folder)
+                cpu = cpu_seconds(words, folder, 0 if name in _RIGHT else 2)
                 if again:
                     found[name].append(cpu)
     return {
