@@ -1,14 +1,15 @@
-"""What a rank does to a batch before its first product: CPU seconds and bytes for a million tokens.
+"""What a rank does to a batch before its first matmul: CPU seconds and bytes for a million tokens.
 
     python -m benchmarks.batches
     python -m benchmarks.batches --paper [--shares 48]
 
-Each rank has the whole batch: it reads it (MessagePack), computes the advantages and packs its own share. Bytes are the
-most that Python's and numpy's allocators hold at once beyond what is there before (tracemalloc, in a pass of its own).
+Each rank gets the whole batch: it decodes it (MessagePack), computes the advantages and packs its own share. Bytes are
+the peak of Python's and numpy's allocators above their level before (tracemalloc, in a separate pass).
 
---paper: one batch of the paper's size, 512 groups of 16 completions of 27,648 tokens at most (log-normal, 10,820 in the
-mean), once through every station: the ledger's file, the order of rank 0, the message as a rank reads it, samples, and
-the share of one of `--shares` ranks as micro-batches. Bytes are what the process grows by (VmHWM). Nothing is saved.
+--paper: one batch of the paper's size, 512 groups of 16 completions of at most 27,648 tokens (log-normal, mean 10,820),
+once through every station: the ledger's file, the order of rank 0, the message as a rank reads it, samples, and the
+share of one of `--shares` ranks as micro-batches. Bytes are the growth of the process's peak memory (VmHWM). Nothing is
+saved.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Share(Ranks):
 
 
 def packed(sampled: SampledBatch, parts: int, shares: int = 1) -> list[Minibatch]:
-    """The minibatches of one rank, on the processor."""
+    """Pack the minibatches of one of `shares` ranks, on the CPU."""
     samples, config = sampled.samples, TrainerConfig(micro_batch_tokens=32_768, minibatches=parts)
     divided = minibatches([len(sample.token_ids) for sample in samples], parts)
     aggregation, device = ALGORITHM.aggregation, torch.device("cpu")
@@ -67,7 +68,7 @@ def packed(sampled: SampledBatch, parts: int, shares: int = 1) -> list[Minibatch
 
 
 def cost(work: Callable[[], Any], tokens: int, passes: int = 3) -> dict[str, float]:
-    """For a million tokens: the least CPU seconds of some passes, and the most bytes of one more."""
+    """Least CPU seconds of some passes, and most bytes of one more pass, each for a million tokens."""
     seconds = []
     for _ in range(passes):
         gc.collect()
@@ -86,14 +87,14 @@ def cost(work: Callable[[], Any], tokens: int, passes: int = 3) -> dict[str, flo
 
 
 def lengths(groups: int) -> list[tuple[int, ...]]:
-    """Tokens of the completions of each group."""
+    """Draw the numbers of tokens of the completions of each group."""
     drawn = np.random.default_rng(1)
     center = math.log(MEAN) - SIGMA**2 / 2
     return [tuple(drawn.lognormal(center, SIGMA, SAMPLES).clip(1, LONGEST).astype(int).tolist()) for _ in range(groups)]
 
 
 def batch_of(groups: int) -> Batch:
-    """A batch of the paper's lengths; what the tokens are makes no difference."""
+    """Make a batch with the paper's lengths. The tokens themselves do not matter."""
     ids = np.random.default_rng(2).integers(2, 151_936, LONGEST, dtype=np.int32)
     logprobs = np.linspace(-8, -6, LONGEST, dtype=np.float32)
 
@@ -112,7 +113,7 @@ def batch_of(groups: int) -> Batch:
 
 
 def station(table: Table, name: str, work: Callable[[], Any]) -> Any:
-    """Do the work once; its result."""
+    """Do the work once, add its row to the table, and return its result."""
     gc.collect()
     before, began, wall = resident("VmRSS"), time.process_time(), time.perf_counter()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
@@ -124,7 +125,7 @@ def station(table: Table, name: str, work: Callable[[], Any]) -> Any:
 
 
 def paper(groups: int, shares: int) -> None:
-    """One batch through every station."""
+    """Pass one batch through every station."""
     made = batch_of(groups)
     tokens = sum(t.segments[0].length for group in made.groups for t in group.trajectories)
     print(f"{groups * SAMPLES:,} completions, {tokens:,} tokens")
@@ -141,7 +142,7 @@ def paper(groups: int, shares: int) -> None:
 
 
 def write(path: Path, made: Batch) -> None:
-    """What the conductor does with the ledger, from the admission to the training of a batch."""
+    """Write the batch to the ledger as the conductor does, from admission to training."""
     with closing(Ledger(path, StoreConfig())) as ledger:
         for group in made.groups:
             ledger.issue(group.id, group.prompt, len(group.trajectories), group.admitted_version)

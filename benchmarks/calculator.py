@@ -1,9 +1,9 @@
-"""Does an agent learn to use its tool? recipes/calculator_agent.toml, with an unchanged program of openai-agents that
-talks to the gateway.
+"""Does an agent learn to use its tool? Runs recipes/calculator_agent.toml with an unchanged program of openai-agents
+that talks to the gateway.
 
     python -m benchmarks.calculator
 
-The model is made on the spot. Afterwards the agent answers questions of its own once with the tool and once without.
+The model is built first. After the run, the agent answers random questions once with the tool and once without.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ SECONDS = 900.0  # for each of the programs
 
 @dataclass(frozen=True)
 class Learnt:
-    """What came of one run; accuracies before it, after it, and of the agent's own questions."""
+    """Result of one run: held-out accuracies before and after it, and the agent's accuracies with and without the
+    tool."""
 
     initial_accuracy: float
     final_accuracy: float
@@ -47,10 +48,10 @@ class Learnt:
 
 
 def learn(agents: Path, folder: Path) -> Learnt:
-    """Make the model, train it, and measure it, all in `folder`; `agents` is the interpreter of openai-agents.
+    """Build the model, train it, and measure it, all in `folder`. `agents`: Python interpreter with openai-agents.
 
     Raises:
-        RuntimeError: a program failed; with the end of what it said.
+        RuntimeError: a program failed; the message has the end of its output.
     """
     began, port = time.monotonic(), _free_port()
     made, run = folder / "calculator", folder / "run"
@@ -76,7 +77,7 @@ def learn(agents: Path, folder: Path) -> Learnt:
 
 
 def _measured(agents: Path, model: Path, folder: Path) -> tuple[float, float]:
-    """The accuracy of the agent with the tool, and without."""
+    """Accuracy of the agent with the tool, and without."""
     port = _free_port()
     with _beside(*STRETTO, "gateway", model, "--port", str(port), "--folder", folder):
         _wait_for(port)
@@ -100,7 +101,7 @@ def _surroundings() -> Mapping[str, str]:
 
 
 def _called(*words: str | Path) -> str:
-    """What the program says; it has to end well."""
+    """Run a program, which must succeed; return its output."""
     told = subprocess.run(
         [str(word) for word in words],
         capture_output=True,
@@ -116,7 +117,7 @@ def _called(*words: str | Path) -> str:
 
 @contextmanager
 def _beside(*words: str | Path) -> Iterator[None]:
-    """A program that runs meanwhile."""
+    """Run a program during the block (context manager)."""
     process = subprocess.Popen([str(word) for word in words], env=_surroundings())
     try:
         yield

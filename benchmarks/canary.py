@@ -1,16 +1,16 @@
-"""What the canary costs: CPU time of its parts beside that of a step's work, measured in turns in one process.
+"""Cost of the canary: CPU time of its parts beside that of a step's work, measured in turns in one process.
 
     python -m benchmarks.canary               twelve rounds of each row: some minutes
     python -m benchmarks.canary --rounds 4
 
-The trainer's part is its forward of the text; the digests are those of the publication. The engine's are the forward of
-the text and the read-back of its memory, both while it samples nothing; and, where the trainer compares too few of its
-tokens, those that it computes again, at most for every third version. A trainer's step is one batch of the recipe's
-kind, an engine's the completions for it, of ten tokens in the mean. The step of a run takes as long as the slower of
-the two. CPU time, because the machine does other things too.
+The trainer's part is its forward pass over the text; the digests are those of the publication. The engine's parts are
+its forward pass over the text and the read-back of its memory, during which it samples nothing; and, if the trainer
+compares too few of its tokens, recomputing them, at most for every third version. A step of the trainer is one batch of
+the recipe's kind, a step of the engine the completions for it, of ten tokens on average. The step of a run takes as
+long as the slower of the two. CPU time is measured, because the machine does other work too.
 
-Both sides compute one text of 64 tokens, so that the share falls with the tokens of a step: the arithmetic recipe's
-steps of 64 short completions, of 0.7 thousand tokens in all, are as small as any.
+Both sides compute one text of 64 tokens, so the share falls with the tokens of a step. The steps of the arithmetic
+recipe, 64 short completions with 0.7 thousand tokens in all, are as small as any.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _WARM = 2  # rounds before those that count
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians over the rounds, milliseconds of CPU time."""
+    """Medians over the rounds, in milliseconds of CPU time."""
 
     model: str
     dtype: str  # of the engine; the trainer's is float32
@@ -88,17 +88,17 @@ class Cost:
 
     @property
     def step_ms(self) -> float:
-        """The slower of the two."""
+        """CPU time of a step: that of the slower side."""
         return max(self.train_ms, self.generate_ms)
 
     @property
     def trainer_share(self) -> float:
-        """Of a step."""
+        """Cost of the trainer's part, as a share of a step."""
         return self.trainer_ms / self.step_ms
 
     @property
     def engine_share(self) -> float:
-        """Of a step, where the trainer compares enough tokens."""
+        """Cost of the engine's parts, as a share of a step, if the trainer compares enough tokens."""
         return (self.text_ms + self.read_back_ms) / self.step_ms
 
 
@@ -120,7 +120,7 @@ class Bench:
         self._chance = random.Random(1)
 
     def measure(self, rounds: int) -> list[Cost]:
-        """A row for each size of a step, each part of which takes its turn in every round."""
+        """One row for each size of a step. In every round, each part of it takes its turn."""
         found: dict[tuple[int, str], list[float]] = {}
 
         def timed(completions: int, part: str, work: Callable[[], object]) -> None:
@@ -186,7 +186,7 @@ def _verdict(member: int) -> Verdict:
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Measure, print and save the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     rounds: int = parser.parse_args().rounds

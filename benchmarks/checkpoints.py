@@ -1,11 +1,11 @@
-"""What a checkpoint costs: how long the update stops, beside a plain copy of the same bytes, and what is written when.
+"""Cost of a checkpoint: how long the update stops, beside a plain copy of the same bytes, and the time of each part.
 
     python -m benchmarks.checkpoints          a minute, on a machine that does nothing else
 
-A trainer alone, one thread, after one step. `copy` is what the update stops for (`trainer.checkpoint.Snapshot`);
-`plain` copies the same bytes, tensor by tensor, into memory that is as new; `write` puts the snapshot into a folder, as
-a thread does beside the training; `seal` is what the store does behind it (checksums, forced to disk). `memory` is the
-most that the process needed while all of that went on, beyond what it had before.
+A trainer alone, one thread, after one step. `copy` is the time for which the update stops
+(`trainer.checkpoint.Snapshot`); `plain` copies the same bytes, tensor by tensor, into newly allocated memory; `write`
+writes the snapshot into a folder, as a thread does during training; `seal` is the store's work after it (checksums,
+sync to disk). `memory` is the peak memory of the process meanwhile, above its level before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIB = 2**20
 
 
 def batch() -> Batch:
-    """Two short answers: one step is enough for AdamW to have its moments."""
+    """A batch of two short completions: after one step on it, AdamW has its moments."""
     prompt = Prompt(id="0", token_ids=(3, 4, 5), text="", answer="")
     answers = tuple(
         Trajectory(
@@ -65,21 +65,21 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def state_of(trainer: Trainer) -> list[Tensor]:
-    """What a checkpoint holds."""
+    """Tensors that a checkpoint holds."""
     state = trainer.learner.adamw.state
     parameters = list(trainer.learner.model.parameters())
     return [tensor for p in parameters for tensor in (p.detach(), state[p]["exp_avg"], state[p]["exp_avg_sq"])]
 
 
 def saved(checkpoints: Checkpoints, step: int, snapshot: Callable[[Path], None]) -> tuple[float, float]:
-    """Seconds to write, and to seal what was written."""
+    """Seconds to write a checkpoint, and seconds to seal it."""
     writing: list[float] = []
     whole = seconds(lambda: checkpoints.save(step, lambda part: writing.append(seconds(lambda: snapshot(part)))))
     return writing[0], whole - writing[0]
 
 
 def measured(trainer: Trainer, folder: Path, rounds: int) -> dict[str, Any]:
-    """Medians over `rounds`; the memory of the first."""
+    """Medians over `rounds`, and the memory of the first round."""
     tensors = state_of(trainer)
     size = sum(tensor.nbytes for tensor in tensors)
     found: dict[str, list[float]] = {"copy": [], "plain": [], "write": [], "seal": [], "memory": []}

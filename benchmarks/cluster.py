@@ -1,11 +1,12 @@
-"""Whole runs whose engines are on other machines, while these are killed, come, go and are cut off: what is lost?
+"""Whole runs whose engines are on other machines, while machines are killed, join, leave and are cut off: what is
+lost?
 
     python -m benchmarks.cluster kills --count 20     agents killed in runs of 1 to 4 machines; others join and leave
-    python -m benchmarks.cluster partitions           roads that break and heal, or do not; slow roads
+    python -m benchmarks.cluster partitions           links that break and heal, or do not; slow links
 
 A machine is an agent in a process of its own; for partitions, in a network namespace behind a bridge, which needs root
-and `ip`. After each run it is checked that no law is broken (`stretto check`), that no completion has failed, that the
-balance of `stretto inspect` adds up, and that no process, file or shared memory is left over.
+and `ip`. After each run, checks that no law is broken (`stretto check`), no completion has failed, the balance of
+`stretto inspect` adds up, and no process, file or shared memory is left.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _GIVEN = ("cluster.placer=given", "trainer.steps=1000000", "trainer.keep_version
 
 
 def wait_until(condition: Callable[[], bool], awaited: str, command: Command) -> None:
-    """As the tests wait, and longer: the machine may have other work."""
+    """Wait as in the tests, but longer, because the machine may have other work."""
     for _ in range(_PATIENCE):
         with contextlib.suppress(AssertionError):
             if command.process.poll() is None:
@@ -49,7 +50,7 @@ def wait_until(condition: Callable[[], bool], awaited: str, command: Command) ->
 
 @dataclass
 class Story:
-    """What came of one run. `pauses`: seconds from each blow to the next step that was trained."""
+    """Result of one run. `pauses`: seconds from each fault to the next trained step."""
 
     name: str
     kills: int = 0
@@ -73,7 +74,7 @@ class Machines:
     agents: list[Command] = field(default_factory=list)
 
     def join(self, before: tuple[str, ...] = ()) -> Command:
-        """Another machine; returns when its engine serves."""
+        """Start another machine; returns when its engine serves."""
         known = said(self.run_dir).count(JOINED)
         agent = self.start(before)
         wait_until(lambda: said(self.run_dir).count(JOINED) > known, "an engine to join", self.command)
@@ -88,14 +89,14 @@ class Machines:
         return agent
 
     def kill(self, agent: Command) -> None:
-        """SIGKILL, as when a spot machine is taken away."""
+        """Kill an agent by SIGKILL, as when a spot machine is taken away."""
         self.agents.remove(agent)
         agent.process.send_signal(signal.SIGKILL)
         self.story.kills += 1
         self.goes_on()
 
     def drain(self, agent: Command) -> None:
-        """SIGTERM: its engine's completions go on elsewhere."""
+        """Stop an agent by SIGTERM, so that its engine's completions continue elsewhere."""
         self.agents.remove(agent)
         ended, _ = agent.stop(signal.SIGTERM)
         if ended.code != 0:
@@ -111,7 +112,7 @@ class Machines:
 
 @contextmanager
 def run_of(laboratory: Laboratory, name: str, listen: str, *more: str) -> Iterator[Machines]:
-    """A run without machines; at the end it is stopped, and looked at."""
+    """Start a run without machines. At the end of the block it is stopped and checked."""
     run_dir, story = laboratory.folder / name, Story(name)
     with laboratory.train(run_dir, *_GIVEN, f"cluster.listen={listen}", *more) as command, ExitStack() as stack:
         machines = Machines(laboratory, run_dir, command, story, stack)
@@ -143,7 +144,7 @@ def _left_over(commands: list[Command]) -> list[str]:
 
 
 def broken(run_dir: Path) -> list[str]:
-    """What the records say."""
+    """Sentences about everything that the records of a run show to be wrong."""
     checked, counts = check_run(run_dir), inspect_run(run_dir).trajectories
     states = (counts.trained, counts.buffered, counts.in_flight, counts.filtered, counts.expired, counts.failed)
     problems = [] if checked.kept else [str(checked)]
@@ -155,7 +156,8 @@ def broken(run_dir: Path) -> list[str]:
 
 
 def kills(laboratory: Laboratory, count: int, seed: int) -> list[Story]:
-    """Runs of 1 -> 4 -> 2 machines, five kills in each, joins and drains between them at random moments."""
+    """Runs that go from 1 to 4 to 2 machines, with five kills in each; joins and drains at random moments in
+    between."""
     stories = []
     for number in range((count + 4) // 5):
         chance = random.Random(f"{seed}/{number}")
@@ -185,7 +187,7 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def network() -> Iterator[None]:
-    """A bridge that this machine is at."""
+    """Create a network bridge with an address of this machine, for the block."""
     ip("link", "add", _BRIDGE, "type", "bridge")
     try:
         ip("address", "add", f"{_NETWORK}.1/24", "dev", _BRIDGE)
@@ -197,7 +199,7 @@ def network() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace with a road to the bridge."""
+    """A network namespace with a link to the bridge."""
 
     number: int
 
@@ -207,7 +209,7 @@ class Host:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """What comes before a command that runs there."""
+        """Prefix of a command that runs in the namespace."""
         return ("ip", "netns", "exec", self.name)
 
     @contextmanager
@@ -226,14 +228,14 @@ class Host:
             ip("netns", "delete", self.name)
 
     def cut(self) -> None:
-        """Every packet vanishes; no end is told."""
+        """Drop every packet; connections are not closed."""
         ip("link", "set", f"stv{self.number}", "nomaster")
 
     def heal(self) -> None:
         ip("link", "set", f"stv{self.number}", "master", _BRIDGE)
 
     def slow(self, rate: str) -> None:
-        """Both ways, with a queue of at most half a second."""
+        """Limit the rate in both directions, with a queue of at most half a second."""
         shaper = ("root", "tbf", "rate", rate, "burst", "16kb", "latency", "500ms")
         subprocess.run(["tc", "qdisc", "add", "dev", f"stv{self.number}", *shaper], check=True)
         inside = ["tc", "-n", self.name, "qdisc", "add", "dev", "eth0", *shaper]
@@ -242,7 +244,7 @@ class Host:
 
 @contextmanager
 def two_hosts(laboratory: Laboratory, name: str, lease: float, *more: str) -> Iterator[tuple[Machines, Host]]:
-    """A run with a machine on each of two hosts; the second is the one to be cut off."""
+    """A run with a machine on each of two hosts. The second host is the one to cut off."""
     with Host(1).up() as steady, Host(2).up() as shaky:
         listen = f"{_NETWORK}.1:0"
         with run_of(laboratory, name, listen, f"cluster.lease={lease:g}", *more) as machines:
@@ -292,7 +294,7 @@ def never_heals(laboratory: Laboratory) -> Story:
 
 
 def slow_road(laboratory: Laboratory) -> Story:
-    """A version takes longer to pull than it takes to train the next one."""
+    """A run in which a version takes longer to pull than the next one to train."""
     with two_hosts(laboratory, "256 kbit/s, cluster.lag 5 s", 15, "cluster.lag=5") as (machines, shaky):
         shaky.slow("256kbit")
         wait_until(lambda: "no groups until it has caught up" in said(machines.run_dir), "a lag", machines.command)
@@ -309,7 +311,7 @@ PARTITIONS: dict[str, Callable[[Laboratory], Story]] = {
 
 
 def summary(campaign: Mapping[str, Any]) -> str:
-    """The lines of docs/explanation/faults.md: a campaign of `kills` or `partitions`."""
+    """Lines of docs/explanation/faults.md for a campaign of `kills` or `partitions`."""
     lines = ["| run | joins | kills | drains | steps | s to the next step, median | longest | problems |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for run in campaign["runs"]:

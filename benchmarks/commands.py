@@ -1,12 +1,12 @@
-"""What a command costs before it does anything: CPU seconds of all its processes.
+"""Cost of a command before it does any work: CPU seconds of all its processes.
 
     python -m benchmarks.commands --name before            a dozen commands, five times each: about two minutes
     python -m benchmarks.commands --name after --times 9
 
-Each command is one that ends by itself: a mistake in a path, in a word, or no mistake at all. CPU seconds (user and
-system, of the command and of what it waited for) are told, since seconds depend on what else the machine does; medians,
-for the caches that other work takes. A command that ends in another way than expected stops the benchmark. Results of
-one name are replaced, those of others stay.
+Each command ends by itself: it has a mistake in a path or in a key, or does little. CPU seconds (user and system, of
+the command and the processes that it waited for) are reported, because wall seconds depend on other work of the
+machine. They are medians, because other work evicts caches. A command with an unexpected exit code stops the benchmark.
+Results of the same name are replaced; other results stay.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RIGHT = frozenset({"--help", "inspect RUN"})  # all others are mistakes: exit c
 
 
 def cpu_seconds(words: Sequence[str], folder: Path, code: int) -> float:
-    """CPU seconds of a command, and of the processes that it has waited for.
+    """CPU seconds of a command and of the processes that it waited for.
 
     Raises:
         RuntimeError: it ended with another exit code than `code`.
@@ -64,7 +64,7 @@ def cpu_seconds(words: Sequence[str], folder: Path, code: int) -> float:
 
 
 def measured(times: int) -> dict[str, dict[str, float]]:
-    """Each command in turn, `times` times, after one that fills the caches."""
+    """Run each command in turn, `times` times, after once to fill the caches; medians by command."""
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
         folder = Path(root)
         make_run(folder / "run", 1000, 100, 1000)

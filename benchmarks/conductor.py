@@ -1,13 +1,13 @@
-"""How far one conductor goes: it with hundreds of simulated engines on real sockets (`benchmarks.simulated_run`).
+"""How far one conductor scales: the real one with hundreds of simulated engines on real sockets
+(`benchmarks.simulated_run`).
 
     python -m benchmarks.conductor [--engines 64,512] [--steps 6] [--quick] [--apart] [--uvloop]
 
-Each setting is a run: its machines join all at once, stand by for a while, work through the steps, and are told of some
-further versions. The simulated machines are one process, beside the conductor's; `--apart` keeps each of the two on a
-core of its own. A machine that others use as well gives the conductor less than a core; so each number stands beside
-the seconds of a core that the conductor has used for it (`cpu`), which depend less on that, and those in which it stood
-in the queue for one (`queued`). `echo -10 > /proc/self/autogroup` in a shell of its own (`setsid`) puts both before the
-rest of the machine.
+Each setting is a run: its machines join all at the same time, idle for a while, work through the steps, and get some
+further versions. All simulated machines are one process; `--apart` pins it and the conductor to a core each. If other
+programs use the machine, the conductor gets less than a core. So each number stands beside the conductor's CPU seconds
+for it (`cpu`), which depend less on that, and the seconds in which it waited for a core (`queued`). `echo -10 >
+/proc/self/autogroup` in a shell of its own (`setsid`) puts both before the rest of the machine.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _ANNOUNCEMENTS = 5
 
 @dataclass
 class Phase:
-    """A stretch of a run: seconds of the clock, of a core, and in which it wanted a core that others had; and how late
-    a timer of 10 ms was, in milliseconds."""
+    """A part of a run: its wall seconds, CPU seconds, and seconds of waiting for a core; and by how many milliseconds a
+    timer of 10 ms was late."""
 
     seconds: float = 0.0
     cpu: float = 0.0
@@ -57,7 +57,7 @@ class Phase:
 
 @contextmanager
 def phase() -> Iterator[Phase]:
-    """Measures its block."""
+    """Measure the block; the result is filled in at its end."""
     found, loop = Phase(), asyncio.get_running_loop()
     handle: asyncio.TimerHandle | None = None
 
@@ -79,22 +79,22 @@ def phase() -> Iterator[Phase]:
 
 
 def queued_seconds() -> float:
-    """Seconds in which the main thread of this process could have run, and others had the cores."""
+    """Seconds in which the main thread of this process was runnable, but others had the cores."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
 
 
 def digits(value: float) -> float:
-    """Three of them."""
+    """The value rounded to three significant digits."""
     return float(f"{value:.3g}")
 
 
 async def idle(run: SimulatedRun, engines: int) -> dict[str, float]:
-    """All stand by: heartbeats alone, and then with the counters that are asked for each second."""
+    """Measure while all engines idle: with heartbeats alone, and with the counters that are polled each second."""
     before = await run.fleet.do("report")
     with phase() as beats:
         await asyncio.sleep(_IDLE_SECONDS)
@@ -111,7 +111,7 @@ async def idle(run: SimulatedRun, engines: int) -> dict[str, float]:
 
 
 async def announcements(run: SimulatedRun, engines: int) -> dict[str, float]:
-    """From a publication to its load by every engine."""
+    """Measure from a publication to its load by every engine."""
     loading = asyncio.ensure_future(run.pool.keep_loaded())
     seconds, used, late = list[float](), list[float](), list[float]()
     for number in range(_ANNOUNCEMENTS):
@@ -130,7 +130,7 @@ async def announcements(run: SimulatedRun, engines: int) -> dict[str, float]:
 
 @contextmanager
 def profiled(file: str) -> Iterator[None]:
-    """Write the profile of the block, in seconds of a core, if there is a file for it."""
+    """Write a profile of the block, in CPU seconds, to `file` unless it is empty."""
     with cProfile.Profile(time.process_time) if file else nullcontext() as profiler:
         yield
     if profiler is not None:
@@ -138,7 +138,7 @@ def profiled(file: str) -> Iterator[None]:
 
 
 async def training(run: SimulatedRun) -> dict[str, float]:
-    """All steps, from the first admission to the last batch on record."""
+    """Measure all steps, from the first admission to the last batch on record."""
     before = await run.fleet.do("report")
     with phase() as whole:
         await run.conduct()
@@ -163,7 +163,7 @@ async def training(run: SimulatedRun) -> dict[str, float]:
 
 
 async def measured(setting: Setting, path: Path, profile: str) -> dict[str, Any]:
-    """One setting; `profile` is a file for the profile of its training, or empty."""
+    """Measure one setting. `profile`: file for a profile of its training, or ""."""
     engines, found = setting.engines, dict[str, Any]()
     async with simulated_run(setting, path) as run:
         empty = resident()
@@ -187,7 +187,7 @@ async def measured(setting: Setting, path: Path, profile: str) -> dict[str, Any]
 
 
 def row(setting: Setting, found: dict[str, Any]) -> tuple[object, ...]:
-    """Of the table."""
+    """Row of the table for a setting."""
     joins, still, training, told = found["registrations"], found["idle"], found["training"], found["announcement"]
     return (
         f"{setting.engines} x {setting.tokens} tokens, {setting.seconds:g} s",
@@ -206,7 +206,7 @@ def row(setting: Setting, found: dict[str, Any]) -> tuple[object, ...]:
 
 
 def settings(engines: list[int], steps: int, quick: bool) -> list[Setting]:
-    """At once with short completions, with long ones, and with a load that is in flight for seconds."""
+    """Settings with instant short completions, with long ones, and with completions that stay in flight for seconds."""
     found = [Setting(count, steps) for count in engines]
     largest = Setting(engines[-1], steps)
     further = [

@@ -1,4 +1,4 @@
-"""The rows of the tables of results about `stretto watch`."""
+"""Rows of the tables of results about `stretto watch`."""
 
 from __future__ import annotations
 

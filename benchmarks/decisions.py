@@ -1,12 +1,12 @@
-"""What the conductor's decisions cost: admit, finish and batch, with fake engines and trainer on a virtual clock.
+"""Cost of the conductor's decisions: admit, finish and batch, with fake engines and trainer on a virtual clock.
 
     python -m benchmarks.decisions            trajectories per second, in memory and with the ledger on disk
     python -m benchmarks.decisions --profile  where the time of one run goes
 
-Groups of 8 answers of 35 tokens, batches of 32 groups, 64 groups in flight, max_staleness 4. Everything that a run
-decides is decided by `rollout.controller`; made up are only the answers, which are prepared before the clock is looked
-at. The making of the trajectory records is measured along. The rate is by the wall clock; by the processor time of the
-one core that is used it is what it would be if nothing else ran on the machine.
+Groups of 8 answers of 35 tokens, batches of 32 groups, 64 groups in flight, max_staleness 4. All decisions are made by
+`rollout.controller`. Only the answers are made up; they are prepared before the time is measured, which includes making
+the trajectory records. Rates are given by wall time, and by CPU time of the one core that is used: the rate on a
+machine without other work.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ GOAL = 20_000  # trajectories per second
 
 
 class FakeEngines:
-    """Answers that are there before they are asked for: one set for each version."""
+    """Engines whose answers are prepared: one set for each version."""
 
     def __init__(self, versions: int) -> None:
         self._segments = [
@@ -62,11 +62,11 @@ class FakeEngines:
         self._verdicts = [Verdict(outcome=Outcome.WRONG, reward=0.0), Verdict(outcome=Outcome.RIGHT, reward=1.0)]
 
     def seconds(self) -> float:
-        """How long the next group takes; the median is one training step."""
+        """Draw the time of the next group. The median is that of one training step."""
         return next(self._durations)
 
     def answers(self, ticket: Ticket) -> list[Trajectory]:
-        """The group's trajectories, judged."""
+        """Trajectories of the ticket's group, judged."""
         return [
             Trajectory(
                 id=trajectory_id(ticket.group_id, member),
@@ -92,7 +92,7 @@ def _completion(version: int, member: int) -> Completion:
 
 
 class Loop:
-    """The conductor's circle, without tasks: admit, finish, take, publish, load."""
+    """The conductor's loop without tasks: admit, finish, take, publish, load."""
 
     def __init__(self, controller: Controller, engines: FakeEngines, steps: int) -> None:
         self._controller, self._engines, self._steps = controller, engines, steps
@@ -100,7 +100,7 @@ class Loop:
         self._idle = True
 
     def run(self) -> None:
-        """Until the last step is published."""
+        """Run until the last step is published."""
         self._admit()
         while self._controller.published < self._steps:
             if not self._clock.advance():
@@ -133,13 +133,13 @@ class Loop:
 
 @contextmanager
 def in_memory() -> Iterator[Journal]:
-    """A journal that counts."""
+    """A journal that only counts."""
     yield Accounts()
 
 
 @contextmanager
 def on_disk() -> Iterator[Journal]:
-    """The ledger of a run, in a temporary folder."""
+    """The ledger of a run in a temporary folder."""
     with (
         tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder,
         closing(Ledger(Path(folder) / "ledger.sqlite", StoreConfig())) as ledger,
@@ -151,7 +151,7 @@ JOURNALS = {"in memory": in_memory, "ledger": on_disk}
 
 
 def trajectories_per_second(policy: BeyondBound, journal: str, steps: int) -> tuple[float, float]:
-    """One run of `steps` batches: trained trajectories by the wall clock, and by processor time."""
+    """Run `steps` batches; return trained trajectories per second of wall time, and of CPU time."""
     config = RolloutConfig(
         batch_size=BATCH, group_size=GROUP, max_in_flight=IN_FLIGHT, max_staleness=STALENESS, beyond_bound=policy
     )
@@ -166,7 +166,7 @@ def trajectories_per_second(policy: BeyondBound, journal: str, steps: int) -> tu
 
 
 def measure(steps: int, runs: int) -> dict[str, Any]:
-    """Every policy with both journals, interleaved; the median of the runs."""
+    """Measure every policy with both journals, interleaved; medians of the runs."""
     combinations = [(policy, journal) for policy in POLICIES for journal in JOURNALS]
     rates: dict[tuple[BeyondBound, str], list[tuple[float, float]]] = {combination: [] for combination in combinations}
     for _ in range(runs):
@@ -201,7 +201,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def profile(steps: int) -> None:
-    """Print where one run with the ledger spends its time."""
+    """Print where the time of one run with the ledger goes."""
     profiler = cProfile.Profile()
     profiler.runcall(trajectories_per_second, "mask", "ledger", steps)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)

@@ -1,12 +1,13 @@
-"""Where a decode step's time goes: 64 answers of about 160 tokens, one thread, against the core's fastest product.
+"""Where the time of a decode step goes: 64 answers of about 160 tokens, one thread, against the core's fastest
+matmul.
 
     python -m benchmarks.decode_step [--models 3.4M 48M] [--dtypes float32 bfloat16]
 
-The products of a step (all linear layers, and the two of attention) are counted, and divided by its time and
-by what the fastest square product reaches on this core (`benchmarks.flops.ceiling`): the fraction of the ceiling. The
-time is then split into products, attention (the compiled loop, timed where the step calls it: alone it would find in
-the processor's cache what it reads from memory here), the other calls to torch, and the rest: the fused loops of norms,
-rotation, gates and the draw, Python, and the engine's work in numpy.
+The FLOPs of a step's matmuls (all linear layers, and the two of attention), divided by its time and by the rate of the
+fastest square matmul on this core (`benchmarks.flops.ceiling`), give the fraction of the ceiling. The time is split
+into matmuls, attention (the compiled loop, timed within the step, because alone it would find its data in the CPU's
+cache), other calls to torch, and the rest: the fused loops of norms, rotation, gates and sampling, Python, and the
+engine's work in numpy.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _PRODUCTS = ("mm", "linear", "matmul")  # parts of the names of torch's products
 
 
 def measure(name: str, dtype: str, folder: Path) -> dict[str, Any]:
-    """One model in one type."""
+    """Measure one model in one dtype."""
     model = load_policy(make(name, folder), attention=CACHED_ATTENTION, dtype=dtype)
     step, attention = _step_and_attention(running(model, dtype, STEPS))
     products, others = _torch_milliseconds(running(model, dtype, PROFILED))
@@ -64,7 +65,7 @@ def _named(products: float, attention: float, others: float, rest: float) -> lis
 
 
 def running(model: PreTrainedModel, dtype: str, steps: int) -> NativeEngine:
-    """An engine whose completions have their wanted length in the middle of the next steps."""
+    """An engine whose completions reach the wanted length in the middle of the next steps."""
     engine = NativeEngine(model, EngineConfig.model_validate({"slots": ROWS, "dtype": dtype}))
     for number, prompt in enumerate(prompts(ROWS, 1024)):
         sampling = Sampling(max_tokens=1900)
@@ -75,7 +76,7 @@ def running(model: PreTrainedModel, dtype: str, steps: int) -> NativeEngine:
 
 
 def _step_and_attention(engine: NativeEngine) -> tuple[float, float]:
-    """Milliseconds of a step, and of its reading of keys and values in all layers; medians."""
+    """Median milliseconds of a step, and of its attention in all layers."""
     spent, attend = 0.0, ragged_attention
 
     def timed(*asked: Any) -> torch.Tensor:
@@ -100,7 +101,7 @@ def _step_and_attention(engine: NativeEngine) -> tuple[float, float]:
 
 
 def _torch_milliseconds(engine: NativeEngine) -> tuple[float, float]:
-    """Milliseconds of a step in torch's products, and in its other calls, each without what it calls itself."""
+    """Milliseconds of a step in torch's matmuls, and in its other calls, each without nested calls."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(PROFILED):
             engine.step()
@@ -114,7 +115,7 @@ def _torch_milliseconds(engine: NativeEngine) -> tuple[float, float]:
 
 
 def operations(model: PreTrainedModel) -> float:
-    """Of one step: a multiplication and an addition for each weight and row, and for each cached number, twice."""
+    """FLOPs of one step: two for each weight and row, and four for each number in the KV cache."""
     config = model.config.get_text_config()
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     cached = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * LENGTH

@@ -3,12 +3,13 @@
     python -m benchmarks.external                       both makes, 64 concurrent completions, 3 rounds
     python -m benchmarks.external --kinds vllm --rounds 5 --interval 16   tokens that an event of the server has
 
-Alone, a bare client streams the completions from the server's own endpoint, with token ids and log-probabilities as
-stretto asks for them, and throws the bytes away. As an engine, the same prompts go through the conductor's client and
-the adapter's process (`stretto_servers.role`), which reads, checks and stamps every token. Both by turns, one server.
+Alone: a bare client streams the completions from the server's own endpoint, with token ids and log-probabilities as
+stretto requests them, and discards the bytes. As an engine: the same prompts go through the conductor's client and the
+adapter's process (`stretto_servers.role`), which decodes, checks and stamps every token. Both take turns with one
+server.
 
-Rates depend on what else the machine does; seconds of processors per token do not. So both are measured: of the server
-with all its processes, of the adapter, and of the client.
+Rates depend on other work of the machine; CPU seconds per token do not. So both are measured: of the server with all
+its processes, of the adapter, and of the client.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ MAILBOX = "external.benchmark"
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn came to: tokens per second, and microseconds of processors per token."""
+    """Result of one turn: tokens per second, and CPU microseconds per token."""
 
     rate: float
     server: float
@@ -66,7 +67,8 @@ class Turn:
 
 
 async def turn(tokens: int, server: int, adapter: int, work: Callable[[], Coroutine[Any, Any, None]]) -> Turn:
-    """`work`, which samples tokens, and what it costs the trees of the server and the adapter."""
+    """Run `work`, which samples `tokens` tokens, and measure it. `server`, `adapter`: pids of the roots of their
+    process trees."""
 
     def costs() -> list[float]:
         return [sum(map(cpu_seconds, (server, *descendants(server)))), cpu_seconds(adapter), time.process_time()]
@@ -78,7 +80,7 @@ async def turn(tokens: int, server: int, adapter: int, work: Callable[[], Corout
 
 
 def cpu_seconds(pid: int) -> float:
-    """Seconds of processors that a process has used; 0 if it has ended."""
+    """CPU seconds that a process has used; 0 if it has ended."""
     with suppress(OSError):
         user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
@@ -86,7 +88,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def alone(kind: str, address: str, asked: Sequence[tuple[int, ...]], turn: str) -> None:
-    """The completions of the server by a bare client."""
+    """Get the completions from the server by a bare client."""
     server = JsonServer(kind, address, seconds=REPLY_SECONDS, token_seconds=REPLY_SECONDS)
     path, body = ENDPOINTS[kind]
     sampling = Sampling(max_tokens=TOKENS)
@@ -102,7 +104,7 @@ async def alone(kind: str, address: str, asked: Sequence[tuple[int, ...]], turn:
 
 
 async def as_engine(engine: HttpEngine, asked: Sequence[tuple[int, ...]], turn: str) -> None:
-    """The same completions through stretto."""
+    """Get the same completions through stretto."""
     sampling = Sampling(max_tokens=TOKENS)
 
     async def completion(number: int, prompt: tuple[int, ...]) -> int:
@@ -115,7 +117,7 @@ async def as_engine(engine: HttpEngine, asked: Sequence[tuple[int, ...]], turn: 
 
 @asynccontextmanager
 async def running(kind: str, python: Path, model: Path, interval: int) -> AsyncIterator[tuple[str, int]]:
-    """The address of a server, and the process at the head of its tree."""
+    """Start a server for the block; yields its address and the pid of its root process."""
     port = free_port()
     settings = {"kind": kind, "python": str(python), "slots": CONCURRENT, "cache_gib": 1.0}
     if interval:
@@ -133,7 +135,8 @@ async def running(kind: str, python: Path, model: Path, interval: int) -> AsyncI
 
 @asynccontextmanager
 async def adapted(kind: str, server: str, model: Path, folder: Path) -> AsyncIterator[tuple[HttpEngine, int]]:
-    """A client of an adapter of the server, with the model's weights as version 1, and the adapter's process."""
+    """Start an adapter of the server for the block, with the model's weights as version 1; yields a client of it, and
+    its pid."""
     SharedMemoryPublisher(MAILBOX, folder / "mailbox").publish(1, load_file(model / "model.safetensors").items())
     spec = EngineSpec(
         name="engine-0",
@@ -167,7 +170,7 @@ async def adapted(kind: str, server: str, model: Path, folder: Path) -> AsyncIte
 
 
 async def measured(kind: str, python: Path, rounds: int, interval: int, folder: Path) -> dict[str, Any]:
-    """Both ways by turns."""
+    """Measure both ways in turns."""
     model, asked = make("3.4M", folder), prompts(CONCURRENT, VOCABULARY)
     bare: list[Turn] = []
     ours: list[Turn] = []
@@ -197,7 +200,7 @@ PARTS: tuple[Callable[[Turn], float], ...] = (lambda turn: turn.server, lambda t
 
 
 def used(turn: Turn) -> float:
-    """Microseconds of processors per token, of all processes."""
+    """CPU microseconds per token of all processes."""
     return turn.server + turn.adapter + turn.client
 
 

@@ -1,22 +1,21 @@
-"""Random faults: real runs whose processes are killed or stopped at random times; does any law break?
+"""Random faults: real runs whose processes are killed or stopped at random times. Is any law broken?
 
     python -m benchmarks.faults                           the campaign: 300 faults, and 5 undisturbed runs
     python -m benchmarks.faults --kills 5 --undisturbed 1 a short slice
-    python -m benchmarks.faults --records FOLDER          goes on behind the runs that are recorded there already
+    python -m benchmarks.faults --records FOLDER          continues after the runs that are recorded there
     python -m benchmarks.faults --per-run 40 --most 5 --save   5 runs with up to 40 faults each
     python -m benchmarks.faults --kills 50 --undisturbed 0 --first 60 --add FILE   a part of a longer campaign: runs 60
                                                           and on, which no other part has (`benchmarks.tally`)
 
 A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, one of two engines, a reward
 worker, the warm start, or the fork server, with which the kernel ends trainer and engines. A stop (SIGSTOP) hits
-one of the same but the conductor: it is to be noticed within `deadlines.hung`. The reward fails for one answer in five,
-at random. The run has to go on by itself, unless its roles were
-starting: then it may end with an error that names the role, and is resumed. Kills come at any time: while the roles
-start, while another kill is being recovered from, in the middle of a step. A *hang* is a run that does no further step
-within 100 seconds (`--hang`: more on a machine that other work has). Whenever the conductor is gone and at the end, the
-checker decides from the records. The runs are short ones of the arithmetic recipe; those that nobody disturbs say how
-accurate they are to be. A process that was stopped before it could ask to be ended with its parent goes on (SIGCONT)
-once the conductor is gone, and has to end by itself.
+one of these except the conductor, and must be noticed within `deadlines.hung`. The reward fails for one answer in five,
+at random. The run must go on by itself, unless its roles were starting: then it may end with an error that names the
+role, and is resumed. Kills come at any time: while roles start, during the recovery from another kill, in the middle of
+a step. A *hang* is a run without a further step for 100 seconds (`--hang`: more on a busy machine). Whenever the
+conductor is gone, and at the end, the checker decides from the records. The runs are short runs of the arithmetic
+recipe; undisturbed runs give the accuracy to expect. A process that was stopped before it could ask to end with its
+parent is continued (SIGCONT) once the conductor is gone, and must end by itself.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _PATIENT = 0.6  # part of the lives in which the next kill waits until the run h
 
 @dataclass(frozen=True)
 class Kill:
-    """What came of one kill."""
+    """Result of one kill."""
 
     fault: str
     at_step: int
@@ -79,7 +78,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Record:
-    """One run from its start to its end."""
+    """Record of one run from its start to its end."""
 
     number: int
     seed: int
@@ -92,7 +91,7 @@ class Record:
 
 @dataclass
 class Blow:
-    """A kill whose next step has not come."""
+    """A kill after which no step is on record yet."""
 
     fault: str
     at_step: int
@@ -107,7 +106,7 @@ class Blow:
 
 
 class Disturbed:
-    """One run, its killer and its checker."""
+    """One run, with its kills and checks."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class Disturbed:
         self.broken: list[str] = []
 
     def play(self, kills: int) -> float | None:
-        """Train to the end, killing on the way; the held-out accuracy at the end."""
+        """Train to the end, killing on the way; return the held-out accuracy at the end, None if there is none."""
         over = False
         while not over:
             resume = ("--resume",) if (self._run_dir / "ledger.sqlite").exists() else ()
@@ -137,7 +136,7 @@ class Disturbed:
         return inspect_run(self._run_dir).final_accuracy
 
     def _disturb(self, command: Command, kills: int) -> bool:
-        """Kill until the conductor is gone or the run is at its end, which is when this is true."""
+        """Kill until the conductor is gone or the run is at its end; return True in the latter case."""
         began, start = steps_done(self._run_dir), time.monotonic()
         due, patient = start + self._chance.random() * _AFTER_START, self._chance.random() < _PATIENT
         fault = self._chance.choice(FAULTS)
@@ -166,7 +165,8 @@ class Disturbed:
         return self._ended(command)
 
     def _ended(self, command: Command) -> bool:
-        """The command is gone: it has come to its end, or was killed, or says what it ended for."""
+        """Handle the end of the command, which finished, was killed, or reported an error; return whether the run is at
+        its end."""
         ended = command.end(60)
         self._settle()
         if ended.code == 0:
@@ -180,7 +180,7 @@ class Disturbed:
         return False
 
     def _settle(self, at_the_end: bool = False) -> None:
-        """Kills behind which the run has done another step are over."""
+        """Close the kills after which the run has done another step."""
         if self._open:
             done = steps_done(self._run_dir)
             over = [blow for blow in self._open if at_the_end or done > blow.at_step]
@@ -194,14 +194,14 @@ class Disturbed:
 
 
 def flaky(prompt: str, completion: str, answer: str) -> bool:
-    """`final_answer`, which cannot judge one answer in five."""
+    """Same as `final_answer`, but raises for one answer in five, at random."""
     if random.random() < 0.2:
         raise TimeoutError("the judge does not answer")
     return final_answer(prompt, completion, answer)
 
 
 def victims(command: Command, fault: str, chance: random.Random) -> list[int]:
-    """The processes that a fault hits; one of those that play the role, whatever it does at the moment."""
+    """Pids of the processes that a fault hits. If several play the role, one of them, chosen at random."""
     role = fault.removesuffix(" stopped")
     match role:
         case "conductor":
@@ -214,7 +214,7 @@ def victims(command: Command, fault: str, chance: random.Random) -> list[int]:
 
 
 def hit(command: Command, fault: str, chance: random.Random) -> bool:
-    """Kill or stop; False if there is nothing to be hit."""
+    """Kill or stop the processes of a fault; return False if there are none."""
     pids = victims(command, fault, chance)
     for pid in pids:
         with suppress(ProcessLookupError):  # it has ended meanwhile
@@ -223,7 +223,7 @@ def hit(command: Command, fault: str, chance: random.Random) -> bool:
 
 
 def until_gone(command: Command) -> None:
-    """Wait for the end of the roles whose conductor is gone; those that were stopped go on, and have to end too."""
+    """Wait for the end of the roles whose conductor is gone. Stopped roles are continued, and must end too."""
     for pid in command.processes():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
@@ -231,7 +231,7 @@ def until_gone(command: Command) -> None:
 
 
 def one_run(records: Path, number: int, kills: int, recipe: Path, settings: Sequence[str], hang: float) -> Record:
-    """Run number `number`; its record, which is kept in the folder of records."""
+    """Play run number `number`; return its record, which is saved in the folder `records`."""
     path = _path(records, number, kills)
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Record)
@@ -258,7 +258,7 @@ COLUMNS = ("hit", "faults", "while starting", "survived", "by a resume", "s to t
 
 
 def rows(disturbed: Sequence[Record]) -> list[tuple[object, ...]]:
-    """What came of the kills of each role, and of all."""
+    """Rows of a table: the results of the kills of each role, and of all."""
     found = [_row(fault, [k for r in disturbed for k in r.kills if k.fault == fault]) for fault in FAULTS]
     return [row for row in found if row[1]] + [
         _row("together", [kill for record in disturbed for kill in record.kills])
@@ -273,7 +273,7 @@ def _row(name: str, kills: Sequence[Kill]) -> tuple[object, ...]:
 
 
 def conclusion(disturbed: Sequence[Record], undisturbed: Sequence[Record]) -> str:
-    """What the runs came to, in two sentences."""
+    """Two sentences about the results of the runs."""
     hangs = sum(not kill.survived for record in disturbed for kill in record.kills)
     broken = [found for record in disturbed for found in record.broken]
     return (
@@ -284,7 +284,7 @@ def conclusion(disturbed: Sequence[Record], undisturbed: Sequence[Record]) -> st
 
 
 def summary(results: dict[str, Any]) -> str:
-    """The committed result as docs/explanation/faults.md shows it."""
+    """Markdown of the committed result, as in docs/explanation/faults.md."""
     disturbed, undisturbed = (msgspec.convert(results[kind], list[Record]) for kind in ("disturbed", "undisturbed"))
     lines = [COLUMNS, ["---"] * len(COLUMNS), *rows(disturbed)]
     table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
@@ -293,7 +293,7 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def show(disturbed: Sequence[Record], undisturbed: Sequence[Record]) -> None:
-    """The table, and what the runs came to."""
+    """Print the table and the conclusion."""
     table = Table(*COLUMNS)
     for row in rows(disturbed):
         table.add(*row)
@@ -308,7 +308,7 @@ def _spread(records: Iterable[Record]) -> str:
 
 
 def counted(records: Sequence[Record]) -> tuple[dict[str, int], list[str]]:
-    """What a part of a longer campaign counts, and its problems."""
+    """Counts of a part of a longer campaign, and its problems."""
     kills = [kill for record in records for kill in record.kills]
     resumed = sum(kill.ended or kill.fault in ("conductor", "all") for kill in kills)
     counts = {"runs": len(records), "faults": len(kills), "while starting": sum(kill.starting for kill in kills)}
@@ -332,8 +332,8 @@ def campaign(
     first: int,
     hang: float,
 ) -> tuple[list[Record], list[Record], bool]:
-    """Disturbed and undisturbed runs, at most `most` of them new ones, and whether these are all that are wanted. The
-    disturbed ones have the numbers from `first` on."""
+    """Play disturbed and undisturbed runs, at most `most` new ones; return both, and whether all that are wanted exist.
+    Disturbed runs are numbered from `first`."""
     calm, hit = list[Record](), list[Record]()
     while (calm_wanted := len(calm) < undisturbed) or sum(len(record.kills) for record in hit) < kills:
         found, kind = (calm, 0) if calm_wanted else (hit, per_run)

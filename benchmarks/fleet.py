@@ -1,11 +1,11 @@
-"""Simulated machines for `benchmarks.conductor`, all in one process, which holds no weights and samples nothing.
+"""Simulated machines for `benchmarks.conductor`, all in one process, without weights and sampling.
 
     python -m benchmarks.fleet SPEC        SPEC is the JSON of a `FleetSpec`
 
-To the conductor each machine is a real one: it joins by the real handshake, its agent sends the heartbeats of
-`stretto_cluster.agent` and takes orders, its engine listens at a port of its own and speaks `stretto.engine.wire`. Made
-up are the completions, and that a version is there as soon as it is announced. Commands come by standard input, a line
-each, and are answered by a line: `go`, `report`, `vanish N`; its end ends the process.
+To the conductor each machine looks real: it joins by the real handshake, its agent sends the heartbeats of
+`stretto_cluster.agent` and takes orders, its engine listens at a port of its own and speaks `stretto.engine.wire`. Only
+the completions are made up, and a version arrives as soon as it is announced. Commands come by standard input, one per
+line (`go`, `report`, `vanish N`), and each is answered by a line. The process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ _PARTIALS = msgspec.msgpack.Decoder(PartialsRequest)
 
 
 class FleetSpec(Record, frozen=True):
-    """`seconds`: the mean of the drawn time that a completion of `tokens` tokens takes; 0: none. `core`: the one that
-    the machines are kept on; -1: any."""
+    """Settings of the simulated machines. `seconds`: mean of the drawn time of a completion of `tokens` tokens; 0:
+    none. `core`: CPU core to which they are pinned; -1: any."""
 
     address: str
     token: str
@@ -79,7 +79,7 @@ class FleetSpec(Record, frozen=True):
 
 
 class FleetReport(Record, frozen=True):
-    """What the machines have done since their start; `echoes` are heartbeats that came back."""
+    """Counts of what the machines have done since their start. `echoes`: heartbeats that were answered."""
 
     cpu_seconds: float
     echoes: int
@@ -102,13 +102,14 @@ class _Counts:
 
 @functools.lru_cache(maxsize=4096)
 def _columns(begin: int, count: int) -> bytes:
-    """Columns of tokens, as an engine packs them: its log-probabilities are float32."""
+    """Columns of `count` tokens from index `begin` on, packed as an engine packs them, with float32
+    log-probabilities."""
     return pack(range(_FIRST_ID + begin, _FIRST_ID + begin + count), array("f", [_LOGPROB]) * count)
 
 
 @dataclass
 class _Open:
-    """A request in the engine: when each member ends, by the clock of the loop."""
+    """A request in the engine: when each of its members ends, by the loop's clock."""
 
     began: float
     version: int
@@ -118,7 +119,7 @@ class _Open:
 
 @dataclass
 class _Engine:
-    """One engine; `version` is the newest that it was told to load."""
+    """One simulated engine. `version`: the newest that it was told to load."""
 
     spec: FleetSpec
     counts: _Counts
@@ -145,7 +146,7 @@ class _Engine:
         )
 
     def update(self, order: UpdateRequest) -> Loaded:
-        """It has no model: what it says of the canary is what it was asked."""
+        """Accept a version. There is no model, so it returns for the canary what the request expects."""
         self.version, self.updates = order.version, self.updates + 1
         self.counts.loads += 1
         asked = order.challenge
@@ -159,7 +160,7 @@ class _Engine:
         return {id: pieces for id, counts in known.items() if id in self.open and (pieces := self._new(id, counts))}
 
     def _new(self, id: str, known: list[int]) -> dict[int, Segment]:
-        """What the members that go on have beyond the known tokens: they come evenly until the drawn end."""
+        """New tokens of each unfinished member beyond the `known` ones. They arrive evenly until the drawn end."""
         one, now = self.open[id], asyncio.get_running_loop().time()
         shares = ((now - one.began) / (end - one.began) if end > now else 0.0 for end in one.ends)
         ends = [int(share * self.spec.tokens) for share in shares]
@@ -173,7 +174,7 @@ class _Engine:
         return bytes(frame(Completion(id, member, whole)))
 
     def generate(self, requests: list[GenerateRequest], send: Callable[[bytes, bool], None]) -> None:
-        """Send each completion when it has ended, as the engine's server does: `send(frames, whether more come)`."""
+        """Send each completion when it has ended, as the engine's server does, by `send(frames, whether more come)`."""
         if not self.spec.seconds:
             frames = [self.completion(one.id, k, self.version) for one in requests for k, _ in enumerate(one.seeds)]
             send(b"".join(frames), False)
@@ -201,7 +202,7 @@ class _Engine:
 
 
 class _Connection(asyncio.Protocol):
-    """HTTP/1.1 of one engine, as much as its client asks for."""
+    """HTTP/1.1 connection of one engine, as far as the client needs it."""
 
     def __init__(self, engine: _Engine) -> None:
         self._engine = engine
@@ -224,7 +225,7 @@ class _Connection(asyncio.Protocol):
         self._parser.feed_data(data)
 
     def on_url(self, url: bytes) -> None:
-        """Called by the parser, like the two below."""
+        """Called by the parser, like the next two methods."""
         self._path, self._body = url, bytearray()
 
     def on_body(self, body: bytes) -> None:
@@ -280,7 +281,7 @@ class _Machine:
         return cls(number, spec, engine, f"{_HOST}:{server.sockets[0].getsockname()[1]}", server)
 
     async def work(self) -> None:
-        """Join, again if the gate has no room, and work until the connection ends."""
+        """Join (again if the gate refuses for lack of space), and work until the connection ends."""
         while (wire := await self._joined()) is None:
             self.engine.counts.retries += 1
             await asyncio.sleep(_RETRY_SECONDS)
@@ -328,7 +329,7 @@ class _Machine:
                 yield RoleEnded(place=0, turn=self.turn, how="ended with exit code 0", killed=False)
 
     def vanish(self) -> None:
-        """Break every connection, and listen no longer."""
+        """Break every connection, and stop listening."""
         self.server.close()
         if self.wire is not None:
             self.wire.cut()

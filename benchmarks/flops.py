@@ -1,7 +1,7 @@
-"""Arithmetic: how much a training step needs, and how much of it this machine can do in a second.
+"""FLOPs of a training step, and FLOPs per second of this machine.
 
-Counted are the products of the model alone, forward and backward, a multiplication and an addition each; what is
-computed again, padded or filled up does not count as work.
+Only the model's matmuls are counted, forward and backward, two FLOPs for each multiply-add. Recomputation and padding
+do not count as work.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def step_flops(model: PreTrainedModel, own_tokens: int, wanted: int, sequences: Iterable[int]) -> float:
-    """Of one training step: `own_tokens` go through the body, `wanted` through the output matrix, and causal attention
-    sees sequences of these lengths.
+    """FLOPs of one training step. `own_tokens` tokens go through the body, `wanted` through the output matrix; causal
+    attention gets sequences of the lengths `sequences`.
 
     Linear layers 6 per weight and token; attention 6 L^2 per head, its width and layer (two products of half a square
     of L^2 each, forward; twice that backward).
@@ -32,7 +32,7 @@ def step_flops(model: PreTrainedModel, own_tokens: int, wanted: int, sequences: 
 
 
 def ceiling(dtype: torch.dtype, seconds: float = 1.0, device: torch.device | str = "cpu") -> float:
-    """Operations per second of the fastest square product that torch offers here; on the processor by MKL or oneDNN."""
+    """FLOPs per second of torch's fastest square matmul on the device; on a CPU by MKL or oneDNN."""
     on_gpu = torch.device(device).type == "cuda"
     alone = on_gpu or (dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported())
     kinds: tuple[Product, ...] = (_plain,) if alone else (_plain, _onednn)

@@ -1,11 +1,11 @@
-"""Check of docs/tutorials/from_trl.md: the same three steps in trl and here, weight by weight.
+"""Check of docs/tutorials/from_trl.md: the same three training steps in trl and in stretto, weight by weight.
 
     python -m benchmarks.from_trl          makes trl's environment the first time
 
-Both sides get one model, whose weights are written by a rule, and the same answers with the same rewards, so that
-nothing is sampled: what is compared is the training alone. Each case is what `GRPOConfig` is given and what a recipe
-says for it. The result keeps prints of trl's weights (two numbers for each parameter and step), with which
-tests/benchmarks/test_from_trl.py holds the trainer of this package where there is no trl.
+Both sides get one model, whose weights are computed by a rule, and the same answers with the same rewards. Nothing is
+sampled, so only the training is compared. A case has the arguments of `GRPOConfig` and the corresponding keys of a
+recipe. The result keeps fingerprints of trl's weights (two numbers for each parameter and step), with which
+tests/benchmarks/test_from_trl.py checks stretto's trainer without trl.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One row or more of the page: what trl is given, and the sections `[trainer]` and `[algorithm]` for it."""
+    """One or more rows of the page: arguments of `GRPOConfig`, and the sections `[trainer]` and `[algorithm]` that
+    correspond to them."""
 
     trl: dict[str, Any]
     trainer: dict[str, Any]
@@ -128,7 +129,7 @@ def reward_of(answer: tuple[int, ...]) -> float:
 
 
 def answers() -> list[list[tuple[tuple[int, ...], list[tuple[int, ...]]]]]:
-    """For each step its groups: a prompt and its answers, of 1 to 7 tokens; the same on every machine."""
+    """For each step its groups, each a prompt and its answers of 1 to 7 tokens; the same on every machine."""
     rng = random.Random(1)
 
     def drawn(count: int) -> tuple[int, ...]:
@@ -141,7 +142,8 @@ def answers() -> list[list[tuple[tuple[int, ...], list[tuple[int, ...]]]]]:
 
 
 def write_model(folder: Path) -> None:
-    """The model, with weights that no generator of torch has drawn: equal on every machine."""
+    """Write the model, with weights that do not come from torch's random generator, so that they are equal on every
+    machine."""
     build_policy(MODEL, folder, seed=1)
     model = load_policy(folder)
     with torch.no_grad():
@@ -176,7 +178,7 @@ def _group(step: int, g: int, prompt: tuple[int, ...], members: list[tuple[int, 
 
 
 def ours(folder: Path, case: Case) -> list[dict[str, Tensor]]:
-    """The weights before the first step and after each."""
+    """Train with stretto; return the weights before the first step and after each."""
 
     def policy() -> PreTrainedModel:
         return load_policy(folder, attention=PACKED_ATTENTION)
@@ -197,7 +199,8 @@ def _copy(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def prints(start: Weights, weights: Weights) -> list[float]:
-    """Two numbers for each parameter: how far it has moved, and its movement along a direction that its name gives."""
+    """Fingerprints of the weights: for each parameter its distance from the start, and its movement along a direction
+    derived from its name."""
     found = []
     for name, before in sorted(start.items()):
         moved, rng = (weights[name] - before).double().flatten(), random.Random(f"direction of {name}")
@@ -237,7 +240,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """The table of docs/tutorials/from_trl.md."""
+    """Table of docs/tutorials/from_trl.md."""
     lines = ["| case | step 1 | step 2 | step 3 | |", "|---|---|---|---|---|"]
     for name, row in results["cases"].items():
         apart = " | ".join(f"{one:.0e}" for one in row["difference"])

@@ -1,13 +1,14 @@
-"""What `stretto gateway` costs beside the engine: many agents at once, each a conversation of several turns.
+"""Cost of `stretto gateway` beside the engine: many agents at the same time, each with a conversation of several
+turns.
 
     python -m benchmarks.gateway                       1, 32 and 256 sessions at once
     python -m benchmarks.gateway --sessions 256 --turns 8
 
-Every agent opens a session and asks again as soon as it is answered, with its whole history, a system prompt and three
-tools; answers are of 32 tokens, and every token goes on record in a file. Twice: before a model that answers at once,
-where all that the process does is the gateway's (*CPU* is the processor time of one call, to be read where other work
-shares the machine, *call* what a client waits); and before a Llama of two layers in an engine of its own, as
-`stretto gateway` has it.
+Every agent opens a session and sends its next request as soon as it gets a reply, with its whole history, a system
+prompt and three tools. Answers have 32 tokens, and every token is recorded in a file. It is measured twice: with a
+model that answers at once, so that the process does only the gateway's work (*CPU*: CPU time of one call, which other
+work on the machine disturbs less; *call*: time that a client waits); and with a Llama of two layers in an engine
+process, as in `stretto gateway`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ TOOLS = [
 
 
 def build(folder: Path) -> Path:
-    """A tiny Llama over bytes, with a chat template."""
+    """Write a tiny Llama over bytes, with a chat template, to `folder`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -93,7 +94,7 @@ def build(folder: Path) -> Path:
 
 
 class InstantModel:
-    """Answers at once (a `core.engine.Generate`)."""
+    """Model that answers at once (implements `core.engine.Generate`)."""
 
     async def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         for request in requests:
@@ -111,7 +112,7 @@ class InstantModel:
 
 
 def serve_instantly(model: Path, folder: Path) -> None:
-    """A gateway before `InstantModel`, in this process."""
+    """Run a gateway with `InstantModel` in this process."""
     served = session_model("tiny", load_tokenizer(model), CONTEXT)
     folder.mkdir()
     generate = InstantModel()
@@ -128,7 +129,7 @@ def serve_instantly(model: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def served(model: Path, sessions: Path, *, instantly: bool) -> Iterator[tuple[int, str]]:
-    """The process of a gateway, and its address."""
+    """Start a gateway process for the block; yields its pid and its address."""
     ours = ["benchmarks.gateway", "--serve", str(model), str(sessions)]
     users = ["stretto_app.cli.main", "gateway", str(model), "--port", "0", "--folder", str(sessions)]
     command = [sys.executable, "-m", *(ours if instantly else [*users, f"engine.slots={SLOTS}"])]
@@ -150,14 +151,14 @@ class Agents:
         self.seconds: list[float] = []  # of each call
 
     async def run(self, count: int, turns: int) -> list[dict[str, Any]]:
-        """So many conversations at once; their sessions as the gateway shows them."""
+        """Hold `count` conversations at the same time; return their sessions as the gateway shows them."""
         opened = [await self._exchange("POST", "/sessions", {"task": {}}) for _ in range(count)]
         self.seconds.clear()
         await asyncio.gather(*(self._converse(session, turns) for session in opened))
         return opened
 
     async def shown(self, opened: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Their nodes."""
+        """Sessions with their nodes, as the gateway shows them."""
         return [await self._exchange("GET", f"/sessions/{session['id']}", None) for session in opened]
 
     async def _converse(self, session: dict[str, Any], turns: int) -> None:
@@ -181,7 +182,7 @@ class Agents:
 
 
 def measure(sessions: Sequence[int], turns: int) -> list[dict[str, Any]]:
-    """A row for each number of sessions, before each model."""
+    """One row for each number of sessions, with each model."""
     rows: list[dict[str, Any]] = []
     table = Table("model", "sessions", "calls", "calls/s", "CPU ms", "call p50 ms", "call p99 ms")
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as place:
@@ -197,7 +198,7 @@ def measure(sessions: Sequence[int], turns: int) -> list[dict[str, Any]]:
 
 
 def row(agents: Agents, pid: int, count: int, turns: int) -> dict[str, Any]:
-    """What one number of sessions came to."""
+    """Measure one number of sessions."""
 
     async def run() -> tuple[list[dict[str, Any]], float, int]:
         cpu, start = cpu_ticks(pid), time.perf_counter()

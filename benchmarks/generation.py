@@ -1,16 +1,16 @@
-"""The embedded engine against what a user would pick instead, on this machine, one thread each.
+"""The native engine against what a user would use instead, on this machine, one thread each.
 
     python -m benchmarks.generation rates                 every size, type and number of sequences
     python -m benchmarks.generation rates --models 3.4M --dtypes float32 --sequences 1 64 --systems stretto vllm
     python -m benchmarks.generation tail                  long-tailed lengths against static batches of the same engine
-    python -m benchmarks.generation pause                 what an update of the weights costs running answers
+    python -m benchmarks.generation pause                 what a weight update costs running answers
     python -m benchmarks.generation all
 
-The peers: transformers' `generate` and `generate_batch`, and in environments of their own, made by the benchmark,
-vLLM's CPU build, OpenVINO GenAI and llama.cpp; one that cannot be made is skipped with a word. Each system runs alone,
-one after the other, in this one run, and answers everything three times: the fastest pass counts, as memory that was
-never touched costs more than what is measured. A pass with another number of tokens than was asked for is no result;
-where the passes differ by half or more, all of them stand in the result as well.
+The peers: transformers' `generate` and `generate_batch`; and, in environments that the benchmark creates, vLLM's CPU
+build, OpenVINO GenAI and llama.cpp. A peer whose environment cannot be created is skipped with a message. The systems
+run one after the other, and each answers everything three times. The fastest pass counts, because the first use of
+memory is slow. A pass with a wrong number of tokens is no result. If the passes differ by half or more, the result has
+all of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MOST = {"transformers generate_batch": 64, "llamacpp": 16}
 def rates(
     models: Sequence[str], dtypes: Sequence[str], sequences: Sequence[int], systems: Sequence[str], tokens: int
 ) -> list[dict[str, Any]]:
-    """Tokens per second of each system, model, type and number of sequences."""
+    """Tokens per second of each system, model, dtype and number of sequences."""
     rows: list[dict[str, Any]] = []
     table = Table("model", "type", "system", *(f"{count} sequences" for count in sequences))
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
@@ -106,10 +106,10 @@ def _ours(system: str, words: list[str]) -> list[dict[str, Any]]:
 
 
 def tail(model: str) -> dict[str, Any]:
-    """Useful tokens per second: continuous batching against batches that wait for their longest answer.
+    """Useful tokens per second of continuous batching, against batches that wait for their longest answer.
 
-    In a static batch a row that has ended is computed until the longest has, as transformers' `generate` does it; what
-    it writes is not useful. This engine would leave such rows out: batches that only wait are the third way.
+    In a static batch, an ended row is computed until the longest has ended, as in transformers' `generate`; its further
+    tokens are not useful. The native engine would leave such rows out: batches that only wait are the third way.
     """
     chance = random.Random(3)
     spread = 2.303 / 3.09  # the longest of 1,000 log-normal lengths is about 10 times their median
@@ -135,7 +135,8 @@ def tail(model: str) -> dict[str, Any]:
 
 
 def _tail(model: Path, lots: Sequence[Sequence[int]], useful: Sequence[int]) -> float:
-    """Useful tokens per second of answers of these lengths; the next lot is offered when the engine is idle."""
+    """Useful tokens per second of answers of these lengths. The next of the `lots` is submitted when the engine is
+    idle."""
     engine = _engine(model, TAIL_AT_ONCE)
     asked = iter(enumerate(prompts(len(useful), 1024)))
     start = time.perf_counter()
@@ -150,7 +151,7 @@ def _tail(model: Path, lots: Sequence[Sequence[int]], useful: Sequence[int]) -> 
 
 
 def pause(models: Sequence[str]) -> list[dict[str, Any]]:
-    """With 64 running answers: the pause of one update, and tokens per second at one update per second."""
+    """With 64 running answers: the pause of one update, and tokens per second with one update per second."""
     rows: list[dict[str, Any]] = []
     table = Table("model", "load ms", "memory copy ms", "recompute pause ms", "recompute tokens/s", "keep tokens/s")
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
@@ -166,7 +167,7 @@ def pause(models: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _load_and_copy(model: Path) -> tuple[float, float]:
-    """Milliseconds to load weights into the engine, and to copy as many bytes from memory to memory."""
+    """Milliseconds to load weights into the engine, and to copy as many bytes within memory."""
     engine = _engine(model, RUNNING)
     tensors = {name: value.clone() for name, value in load_policy(model).named_parameters()}
     flat = torch.cat([value.detach().flatten() for value in tensors.values()])
@@ -177,7 +178,8 @@ def _load_and_copy(model: Path) -> tuple[float, float]:
 
 
 def _pause(model: Path) -> float:
-    """Milliseconds between two tokens of a running answer across an update that recomputes, less a usual step."""
+    """Milliseconds between two tokens of a running answer across an update that recomputes the KV cache, minus a usual
+    step."""
     engine = _running(model, "recompute")
     tensors = dict(load_policy(model).named_parameters())
     usual = statistics.median(_milliseconds(engine.step) for _ in range(20))
@@ -192,7 +194,7 @@ def _pause(model: Path) -> float:
 
 
 def _updated(model: Path, on_update: str) -> float:
-    """Tokens per second over ten seconds with an update every second."""
+    """Tokens per second over ten seconds with an update each second."""
     engine = _running(model, on_update)
     tensors = dict(load_policy(model).named_parameters())
     before, start = engine.health().generated, time.perf_counter()
@@ -206,7 +208,7 @@ def _updated(model: Path, on_update: str) -> float:
 
 
 def _running(model: Path, on_update: str) -> NativeEngine:
-    """An engine with 64 answers that are 64 tokens long and do not end soon."""
+    """An engine with 64 running answers of 64 tokens, which do not end soon."""
     engine = _engine(model, RUNNING, on_update)
     for number, prompt in enumerate(prompts(RUNNING, 1024)):
         sampling = Sampling(max_tokens=1900)

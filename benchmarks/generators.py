@@ -1,9 +1,9 @@
-"""How fast one system generates: a process of its own, so that no system inherits another's threads or memory.
+"""How fast one system generates, in a process of its own, so that no system inherits another's threads or memory.
 
     python -m benchmarks.generators stretto MODEL_DIR --dtype float32 --sequences 1 16 64 --tokens 192
 
-Every answer has the same number of tokens: nobody pads, and a pass that gives fewer is refused. Prints one JSON line
-per number of sequences: the seconds of the fastest pass, and of every pass.
+Every answer has the same number of tokens: nothing is padded, and a pass with fewer tokens is refused. Prints one JSON
+line per number of sequences: the seconds of the fastest pass, and of every pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def prompts(count: int, vocabulary: int) -> Prompts:
 
 
 def stretto(model: Path, dtype: str, most: int) -> Generator:
-    """The embedded engine, log-probabilities and versions included."""
+    """The native engine, with log-probabilities and versions."""
     engine = NativeEngine(
         load_policy(model, attention="stretto_cached", dtype=dtype),
         EngineConfig.model_validate({"slots": most, "dtype": dtype}),
@@ -58,7 +58,7 @@ def stretto(model: Path, dtype: str, most: int) -> Generator:
 
 
 def transformers_generate(model: Path, dtype: str, most: int) -> Generator:
-    """transformers' `generate` with a dynamic cache and sdpa attention; one batch of `most` at the most."""
+    """transformers' `generate` with a dynamic cache and sdpa attention, in one batch of at most `most`."""
     policy: Any = load_policy(model, attention="sdpa", dtype=dtype)  # its generation methods are not typed
 
     @torch.inference_mode()
@@ -72,7 +72,7 @@ def transformers_generate(model: Path, dtype: str, most: int) -> Generator:
 
 
 def transformers_continuous(model: Path, dtype: str, most: int) -> Generator:
-    """transformers' own continuous batching (`generate_batch`), its cache as large as the work needs."""
+    """transformers' own continuous batching (`generate_batch`), with a cache as large as the work needs."""
     policy: Any = load_policy(model, attention="sdpa", dtype=dtype)  # its generation methods are not typed
 
     def generate(asked: Prompts, tokens: int) -> int:
@@ -112,10 +112,10 @@ SYSTEMS = {
 
 
 def timed(generate: Generator, asked: Prompts, tokens: int, passes: int) -> dict[str, Any]:
-    """The seconds of each pass over the prompts, and of the fastest.
+    """Seconds of each pass over the prompts, and of the fastest.
 
     Raises:
-        ValueError: a pass gave another number of tokens than it was asked for; its seconds would say nothing.
+        ValueError: a pass gave a wrong number of tokens, so its time has no meaning.
     """
     seconds: list[float] = []
     for _ in range(passes):

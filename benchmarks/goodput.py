@@ -1,12 +1,12 @@
-"""Goodput under kills: how much of its work does a run still do when something is killed every minute?
+"""Goodput under kills: how much of its work does a run do when something is killed every minute?
 
     python -m benchmarks.goodput [--period 60] [--kills 20]     40 minutes, on a machine that does nothing else
 
-One run of recipes/arithmetic.toml goes on all the time. Periods in which nobody disturbs it and periods that begin with
-a kill take turns, so that a slow minute of the machine hits both. A kill hits the conductor, or all processes at once
-(the run is then resumed at once, as by hand), the trainer, an engine, or a reward worker, in turn. What counts are the
-steps whose line is written within the period; steps that are trained again after a kill count once. The learning rate
-is next to nothing: answers are as long at the end as at the start.
+One run of recipes/arithmetic.toml goes on all the time. Undisturbed periods and periods that begin with a kill take
+turns, so that a slow minute of the machine affects both. A kill hits, in turn, the conductor or all processes (the run
+is then resumed at once, as by hand), the trainer, an engine, or a reward worker. Steps count whose line is written
+within the period; steps that are trained again after a kill count once. The learning rate is close to zero, so that
+answers keep their length.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FIRST_STEPS = 50  # before the first period begins
 
 
 class Going:
-    """A run of recipes/arithmetic.toml that goes on, whatever is hit. Its folder may have one that is to be resumed."""
+    """A run of recipes/arithmetic.toml that is kept going after any fault. Its folder may hold a run to resume."""
 
     def __init__(self, laboratory: Laboratory, run_dir: Path, settings: Sequence[str]) -> None:
         self._laboratory, self._run_dir, self._settings = laboratory, run_dir, settings
@@ -56,7 +56,7 @@ class Going:
         self._stack.close()
 
     def start(self) -> None:
-        """Start it, or resume it; what is left of the one before is ended."""
+        """Start the run, or resume it, after ending what is left of the earlier process."""
         self._stack.close()
         resume = ("--resume",) if (self._run_dir / "ledger.sqlite").exists() else ()
         self.command: Command = self._stack.enter_context(
@@ -64,7 +64,8 @@ class Going:
         )
 
     def hit(self, fault: str) -> bool:
-        """Kill or stop a role; a run whose conductor is gone is resumed. False if there is nothing to be hit."""
+        """Kill or stop a role, and resume the run if its conductor is gone. Return False if there is no such
+        process."""
         found = hit(self.command, fault, self._chance)
         if found and fault in ("conductor", "all"):
             until_gone(self.command)
@@ -72,7 +73,7 @@ class Going:
         return found
 
     def steps(self) -> int:
-        """Steps on record."""
+        """Number of steps on record."""
         return steps_done(self._run_dir)
 
     def wait(self, seconds: float) -> None:
@@ -81,7 +82,7 @@ class Going:
 
 
 def measured(going: Going, period: float, kills: int) -> Iterator[dict[str, Any]]:
-    """Pairs of periods, the disturbed one first and second in turn."""
+    """Yield pairs of periods; the disturbed one is alternately first and second."""
     for number in range(kills):
         pair: dict[str, Any] = {"fault": FAULTS[number % len(FAULTS)]}
         for disturbed in (number % 2 == 1, number % 2 == 0):

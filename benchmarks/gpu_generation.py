@@ -4,14 +4,15 @@
     python -m benchmarks.gpu_generation --shapes 0.6B --sequences 128 --contexts 1024
     python -m benchmarks.gpu_generation --check                           the same code on a tiny shape, in seconds
 
-Weights are random, in bfloat16. First comes exactness: greedy answers of rows of different lengths, their tokens and
-log-probabilities against transformers' own forward over the whole sequences, in bfloat16 and in float32. The float32
-forward says how much of a difference is rounding: ours may be as far from it as transformers' bfloat16 is, twice over.
+Weights are random, in bfloat16. First, exactness: greedy answers of rows of different lengths; their tokens and
+log-probabilities are compared with transformers' own forward pass over the whole sequences, in bfloat16 and float32.
+The float32 pass shows how much of a difference is rounding: stretto's error may be twice that of transformers'
+bfloat16.
 
-Then speed. All sequences have the same prompt, which is computed once; what is measured are the steps after it, up to
-`context` tokens. *Decode* is the forward of a step and the likeliest token of each row; *engine* is a step of the whole
-engine, which samples. The floor of a step is the time to read all weights and all that is cached, once, at the pace at
-which the device copies (bytes read and bytes written).
+Then, speed. All sequences have the same prompt, which is computed once; the steps after it are measured, up to
+`context` tokens. *Decode* is the forward pass of a step with the argmax of each row; *engine* is a step of the whole
+engine, which samples. The lower bound of a step is the time to read all weights and the KV cache once, at the device's
+copy rate (bytes read plus bytes written).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ GROWTH = 1.5
 
 @dataclass(frozen=True)
 class Measured:
-    """How long is measured: of the steps, the first `warm` are not."""
+    """Number of steps to measure; the first `warm` steps do not count."""
 
     warm: int
     steps: int
@@ -62,7 +63,7 @@ class Measured:
 
 
 def build(shape: str, device: torch.device, attention: str = CACHED_ATTENTION) -> PreTrainedModel:
-    """Random weights, made where they are used."""
+    """Create a model with random weights on the device."""
     kind, config = SHAPES[shape]
     torch.manual_seed(1)
     with device:
@@ -72,7 +73,7 @@ def build(shape: str, device: torch.device, attention: str = CACHED_ATTENTION) -
 
 
 def exactness(shape: str, device: torch.device, rows: int, longest: int, tokens: int) -> dict[str, Any]:
-    """Greedy answers of `rows` rows, the longest prompt `longest` tokens, against transformers."""
+    """Compare greedy answers of `rows` rows with transformers. `longest`: tokens of the longest prompt."""
     model = build(shape, device)
     chance = np.random.default_rng(1)
     prompts = [chance.integers(0, model.config.vocab_size, 1 + longest * (row + 1) // rows) for row in range(rows)]
@@ -98,7 +99,7 @@ def exactness(shape: str, device: torch.device, rows: int, longest: int, tokens:
 
 
 def _greedy(policy: DecodePolicy, prompts: list[np.ndarray], tokens: int) -> tuple[np.ndarray, Tensor]:
-    """The likeliest tokens [R, tokens] behind each prompt, and their log-probabilities."""
+    """Most probable tokens [R, tokens] after each prompt, and their log-probabilities."""
     answers, logprobs = np.zeros((len(prompts), tokens), np.int64), torch.zeros(len(prompts), tokens)
     newest = np.array([prompt[-1] for prompt in prompts])
     lengths = np.array([len(prompt) for prompt in prompts])
@@ -114,7 +115,8 @@ def _greedy(policy: DecodePolicy, prompts: list[np.ndarray], tokens: int) -> tup
 
 @torch.inference_mode()
 def _scored(model: PreTrainedModel, sequences: list[Tensor], tokens: int) -> tuple[Tensor, Tensor]:
-    """Of the last `tokens` tokens of each sequence: log-probabilities, and how far below the likeliest they are."""
+    """For the last `tokens` tokens of each sequence: log-probabilities, and how far each is below the most probable
+    token's."""
     logprobs, below = [], []
     for sequence in sequences:
         logits = model(sequence[None], use_cache=False, logits_to_keep=tokens + 1).logits[0, :-1].float()
@@ -126,7 +128,7 @@ def _scored(model: PreTrainedModel, sequences: list[Tensor], tokens: int) -> tup
 
 
 def decode(shape: str, device: torch.device, sequences: int, context: int, measured: Measured) -> list[float]:
-    """Seconds of each step of the policy alone."""
+    """Seconds of each step of the decode policy alone."""
     policy = DecodePolicy(build(shape, device))
     prompt = _prompt(policy.model, context, measured)
     newest, lengths = np.full(sequences, prompt[-1]), np.full(sequences, len(prompt))
@@ -142,7 +144,7 @@ def decode(shape: str, device: torch.device, sequences: int, context: int, measu
 
 
 def engine(shape: str, device: torch.device, sequences: int, context: int, measured: Measured) -> list[float]:
-    """Seconds of each step of the engine."""
+    """Seconds of each step of the whole engine."""
     model = build(shape, device)
     prompt = _prompt(model, context, measured)
     gib = _cache_bytes(cache_layout(model, check_attention(model)), sequences, context) / 2**30
@@ -155,7 +157,7 @@ def engine(shape: str, device: torch.device, sequences: int, context: int, measu
 
 
 def _prompt(model: PreTrainedModel, context: int, measured: Measured) -> np.ndarray:
-    """So long that the last step is at `context` tokens."""
+    """Prompt of such a length that the last step is at `context` tokens."""
     return np.random.default_rng(2).integers(0, model.config.vocab_size, context - measured.tokens - 1)
 
 
@@ -176,7 +178,7 @@ def _wait(device: torch.device) -> None:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes read and written in a second by a copy on the device, the median of some."""
+    """Bytes read plus written per second by a copy on the device; median."""
     numbers = (1 << 30 if device.type == "cuda" else 1 << 26) // 4
     source, target = (torch.zeros(numbers, device=device) for _ in range(2))
     seconds = _seconds(lambda: target.copy_(source), device, Measured(warm=3, steps=9))
@@ -184,7 +186,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:
-    """What a step reads of the weights: all but an embedding that is not the output matrix too."""
+    """Bytes of weights that a step reads: all but an embedding that is not the output matrix too."""
     looked_up, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     read = [weight for weight in model.parameters() if weight is not looked_up or weight is output]
     return sum(weight.numel() * weight.element_size() for weight in read)
@@ -197,7 +199,7 @@ def _cache_bytes(layout: CacheLayout, sequences: int, context: int) -> int:
 def row(
     shape: str, sequences: int, context: int, measured: Measured, device: torch.device, rate: float
 ) -> dict[str, Any]:
-    """One measurement, or why there is none."""
+    """One measurement, or the reason why there is none."""
     setting = {"shape": shape, "sequences": sequences, "context": context}
     model = build(shape, torch.device("meta"))
     weights, layout = _weight_bytes(model), cache_layout(model, check_attention(model))
@@ -235,7 +237,7 @@ def _forget(device: torch.device) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    """The exit status: 0; 1 where answers are not those of transformers; 2 without a GPU."""
+    """Run the command; return the exit status: 0; 1 if answers differ from those of transformers; 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=[shape for shape in SHAPES if shape != "tiny"])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32, 128, 256])
@@ -262,7 +264,7 @@ def measure(
     compared: tuple[int, int, int],
     device: torch.device,
 ) -> tuple[int, dict[str, Any]]:
-    """Everything, shown as it comes; the exit status and the results."""
+    """Measure everything and print it as it comes; return the exit status and the results."""
     rate = copy_rate(device)
     print(f"the device copies {rate / 1e9:,.0f} GB/s, read and written")
     checks = []

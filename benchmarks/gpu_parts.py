@@ -1,4 +1,4 @@
-"""The parts of `python -m benchmarks.gpu`. Each takes what is `Asked` and returns rows for the file of results."""
+"""Parts of `python -m benchmarks.gpu`. Each takes an `Asked` and returns rows for the file of results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _FIRST = 12  # rows of a profile
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is."""
+    """Sizes of the models and of the work."""
 
     shape: str = "0.6B"
     sequences: tuple[int, ...] = (1, 32, 128, 256)
@@ -102,7 +102,7 @@ REHEARSED = Size(
 
 @dataclass(frozen=True)
 class Asked:
-    """What a part is to do: sizes, where, a folder for its files, an interpreter with vLLM if there is one."""
+    """Request to a part: sizes, device, a folder for its files, and an interpreter with vLLM if there is one."""
 
     size: Size
     device: torch.device
@@ -111,7 +111,7 @@ class Asked:
 
 
 def tests(asked: Asked) -> dict[str, Any]:
-    """pytest over the files that run on a GPU where there is one."""
+    """Run pytest over the files whose tests need a GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTED, *asked.size.tests]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     last = (ended.stdout.strip().splitlines() or [""])[-1]
@@ -119,7 +119,7 @@ def tests(asked: Asked) -> dict[str, Any]:
 
 
 def decode(asked: Asked) -> dict[str, Any]:
-    """See `benchmarks.gpu_generation`."""
+    """Decoding speed; see `benchmarks.gpu_generation`."""
     size = asked.size
     status, found = gpu_generation.measure(
         [size.shape],
@@ -133,7 +133,7 @@ def decode(asked: Asked) -> dict[str, Any]:
 
 
 def training(asked: Asked) -> dict[str, Any]:
-    """See `benchmarks.gpu_training`."""
+    """Training speed; see `benchmarks.gpu_training`."""
     size = asked.size
     peak, whose = gpu_training.peak_rate(asked.device, size.dtype)
     words = argparse.Namespace(dtype=size.dtype, steps=size.steps, warm=1 if size.steps < 5 else 3)
@@ -145,7 +145,7 @@ def training(asked: Asked) -> dict[str, Any]:
 
 
 def run(asked: Asked) -> dict[str, Any]:
-    """A whole run; of its steps the first, in which the trainer waits and warms up, does not count."""
+    """A whole run. The first of its steps, in which the trainer waits and warms up, does not count."""
     model = model_folder(asked.size.shape, asked.folder / "model")
     seen = train([f"model.path={model}", *asked.size.run], RECIPE)
     steps = [{name: one or 0.0 for name, one in step.trainer.items()} for step in seen.steps[1:]]
@@ -170,13 +170,8 @@ def run(asked: Asked) -> dict[str, Any]:
 
 
 def memory(asked: Asked) -> dict[str, Any]:
-    """The peak of a step of the trainer alone, beside the estimate of one rank of the same recipe."""
-    folder = asked.folder / "outlined"
-    folder.mkdir()
-    SHAPES[asked.size.shape][1].save_pretrained(folder)
-    (folder / "config.json").write_text(
-        json.dumps(json.loads((folder / "config.json").read_text()) | {"architectures": ["Qwen3ForCausalLM"]})
-    )
+    """Peak memory of a step of the trainer alone, beside the estimate for one rank of the same recipe."""
+    folder = outlined(asked.size.shape, asked.folder / "outlined")
     tokens = asked.size.tokens[-1]
     recipe = load_recipe(
         RECIPE,
@@ -198,8 +193,8 @@ def memory(asked: Asked) -> dict[str, Any]:
 
 
 def kernels(asked: Asked) -> dict[str, Any]:
-    """Milliseconds of reading cached rows, and of packed attention with its gradient; fused and plain, with the largest
-    difference of what they give."""
+    """Milliseconds of reading cached rows, and of packed attention with its gradient: fused and plain, with the largest
+    difference of their results."""
     heads, kv_heads, width = asked.size.heads
     kind = torch.bfloat16 if asked.device.type == "cuda" else torch.float32
     rows = []
@@ -252,7 +247,8 @@ def _packed(asked: Asked, qkv: list[Tensor], lengths: list[int]) -> dict[str, fl
 
 
 def profiled(asked: Asked) -> dict[str, Any]:
-    """The dearest operations of a training step and of an engine's step, and each place that waits for the GPU."""
+    """The most expensive operations of a training step and of an engine's step, and each place that waits for the
+    GPU."""
     size, device = asked.size, asked.device
     tokens = size.tokens[0]
     config = TrainerConfig(minibatches=1, dtype=size.dtype, micro_batch_tokens=tokens)  # type: ignore[arg-type]
@@ -302,7 +298,7 @@ def _profile(step: Callable[[], object], device: torch.device) -> dict[str, Any]
 
 @contextmanager
 def _waits() -> Iterator[Counter[str]]:
-    """Count what makes this process wait for the GPU, by the line of stretto that does."""
+    """Count the waits of this process for the GPU, by the line of stretto's code that causes them."""
     found = Counter[str]()
 
     def count(message: Warning | str, *_: object, **__: object) -> None:
@@ -325,7 +321,7 @@ def _waits() -> Iterator[Counter[str]]:
 
 
 def vllm(asked: Asked) -> dict[str, Any]:
-    """The engine and vLLM over the same prompts and lengths."""
+    """The engine and vLLM on the same prompts and lengths."""
     size, tokens = asked.size, 64 if asked.device.type == "cuda" else 4
     ours = []
     for count in size.sequences:
@@ -340,23 +336,24 @@ def vllm(asked: Asked) -> dict[str, Any]:
                 engine.step()
             seconds.append(time.perf_counter() - began)
         ours.append({"sequences": count, "tokens": count * tokens, "seconds": round(min(seconds), 3)})
+    return {"stretto": ours} | beside_vllm(asked, tokens)
+
+
+def beside_vllm(asked: Asked, tokens: int) -> dict[str, Any]:
+    """What vLLM takes for as many prompts and tokens, in its own environment."""
     if not asked.vllm:
-        return {"stretto": ours, "vllm": "no interpreter is named (--vllm, STRETTO_VLLM)"}
-    model = model_folder(size.shape, asked.folder / "model")
-    words = ["--dtype", "bfloat16", "--tokens", str(tokens), "--gpu", "--sequences", *map(str, size.sequences)]
+        return {"vllm": "no interpreter is named (--vllm, STRETTO_VLLM)"}
+    model = model_folder(asked.size.shape, asked.folder / "model")
+    words = ["--dtype", "bfloat16", "--tokens", str(tokens), "--gpu", "--sequences", *map(str, asked.size.sequences)]
     script = RESULTS.parent / "peers" / "vllm_generate.py"
     ended = subprocess.run([asked.vllm, str(script), str(model), *words], capture_output=True, text=True, check=False)
     if ended.returncode != 0:
-        return {
-            "stretto": ours,
-            "failed": f"vLLM ended with exit code {ended.returncode}",
-            "output": ended.stderr[-2000:],
-        }
-    return {"stretto": ours, "vllm": json.loads(ended.stdout.strip().splitlines()[-1])}
+        return {"failed": f"vLLM ended with exit code {ended.returncode}", "output": ended.stderr[-2000:]}
+    return {"vllm": json.loads(ended.stdout.strip().splitlines()[-1])}
 
 
 def model_folder(shape: str, folder: Path) -> Path:
-    """A model of random weights with a tokenizer of characters, whose vocabulary is a part of the model's."""
+    """Write a model with random weights and a character tokenizer, whose vocabulary is a part of the model's."""
     model = gpu_training.build(shape, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     model.config.eos_token_id, model.config.pad_token_id = 1, 0
     model.generation_config.eos_token_id = 1
@@ -365,12 +362,21 @@ def model_folder(shape: str, folder: Path) -> Path:
     return folder
 
 
+def outlined(shape: str, folder: Path) -> Path:
+    """A model without weights: its config alone."""
+    kind, config = SHAPES[shape]
+    config.save_pretrained(folder)
+    told = json.loads((folder / "config.json").read_text()) | {"architectures": [kind.__name__]}
+    (folder / "config.json").write_text(json.dumps(told))
+    return folder
+
+
 def _room(device: torch.device) -> float:
     return 0.5 * torch.cuda.mem_get_info()[0] if device.type == "cuda" else 1 << 30
 
 
 def milliseconds(work: Callable[[], object], asked: Asked) -> float:
-    """Milliseconds of a call, the median of some behind two that do not count."""
+    """Median milliseconds of a call, after two calls that do not count."""
     seconds = []
     for _ in range(2 + asked.size.repeats):
         gpu_training._wait(asked.device)

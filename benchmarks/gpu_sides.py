@@ -1,4 +1,4 @@
-"""More parts of `python -m benchmarks.gpu`: the draw, publication beside training, several ranks."""
+"""More parts of `python -m benchmarks.gpu`: sampling, publication during training, several ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NEAR = 1e-5  # nats
 
 
 def drawing(asked: Asked) -> dict[str, Any]:
-    """Milliseconds of a draw from logits of the vocabulary, in one launch and by torch, with and without top-k and
+    """Milliseconds of sampling from logits of the vocabulary, in one kernel and by torch, with and without top-k and
     top-p; the share of equal tokens, and the largest difference of log-probabilities."""
     vocabulary = SHAPES[asked.size.shape][1].vocab_size
     return {"vocabulary": vocabulary} | {
@@ -66,8 +66,8 @@ def _drawn(asked: Asked, rows: int, vocabulary: int, filters: bool) -> dict[str,
 
 
 def publication(asked: Asked) -> dict[str, Any]:
-    """Seconds of a step alone and beside the writing of a version, of its copy, and of its writing; and whether what
-    was written is the version of the copy, although the optimizer has gone on."""
+    """Seconds of a step alone and during the writing of a version, of the copy, and of the writing; and whether the
+    copied version was written, although the optimizer has gone on."""
     size, device = asked.size, asked.device
     tokens = size.tokens[0]
     config = TrainerConfig(minibatches=1, dtype=size.dtype, micro_batch_tokens=tokens)  # type: ignore[arg-type]
@@ -116,7 +116,8 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def ranks(asked: Asked) -> dict[str, Any]:
-    """Losses of a synchronous run of two ranks, and of all cards, beside those of one; each writes a checkpoint."""
+    """Losses of a synchronous run with two ranks, and with all GPUs, beside those of one rank; each run writes a
+    checkpoint."""
     cards = torch.cuda.device_count() if asked.device.type == "cuda" else 2
     if cards < 2:
         return {"ranks": "one GPU"}

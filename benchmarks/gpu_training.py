@@ -4,12 +4,12 @@
     python -m benchmarks.gpu_training --shapes 0.6B --tokens 16384
     python -m benchmarks.gpu_training --shapes tiny --tokens 512          the same code on a processor, in seconds
 
-Weights are random, in float32, the arithmetic is bfloat16 (`trainer.dtype`), attention is torch's flash attention over
-the packed row. A step is what a run's trainer does with a batch: rows, forward, the decoupled objective, backward,
-clipping, AdamW. Each number of tokens is measured as one sequence, whose attention is dear, and as sixteen.
+Weights are random, in float32; the arithmetic is bfloat16 (`trainer.dtype`); attention is torch's flash attention over
+the packed row. A step is what a run's trainer does with a batch: packing, forward, the decoupled objective, backward,
+clipping, AdamW. Each number of tokens is measured as one sequence, with expensive attention, and as sixteen.
 
-MFU counts 6 operations per weight of the linear layers and of the output matrix and token, and causal attention's half
-squares; nothing that is computed twice. The public number for the 0.6B shape (an RL step at 16k context on one H100):
+MFU counts 6 FLOPs per token and weight of the linear layers and the output matrix, and the half squares of causal
+attention; recomputation does not count. The public number for the 0.6B shape (an RL step at 16k context on one H100):
 11.9k tokens per second, 11.1 % MFU.
 """
 
@@ -88,7 +88,7 @@ ALGORITHM = AlgorithmConfig(advantages=ESTIMATORS("reward"), correction=CORRECTI
 
 
 def build(shape: str, device: torch.device) -> PreTrainedModel:
-    """Random weights, made where they are used."""
+    """Create a model with random weights on the device."""
     kind, config = SHAPES[shape]
     torch.manual_seed(1)
     with device:
@@ -97,7 +97,7 @@ def build(shape: str, device: torch.device) -> PreTrainedModel:
 
 
 def measure(trainer: Trainer, tokens: int, sequences: int, steps: int, warm: int) -> dict[str, Any]:
-    """Steps of `tokens` packed tokens in equally long sequences."""
+    """Measure steps of `tokens` packed tokens in `sequences` sequences of equal length."""
     model = trainer.learner.model
     device, length = model.device, tokens // sequences
     prompt = max(1, int(length * PROMPT))
@@ -143,7 +143,7 @@ def _peak(device: torch.device) -> int:
 
 
 def peak_rate(device: torch.device, dtype: str) -> tuple[float, str]:
-    """Operations per second that MFU is a share of, and whose number that is."""
+    """FLOPs per second to which MFU is relative, and the source of the number."""
     if device.type == "cuda" and dtype == "bfloat16":
         name = torch.cuda.get_device_name(device)
         for part, rate in PEAKS.items():
@@ -153,7 +153,7 @@ def peak_rate(device: torch.device, dtype: str) -> tuple[float, str]:
 
 
 def row(shape: str, tokens: int, sequences: int, words: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """One measurement, of a model made for it; where memory is too small, with activations that are computed again."""
+    """One measurement, with a new model; if memory does not suffice, with activation checkpointing."""
     setting = {"shape": shape, "dtype": words.dtype, "tokens": tokens, "sequences": sequences}
     why = ""
     for again in (False, True):

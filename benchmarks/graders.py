@@ -1,11 +1,11 @@
-"""How the cases of other graders' test suites are judged.
+"""Verdicts on the cases of other graders' test suites.
 
     python -m benchmarks.graders CASES.jsonl
 
-Each line has `gold`, `completion`, `expected`, `source` (repository:file::test) and `half`: rules were made with the
-half "seen" at hand, and "unseen" was judged when they were finished. `disputed` says why a suite's expectation is not
-ours: the counts are given with and without such cases. The cases themselves belong to their authors and are not here;
-the result has their digest.
+Each line has `gold`, `completion`, `expected`, `source` (repository:file::test) and `half`: the rules were written with
+the half "seen" at hand; "unseen" was judged when they were finished. `disputed` says why stretto does not share a
+suite's expectation: the counts are given with and without such cases. The cases belong to their authors and are not in
+this repository; the result has their digest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = ("as expected", "false accept", "false reject", "undecided")
 
 
 def kind(case: dict[str, Any]) -> str:
-    """What became of one case."""
+    """Classify the verdict on one case."""
     try:
         right = bool(math("", case["completion"], case["gold"]))
     except Undecided:

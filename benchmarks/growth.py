@@ -3,14 +3,14 @@
     python -m benchmarks.growth memory [--steps 2000]
     python -m benchmarks.growth checkpoints [--count 100]
 
-memory: one run of a tiny model, in which all roles do everything that they do in a long one: updates interrupt
-conversations of two turns, evaluations, checkpoints and canaries come again and again, versions are served to other
-machines. The run weighs its own roles (`memory` in ``metrics.jsonl``), and this program the fork server and the server
-of weights; the first tenth of its steps fills caches and is left out. The slope is a line of least squares.
+memory: one run of a tiny model, in which all roles do everything that they do in a long run: updates interrupt
+conversations of two turns, evaluations, checkpoints and canaries recur, versions are served to other machines. The run
+measures its own roles (`memory` in ``metrics.jsonl``), and this program the fork server and the weights server. The
+first tenth of the steps fills caches and is left out. The slope is that of a least squares line.
 
-checkpoints: one run with a checkpoint after every step; the folder of its checkpoints and policies is weighed each time
-that a step is on record. The ceiling is what `store.keep_checkpoints` and `trainer.keep_versions` allow, and one more
-checkpoint and policy that are being written.
+checkpoints: one run with a checkpoint after every step. The size of its checkpoints and policies is measured each time
+a step is on record. The limit is what `store.keep_checkpoints` and `trainer.keep_versions` allow, plus one checkpoint
+and one policy that are being written.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Points = list[tuple[int, float]]  # steps, and MiB then
 
 
 def of_roles(steps: Sequence[StepMetrics]) -> dict[str, Points]:
-    """What the run has weighed."""
+    """Memory of each role by step, as measured by the run."""
     found: dict[str, Points] = {}
     for step in steps:
         for role, size in step.memory.items():
@@ -67,7 +67,7 @@ def of_roles(steps: Sequence[StepMetrics]) -> dict[str, Points]:
 
 
 def weighed(command: int) -> dict[str, float]:
-    """MiB of the processes of a command that no metric has."""
+    """MiB of those processes of a command that the run's metrics do not have."""
     found = {}
     for pid in descendants(command):
         with contextlib.suppress(OSError):  # it has ended
@@ -79,7 +79,7 @@ def weighed(command: int) -> dict[str, float]:
 
 
 def slopes(points: Mapping[str, Points], steps: int) -> dict[str, dict[str, float]]:
-    """Of each role: MiB after the first tenth of all steps and at the end, and MiB per 1,000 steps between them."""
+    """For each role: MiB after the first tenth of all steps and at the end, and MiB per 1,000 steps between them."""
     found = {}
     for role in sorted(points):
         at, sizes = np.array([(step, size) for step, size in points[role] if step > steps // 10]).T
@@ -93,7 +93,7 @@ def slopes(points: Mapping[str, Points], steps: int) -> dict[str, dict[str, floa
 
 
 def memory_table(results: Mapping[str, Any]) -> str:
-    """For docs/explanation/complaints.md."""
+    """Table of the memory for docs/explanation/complaints.md."""
     lines = [
         f"| role | MiB after {results['setting']['steps'] // 10} steps | MiB after {results['setting']['steps']:,} | "
         "MiB per 1,000 steps |",
@@ -105,7 +105,7 @@ def memory_table(results: Mapping[str, Any]) -> str:
 
 
 def disk_table(results: Mapping[str, Any]) -> str:
-    """For docs/explanation/complaints.md."""
+    """Table of the disk for docs/explanation/complaints.md."""
     lines = ["| folder | bytes of one | most at once | ceiling |", "|---|---|---|---|"]
     for name, one in results["folders"].items():
         lines.append(f"| {name} | {one['one']:,} | {one['most']:,} | {one['ceiling']:,} |")
@@ -113,7 +113,7 @@ def disk_table(results: Mapping[str, Any]) -> str:
 
 
 def memory(steps: int) -> None:
-    """The run of many steps."""
+    """Measure the run of many steps."""
     others: dict[str, Points] = {}
     with tempfile.TemporaryDirectory(prefix="stretto-growth-") as parent:
         path = Path(parent) / "run"
@@ -138,10 +138,10 @@ def memory(steps: int) -> None:
 
 @contextlib.contextmanager
 def started(overrides: Sequence[str], path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A run that goes on.
+    """Run training during the block.
 
     Raises:
-        RuntimeError: it ended badly.
+        RuntimeError: the run failed.
     """
     command = [sys.executable, "-m", "stretto_app.cli.main", "train", str(RECIPE), *overrides, "--run-dir", str(path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
@@ -151,7 +151,7 @@ def started(overrides: Sequence[str], path: Path) -> Iterator[subprocess.Popen[b
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below, those that vanish meanwhile left out."""
+    """Bytes of all files below `folder`; files that vanish meanwhile are left out."""
     total = 0
     for parent, _, files in os.walk(folder):
         for name in files:
@@ -161,7 +161,7 @@ def size_of(folder: Path) -> int:
 
 
 def checkpoints(count: int) -> None:
-    """The run with a checkpoint after every step."""
+    """Measure the run with a checkpoint after every step."""
     overrides = [f"trainer.steps={count}", "trainer.checkpoint_every=1", f"trainer.keep_versions={_KEPT}"]
     overrides += [f"store.keep_checkpoints={_KEPT}"]
     with tempfile.TemporaryDirectory(prefix="stretto-growth-") as parent:

@@ -1,8 +1,8 @@
-"""Groups in flight: too few, too many, and the number that the engines' pressure leads to.
+"""Groups in flight: too few, too many, and the number that follows from the engines' pressure.
 
     python -m benchmarks.in_flight
 
-Pure computing, on a virtual clock: the paper's run of 7B (`recipes/paper/math_7b.toml`) on twelve devices as `h100`
+A simulation on a virtual clock: the paper's run of 7B (`recipes/paper/math_7b.toml`) on twelve devices as `h100`
 has them, six engines and six ranks, batches of 64 groups of 16, eta 8. With 256 slots the KV cache of an engine is full
 first, with 64 its slots are. Numbers are those of 30 steps after the first 15, in the mean of two seeds.
 """
@@ -51,7 +51,7 @@ def run(base: Job, machine: MachineProfile, slots: int, number: int | str, seed:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of docs/explanation/staleness.md."""
+    """Table of docs/explanation/staleness.md."""
     lines = [
         "| limit | `max_in_flight` | seconds of a step | preemptions of a completion | recomputed of a sampled token | "
         "mean staleness |",

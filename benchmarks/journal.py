@@ -1,9 +1,9 @@
-"""What it costs a conductor to journal the tokens of the completions in flight, each second: by how many they have.
+"""Cost for a conductor of journaling the tokens of completions in flight each second, by how many tokens they have.
 
     python -m benchmarks.journal [--dry]
 
-Real: `loop.engines.in_flight.InFlight` and the ledger. Made up: the engines, which have `PIECE` new tokens of every
-completion each time that they are asked.
+`loop.engines.in_flight.InFlight` and the ledger are real. The engines are simulated: they have `PIECE` new tokens of
+every completion at each poll.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROMPT = Prompt("0", (1, 2, 3), "?", "")
 
 @dataclass
 class _Engines:
-    """Completions that never end; `asked` are the requests that have come, `new` is what is new of them."""
+    """Engines whose completions never end. `asked`: requests that were received; `new`: new tokens of them."""
 
     asked: list[str] = field(default_factory=list)
     new: Partials = field(default_factory=dict)
@@ -46,13 +46,13 @@ class _Engines:
 
 
 def piece(begin: int, count: int) -> Segment:
-    """`count` tokens from the place `begin` on."""
+    """Segment of `count` tokens from index `begin` on."""
     return Segment.of(tuple(range(100_000 + begin, 100_000 + begin + count)), (-0.693,) * count, (7,) * count)
 
 
 async def seconds_per_piece(folder: Path) -> dict[int, float]:
-    """CPU seconds of the conductor for a piece of a completion, its way to the file included: by the tokens that the
-    completion has, in the median of the rounds in the last quarter before it has them."""
+    """CPU seconds of the conductor for one piece of a completion, including its write to the file, by the number of
+    tokens that the completion has by then: medians over the rounds in the last quarter before that number."""
     ledger, engines = Ledger(folder / "ledger.sqlite", StoreConfig()), _Engines()
     in_flight = InFlight(engines, ledger)
     requests = [GenerateRequest(f"0.{n}.0", (1, 2), tuple(range(MEMBERS)), Sampling(1 << 20)) for n in range(GROUPS)]

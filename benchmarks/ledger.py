@@ -1,11 +1,11 @@
-"""What the ledger costs a run in which nothing fails, with recipes/arithmetic.toml.
+"""Cost of the ledger in a run without faults, with recipes/arithmetic.toml.
 
     python -m benchmarks.ledger [--steps 400] [--repeats 5]
 
-The same run, once with its ledger in a file, as always, and once with the same statements to a database in memory, each
-way first in turn. What the file costs is the median of the ratios of their seconds. Beside it, of the runs with a file:
-the share of their seconds, and of the conductor's work, that passes inside of the ledger (encoding, statements,
-commits), wherever it lies.
+The same run, once with its ledger in a file, as usual, and once with the same statements to a database in memory; which
+comes first alternates. The cost of the file is the median ratio of their seconds. Also reported, for the runs with a
+file: the share of their seconds, and of the conductor's work, that is spent in the ledger (encoding, statements,
+commits).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _METHODS = (
 
 
 class Timed(Ledger):
-    """Counts the seconds in its methods; those inside of another one count once."""
+    """Ledger that counts the seconds in its methods; nested calls count once."""
 
     seconds = 0.0
     inside = 0
@@ -62,7 +62,7 @@ for _name in _METHODS:
 
 
 class InMemory(Timed):
-    """Writes the same statements to nowhere."""
+    """Ledger that writes the same statements to a database in memory."""
 
     def __init__(self, *arguments: Any, **words: Any) -> None:
         super().__init__(*arguments, **words)
@@ -72,7 +72,8 @@ class InMemory(Timed):
 
 
 def one_run(kind: type[Timed], seed: int, steps: int) -> dict[str, float]:
-    """Train; seconds of reinforcement, of them inside of the ledger, and of the conductor's work (0 in memory)."""
+    """Train; return the seconds of reinforcement learning, the seconds spent in the ledger, and those of the
+    conductor's work (0 in memory)."""
     Timed.seconds = 0.0
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("stretto.launch.assemble.run.Ledger", kind)

@@ -1,9 +1,9 @@
-"""The lengths of a real run, for benchmarks of training: `benchmarks/data/lengths.json`.
+"""Lengths of a real run, for benchmarks of training: `benchmarks/data/lengths.json`.
 
     python -m benchmarks.lengths RUN_DIR --from STEP --steps N      exports them
 
-A batch is a list of groups, a group the tokens of its prompt and those of each of its answers. What the tokens were
-does not matter for speed; `batch` makes new ones.
+A batch is a list of groups; a group has the number of tokens of its prompt, and of each of its answers. The tokens
+themselves do not matter for speed; `batch` makes random ones.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ GroupLengths = tuple[int, tuple[int, ...]]
 
 
 def load(path: Path = FILE) -> list[list[GroupLengths]]:
-    """The lengths of each batch, in the order in which they were trained on."""
+    """Lengths of each batch, in the order of training."""
     return [
         [(prompt, tuple(answers)) for prompt, *answers in groups] for groups in json.loads(path.read_text())["batches"]
     ]
 
 
 def tokens(groups: Iterable[GroupLengths]) -> int:
-    """Answer tokens: what is trained on."""
+    """Number of answer tokens, which are trained on."""
     return sum(sum(answers) for _, answers in groups)
 
 
 def batch(groups: Sequence[GroupLengths], vocabulary: int, version: int, seed: int = 1) -> Batch:
-    """A batch of these lengths, of random tokens that a policy of `version` is said to have sampled."""
+    """Make a batch of these lengths, with random tokens stamped with `version`."""
     rng = random.Random(f"{seed} {version}")
     made = []
     for g, (prompt_tokens, answers) in enumerate(groups):
@@ -66,7 +66,7 @@ def _trajectory(rng: random.Random, group: int, member: int, length: int, vocabu
 
 
 def export(run: Path, first: int, steps: int) -> list[list[list[int]]]:
-    """The lengths of what a run trained on in the steps first, first + 1, ..."""
+    """Lengths of the batches that a run trained on in `steps` steps from `first` on."""
     batches: dict[int, dict[str, list[int]]] = {step: {} for step in range(first, first + steps)}
     for t in read_trajectories(run):
         if t.trained_step in batches:

@@ -4,7 +4,7 @@ or is cut for a while: what does it cost, and what is lost?
     python -m benchmarks.links [--only "5 % lost"]      needs root and /dev/net/tun
 
 The link is a process that carries IP packets (`tests.cluster.link`); gate, weights, requests and completions all go
-over it. After each run it is looked at as after those of `benchmarks.cluster`.
+over it. Each run is checked afterwards as in `benchmarks.cluster`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STEPS = 30
 
 @dataclass(frozen=True)
 class Trial:
-    """What happens to a link: its conditions from the first step on, and for how many seconds it is cut then."""
+    """Conditions of a link from the first step on, and for how many seconds it is then cut."""
 
     conditions: Conditions
     cut: float = 0.0
@@ -40,7 +40,7 @@ class Trial:
 
 @dataclass
 class Crossed:
-    """What came of one run: the link's packets, and how the run took it. `pull`: the median seconds of a version."""
+    """Result of one run: the link's packets, and the effect on the run. `pull`: median seconds to pull a version."""
 
     story: Story
     counts: Counts
@@ -66,7 +66,7 @@ TRIALS: Mapping[str, Trial] = {
 
 
 def crossed(laboratory: Laboratory, name: str, seed: int = 1) -> Crossed:
-    """The run of a trial."""
+    """Play the run of a trial."""
     trial = TRIALS[name]
     with link(seed) as ours:
         listen, lease = f"{ours.address}:0", f"cluster.lease={trial.lease:g}"
@@ -89,7 +89,7 @@ def crossed(laboratory: Laboratory, name: str, seed: int = 1) -> Crossed:
 
 
 def summary(campaign: Mapping[str, Any]) -> str:
-    """The lines of docs/explanation/faults.md."""
+    """Lines of docs/explanation/faults.md."""
     lines = [
         "| link | packets | lost | resets | joins | s per step | s to the first step | s to pull a version | problems |"
     ]

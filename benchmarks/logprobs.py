@@ -6,16 +6,17 @@ model family.
     python -m benchmarks.logprobs --models qwen3 pretrained --makes vllm
     python -m benchmarks.logprobs --models llama --makes native --merge  into the result, whose other rows stay
 
-The trainer is transformers in float32, with the weights in float32. An engine has them in its own type and computes in
-it; "transformers" in bfloat16 is what no engine can be blamed for. Two ways: *scored*, a fixed set of token sequences
-drawn from a seed, computed at once; *sampled*, the tokens that the engine samples behind fixed prompts, over its cache.
+The trainer is transformers in float32, with weights in float32. An engine has weights and arithmetic in its own dtype;
+the difference of "transformers" in bfloat16 is no fault of an engine. Two ways: *scored*, a fixed set of token
+sequences drawn from a seed, in one forward pass; *sampled*, tokens that the engine samples after fixed prompts, with
+its KV cache.
 
-Nats depend on the model: how deep it is, and how sure. So they are counted in units of rounding too
+Differences in nats depend on the model's depth and confidence, so they are also given in units of rounding
 (`stretto.core.canary.Canary.unit`). New models are small and random; the pretrained one is SmolLM2-135M-Instruct, 30
 layers deep, whose sequences are sentences.
 
-An engine is judged by the mean of 32 of its tokens and more (`stretto.loop.engines.proving`). So the largest mean of 32
-tokens of a text, one behind the other, is what an honest engine may show.
+An engine is judged by the mean over 32 or more of its tokens (`stretto.loop.engines.proving`). So the largest mean over
+32 consecutive tokens of a text is what a correct engine may show.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ Pairs = list[list[tuple[float, float]]]
 
 
 def models() -> Mapping[str, BuildConfig | None]:
-    """By name: the shape of a new model, None for the pretrained one."""
+    """Models by name: the shape of a new model, None for the pretrained one."""
     return {
         "qwen3": SMALL,
         "qwen3, 12 layers": SMALL.model_copy(update=_WIDER | {"layers": 12}),
@@ -125,7 +126,7 @@ def models() -> Mapping[str, BuildConfig | None]:
 
 
 def build(name: str, folder: Path) -> None:
-    """The folder of a model."""
+    """Write the folder of a model."""
     if (shape := models()[name]) is None:
         target = cache_folder() / "models" / NAME
         if not target.exists():
@@ -140,7 +141,7 @@ def build(name: str, folder: Path) -> None:
 
 
 def _make_mistral(folder: Path) -> None:
-    """Of a folder of llama, whose parameters have the same names: each token sees those of a window."""
+    """Convert a folder of llama, whose parameters have the same names, to mistral with an attention window."""
     before = AutoConfig.from_pretrained(folder).to_dict()
     for key in ("model_type", "architectures", "rope_scaling", "attention_bias", "mlp_bias", "pretraining_tp"):
         before.pop(key, None)
@@ -150,7 +151,7 @@ def _make_mistral(folder: Path) -> None:
 
 
 def texts_of(name: str, folder: Path, count: int = _COUNT, length: int = _LENGTH) -> Texts:
-    """The fixed set."""
+    """The fixed set of texts."""
     if name == PRETRAINED:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         return [tuple(tokenizer(text).input_ids) for text in _TEXT]
@@ -174,13 +175,13 @@ def reference(folder: Path, texts: Texts, dtype: str = "float32") -> list[list[f
 
 
 def by_native(folder: Path, dtype: str, texts: Texts) -> list[list[float]]:
-    """By the embedded engine."""
+    """Log-probabilities by the native engine."""
     engine = _native(folder, dtype)
     return [list(engine.prove(Canary(0, text, (), 1)).logprobs) for text in texts]
 
 
 async def by_server(make: Make, texts: Texts) -> list[list[float]]:
-    """By a server."""
+    """Log-probabilities by a server."""
     return [list(await make.score(text)) for text in texts]
 
 
@@ -216,8 +217,8 @@ async def sampled_by_server(make: Make, prompts: Texts, length: int) -> tuple[Te
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of |Δ log p|, nats: `quantiles` at `SHARES`, and `judged`, the largest mean of `JUDGED` tokens one behind the
-    other. `unit`: of rounding, in nats, and `units`: the mean in them."""
+    """Distribution of |Δ log p| in nats: `quantiles` at `SHARES`, and `judged`, the largest mean over `JUDGED`
+    consecutive tokens. `unit`: one unit of rounding in nats; `units`: the mean in these units."""
 
     model: str
     make: str
@@ -232,12 +233,12 @@ class Distribution:
 
     @property
     def largest(self) -> float:
-        """In units of rounding."""
+        """The largest difference, in units of rounding."""
         return self.quantiles[-1] / self.unit
 
 
 def distribution(model: str, make: str, dtype: str, way: Way, depth: int, pairs: Pairs) -> Distribution:
-    """Of a model with as many layers."""
+    """Distribution for a model with `depth` layers."""
     gaps = [np.abs(np.subtract(*np.transpose(text))) for text in pairs]
     every = np.concatenate(gaps)
     unit = Canary(0, (), tuple(expected for text in pairs for expected, _ in text), depth).unit(dtype)
@@ -250,18 +251,18 @@ def distribution(model: str, make: str, dtype: str, way: Way, depth: int, pairs:
 
 
 def pairs_of(expected: Sequence[Sequence[float]], found: Sequence[Sequence[float]]) -> Pairs:
-    """Token by token; of a text that is longer on one side, the last tokens."""
+    """Pairs of log-probabilities, token by token. If a text is longer on one side, its last tokens count."""
     return [list(zip(one[-len(other) :], other, strict=True)) for one, other in zip(expected, found, strict=True)]
 
 
 def on_record() -> list[Distribution]:
-    """The committed distributions."""
+    """Distributions in the committed result."""
     rows = json.loads((RESULTS / f"{RESULT}.json").read_text())["results"]["rows"]
     return [Distribution(**row | {"quantiles": tuple(row["quantiles"])}) for row in rows]
 
 
 def merged(before: Sequence[Distribution], found: Sequence[Distribution]) -> list[Distribution]:
-    """Rows of both, by model and make; of the same cell the newer one."""
+    """Rows of both, by model and make; the newer of two rows of the same cell."""
     cells = {(one.model, one.make, one.dtype, one.way): one for one in (*before, *found)}
     order = (list(models()), MAKES, DTYPES, ("scored", "sampled"))
     return sorted(
@@ -273,8 +274,8 @@ def merged(before: Sequence[Distribution], found: Sequence[Distribution]) -> lis
 
 
 def beyond(found: Distribution, record: Sequence[Distribution]) -> list[str]:
-    """Sentences about what is too far from the trainer: beyond twice the farthest on record of this make and type, in
-    units of rounding. Empty if nothing is."""
+    """Sentences about distributions that are too far from the trainer: more than twice the farthest on record of this
+    make and dtype, in units of rounding."""
     own = [one for one in record if (one.make, one.dtype) == (found.make, found.dtype)]
     mean, largest = 2 * max(one.units for one in own), 2 * max(one.largest for one in own)
     told = f"{found.model}, {found.make} {found.dtype}, {found.way}"
@@ -286,7 +287,7 @@ def beyond(found: Distribution, record: Sequence[Distribution]) -> list[str]:
 
 
 def markdown(rows: Sequence[Distribution]) -> str:
-    """A table of the mean and of `judged`: for each, the larger of scored and sampled."""
+    """Table of the mean and of `judged`; for each, the larger of scored and sampled."""
     lines = [f"| model | type | {' | '.join(MAKES)} |", f"|---|---|{'---|' * len(MAKES)}"]
     for model in dict.fromkeys(one.model for one in rows):
         for dtype in DTYPES:
@@ -302,7 +303,7 @@ def markdown(rows: Sequence[Distribution]) -> str:
 
 
 class Measuring:
-    """One model: its fixed set, or the first texts of it, and what the trainer says of them."""
+    """Measurements of one model: its set of texts (or the first of them), and the trainer's log-probabilities."""
 
     def __init__(self, name: str, folder: Path, count: int = _COUNT) -> None:
         self.name, self.folder = name, folder
@@ -312,11 +313,12 @@ class Measuring:
         self.depth: int = AutoConfig.from_pretrained(folder).num_hidden_layers
 
     def of_transformers(self, dtype: str) -> Distribution:
-        """Distribution of transformers in a dtype other than float32, which is the trainer's."""
+        """Distribution of transformers in a dtype other than float32; in float32, transformers is the reference
+        itself."""
         return self._scored("transformers", dtype, reference(self.folder, self.texts, dtype))
 
     def of_native(self, dtype: str) -> list[Distribution]:
-        """Distributions of the embedded engine: texts that it scores, tokens that it samples."""
+        """Distributions of the native engine, for texts that it scores and tokens that it samples."""
         sampled = sampled_by_native(self.folder, dtype, self.prompts, _LENGTH)
         return [
             self._scored("native", dtype, by_native(self.folder, dtype, self.texts)),
@@ -324,7 +326,7 @@ class Measuring:
         ]
 
     async def of_server(self, kind: str, dtype: str, make: Make) -> list[Distribution]:
-        """As `of_native`, of a running server that has the model."""
+        """Same as `of_native`, for a running server that has the model."""
         sampled = await sampled_by_server(make, self.prompts, _LENGTH)
         return [
             self._scored(kind, dtype, await by_server(make, self.texts)),

@@ -6,9 +6,9 @@
     python -m benchmarks.loop trl            trained trajectories per second against trl's GRPOTrainer
     python -m benchmarks.loop all
 
-The synchronous system is the same one: a batch is generated, its longest answer awaited, then trained on. It may use
-both cores in both phases, since they never overlap. Of the ways to run either system the fastest one is found first,
-and used.
+The synchronous system is the same code: a batch is generated, its longest answer awaited, then it is trained on. It may
+use both cores in both phases, because they never overlap. Of the ways to run either system, the fastest is searched
+first, and used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TARGET = 0.85
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """What the tables and the JSON need of a run."""
+    """Values of a run for the tables and the JSON."""
     seen = run.inspection
     return {
         "rl_seconds": round(seen.rl_seconds, 2),
@@ -77,7 +77,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def learns(seeds: Sequence[int], steps: int | None) -> dict[str, Any]:
-    """The recipe as it is, one seed after the other: where it starts, where it ends, in which time."""
+    """The recipe as it is, one seed after the other: accuracy at the start and at the end, and time."""
     extra = [] if steps is None else [f"trainer.steps={steps}"]
     rows: list[dict[str, Any]] = []
     table = Table("seed", "held-out accuracy", "RL seconds", "trained/s", "staleness mean", "largest", "busy")
@@ -98,8 +98,10 @@ def learns(seeds: Sequence[int], steps: int | None) -> dict[str, Any]:
 
 
 def async_sync(seeds: Sequence[int], steps: int | None) -> dict[str, Any]:
-    """Same recipe, same seeds, same number of trained trajectories; one run of each kind after the other. The
-    asynchronous system once as it is by default, computing its caches again after an update, and once keeping them."""
+    """Same recipe, seeds and number of trained trajectories; runs of each kind alternate.
+
+    The asynchronous system runs once with its default, recomputing KV caches after an update, and once keeping them.
+    """
     extra = [] if steps is None else [f"trainer.steps={steps}"]
     fast_trials, fastest = _fastest(ASYNCHRONOUS, seeds[0], 5 * TRIAL_STEPS)
     slow_trials, best = _fastest(SYNCHRONOUS, seeds[0], TRIAL_STEPS)
@@ -136,7 +138,7 @@ def async_sync(seeds: Sequence[int], steps: int | None) -> dict[str, Any]:
 
 
 def _fastest(kinds: dict[str, tuple[str, ...]], seed: int, steps: int) -> tuple[dict[str, float], str]:
-    """Seconds that each way takes for its steps, the better one of two runs, and which is the fastest."""
+    """Seconds of each way for its steps (the better of two runs), and the name of the fastest."""
     trial = [f"seed={seed}", f"trainer.steps={steps}", "evaluation.prompts=32"]
     seconds = dict.fromkeys(kinds, math.inf)
     for _ in range(2):
@@ -153,8 +155,11 @@ def busy(run: dict[str, Any]) -> str:
 
 
 def policies(seeds: Sequence[int], steps: int | None) -> dict[str, Any]:
-    """Who reaches the target first by the clock? Each seed runs all four, one after the other, evaluated on the way,
-    at a constant learning rate: the runs end soon after the target."""
+    """Which policy reaches the target accuracy first in wall time?
+
+    Each seed runs all four policies one after the other, with evaluations during the run, at a constant learning rate.
+    Runs end soon after the target.
+    """
     extra = ["evaluation.every=15", "trainer.schedule=constant", f"trainer.steps={steps or 270}"]
     rows: list[dict[str, Any]] = []
     table = Table("seed", "beyond_bound", f"s to {TARGET:.0%}", "s in all", "final", "staleness mean", "largest")
@@ -185,9 +190,11 @@ def policies(seeds: Sequence[int], steps: int | None) -> dict[str, Any]:
 
 
 def trl(steps: int) -> dict[str, Any]:
-    """The same model, prompts, group size, lengths and cores; neither side filters, so all that is generated is
-    trained on. trl with one and with two threads, with the recipe's batch and with a four times larger one, which suits
-    it better; its other generator ("continuous") was never faster."""
+    """Trained trajectories per second of trl, with the same model, prompts, group size, lengths and cores.
+
+    Neither side filters, so all that is generated is trained on. trl runs with one and two threads, with the recipe's
+    batch and with one four times as large, which suits it better. Its other generator ("continuous") was never faster.
+    """
     recipe = load_recipe(RECIPE)
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
         run = train(["rollout.filter=none", f"trainer.steps={steps}"], keep=Path(folder) / "run")

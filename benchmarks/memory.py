@@ -8,17 +8,17 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident_bytes() -> int:
-    """Now."""
+    """Resident memory now, in bytes."""
     return _field("VmRSS")
 
 
 def forget_peak() -> None:
-    """Let the peak begin at what is resident now."""
+    """Reset the peak to the present resident memory."""
     _CLEAR.write_text("5")
 
 
 def peak_bytes() -> int:
-    """The most since the process began, or since `forget_peak`."""
+    """Peak resident memory since the process began, or since `forget_peak`."""
     return _field("VmHWM")
 
 

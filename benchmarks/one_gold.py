@@ -1,19 +1,19 @@
-r"""Whether any completion is right for two golds.
+r"""Whether any completion is judged right for two different gold answers.
 
     python -m benchmarks.one_gold [--parts wide --seed 1]
 
 Completions are made of parts: candidates (letters, numbers, words, formulas), each in a wrapper of its own
-(``\mathbf{A}``, ``$A$``, ``(A)``), joined by a separator (``: ``, ``\\``, " or "), with a tail behind them (" 42",
+(``\mathbf{A}``, ``$A$``, ``(A)``), joined by a separator (``: ``, ``\\``, " or "), with a tail after them (" 42",
 " if $x>0$"), all of it in a frame (``\boxed{}``, "The answer is", ``<answer>``). Each is judged for every gold that it
-names, and for all of them as a list. The golds are pairwise different answers, so a completion that is right for two of
-them is right for more than it says.
+names, and for all of them as a list. The golds are pairwise different, so a completion that is right for two of them is
+right for too much.
 
-One form states an answer by two names: a marked letter and behind it what it stands for, ``(A) 42``
+One form gives an answer two names: a marked letter followed by its content, ``(A) 42``
 (docs/explanation/decisions/0040-one-choice-two-names.md). It may be right for both, and for nothing else; such
-completions are counted apart. Whether a completion has that form is said here, by the parts that it was made of
-(`is_choice`), not by the verifier.
+completions are counted separately. Whether a completion has this form is decided by its parts (`is_choice`), not by the
+verifier.
 
-The parts are those of one_gold.toml: "first", with which the rules were made, and "wide", with more of each: letters,
+The parts are in one_gold.toml: "first", with which the rules were written, and "wide", with more of each: letters,
 numbers of every kind, wrappers, separators, tails, frames, and golds that a completion does not name.
 """
 
@@ -42,7 +42,7 @@ RUNS: Final = (("first", 0), ("wide", 20_261_124))  # parts and seed
 
 @dataclass(frozen=True)
 class Parts:
-    """What completions are made of; @ stands for a name, or for the whole."""
+    """Parts of completions. @ stands for a name, or for the whole text."""
 
     letters: tuple[str, ...]
     values: tuple[str, ...]
@@ -60,7 +60,7 @@ class Parts:
 
 
 def _read() -> tuple[dict[str, Parts], dict[str, list[str]]]:
-    """The parts by their name, and those of a choice with its content."""
+    """The sets of parts by name, and the parts of a choice with its content."""
     known = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     first, more = known["first"], known["wide"]
     wide: dict[str, Any] = {
@@ -78,7 +78,7 @@ PARTS, CHOICE = _read()
 
 
 def is_choice(named: Sequence[str], inner: str, separator: str, tail: str, letters: Sequence[str]) -> bool:
-    """Whether the parts are a marked letter and one value behind it, and nothing else."""
+    """Whether the parts form a marked letter followed by one value, and nothing else."""
     if named[0] not in letters:
         return False
     if len(named) == 1:  # the tail is the value
@@ -88,7 +88,7 @@ def is_choice(named: Sequence[str], inner: str, separator: str, tail: str, lette
 
 
 def _between(inner: str) -> Sequence[str]:
-    """What may stand between a letter that is marked so and its content."""
+    """Texts that may stand between a letter marked in this way and its content."""
     if inner in CHOICE["bracketed"]:
         return ("", *CHOICE["signs"], *CHOICE["spaces"])
     if inner in CHOICE["delimited"]:
@@ -98,8 +98,8 @@ def _between(inner: str) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A completion with the golds that it is judged for, and those among them that it names; `choice`: it is a marked
-    letter with what it stands for."""
+    """A completion, the golds for which it is judged, and those that it names. `choice`: it is a marked letter with its
+    content."""
 
     completion: str
     golds: tuple[str, ...]
@@ -108,7 +108,8 @@ class Case:
 
 
 def cases(wanted: int, seed: int = 0, parts: Parts = PARTS["first"]) -> Iterator[Case]:
-    """So many different cases, spread over all combinations by a stride that has no factor in common with them."""
+    """Yield up to `wanted` different cases, spread over all combinations by a stride that is coprime to their
+    number."""
     names = parts.names
     tuples = [
         *itertools.permutations(names, 1),
@@ -164,7 +165,7 @@ def _unnamed(completion: str, parts: Parts) -> list[str]:
 
 
 def right_for(case: Case) -> list[str]:
-    """The golds for which the completion is right."""
+    """Golds for which the completion is judged right."""
     found = []
     for gold in case.golds:
         try:
@@ -176,7 +177,7 @@ def right_for(case: Case) -> list[str]:
 
 
 def kind(case: Case, right: Sequence[str]) -> str:
-    """What the golds of a completion come to."""
+    """Classify a completion by the golds for which it is right."""
     if not set(right) <= case.named:
         return "one that it does not name"
     if len(right) < 2:
@@ -190,13 +191,13 @@ def _chunks(found: Iterator[Case]) -> Iterator[list[Case]]:
 
 
 def judged(chunk: Sequence[Case]) -> list[tuple[str, str, list[str]]]:
-    """The kind of each completion, the completion, and the golds for which it is right."""
+    """For each completion: its kind, its text, and the golds for which it is right."""
     found = [(case, right_for(case)) for case in chunk]
     return [(kind(case, right), case.completion, right) for case, right in found]
 
 
 def measure(parts: str, seed: int, wanted: int, workers: int, minutes: float) -> dict[str, Any]:
-    """All cases, judged in so many processes; as many of them as fit into the time."""
+    """Judge the cases with `workers` processes, as many as fit into `minutes`."""
     start, counted = time.perf_counter(), Counter[str]()
     faults: list[dict[str, Any]] = []
     with ProcessPoolExecutor(workers) as pool:
@@ -218,7 +219,7 @@ def measure(parts: str, seed: int, wanted: int, workers: int, minutes: float) ->
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print a table for each run, and every completion that is right for more than it says."""
+    """Print a table for each run, and every completion that is right for too much."""
     for row in results["runs"]:
         print(f"parts {row['parts']}, seed {row['seed']}")
         table = Table("right for", "completions")

@@ -1,5 +1,5 @@
-"""The same training step as people write it with transformers' `Trainer`: rows padded on the right to the longest of
-them, one forward each, log-probabilities by a softmax over the logits of the answers, AdamW.
+"""The same training step as commonly written with transformers' `Trainer`: rows padded on the right to the longest, one
+forward pass each, log-probabilities by a softmax over the logits of the answers, AdamW.
 
 The objective is the one of `recipes/arithmetic.toml`: decoupled PPO with one minibatch, the exact mean over all loss
 tokens, advantages r - group mean. The tests compare its loss and its weights with those of `stretto.trainer`.
@@ -56,7 +56,7 @@ class PaddedTrainer:
         )
 
     def train(self, batch: Batch) -> float:
-        """One optimizer step; the loss."""
+        """Do one optimizer step; return the loss."""
         rows = list(samples_of(batch, self._algorithm, self._longest).samples)
         random.Random(batch.version).shuffle(rows)
         if self._by_length:
@@ -73,7 +73,7 @@ class PaddedTrainer:
         return total
 
     def _loss(self, rows: Sequence[Sample]) -> Tensor:
-        """Minus the sum of the objective over the loss tokens of these rows."""
+        """Minus the sum of the objective over the tokens in the loss of these rows."""
         prompt = min(row.prompt_tokens for row in rows)
         ids_BL = _padded([[int(token) for token in row.token_ids] for row in rows], 0)
         seen_BL = _padded([[1] * len(row.token_ids) for row in rows], 0)

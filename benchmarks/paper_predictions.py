@@ -1,4 +1,4 @@
-"""The paper's numbers predicted (AReaL, arXiv 2505.24298), and verl's published asynchronous steps; pure computing.
+"""The paper's numbers predicted (AReaL, arXiv 2505.24298), and verl's published asynchronous steps; simulated.
 
     python -m benchmarks.paper_predictions [--parts table_1 ideas ...]
 
@@ -50,7 +50,7 @@ VERL = ((16, 16, 294.77), (32, 32, 189.26), (64, 64, 150.63))  # devices that ge
 def at(
     job: Job, machine: MachineProfile, devices: int, tensor: int, staleness: float, share: float = 0.25
 ) -> LayoutPrediction:
-    """The prediction of a run with this share of the devices for training."""
+    """Predict a run on `devices` devices, of which this share trains."""
     ranks = round(devices * share)
     layout = Layout((devices - ranks) // tensor, ranks, tensor)
     one = candidate(job, machine, layout, staleness, job.trainer.micro_batch_tokens)
@@ -58,7 +58,7 @@ def at(
 
 
 def jobs() -> dict[str, Job]:
-    """The recipes, with the lengths of this page."""
+    """The paper's runs by name, with the lengths assumed here."""
     lengths = LogNormalLengths(MEAN, SIGMA, LONGEST, PROMPT)
     found = {
         row[0]: job_of(RECIPES / f"{row[0]}.toml", ["rewards.workers=1"], None, lambda text: None) for row in TABLE_1
@@ -81,7 +81,7 @@ def table_1(known: dict[str, Job], machine: MachineProfile) -> list[dict[str, An
 
 
 def ideas(known: dict[str, Job], machine: MachineProfile) -> list[dict[str, Any]]:
-    """What could make 14B and 32B take as long as in the paper: each alone, none of them fitted."""
+    """Changes that could make 14B and 32B take as long as in the paper: each alone, none of them fitted."""
     replaced = msgspec.structs.replace
     slow_links = replaced(machine, network_bandwidth=machine.network_bandwidth / 4)
     each: dict[str, Callable[[Job], tuple[Job, MachineProfile]]] = {
@@ -113,7 +113,7 @@ def ideas(known: dict[str, Job], machine: MachineProfile) -> list[dict[str, Any]
 
 
 def splits(known: dict[str, Job], machine: MachineProfile) -> list[dict[str, Any]]:
-    """Step time of 1.5B and 7B by the share of devices that train; the paper found a quarter best."""
+    """Step time of 1.5B and 7B by the share of devices that train. (The paper found a quarter best.)"""
     rows, table = [], Table("recipe", "share that trains", "step s")
     for name, nodes in (("math_1.5b", 16), ("math_7b", 24)):
         for part in SPLITS:
@@ -137,7 +137,7 @@ def by_staleness(known: dict[str, Job], machine: MachineProfile) -> list[dict[st
 
 
 def by_devices(known: dict[str, Job], machine: MachineProfile) -> list[dict[str, Any]]:
-    """Tokens per second, and the share of linear scaling from the smallest number."""
+    """Tokens per second by number of devices, and the share of linear scaling from the smallest number."""
     rows, table = [], Table("recipe", "devices", "tokens/s", "of linear")
     for name, (tensor, numbers) in FIGURE_4.items():
         first = 0.0
@@ -153,7 +153,7 @@ def by_devices(known: dict[str, Job], machine: MachineProfile) -> list[dict[str,
 
 
 def verl(known: dict[str, Job]) -> list[dict[str, Any]]:
-    """Steps of the asynchronous trainer of verl, half a batch ahead: one version of staleness."""
+    """Steps of verl's asynchronous trainer, half a batch ahead: one version of staleness."""
     machine, rows, table = machine_of("h20"), [], Table("generate", "train", "verl s", "predicted s", "error")
     job = known["math_7b"].with_settings({"max_staleness": 1.0}, {}, {"minibatches": 16, "steps": 400})
     mean = _fitted(job, machine, VERL[0][2])
@@ -168,7 +168,7 @@ def verl(known: dict[str, Job]) -> list[dict[str, Any]]:
 
 
 def _fitted(job: Job, machine: MachineProfile, seconds: float) -> float:
-    """The mean length at which training, which the step waits for, takes so long."""
+    """Mean length at which training, for which the step waits, takes `seconds`."""
     costs = Costs(job, machine, Layout(16, 16))
     shortest, longest = 100.0, float(LONGEST)
     for _ in range(40):

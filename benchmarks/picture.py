@@ -1,6 +1,6 @@
-"""The README's picture of a run: its timeline above its accuracy.
+"""The README's picture of a run: its timeline, with its accuracy below.
 
-python -m benchmarks.picture RUN_DIR    takes what is drawn from a run folder: docs/images/run.json
+python -m benchmarks.picture RUN_DIR    extracts the data from a run folder into docs/images/run.json
 python -m benchmarks.picture            draws docs/images/run.png from that file
 """
 
@@ -29,7 +29,7 @@ DATA = IMAGES / "run.json"
 
 
 class Drawn(Record, frozen=True):
-    """What the picture shows. Of all steps it needs number and accuracy; the rest of the last one fills the others."""
+    """Data of the picture. Of most steps only the number and the accuracy are needed; the last step is complete."""
 
     machine: Machine
     versions: dict[str, str]
@@ -40,7 +40,7 @@ class Drawn(Record, frozen=True):
 
 
 def drawn(run: Path) -> Drawn:
-    """What the picture shows of a run that was made on this machine."""
+    """Extract the picture's data from a run that was made on this machine."""
     folder = RunFolder.open(run)
     steps, evaluations = read_metrics(folder.metrics)
     spans = read_spans(folder.spans)
@@ -60,7 +60,7 @@ def drawn(run: Path) -> Drawn:
 
 
 def draw(what: Drawn, path: Path) -> None:
-    """Timeline above, accuracy below, as one PNG."""
+    """Draw the timeline above and the accuracy below, as one PNG."""
     steps = [
         msgspec.structs.replace(what.last, step=number, accuracy=accuracy)
         for number, accuracy in enumerate(what.accuracy, start=1)

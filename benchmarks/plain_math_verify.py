@@ -1,4 +1,4 @@
-"""math-verify as its documentation uses it, as a reward: what the benchmark of the verifier compares with."""
+"""math-verify, used as its documentation shows, as a reward: the benchmark of the verifier compares with it."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ logging.disable(logging.CRITICAL)
 
 
 def math_verify(prompt: str, completion: str, answer: str) -> bool:
-    """``verify(parse(gold), parse(answer))``, with its own time limits."""
+    """``verify(parse(gold), parse(answer))``, with math-verify's own time limits."""
     return bool(verify(parse(answer), parse(completion)))

@@ -1,4 +1,4 @@
-"""The rows of the tables of results about `stretto plan`."""
+"""Rows of the results page about `stretto plan`."""
 
 from __future__ import annotations
 

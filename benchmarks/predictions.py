@@ -1,17 +1,17 @@
-"""Predictions of the planner beside runs, blind: every prediction is written before the first run is started.
+"""Predictions of the planner compared with runs, blind: all predictions are written before the first run starts.
 
-    python -m benchmarks.predictions calibrate      this machine, into benchmarks/data/machine.json; two minutes
-    python -m benchmarks.predictions predict        every setting, into benchmarks/data/predictions.json
-    python -m benchmarks.predictions run            every setting, and the comparison into benchmarks/results/
-    python -m benchmarks.predictions all            the three of them; an interrupted one goes on with what is missing
+    python -m benchmarks.predictions calibrate      measures this machine: benchmarks/data/machine.json; two minutes
+    python -m benchmarks.predictions predict        predicts every setting: benchmarks/data/predictions.json
+    python -m benchmarks.predictions run            runs every setting, and compares: benchmarks/results/
+    python -m benchmarks.predictions all            all three; after an interruption it does what is missing
 
-A run that stands in the results beside the prediction that is on file is not made again. A machine that works for
-others is refused (`--loaded` takes it all the same): it would be another machine than the one that is predicted.
+A run that is already in the results beside the current prediction is not repeated. A machine that is busy with other
+work is refused, because the predictions are for an idle one; `--loaded` allows it.
 
-The recipe is `recipes/arithmetic.toml` with a short warm start, and the learning rate is so small that lengths stay
-as they are. How long the completions of a policy are is known from a short synchronous run of it (`PROBES`), made
-before the predictions; no other number of a run is. The load is the machine's average of the last minute before each
-run, with the runs before it: above them it is what else works there, of which no prediction knows.
+The recipe is `recipes/arithmetic.toml` with a short warm start, and the learning rate is so small that lengths do not
+change. The lengths of a policy's completions come from a short synchronous run of it (`PROBES`), made before the
+predictions; no other number is taken from a run. The load is the machine's average over the minute before each run. It
+includes the earlier runs; whatever exceeds them is other work, which no prediction knows of.
 """
 
 from __future__ import annotations
@@ -86,17 +86,17 @@ PROBES: Mapping[str, tuple[str, ...]] = {
 
 
 def words(name: str) -> list[str]:
-    """The overrides of a setting."""
+    """Overrides of the recipe for a setting."""
     return [*BASE, *SETTINGS[name]]
 
 
 def probe_of(name: str) -> str:
-    """The policy whose lengths a setting has."""
+    """Policy whose completion lengths a setting uses."""
     return next((probe for probe, settings in PROBES.items() if name in settings), "as the recipe")
 
 
 def predict() -> None:
-    """Write the predictions of all settings."""
+    """Write predictions of all settings."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="stretto-lengths-") as folder:
         for name in PROBES:
@@ -111,7 +111,7 @@ def predict() -> None:
 
 
 def measured(run: Run) -> dict[str, Any]:
-    """What a run came to, under the names of a prediction."""
+    """Results of a run, under the names that predictions use."""
     inspection = run.inspection
     return {
         "step_seconds": run.steps[-1].rl_seconds / len(run.steps),
@@ -122,7 +122,8 @@ def measured(run: Run) -> dict[str, Any]:
 
 
 def compared(predicted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The errors: of the step time as a share of what was measured, of busy shares and staleness as differences."""
+    """Errors of a prediction: for the step time relative to the measured one, for busy shares and staleness as
+    differences."""
     roles = sorted(predicted["busy"].keys() & found["busy"].keys())
     return {
         "step": predicted["step_seconds"] / found["step_seconds"] - 1,
@@ -132,13 +133,13 @@ def compared(predicted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str
 
 
 def known_rows(predictions: Mapping[str, Any], results: Path = RESULTS / "predictions.json") -> dict[str, Any]:
-    """The rows on file that were run beside these very predictions."""
+    """Rows on file whose runs were compared with exactly these predictions."""
     rows = json.loads(results.read_text())["results"]["rows"] if results.is_file() else {}
     return {name: row for name, row in rows.items() if row["predicted"] == predictions.get(name)}
 
 
 def run_all(names: Sequence[str]) -> None:
-    """Run the settings that are missing, and compare."""
+    """Run the missing settings, and compare."""
     predictions = json.loads(PREDICTED.read_text())
     rows = known_rows(predictions)
     busy, by = ("engine busy", "trainer busy"), ("busy off by", "staleness off by")
@@ -163,7 +164,7 @@ def run_all(names: Sequence[str]) -> None:
 
 
 def _row(name: str, prediction: Mapping[str, Any]) -> dict[str, Any]:
-    """A setting is run and compared, term by term too."""
+    """Run a setting and compare it with its prediction, also term by term."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="stretto-prediction-") as folder:
         run, file = Path(folder) / "run", Path(folder) / "prediction.json"
@@ -176,7 +177,7 @@ def _row(name: str, prediction: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_load(load: float, loaded: bool) -> None:
-    """Raises SystemExit where others keep more than half a core of the machine busy."""
+    """Raise SystemExit if other work keeps more than half a core of the machine busy."""
     if load > _QUIET and not loaded:
         raise SystemExit(
             f"the machine works for others (load {load:.1f}): wait until it is below {_QUIET}, or --loaded"
@@ -184,7 +185,7 @@ def refuse_load(load: float, loaded: bool) -> None:
 
 
 def summary(rows: Mapping[str, Any]) -> dict[str, float]:
-    """The middle and the worst of all settings."""
+    """Medians and maxima of the errors over all settings."""
     errors = [row["errors"] for row in rows.values()]
     steps = [abs(one["step"]) for one in errors]
     return {

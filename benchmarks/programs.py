@@ -1,9 +1,9 @@
-"""Does recipes/code.toml learn: programs of a small model, scored by running them in the sandbox.
+"""Does recipes/code.toml learn? A small model writes programs, which are scored by running them in the sandbox.
 
     python -m benchmarks.programs            two seeds, about five minutes each
     python -m benchmarks.programs --seeds 7 --steps 20
 
-A row per seed: held-out pass rate before and after the reinforcement, its seconds (the supervised warm start apart),
+A row per seed: held-out pass rate before and after the reinforcement, its seconds (without the supervised warm start),
 and the level of the sandbox. Goal: from 0.3 or more to 0.7 within ten minutes on two cores.
 """
 
@@ -26,7 +26,7 @@ GOAL = {"from": 0.3, "to": 0.7, "seconds": 600.0}
 
 
 def learnt(seed: int, extra: Sequence[str]) -> dict[str, Any]:
-    """One run of the recipe."""
+    """Run the recipe once with a seed."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="stretto-programs-") as folder:
         path = Path(folder) / "run"
@@ -46,7 +46,7 @@ def learnt(seed: int, extra: Sequence[str]) -> dict[str, Any]:
 
 
 def measure(seeds: Sequence[int], extra: Sequence[str]) -> dict[str, Any]:
-    """The recipe as it is, one seed after the other."""
+    """Run the unchanged recipe with one seed after the other."""
     rows = []
     table = Table("seed", "held-out pass rate", "RL seconds", "all seconds", "programs", "sandbox")
     for seed in seeds:

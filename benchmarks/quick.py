@@ -1,14 +1,13 @@
-"""Ten ratios in five minutes: whether a commit has made something slower.
+"""Ten ratios in five minutes: has a commit made something slower?
 
-    python -m benchmarks.quick                     beside what is committed for this processor
-    python -m benchmarks.quick --against REVISION  beside the code of another commit, in turn with it
-    python -m benchmarks.quick --record            and put on record in benchmarks/results/quick.json
+    python -m benchmarks.quick                     compared with the committed ratios of this processor
+    python -m benchmarks.quick --against REVISION  compared with another commit, in alternating runs
+    python -m benchmarks.quick --record            also added to benchmarks/results/quick.json
 
-Each ratio is of stretto and a yardstick that stretto cannot change (a product of matrices, a copy, an empty
-interpreter, JSON of the standard library), measured in turn in one process: a higher one is better. A ratio that has
-fallen by more than a tenth, and by more than the runs of both differ among themselves, is a regression: exit code 1.
-Each of the ten runs in a process of its own. With `--against` the benchmarks of this commit run with the packages of
-the other one.
+Each ratio compares stretto with something that stretto cannot change (a product of matrices, a copy, an empty
+interpreter, JSON of the standard library), measured in turns in one process. Higher is better. It is a regression, with
+exit code 1, if a ratio fell by more than a tenth and by more than the spread of the runs on either side. Each of the
+ten has its own process. With `--against`, the benchmarks of this commit run with the packages of the other commit.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ SECONDS = 120.0  # the most for one of the ten
 
 
 def decode(name: str, dtype: str, steps: int) -> Ratios:
-    """The share of the fastest product that the products of a decode step of 64 sequences reach."""
+    """Share of the fastest product's rate that the products in a decode step of 64 sequences reach."""
     with tempfile.TemporaryDirectory() as folder:
         model = load_policy(make(name, Path(folder)), attention=CACHED_ATTENTION, dtype=dtype)
         engine, work, found = running(model, dtype, 5 * steps), operations(model), []
@@ -80,14 +79,14 @@ def decode(name: str, dtype: str, steps: int) -> Ratios:
 
 
 def train(name: str, dtype: str) -> Ratios:
-    """The share of the fastest product that a training step reaches."""
+    """Share of the fastest product's rate that a training step reaches."""
     with tempfile.TemporaryDirectory() as folder:
         model = make(name, Path(folder))
         return [float(utilisation(model, dtype, 3, 1)["fraction"]) for _ in range(3)]
 
 
 def server() -> Ratios:
-    """Tokens per second through the server under 64 streams, of the engine's own."""
+    """Tokens per second through the server with 64 streams, as a share of the engine's own."""
     with tempfile.TemporaryDirectory() as place_of:
         folder = make("3.4M", Path(place_of))
         engine = NativeEngine.load(folder, EngineConfig(slots=ROWS))
@@ -103,7 +102,7 @@ def server() -> Ratios:
 
 
 def weights(*, network: bool) -> Ratios:
-    """A version of 48M in bfloat16: bytes per second to where an engine reads them, of a plain copy's."""
+    """Bytes per second of a 48M bfloat16 version until an engine can read it, as a share of a plain copy's."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         build = make("48M", Path(folder))
@@ -127,7 +126,7 @@ def weights(*, network: bool) -> Ratios:
 
 
 def conductor() -> Ratios:
-    """Trajectories decided and on record, for each JSON text that Python writes in the same CPU time."""
+    """Trajectories decided and recorded, per JSON text that Python writes in the same CPU time."""
     trajectories_per_second("train", "ledger", 20)
     return [trajectories_per_second("train", "ledger", 60)[1] / _json_per_second() for _ in range(5)]
 
@@ -142,7 +141,7 @@ def _json_per_second() -> float:
 
 
 def command(*words: str) -> Ratios:
-    """CPU seconds of an empty interpreter, of those of a command."""
+    """CPU seconds of an empty interpreter, divided by those of a command."""
 
     def spent(line: list[str]) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -156,7 +155,7 @@ def command(*words: str) -> Ratios:
 
 
 def sandbox() -> Ratios:
-    """A warm sandboxed program beside a plain subprocess."""
+    """Seconds of a plain subprocess, divided by those of a warm sandboxed program."""
     walls = next(walls for walls in ladder(True) if walls.warm)
     found = []
     with Sandbox(walls, SandboxConfig(warm=True)) as opened:
@@ -191,7 +190,8 @@ BENCHMARKS: dict[str, Callable[[], Ratios]] = {
 
 
 def measured(name: str, packages: Path) -> Ratios | str:
-    """One of the ten, in a process of its own, with the packages of a tree; or why there is none."""
+    """Measure one of the ten in its own process, with the packages of a tree; a text says why it could not be
+    measured."""
     paths = [ROOT, *sorted((packages / "packages").iterdir()), packages / "application"]
     surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "benchmarks.quick", "--one", name]
@@ -207,7 +207,7 @@ def measured(name: str, packages: Path) -> Ratios | str:
 
 @contextmanager
 def tree_of(revision: str) -> Iterator[Path]:
-    """The files of a commit, beside this tree."""
+    """Check out the files of a commit into a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="stretto-quick-") as folder:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--detach", folder, revision], check=True, capture_output=True)
@@ -218,8 +218,7 @@ def tree_of(revision: str) -> Iterator[Path]:
 
 
 def fell(before: Ratios, now: Ratios) -> bool:
-    """Whether a ratio has fallen by more than is allowed, and the better half of now is below the worse half of
-    before."""
+    """Whether a ratio fell by more than is allowed, and the better half of now is below the worse half of before."""
     worse, better = statistics.median(before), statistics.median(now)
     return better < (1 - ALLOWED) * worse and _quartile(now, 0.75) < _quartile(before, 0.25)
 
@@ -229,7 +228,7 @@ def _quartile(ratios: Ratios, share: float) -> float:
 
 
 def course() -> list[dict[str, Any]]:
-    """What is on record for this processor, oldest first."""
+    """Ratios on record for this processor, oldest first."""
     for path in sorted(report.RESULTS.glob("quick*.json")):
         content = json.loads(path.read_text())
         if content["machine"]["processor"] == machine().processor:
@@ -238,13 +237,13 @@ def course() -> list[dict[str, Any]]:
 
 
 def revision() -> str:
-    """The commit of this tree."""
+    """Commit of this tree."""
     said = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True)
     return said.stdout.strip() or "none"
 
 
 def compare(names: list[str], against: str | None) -> tuple[dict[str, Ratios], bool]:
-    """Measure, show, and judge."""
+    """Measure, print and compare; the flag says whether anything failed or became slower."""
     before = last_points(course())
     table, found, bad = Table("ratio", "before", "now", "change", ""), dict[str, Ratios](), False
     with tree_of(against) if against else nullcontext() as other:

@@ -1,11 +1,11 @@
-"""A whole run on three real nodes of Ray, of which one after the other is killed: what is lost, and for how long?
+"""A whole run on three real nodes of Ray, which are killed one after the other: what is lost, and for how long?
 
     python -m benchmarks.ray_nodes --count 20 --seconds 900
 
-Each node is a raylet with processes of its own, on this machine (`tests.real_clusters.nodes`). The head has no room
-for engines; each of the other two has room for one. A kill takes a node with its engine; a new node is started then,
-and Ray places an agent there. Nodes are killed in turns, `--count` of them or for `--seconds`. At the end it is checked
-that no law is broken (`stretto check`), that no completion has failed, and that the balance adds up.
+Each node is a raylet with its own processes, on this machine (`tests.real_clusters.nodes`). The head has no room for
+engines; each of the other two has room for one. A kill removes a node with its engine; then a new node is started, and
+Ray places an agent there. The two nodes are killed in turns, `--count` times or for `--seconds`. At the end the run
+must have broken no law (`stretto check`) and lost no completion, and its balance must add up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.real_clusters.nodes import ENDLESS, Cluster, cluster, serving
 
 @dataclass
 class Campaign:
-    """`pauses`: seconds from each kill to the next step that was trained; `absences`: to two engines that serve."""
+    """`pauses`: seconds from each kill to the next trained step; `absences`: seconds until two engines serve again."""
 
     kills: int = 0
     steps: int = 0
@@ -40,7 +40,7 @@ class Campaign:
 
 
 def kill_nodes(command: Command, nodes: Cluster, run_dir: Path, campaign: Campaign, count: int, seconds: float) -> None:
-    """The campaign, on a run that goes on."""
+    """Kill nodes of a running run, `count` times or for `seconds`."""
     began, present = time.monotonic(), ["node-0", "node-1"]
     while campaign.kills < count and time.monotonic() - began < seconds:
         campaign.kills += 1
@@ -53,7 +53,7 @@ def kill_nodes(command: Command, nodes: Cluster, run_dir: Path, campaign: Campai
 
 
 def one_kill(command: Command, nodes: Cluster, run_dir: Path, old: str, new: str) -> tuple[float, float]:
-    """Kill one node and start another; the seconds to the next step, and to two engines."""
+    """Kill one node and start another. Returns the seconds to the next step, and to two serving engines."""
     before, steps, blow = serving(run_dir), steps_done(run_dir), time.monotonic()
 
     def recovered() -> bool:
@@ -69,7 +69,7 @@ def one_kill(command: Command, nodes: Cluster, run_dir: Path, old: str, new: str
 
 
 def measured(laboratory: Laboratory, run_dir: Path, count: int, seconds: float) -> Campaign:
-    """One run."""
+    """Do one run, and kill its nodes."""
     campaign = Campaign()
     with cluster(**{"head": 0, "node-0": 1, "node-1": 1}) as nodes:
         words = ("train", TINY, *ENDLESS, "engine.count=2", "--ray", nodes.address, "--run-dir", run_dir)

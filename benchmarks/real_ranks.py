@@ -1,11 +1,11 @@
-"""Memory and losses of real ranks on gloo, beside what is counted without machines.
+"""Memory and losses of real ranks on gloo, compared with the numbers that are computed without machines.
 
     python -m benchmarks.real_ranks [--folder FOLDER]
 
-1, 2, 4 and 8 processes train a model of 22M parameters, two steps of 8 sequences of 128 tokens each. Memory is that of
-a rank at the peak of the second step, beyond what its process holds before it has the model; the count is
-`tests.trainer.scale.counting`, with the copies that gloo makes of what it gathers and sums. `--folder`: of earlier
-processes; those that are missing there are run.
+1, 2, 4 and 8 processes train a model of 22M parameters, two steps of 8 sequences of 128 tokens each. Memory is the
+peak of a rank in the second step, above that of its process before it has the model. The computed number is that of
+`tests.trainer.scale.counting`, with the copies that gloo makes of the data that it gathers and sums. `--folder` has
+results of earlier processes; missing ones are run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COUNTS = (1, 2, 4, 8)
 
 
 def played(folder: Path, count: int) -> list[dict[str, Any]]:
-    """What each of so many ranks saw."""
+    """Results of every rank of a run with `count` of them."""
     files = [folder / f"{count}-{rank}.pt" for rank in range(count)]
     if not all(file.exists() for file in files):
         words = [sys.executable, "-m", "tests.trainer.scale.real_ranks", str(folder), str(count)]

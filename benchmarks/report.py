@@ -1,4 +1,4 @@
-"""How a benchmark shows what it measured: a table for people, and JSON that names the machine."""
+"""Output of benchmarks: a table for people, and JSON that names the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _GAP = "  "
 
 
 class Table:
-    """Rows under headings, numbers to the right; `show` prints all of them, `show_last` one row as soon as it is there.
+    """Rows under headings, with numbers aligned right. `show` prints all rows; `show_last` prints the newest row at
+    once.
 
     >>> table = Table("policy", "step time")
     >>> table.add("train", 1.0); table.add("wait", 3.8125)
@@ -36,7 +37,7 @@ class Table:
         self._shown = 0
 
     def add(self, *cells: object) -> None:
-        """One row; a cell for every column.
+        """Add a row, with a cell for every column.
 
         Raises:
             ValueError: there are more or fewer cells than columns.
@@ -48,13 +49,13 @@ class Table:
         self._rows.append(row)
 
     def show(self) -> None:
-        """Print headings and all rows."""
+        """Print the headings and all rows."""
         widths = self._widths()
         for row in (self._columns, *self._rows):
             print(self._line(row, widths))
 
     def show_last(self) -> None:
-        """Print the newest row, and the headings before the first; widths are those of the rows so far."""
+        """Print the newest row, after the headings if it is the first. Columns are as wide as the rows so far need."""
         widths = self._widths()
         if not self._shown:
             print(self._line(self._columns, widths))
@@ -77,9 +78,9 @@ def _is_number(cell: str) -> bool:
 
 
 def save(name: str, results: object) -> Path:
-    """Write ``benchmarks/results/<name>.json``: the results with the day, the machine and the library versions.
+    """Write ``benchmarks/results/<name>.json``: the results with the date, the machine and the library versions.
 
-    What was measured on another processor is kept beside it, as ``<name>.<processor>.json``.
+    Results of another processor are kept beside it, as ``<name>.<processor>.json``.
     """
     content: dict[str, Any] = {
         "benchmark": name,
@@ -99,7 +100,7 @@ def save(name: str, results: object) -> Path:
 
 
 def _processor(path: Path) -> str:
-    """The slug of the processor that a result was measured on."""
+    """Slug of the processor on which a result was measured."""
     return _slug(json.loads(path.read_text())["machine"]["processor"])
 
 

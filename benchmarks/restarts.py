@@ -1,16 +1,16 @@
-"""What it costs to go on: CPU seconds of every process of a run, from its restart to the next training step.
+"""Cost of going on: CPU seconds of all processes of a run, from its restart to the next training step.
 
     python -m benchmarks.restarts --name before            5 resumes, 3 restarts of each role: about 5 minutes
     python -m benchmarks.restarts --name after --resumes 9
 
-A run of tests/launch/recipes/tiny.toml is killed whole (SIGKILL) and resumed, again and again; of each resume the CPU
-seconds of all processes count, from the start of the command to the line of its next step: those of the conductor, of
-the fork server, and of what is forked from it. Then each role is killed in turn, and the CPU seconds of the processes
-that take its place count to the second step behind it. There is one for each role, but the kernel ends with the fork
-server what was forked from it, and both begin in interpreters of their own. Workflow worker and outlet are those of a
-second run, of two turns, with a page for Prometheus. The model is next to nothing, so what counts is stretto's own. CPU
-seconds do not grow with the load of the machine as seconds do; caches that other work takes make them grow a little, so
-medians are told. Results of one name are replaced, those of others stay.
+All processes of a run of tests/launch/recipes/tiny.toml are killed (SIGKILL) and the run is resumed, repeatedly. Each
+resume is measured by the CPU seconds of all its processes (the conductor, the fork server, and the processes forked
+from it) between the start of the command and its next step. Then each role is killed in turn, and the CPU seconds of
+the replacing processes are counted until the second step after the kill. A role has one replacing process; but when
+the fork server is killed, the kernel ends the processes forked from it too, and they start again in interpreters of
+their own. Workflow worker and outlet belong to a second run, of two turns, with a page for Prometheus. The model costs
+almost nothing, so the numbers are stretto's own. CPU seconds grow much less with the load of the machine than seconds
+do, but a little (other work evicts caches), so medians are reported. New results replace those of the same name only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and of those that it has waited for; 0 once it is gone."""
+    """CPU seconds of a process and of its ended children; 0 if the process is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -60,7 +60,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def by_role(command: Command) -> dict[str, float]:
-    """CPU seconds of the processes of a command so far, by role; the command itself is the conductor."""
+    """CPU seconds so far of the processes of a command, by role; the command itself is the conductor."""
     found: defaultdict[str, float] = defaultdict(float)
     for pid, role in command.roles().items():
         found[role] += cpu_seconds(pid)
@@ -68,7 +68,7 @@ def by_role(command: Command) -> dict[str, float]:
 
 
 def resumed(laboratory: Laboratory, run_dir: Path) -> dict[str, Any]:
-    """Resume, do a step, do some more, kill everything."""
+    """Resume, train a step and measure it, train some more, and kill everything."""
     before, start = steps_done(run_dir), time.monotonic()
     with laboratory.train(run_dir, *SETTINGS, "--resume", recipe=TINY) as command:
         wait_for_step(command, before + 1, _PATIENCE)
@@ -81,7 +81,7 @@ def resumed(laboratory: Laboratory, run_dir: Path) -> dict[str, Any]:
 
 
 def replaced(command: Command, run_dir: Path, role: str) -> dict[str, Any]:
-    """Kill a role; what the processes that take its place have cost when a step behind it is done."""
+    """Kill a role, and measure the cost of the processes that replace it, until the second step afterwards."""
     old, start = set(command.processes()), time.monotonic()
     with_no_fuss(command.role(role))
     heir = MODULES["trainer" if role == LAST else role]
@@ -96,7 +96,7 @@ def replaced(command: Command, run_dir: Path, role: str) -> dict[str, Any]:
 def each_replaced(
     laboratory: Laboratory, run_dir: Path, settings: Sequence[str], roles: Sequence[str], times: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """A run that is begun, the restarts of its roles, and its end."""
+    """Start a run, kill each role in turn, `times` times, and end the run."""
     with laboratory.train(run_dir, *settings, recipe=TINY) as command:
         wait_for_step(command, _STEPS, _PATIENCE)
         count = {role: 1 if role == LAST else times for role in roles}
@@ -108,7 +108,7 @@ def each_replaced(
 
 
 def summary(costs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Medians, and the most."""
+    """Medians and maxima."""
     cpu, seconds = ([cost[kind] for cost in costs] for kind in ("cpu", "seconds"))
     return {
         "times": len(costs),
@@ -119,7 +119,7 @@ def summary(costs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def measured(resumes: int, times: int) -> dict[str, Any]:
-    """All of it."""
+    """Do all measurements."""
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
         run_dir, laboratory = Path(root) / "run", Laboratory(Path(root), cache_folder())
         roles = each_replaced(laboratory, run_dir, SETTINGS, ROLES, times)

@@ -1,10 +1,11 @@
-"""Killed at every step, gone on, compared: do the weights come out the same, to the last bit?
+"""A run is killed at every step and resumed: do the weights come out the same, to the last bit?
 
     python -m benchmarks.resumes          about 15 minutes
 
-For every step k of a run of 20, all its processes are killed (SIGKILL) once step k is on record, and the run goes on to
-its end. A synchronous run has to come to the tokens and the weights of one that nobody disturbed. An asynchronous one
-has no such equal: its own record, replayed without generating, has to come to its weights. The checker looks at each.
+For every step k of a run of 20, all its processes are killed (SIGKILL) once step k is on record, and the run is resumed
+to its end. A synchronous run must end with the tokens and weights of an undisturbed one. An asynchronous run is never
+repeated exactly; instead its own record, replayed without generating, must end with its weights. The checker checks
+every run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ ASYNCHRONOUS = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=6")
 
 
 def killed_at(laboratory: Laboratory, run_dir: Path, settings: Sequence[str], step: int) -> int:
-    """Train, kill everything behind `step`, go on to the end; the steps that were on record when all was dead."""
+    """Train, kill everything after `step`, and resume to the end. Returns the number of steps on record after the
+    kill."""
     with laboratory.train(run_dir, *settings, recipe=TINY) as command:
         wait_for_step(command, step)
         for pid in command.processes():

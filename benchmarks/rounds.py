@@ -1,12 +1,12 @@
-"""What it costs that a synchronous run can be repeated bit for bit, with recipes/arithmetic.toml at max_staleness = 0.
+"""Cost of making a synchronous run repeatable bit for bit, with recipes/arithmetic.toml at max_staleness = 0.
 
     python -m benchmarks.rounds [--steps 60] [--repeats 3]
 
     one group at a time     rounds of one group (rollout.max_in_flight = 1)
     rounds                  all groups of a batch begin and end together (what synchronous runs do)
-    shared                  groups are computed with whatever else is there: not repeatable
+    shared                  groups are computed with whatever others there are: not repeatable
 
-The ways are run one after the other, and again; the best of each counts.
+The three ways run one after the other, repeatedly; the best run of each counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of the tables of results: one function for each benchmark, from its results to what is worth a line."""
+"""Rows of the results page: one function for each benchmark turns its results into lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured, with what it is compared with."""
+    """A measurement, and the one that it is compared with."""
 
     what: str
     ours: str
@@ -131,7 +131,7 @@ PEERS = {
 
 
 def ratios_to(results: list[dict[str, Any]], dtype: str, system: str) -> dict[int, float]:
-    """stretto's rate over that of `system`, by the number of sequences."""
+    """Rate of stretto divided by that of `system`, by the number of sequences."""
     rates = {row["system"]: row["rates"] for row in results if row["dtype"] == dtype}
     ours, theirs = rates["stretto"], rates.get(system, {})
     return {int(count): ours[count] / theirs[count] for count in ours if count in theirs}

@@ -1,4 +1,4 @@
-"""Whole runs as measurements: start `stretto train` as a user would, read what the run folder says."""
+"""Whole runs as measurements: start `stretto train` as a user would, and read its run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "arithmetic.toml"
 
 @dataclass(frozen=True)
 class Run:
-    """What one run came to."""
+    """Results of one run."""
 
     inspection: Inspection
     steps: tuple[StepMetrics, ...]
@@ -29,16 +29,16 @@ class Run:
         return self.inspection.trajectories.trained / self.inspection.rl_seconds
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """Seconds of reinforcement until an evaluation on the way first reached this held-out accuracy."""
+        """Seconds of reinforcement until an evaluation during the run first reached this held-out accuracy."""
         reached = [e.rl_seconds for e in self.evaluations if e.accuracy >= accuracy]
         return min(reached) if reached else None
 
 
 def train(overrides: Sequence[str], recipe: Path = RECIPE, keep: Path | None = None) -> Run:
-    """One run in a temporary folder (or in `keep`).
+    """Do one run in a temporary folder (or in `keep`).
 
     Raises:
-        RuntimeError: the run failed; with its last words.
+        RuntimeError: the run failed; the message ends with the last lines of its output.
     """
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
         path = keep or Path(folder) / "run"

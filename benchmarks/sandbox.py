@@ -1,10 +1,10 @@
-"""What a run of a program costs: the sandbox, warm and cold, beside a plain subprocess.
+"""Cost of running a program: in the sandbox, warm and cold, and in a plain subprocess.
 
-    python -m benchmarks.sandbox          milliseconds per run, on every rung that this machine offers
+    python -m benchmarks.sandbox          milliseconds per run, at every sandbox level of this machine
 
 The program is `print(1)`. A *warm* run forks it from the guest's interpreter, a *cold* one starts a new sandbox; the
-plain subprocess is ``python -I -S -B`` with pipes, without any wall. All of them are run in turns, one run each, so
-that what else the machine does falls on all of them alike.
+plain subprocess is ``python -I -S -B`` with pipes and no isolation. They run in turns, one run each, so that other work
+on the machine affects all of them equally.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GOALS = {"warm": 5.0, "cold": 20.0}  # milliseconds
 
 
 def plain() -> None:
-    """Without any sandbox."""
+    """Run the program without any sandbox."""
     interpreter = getattr(sys, "_base_executable", sys.executable)
     done = subprocess.run([interpreter, "-I", "-S", "-B", "-c", PROGRAM], capture_output=True, env={}, check=True)
     assert done.stdout == b"1\n"
@@ -44,7 +44,7 @@ def sandboxed(sandbox: Sandbox) -> Callable[[], None]:
 
 
 def offered(stack: ExitStack) -> dict[tuple[str, str], Callable[[], None]]:
-    """Every rung that can be stood on, warm and cold."""
+    """All sandbox levels that work on this machine, each warm and cold."""
     runs: dict[tuple[str, str], Callable[[], None]] = {("none", "plain subprocess"): plain}
     for warm in (True, False):
         for walls in ladder(warm):

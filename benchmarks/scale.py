@@ -2,10 +2,10 @@
 
     python -m benchmarks.scale
 
-Pure computing: the paper's run of 7B (`recipes/paper/math_7b.toml`), the profile `h100`, the same batch at every size,
-a quarter of the devices for training. Completions of up to 32,768 tokens have a log-normal tail (sigma 1.2, 9,700
-tokens in the mean). Beside the rate stands what bounds it: completions for each engine, and the seconds of a training
-step that the longest sequences of its minibatches take on one rank. The processor's seconds are those of a simulation.
+Everything is computed, for the paper's run of 7B (`recipes/paper/math_7b.toml`) on the profile `h100`, with the same
+batch at every size and a quarter of the devices for training. Completions of at most 32,768 tokens have a log-normal
+tail (sigma 1.2, mean 9,700 tokens). The table has the rate and its limits: completions per engine, and the seconds of a
+training step that the longest sequences of its minibatches take on one rank. CPU seconds are those of a simulation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def heavy_tailed(job: Job) -> Job:
 
 
 def strong(job: Job, machine: MachineProfile) -> list[dict[str, Any]]:
-    """The same run on more and more devices."""
+    """Simulate the same run on more and more devices."""
     rows: list[dict[str, Any]] = []
     first = 0.0
     table = Table(
@@ -67,7 +67,7 @@ def strong(job: Job, machine: MachineProfile) -> list[dict[str, Any]]:
 
 
 def large(job: Job, machine: MachineProfile) -> dict[str, Any]:
-    """A simulation with as many completions in flight as 384 engines have slots."""
+    """Simulate as many completions in flight as 384 engines have slots."""
     asked = job.with_settings({"batch_size": IN_FLIGHT}, {}, {})
     began, processor = time.perf_counter(), time.process_time()
     found = at(asked, machine, DEVICES[0], 1, STALENESS)

@@ -1,11 +1,11 @@
-"""Simulated schedules: whole runs on a virtual clock, in which everything goes wrong; does any law break?
+"""Simulated schedules: whole runs on a virtual clock in which everything goes wrong. Is any law broken?
 
     python -m benchmarks.schedules 1 1000                these seeds
-    python -m benchmarks.schedules 1 1000 --add FILE     and their part of a campaign (`benchmarks.tally`)
+    python -m benchmarks.schedules 1 1000 --add FILE     and adds them to a campaign (`benchmarks.tally`)
 
-A seed is a schedule of `tests/faults/simulation.py`: delays, reorderings, completions that come twice, engines that
-die, and kills of the conductor, after each of which the checker decides from the records. A seed that fails is a
-problem of its part, and the others go on.
+A seed gives a schedule of `tests/faults/simulation.py`: delays, reorderings, duplicate completions, dying engines, and
+kills of the conductor; after each kill the checker judges the records. A failed seed is a problem of its part; the
+other seeds still run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "schedules"
 
 
 def played(first: int, last: int) -> Part:
-    """The schedules of these seeds."""
+    """Run the schedules of these seeds."""
     began, counts, problems = time.monotonic(), {"schedules": 0, "kills": 0, "steps": 0}, list[str]()
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="st-", dir=memory if os.access(memory, os.W_OK) else None) as root:

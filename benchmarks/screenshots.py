@@ -1,10 +1,12 @@
-"""Pictures of the pages of `stretto watch`, docs/images/watch_*.png, of the committed run `benchmarks/data/watch_run`.
+"""Pictures of the pages of `stretto watch`, docs/images/watch_*.png, showing the committed run
+`benchmarks/data/watch_run`.
 
-    python -m benchmarks.screenshots              photographs it
-    python -m benchmarks.screenshots --record     puts another one in its place first
+    python -m benchmarks.screenshots              takes the pictures
+    python -m benchmarks.screenshots --record     replaces the run by a new one first
 
-It is an asynchronous run of recipes/arithmetic.toml in small, with an adaptive bound and much in flight, so that tokens
-are stale, clipped and masked. Of its folder what pages show is kept: no weights and no checkpoints.
+The run is a small asynchronous run of recipes/arithmetic.toml, with an adaptive bound and many completions in flight,
+so that there are stale, clipped and masked tokens. Only the files that pages show are kept, no weights and no
+checkpoints.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ COLOURS = 96  # of a picture: the pages have few
 
 
 def record() -> None:
-    """Train another run, and keep of it what pages show."""
+    """Train a new run, and keep the files that pages show."""
     with tempfile.TemporaryDirectory(prefix="stretto-screenshots-") as scratch:
         folder = Path(scratch, "run")
         command = [
@@ -87,8 +89,8 @@ def record() -> None:
 
 
 def richest(client: httpx.Client, run: str) -> tuple[str, int]:
-    """The trajectory with whose tokens training did most: it trained some, clipped and masked others; and the place of
-    its first clipped token."""
+    """The most varied trajectory: training used some of its tokens, clipped and masked others. Also the place of its
+    first clipped token."""
     found = client.get(f"/api/runs/{run}/trajectories?where=state%3Dtrained&sort=-staleness&limit=100").json()
     ids = [str(row["id"]) for row in found["rows"]]
 
@@ -104,7 +106,7 @@ def richest(client: httpx.Client, run: str) -> tuple[str, int]:
 
 
 def photograph(folder: Path) -> None:
-    """Write a picture of each page of a run."""
+    """Take a picture of each page of a run."""
     with (
         tempfile.TemporaryDirectory() as scratch,
         server(folder, Path(scratch)) as (client, _),

@@ -1,14 +1,14 @@
-"""Whole runs of recipes/arithmetic.toml whose engine is a real server of vLLM or SGLang.
+"""Whole runs of recipes/arithmetic.toml whose engine is a real vLLM or SGLang server.
 
-    python -m benchmarks.servers learns --kinds vllm --kills 10    does it learn, with the server killed on the way?
-    python -m benchmarks.servers dtypes                            what bfloat16 does to the log-probabilities
+    python -m benchmarks.servers learns --kinds vllm --kills 10    does it learn although its server is killed?
+    python -m benchmarks.servers dtypes                            the effect of bfloat16 on log-probabilities
 
-*learns*: the server's main process and its workers are killed by turns, each time while it samples. After the run the
-checker looks at its laws, and transformers says what every exported token's log-probability is under its version.
+*learns*: the server's main process and its workers are killed in turns, each time while it samples. After the run the
+checker checks its laws, and transformers recomputes the log-probability of every exported token under its version.
 *dtypes*: `behavior_logprob_error` of the native engine, vLLM and SGLang, in float32 and bfloat16.
 
-The head dimension is 32, since the attention of vLLM on a processor has none for 16. Environments of the servers:
-`benchmarks/peers/environment.py`.
+The head dimension is 32, since vLLM's CPU attention does not support 16. `benchmarks/peers/environment.py` builds the
+environments of the servers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PATIENCE_SECONDS = 900.0  # between two steps: a server that starts on a busy m
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: whom it hit, behind which step, and the seconds until the next step."""
+    """One kill: its victim, the step after which it came, and the seconds until the next step."""
 
     killed: str
     step: int
@@ -64,14 +64,15 @@ class Kill:
 
 
 class Killer:
-    """A run that goes on, and kills of its server."""
+    """Kills the server of a running run."""
 
     def __init__(self, run_dir: Path, process: subprocess.Popen[bytes]) -> None:
         self._run_dir, self._process = run_dir, process
         self.loads: list[float] = []
 
     def play(self, kills: int, steps: int) -> list[Kill]:
-        """Kill by turns the server's main process and one of its workers, evenly over the run; wait for the end."""
+        """Kill the server's main process and one of its workers in turns, evenly over the run; then wait for its
+        end."""
         found = []
         for number in range(kills):
             self._await_step((number + 1) * steps // (kills + 1))
@@ -128,7 +129,7 @@ def command_line(pid: int) -> str:
 
 
 def learns(kind: str, kills: int, steps: int, settings: Sequence[str], folder: Path) -> dict[str, Any]:
-    """One run from nothing to its accuracy, and what its records say of it."""
+    """Do one run, from an untrained model to its final accuracy, and check its records."""
     run_dir = folder / kind
     words = [*HEADS, f"engine.kind={kind}", f"engine.python={Environment(kind).ensure()}", f"trainer.steps={steps}"]
     words += ["trainer.keep_versions=all", "deadlines.engine_restarts=100", *settings]
@@ -176,15 +177,19 @@ def learns(kind: str, kills: int, steps: int, settings: Sequence[str], folder: P
 
 
 def exported_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """All that `stretto export` writes of a run."""
+    """All rows that `stretto export` writes for a run."""
     exported = run_dir.with_name(f"{run_dir.name}.jsonl")
     subprocess.run([*COMMAND, "export", str(run_dir), str(exported)], check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in exported.read_text().splitlines()]
 
 
 def rescored(run_dir: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The log-probabilities of every token under its version's weights, by transformers in float64, so that an error
-    is the server's: tokens, completions of several versions, the largest error in nats, tokens beyond the tolerance."""
+    """Compare the log-probability of every token with the one that transformers computes in float64 from the weights of
+    its version.
+
+    Any error is therefore the server's. Returns the numbers of tokens and of completions with several versions, the
+    largest error in nats, and the number of tokens beyond the tolerance.
+    """
     by_version = defaultdict[int, list[dict[str, Any]]](list)
     for row in rows:
         for version in set(row["versions"]):
@@ -219,7 +224,7 @@ def rescored(run_dir: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _errors(model: Any, version: int, rows: Sequence[dict[str, Any]]) -> torch.Tensor:
-    """Errors of all tokens of a version; what a row is padded with stands behind its tokens, which do not see it."""
+    """Errors of all tokens of a version. Rows are padded at their end, which does not affect the tokens before."""
     whole = [torch.tensor(row["prompt_token_ids"] + row["token_ids"]) for row in rows]
     ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
     with torch.no_grad():
@@ -238,7 +243,7 @@ def _errors(model: Any, version: int, rows: Sequence[dict[str, Any]]) -> torch.T
 
 
 def dtypes(steps: int, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Mismatch of the engine's and the trainer's log-probabilities, where the trainer computes in float32."""
+    """Difference between the log-probabilities of the engine and of the trainer, which computes in float32."""
     table, rows = Table("engine", "dtype", "error mean", "error largest", "tokens masked"), []
     for kind in kinds:
         python = [] if kind == "native" else [f"engine.python={Environment(kind).ensure()}"]

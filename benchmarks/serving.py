@@ -1,12 +1,13 @@
-"""`stretto serve` under load: streams of completions, a number at a time, and what of the engine's own speed is left.
+"""`stretto serve` under load: completions streamed to several clients at once, and the share of the engine's own speed
+that remains.
 
     python -m benchmarks.serving                                   1, 16 and 64 streams at once
     python -m benchmarks.serving --model 48M --concurrency 64 --rounds 2
 
-Each client asks again as soon as its answer has ended (prompts of 32 tokens, 64 to 192 new ones, streamed token by
-token, so that answers begin and end at different times, as those of strangers do).
-The engine alone does the same requests, as many at a time, in this process; server and clients are two processes. Times
-are those that a client sees: to the first token of an answer, and from token to token behind it.
+Each client sends its next request as soon as its answer has ended (prompts of 32 tokens, 64 to 192 new ones, streamed
+token by token, so that answers begin and end at different times, as with independent clients). The engine alone does
+the same requests, equally many at a time, in this process; server and clients are two processes. Times are those that a
+client sees: to the first token of an answer, and between its tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Prompts = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Answered:
-    """What a client saw of one answer."""
+    """One answer, as a client saw it."""
 
     tokens: int
     first: float  # seconds to the first token
@@ -58,13 +59,13 @@ class Answered:
 
 
 class Load:
-    """Clients that share a list of prompts, each with a connection of its own."""
+    """Clients that share a list of prompts, each with its own connection."""
 
     def __init__(self, address: str, model: str) -> None:
         self._connections, self._model = Connections("the server", address), model
 
     async def run(self, asked: Prompts, concurrency: int) -> tuple[list[Answered], float]:
-        """All answers, and the seconds until the last had ended."""
+        """Get all answers; returns them and the seconds until the last one ended."""
         left = iter(enumerate(asked))
 
         async def client() -> list[Answered]:
@@ -90,13 +91,13 @@ class Load:
 
 
 def length(number: int) -> int:
-    """The most tokens of answer `number`."""
+    """Maximum number of tokens of answer `number`."""
     return random.Random(number).randint(SHORTEST, LONGEST)
 
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """The address of a server of its own."""
+    """Start a server in its own process, and yield its address."""
     command = [
         sys.executable,
         "-m",
@@ -117,7 +118,7 @@ def serving(folder: Path) -> Iterator[str]:
 
 
 def engine_alone(engine: NativeEngine, ends: tuple[int, ...], asked: Prompts, concurrency: int) -> float:
-    """Tokens per second of the same requests without a server."""
+    """Tokens per second for the same requests without a server."""
     left = iter(enumerate(asked))
     tokens, running, start = 0, 0, time.perf_counter()
     while True:
@@ -165,7 +166,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def row(count: int, answered: Sequence[Answered], seconds: float, alone: float) -> dict[str, Any]:
-    """What one number of streams came to; times in milliseconds."""
+    """Results for one number of streams; times are in milliseconds."""
     tokens = sum(each.tokens for each in answered)
     first = [1000 * each.first for each in answered]
     later = [1000 * each.rest / (each.tokens - 1) for each in answered if each.tokens > 1]

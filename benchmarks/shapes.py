@@ -1,4 +1,4 @@
-"""Models of two sizes with random weights, made on the spot: what is measured is speed, not sense."""
+"""Models of two sizes with random weights, built when needed: enough to measure speed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPES = {
 
 
 def make(name: str, folder: Path) -> Path:
-    """A Hugging Face folder of that shape."""
+    """Build a model of that shape as a Hugging Face folder."""
     path = folder / name
     if not path.exists():
         build_policy(SHAPES[name], path, seed=1)

@@ -1,8 +1,8 @@
-"""A run whose conductor is the real one, and whose machines and trainer are made up (`benchmarks.fleet`).
+"""A run with the real conductor, but with simulated machines and a simulated trainer (`benchmarks.fleet`).
 
 Real: gate, machines, engine pool and HTTP clients, controller, ledger, journal of the completions in flight, recorder,
-conductor. Made up: the engines' completions, a trainer that replies at once, a reward that costs nothing, a text that
-is not decoded from the tokens.
+conductor. Simulated: the engines' completions, a trainer that replies at once, a reward that costs nothing, and a text
+that is not decoded from the tokens.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _PATIENCE = 300.0
 
 @dataclass(frozen=True)
 class Setting:
-    """`seconds` is the mean time of a completion, 0 for none; `batch` and `in_flight` count groups; `core` is that
-    of the simulated machines, -1 for any."""
+    """`seconds` is the mean time of a completion, 0 for none; `batch` and `in_flight` are numbers of groups; `core` is
+    the core of the simulated machines, -1 for any."""
 
     engines: int
     steps: int
@@ -73,7 +73,7 @@ class Setting:
     core: int = -1
 
     def recipe(self) -> Recipe:
-        """With the keys that a user would set."""
+        """Recipe with the keys that a user would set."""
         words = {
             "rollout.batch_size": self.batch,
             "rollout.group_size": self.group,
@@ -91,7 +91,7 @@ class Setting:
 
 @dataclass
 class _Trainer:
-    """Replies at once."""
+    """Trainer that replies at once."""
 
     progress: int = 0
     busy_seconds: float = 0.0
@@ -102,7 +102,7 @@ class _Trainer:
         return Update(batch.step, batch.step, trained_tokens=tokens, masked_tokens=0, metrics={"loss": 0.5})
 
     async def published(self, version: int) -> None:
-        """Its versions are nothing that has to be written."""
+        """Does nothing, since its versions need not be written."""
 
     async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None]) -> None:
         on_copied()
@@ -121,7 +121,7 @@ class _Trainer:
 
 @dataclass
 class _Rewards:
-    """The first completion of a group is right."""
+    """Rewards the first completion of each group."""
 
     busy_seconds: float = 0.0
     workers: int = 1
@@ -140,7 +140,7 @@ class _Base:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the cluster asks of a plan."""
+    """The parts of a plan that the cluster needs."""
 
     recipe: Recipe
     base: _Base = field(default_factory=_Base)
@@ -154,7 +154,7 @@ class Fleet:
 
     @classmethod
     async def started(cls, spec: FleetSpec) -> Fleet:
-        """Its engines listen; its machines have not joined yet."""
+        """Start the process. Its engines listen; its machines have not joined yet."""
         words = ("-m", "benchmarks.fleet", msgspec.json.encode(spec).decode())
         pipe = asyncio.subprocess.PIPE
         fleet = cls(await asyncio.create_subprocess_exec(sys.executable, *words, stdin=pipe, stdout=pipe))
@@ -162,7 +162,7 @@ class Fleet:
         return fleet
 
     async def do(self, command: str) -> FleetReport:
-        """`go`, `report`, or `vanish N`."""
+        """Send a command: `go`, `report`, or `vanish N`."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{command}\n".encode())
         return msgspec.json.decode(await self._line(), type=FleetReport)
@@ -180,7 +180,7 @@ class Fleet:
 
 @dataclass
 class SimulatedRun:
-    """See the module; `conduct` may be called once."""
+    """A run as the module describes it; `conduct` may be called once."""
 
     setting: Setting
     folder: RunFolder
@@ -192,7 +192,7 @@ class SimulatedRun:
     said: list[str]
 
     async def all_up(self) -> None:
-        """Let the machines join; returns when every engine gets requests."""
+        """Let the machines join, and wait until every engine gets requests."""
         await self.fleet.do("go")
         up = 0
         async with asyncio.timeout(_PATIENCE):
@@ -201,7 +201,7 @@ class SimulatedRun:
                 up = sum(engine.takes for engine in self.pool._engines.values())
 
     def conductor(self) -> Conductor:
-        """As `stretto.launch.assemble.run` makes one."""
+        """A conductor, built as in `stretto.launch.assemble.run`."""
         recipe, trainer = self.cluster.plan.recipe, self.roles.trainer
         controller = Controller(recipe.rollout, PromptStream(_PROMPTS, recipe.seed), self.ledger, recipe.seed)
         self.ledger.watch(CONTROLLER, controller.state)
@@ -236,7 +236,7 @@ class SimulatedRun:
         )
 
     async def conduct(self, beside: Callable[[], None] = lambda: None) -> None:
-        """The whole training; `beside` is called once it has begun."""
+        """Do the whole training; `beside` is called once it has started."""
         conductor = self.conductor()
         conductor.recorder.rl_begins()
         beside()
@@ -247,7 +247,7 @@ class SimulatedRun:
         conductor.recorder.conclude()
 
     async def announce(self, version: int) -> None:
-        """Publish; returns when every engine has loaded it."""
+        """Publish a version, and wait until every engine has loaded it."""
         self.pool.publish(version)
         async with asyncio.timeout(_PATIENCE):
             while self.pool.live < version:
@@ -256,7 +256,7 @@ class SimulatedRun:
 
 @asynccontextmanager
 async def simulated_run(setting: Setting, path: Path) -> AsyncIterator[SimulatedRun]:
-    """A run in the folder `path`, its gate open, its machines about to join."""
+    """A run in the folder `path`, with an open gate and machines that are about to join."""
     recipe, said = setting.recipe(), list[str]()
     with RunFolder.create(path) as folder, tempfile.TemporaryDirectory(prefix="stretto-simulated-") as scratch:
         folder.write("recipe.toml", to_toml(recipe))

@@ -1,9 +1,9 @@
-"""Does a real pretrained model learn? recipes/smollm2.toml, with five evaluations before and five after it.
+"""Does a real pretrained model learn? Runs recipes/smollm2.toml, with five evaluations before and five after it.
 
     python -m benchmarks.smollm2 [section.key=value ...]
 
-Each evaluation samples the held-out questions with a seed of its own. Beside the seconds of the run it counts the
-processor seconds of all its processes: on a machine with other work the first say little.
+Each evaluation samples the held-out questions with its own seed. The CPU seconds of all processes of the run are
+measured too, because on a machine with other work its seconds say little.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(overrides: Sequence[str]) -> None:
 
 
 def _evaluated(model: str, seed: int, overrides: Sequence[str], table: Table) -> dict[str, Any]:
-    """One evaluation of a policy by `stretto eval`."""
+    """Evaluate a policy once with `stretto eval`."""
     settings = [*overrides, f"evaluation.seed={seed}", f"evaluation.samples={SAMPLES}"]
     command = [sys.executable, "-m", "stretto_app.cli.main", "eval", model, "--task", str(RECIPE), "--json", *settings]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -82,7 +82,7 @@ def _mean(evaluations: Sequence[dict[str, Any]]) -> float:
 
 
 def _processor_seconds() -> float:
-    """Of all processes that this one has started and that have ended, their children included."""
+    """CPU seconds of all ended child processes, and of their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,28 +1,30 @@
-"""Two hours with a kill a minute: does a run go on, does it keep every law, does the memory of a role stay flat?
+"""Two hours with a fault every minute: does the run go on, does it break no law, and does the memory of each role stay
+constant?
 
-    python -m benchmarks.soak --hours 2                    two hours, and the checks behind every ten minutes
-    python -m benchmarks.soak --hours 1 --run-dir FOLDER   a part: the run goes on in its folder another time
+    python -m benchmarks.soak --hours 2                    two hours, with checks after every ten minutes
+    python -m benchmarks.soak --hours 1 --run-dir FOLDER   a part: the run can go on in its folder later
 
-One run of recipes/arithmetic.toml goes on all the time. Every minute something is hit, in turn: its conductor, a reward
-worker, its engine, its trainer, all processes at once; then one of them is stopped (SIGSTOP), and the fork server is
-killed, with which the kernel ends trainer and engine. A run whose conductor is gone is resumed. The next fault waits
-until two steps are on record behind the last one. The learning rate is an eightieth of the recipe's: every version
-differs from the one before, and completions are about as long at the end as at the start.
+One run of recipes/arithmetic.toml goes on all the time. Every minute there is a fault. In turn, these are killed: its
+conductor, a reward worker, its engine, its trainer, all processes at once; then one of them is stopped (SIGSTOP), and
+the fork server is killed, with which the kernel also ends trainer and engine. If the conductor is gone, the run is
+resumed. The next fault waits until two steps are on record after the last one. The learning rate is an eightieth of the
+recipe's: every version differs from the one before, but completions do not become much longer or shorter.
 
-A *problem* is a hang (no step within `--hang` seconds), a run that ends by itself, and a law that the checker finds
-broken; it looks at the whole run behind every ten minutes, and once more at the end.
+A *problem* is a hang (no step within `--hang` seconds), a run that ends by itself, or a broken law. The checker checks
+the whole run after every ten minutes, and once more at the end.
 
-Flat: every two seconds each process is weighed (resident memory, and open descriptors). Processes are replaced all the
-time, so what counts is one number for each process: the median of its looks while the run did the 20th to the 100th
-step of its life, at least two of them; looks between which the run has done no step do not count, since nothing is in
-flight then. What a process has used depends on its work, and the seconds for that depend on the load of the machine.
-The median of a role in the last third of the minutes is that in the first third, to 2 %. Roles that were forked from
-the fork server are told apart from those that have an interpreter of their own, as all do once it has been killed. What
-only one process gathers over hours is measured elsewhere (`benchmarks.growth`); what a role takes over from a growing
-run shows here. Private memory, which is not shared with the fork server or through a file, is told beside it.
+*Flat* is judged from samples: every two seconds the resident memory and the open descriptors of each process are read.
+Because processes are replaced all the time, each process gives one number, the median of at least two samples taken
+while the run did the 20th to the 100th step of the process's life. (Age is counted in steps because memory depends on
+the work done, and its seconds depend on the load of the machine.) Samples between which the run did no step do not
+count, since nothing is in flight then. A role is flat if its median in the last third of the minutes is within 2 % of
+that in the first third. Processes that were forked from the fork server are listed apart from those that have an
+interpreter of their own, as all have once it was killed. Growth of one process over hours is measured elsewhere
+(`benchmarks.growth`); here it shows whether a new process needs more memory because the run has grown. Private memory,
+which is shared neither with the fork server nor through a file, is reported too, but not judged.
 
-Ten minutes are a part, which is added to a file as soon as it is there (`--add`), and its faults to that of all
-kills (`--kills`), as faults that came in turn (`benchmarks.tally`).
+Every ten minutes are a part, which is added to a file at once (`--add`); its faults are also added to the file of all
+kills (`--kills`), as faults in turn (`benchmarks.tally`).
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ _FIRST_OF_ALL = 10_000  # number in the tally of kills of the soak's first minut
 
 @dataclass(frozen=True)
 class Life:
-    """One process at an age of `OLD`: medians of its looks. `minute` is that of the last of them."""
+    """Medians of the samples of one process at an age of `OLD`. `minute` is that of the last sample."""
 
     role: str
     minute: int
@@ -101,7 +103,7 @@ class _Looks:
 
 
 class Scales:
-    """Weighs processes again and again."""
+    """Samples the memory of processes repeatedly."""
 
     def __init__(self) -> None:
         self._looks: dict[tuple[int, str], _Looks] = {}
@@ -109,7 +111,7 @@ class Scales:
         self._step = 0
 
     def look(self, roles: dict[int, str], step: int, minute: int) -> None:
-        """At the processes that there are now; `step` is the newest of the run."""
+        """Sample the current processes; `step` is the newest of the run."""
         for gone in [key for key in self._looks if roles.get(key[0]) != key[1]]:
             self._close(gone)
         for pid, role in roles.items():
@@ -125,13 +127,13 @@ class Scales:
             self._over.append(life)
 
     def take(self) -> list[Life]:
-        """The lives that have ended since the last time."""
+        """Processes that have ended since the last call."""
         over, self._over = self._over, []
         return over
 
 
 def _named(pid: int, role: str, roles: dict[int, str]) -> str:
-    """A role, and whether its process was forked from the fork server."""
+    """Name of a role, and whether its process was forked from the fork server."""
     with suppress(OSError):
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         return f"{role}, forked" if roles.get(parent) == "fork server" else role
@@ -147,7 +149,7 @@ def _weigh(pid: int) -> list[tuple[float, float, float]]:
 
 
 def newest_step(run_dir: Path) -> int:
-    """The newest step on record, read from the end of a long file."""
+    """Newest step on record, read from the end of a long file."""
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -159,13 +161,13 @@ def newest_step(run_dir: Path) -> int:
 
 
 def in_turn(number: int) -> str:
-    """Fault number `number`: a round is `KILLS`, one of `STOPS`, and `LAST`."""
+    """Fault number `number`: each round has all of `KILLS`, one of `STOPS`, and `LAST`."""
     turn, place = divmod(number, len(KILLS) + 2)
     return (*KILLS, STOPS[turn % len(STOPS)], LAST)[place]
 
 
 class Soak:
-    """A run, what hits it, and who weighs it."""
+    """A run that is disturbed by faults and sampled."""
 
     def __init__(self, going: Going, laboratory: Laboratory, run_dir: Path, hang: float, turn: int) -> None:
         """`turn` is the number of the first fault."""
@@ -176,7 +178,7 @@ class Soak:
         self._kills, self._problems = list[Kill](), list[str]()
 
     def part(self, first: int) -> Part:
-        """The minutes from `first` on."""
+        """Do the minutes from `first` on."""
         began, self._kills, self._problems = time.monotonic(), [], []
         self._minute = first
         if newest_step(self._run_dir) == 0:
@@ -202,7 +204,7 @@ class Soak:
         return measured(first, first + _PART - 1, began, counts, [*problems, *self._problems], seen)
 
     def check(self) -> list[str]:
-        """The laws that `stretto check` finds broken."""
+        """Laws that `stretto check` finds broken."""
         with self._laboratory.start("check", self._run_dir) as command:
             self._watch(lambda: command.process.poll() is not None, 3600)
             ended = command.end(1)
@@ -211,7 +213,7 @@ class Soak:
         return [line for line in ended.out.splitlines() if line.startswith("BROKEN")]
 
     def _fault(self) -> None:
-        """The next in turn that there is something to be hit for."""
+        """Do the next fault in turn that has a process to hit."""
         step, start = newest_step(self._run_dir), time.monotonic()
         while not self._going.hit(fault := in_turn(self._turn)):
             self._turn += 1
@@ -221,8 +223,8 @@ class Soak:
         print(f"minute {self._minute}: {fault} at step {step}, {self._kills[-1].seconds} s", flush=True)
 
     def _until_step(self, step: int, fault: str) -> bool:
-        """Wait for two steps behind `step`, since one may be on its way; a run that does none is ended, and started
-        again."""
+        """Wait for two steps after `step`, since one may be nearly done already. If none comes, the run is killed and
+        started again."""
         if self._watch(lambda: newest_step(self._run_dir) > step + 1 or self._ended(), self._hang):
             self._go_on()
             return True
@@ -234,7 +236,7 @@ class Soak:
         return self._going.command.process.poll() is not None
 
     def _go_on(self) -> None:
-        """Start a run again that has ended by itself, which is a problem."""
+        """Start the run again if it has ended by itself, which is a problem."""
         if self._ended():
             ended = self._going.command.end()
             self._problem(f"minute {self._minute}: the run ended with {ended.code}: {ended.err.strip()[-300:]}")
@@ -245,7 +247,7 @@ class Soak:
         self._problems.append(text)
 
     def _watch(self, over: Callable[[], bool], seconds: float) -> bool:
-        """Weigh until something is over; False if it is not in time."""
+        """Sample until something is over; False if it is not over in time."""
         until = time.monotonic() + seconds
         while not over():
             if (now := time.monotonic()) >= until:
@@ -259,7 +261,7 @@ class Soak:
 
 @dataclass(frozen=True)
 class Flatness:
-    """One thing of one role, first and last third."""
+    """One quantity of one role in the first and in the last third of the minutes."""
 
     role: str
     what: str
@@ -278,7 +280,7 @@ class Flatness:
 
 
 def flatness(lives: Sequence[Life]) -> list[Flatness]:
-    """Of each role with enough lives in the first and in the last third of the minutes."""
+    """Compare both thirds for each role with enough processes in each of them."""
     first, last = min(life.minute for life in lives), max(life.minute for life in lives)
     third, found = (last - first + 1) / 3, list[Flatness]()
     for role in sorted({life.role for life in lives}):
@@ -301,7 +303,7 @@ COLUMNS = ("role", "processes", "what", "first third", "last third", "change", "
 
 
 def rows(tally: Tally) -> list[tuple[object, ...]]:
-    """What is flat, and what is not."""
+    """Rows of the table that says what is flat and what is not."""
     return [
         (
             one.role,
@@ -317,7 +319,7 @@ def rows(tally: Tally) -> list[tuple[object, ...]]:
 
 
 def conclusion(tally: Tally) -> str:
-    """What the minutes so far came to."""
+    """Result of the minutes so far, in words."""
     total = tally.total
     faults = ", ".join(f"{total[fault]} {fault}" for fault in FAULTS if fault in total)
     longest = max((part.seen["longest recovery"] for part in tally.parts), default=0.0)
@@ -329,14 +331,14 @@ def conclusion(tally: Tally) -> str:
 
 
 def summary(tally: Tally) -> str:
-    """The table as Markdown, and what follows from it: docs/explanation/faults.md shows it."""
+    """The table as Markdown and its conclusion, as docs/explanation/faults.md shows them."""
     lines = [COLUMNS, ["---"] * len(COLUMNS), *rows(tally)]
     table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
     return f"{table}\n\n{conclusion(tally)}"
 
 
 def show(tally: Tally) -> None:
-    """The same for a screen."""
+    """Print the same."""
     table = Table(*COLUMNS)
     for row in rows(tally):
         table.add(*row)
@@ -348,7 +350,7 @@ def show(tally: Tally) -> None:
 
 
 def as_kills(part: Part) -> Part:
-    """The faults of a part of the soak, for the tally of all kills."""
+    """The faults of a part of the soak, as a part of the tally of all kills."""
     names = {*FAULTS, "faults", "while starting", "by a resume", "checks"}
     counts = {name: count for name, count in part.counts.items() if name in names}
     counts |= {"in turn": counts["faults"]}

@@ -1,10 +1,11 @@
-"""What a bound on staleness costs, on a virtual clock: the real admission, buffer and batches, made-up durations.
+"""Cost of a bound on staleness, on a virtual clock: real admission, buffer and batches, invented durations.
 
-    python -m benchmarks.staleness            every setting, five seeds: some minutes
+    python -m benchmarks.staleness            every setting, five seeds: several minutes
     python -m benchmarks.staleness --steps 50 --seeds 1
 
-One unit of time is one training step. Answers have log-normal lengths whose median takes one unit; sigma says how heavy
-the tail is. 5 % of the groups fail. A batch is 16 groups. Nothing here depends on the speed of the machine.
+One unit of time is one training step. Answers have log-normal lengths; the median answer takes one unit, and a larger
+sigma means a heavier tail. 5 % of the groups fail. A batch is 16 groups. Nothing here depends on the speed of the
+machine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ POLICIES: tuple[BeyondBound, ...] = ("train", "wait", "mask", "expire")
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the table."""
+    """Settings of one line of the table."""
 
     group_size: int
     sigma: float
@@ -62,7 +63,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one setting came to. Shares are between 0 and 1; "by quartile" goes from short answers to long ones.
+    """Results of one setting. Shares are between 0 and 1; "by quartile" goes from short answers to long ones.
 
     The quartiles are those of the workload's lengths, so they are the same for all policies.
     """
@@ -80,7 +81,7 @@ class Outcome:
 
 
 def settings() -> list[Setting]:
-    """Every combination; without a bound nothing is ever beyond it, and the four policies are one."""
+    """Every combination. Without a bound nothing ever exceeds it, so the four policies are the same and count once."""
     bounded = [(policy, float(eta)) for policy in POLICIES for eta in BOUNDS]
     unbounded: tuple[BeyondBound, float] = ("train", math.inf)
     return [
@@ -92,13 +93,13 @@ def settings() -> list[Setting]:
 
 
 def measure(setting: Setting, steps: int, seed: int) -> Outcome:
-    """One simulated run."""
+    """Do one simulated run."""
     report = SimulatedRun(setting.config, setting.workload, steps=steps, seed=seed).run()
     return outcome(report, cuts(setting.workload))
 
 
 def outcome(report: SimulationReport, cuts: Sequence[float]) -> Outcome:
-    """The numbers of one run."""
+    """Results of one run."""
     tokens = Counter({length: length * count for length, count in report.completions.items()})
     ended = report.completions + report.expired
     return Outcome(
@@ -116,14 +117,14 @@ def outcome(report: SimulationReport, cuts: Sequence[float]) -> Outcome:
 
 
 def cuts(workload: Workload) -> tuple[float, float, float]:
-    """The lengths below which a quarter, a half, three quarters of the answers lie."""
+    """Lengths below which a quarter, a half and three quarters of the answers lie."""
     normal = NormalDist(math.log(workload.median_tokens), workload.sigma)
     first, second, third = (math.exp(normal.inv_cdf(share)) for share in (0.25, 0.5, 0.75))
     return first, second, third
 
 
 def by_quartile(part: Counter[int], whole: Counter[int], cuts: Sequence[float]) -> tuple[float, ...]:
-    """Counts by length -> the share of `part` in `whole`, for each quartile of length.
+    """Share of `part` in `whole` for each quartile of length; both are counts by length.
 
     >>> by_quartile(Counter({3: 1, 40: 30}), Counter({3: 10, 40: 40}), cuts=(5, 10, 20))
     (0.1, 0.0, 0.0, 0.75)
@@ -136,7 +137,7 @@ def by_quartile(part: Counter[int], whole: Counter[int], cuts: Sequence[float]) 
 
 
 def merged(outcomes: Sequence[Outcome]) -> Outcome:
-    """The mean over seeds; of the worst staleness, the largest."""
+    """Mean over seeds; for the worst staleness, the maximum."""
     columns = {name: [getattr(one, name) for one in outcomes] for name in Outcome.__dataclass_fields__}
     worst = max(columns.pop("worst_staleness"))
     means = {
@@ -170,7 +171,8 @@ def main() -> None:
 
 
 def summary(rows: Sequence[dict[str, Any]], group_size: int, sigma: float) -> str:
-    """The table of docs/explanation/staleness.md for one group size and tail, in Markdown; `rows` are the JSON's."""
+    """Table of docs/explanation/staleness.md for one group size and tail, as Markdown; `rows` come from the JSON
+    file."""
     found = {(row["beyond_bound"], row["max_staleness"]): row for row in rows if _is_of(row, group_size, sigma)}
     lines = [
         "| η | train, mask: step time | train: worst staleness | mask: tokens masked "
@@ -203,7 +205,7 @@ def _json(bound: float) -> float | str:
 
 
 def show(lines: Sequence[Setting], outcomes: Sequence[Outcome]) -> None:
-    """Print the table; shares in percent."""
+    """Print the table, with shares in percent."""
     head = ("group", "sigma", "policy", "eta", "step time", "waits", "staleness", "worst", "masked", "by quartile")
     table = Table(*head, "touched", "expired", "by quartile", "dropped")
     for setting, one in zip(lines, outcomes, strict=True):

@@ -1,12 +1,12 @@
-"""Clean stops at random moments: does a run end in time, and is nothing left of it but a run that goes on?
+"""Stops a run at random moments: does it end in time and leave nothing behind, and can it be resumed?
 
     python -m benchmarks.stops                  all fifty
-    python -m benchmarks.stops --stops 11-20    a piece of them; results are added to those of earlier pieces
+    python -m benchmarks.stops --stops 11-20    some of them; results are added to earlier ones
 
-A stop is told by its seed alone: after what of the run it comes (its process, its log, its engine, a training step, the
-last evaluation), how long after, and by which signal. Stops of one piece hit one run after the other; each resumes the
-run that the one before it has stopped, and the last one of a piece is followed by two more steps. In time is 10 seconds
-from the signal to the end of the command.
+The seed of a stop decides what it follows (the start of the process, its log, its engine, a training step, the last
+evaluation), how much later it comes, and its signal. All stops of one command hit the same run: each resumes the run
+that the previous stop has ended, and after the last one the run must train two more steps. In time means that the
+command ends within 10 seconds of the signal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LAST = "measuring the held-out accuracy of the last version"
 
 @dataclass(frozen=True)
 class Stop:
-    """What came of one stop."""
+    """Results of one stop."""
 
     number: int
     after: str
@@ -55,7 +55,7 @@ class Stop:
 
 
 def one_stop(laboratory: Laboratory, run_dir: Path, seed: str, number: int = 0) -> Stop:
-    """Begin or resume the run, stop it, and look at what is left."""
+    """Start or resume the run, stop it, and look for anything left behind."""
     chance = random.Random(seed)
     kinds = list(MOMENTS)
     (after,) = chance.choices(kinds, [MOMENTS[kind][0] for kind in kinds])
@@ -80,7 +80,7 @@ def one_stop(laboratory: Laboratory, run_dir: Path, seed: str, number: int = 0) 
 
 
 def _wait(command: Command, run_dir: Path, after: str, step: int, known: int) -> None:
-    """Return at the moment after which the stop comes; `known` characters of the log are of the run so far."""
+    """Return at the event that the stop follows. The first `known` characters of the log come from earlier commands."""
     match after:
         case "log":
             wait_until(lambda: len(said(run_dir)) > known, "its log", command)
@@ -93,12 +93,13 @@ def _wait(command: Command, run_dir: Path, after: str, step: int, known: int) ->
 
 
 def _allowed(by: signal.Signals, after: str) -> Sequence[int]:
-    """128 + the signal; before the command has begun, what the interpreter makes of it; after its end, 0."""
+    """Allowed exit codes: 128 + the signal; at the very start also Python's own exit by the signal; at the very end
+    also 0."""
     return (128 + by, *((-by,) if after in ("process", "log") else ()), *((0,) if after == "last evaluation" else ()))
 
 
 def left_behind(command: Command, run_dir: Path) -> list[str]:
-    """What a command that has ended should not have left: processes, files, a lock, records that contradict."""
+    """Things that an ended command should not have left: processes, files, a lock, contradictory records."""
     time.sleep(0.1)  # the kernel takes a moment to end what belongs to nobody
     problems = [f"process {pid} is left" for pid in command.processes()]
     problems += [f"{path} is left" for path in (*command.temporary.iterdir(), *shared_files(run_dir))]
@@ -113,7 +114,7 @@ def left_behind(command: Command, run_dir: Path) -> list[str]:
 
 
 def stops(laboratory: Laboratory, numbers: Iterable[int], seed: int) -> list[Stop]:
-    """So many stops of one run, which then has to do two more steps."""
+    """Do these stops on one run, which must then train two more steps."""
     run_dir, found = laboratory.folder / "run", list[Stop]()
     for number in numbers:
         found.append(one_stop(laboratory, run_dir, f"{seed}/{number}", number))
@@ -124,7 +125,7 @@ def stops(laboratory: Laboratory, numbers: Iterable[int], seed: int) -> list[Sto
 
 
 def earlier(seed: int) -> dict[int, Stop]:
-    """The results of earlier pieces."""
+    """Results of earlier commands."""
     path = RESULTS / "stops.json"
     if not path.exists():
         return {}

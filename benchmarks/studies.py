@@ -1,8 +1,8 @@
-"""The studies that come with stretto, as results with their machine.
+"""The studies that come with stretto; saves their results with the machine.
 
     python -m benchmarks.studies staleness [--out studies/staleness] [--seeds 5] [--steps N] [--jobs N]
 
-Started again it goes on where it was stopped; a result holds the runs that are finished.
+An interrupted study continues when it is started again; its result holds the finished runs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The tables of results, made from the committed JSON.
+"""Tables of results, made from the committed JSON files.
 
-    python -m benchmarks.summary > docs/reference/results.md     the whole page
-    python -m benchmarks.summary readme                the rows that the README shows
+    python -m benchmarks.summary > docs/reference/results.md     whole page
+    python -m benchmarks.summary readme                rows for the README
 
-`tests/test_docs.py` holds both pages to what this prints.
+`tests/test_docs.py` checks that both pages show exactly this output.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ which is cached, and the evaluations before and after.
 
 
 def measured(name: str) -> dict[str, Any]:
-    """The results of a benchmark on each processor that it was measured on; the latest first."""
+    """Results of a benchmark on each processor on which it was measured; the latest first."""
     files = [report.RESULTS / f"{name}.json", *sorted(report.RESULTS.glob(f"{name}.*.json"))]
     contents = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
     return {_machine(content["machine"]): content["results"] for content in contents}
@@ -70,7 +70,8 @@ def _latest(name: str) -> Any:
 
 
 def _beside(model: str, system: str, few: bool) -> str:
-    """Ratios over both types, at one sequence or at 64 and more, where the system was measured last."""
+    """Ratios for both dtypes, at one sequence or at 64 and more, on the processor where the system was measured
+    last."""
     rates, told = _rates_with(model, system), []
     for dtype in dict.fromkeys(row["dtype"] for row in rates):
         ratios = [one for count, one in ratios_to(rates, dtype, system).items() if (count == 1 if few else count >= 64)]
@@ -79,13 +80,13 @@ def _beside(model: str, system: str, few: bool) -> str:
 
 
 def _rates_with(model: str, system: str) -> list[dict[str, Any]]:
-    """Rates of generation where the system was measured last."""
+    """Rates of generation on the processor where the system was measured last."""
     everywhere = measured(f"generation-rates-{model}").values()
     return next(rates for rates in everywhere if any(row["system"] == system for row in rates))
 
 
 def unfinished() -> dict[str, str]:
-    """The campaigns that run in parts and have not come to their goal."""
+    """Campaigns in parts that have not reached their goal."""
     kills, schedules = (read(report.RESULTS / f"{name}.json", name).total for name in ("kills", "schedules"))
     random, played = kills["faults"] - kills.get("in turn", 0), schedules["schedules"]
     found = {}
@@ -98,7 +99,7 @@ def unfinished() -> dict[str, str]:
 
 
 def in_parts() -> list[str]:
-    """What docs/explanation/faults.md says of the campaigns that run in parts."""
+    """The text of docs/explanation/faults.md about campaigns in parts."""
     kills, schedules = (read(report.RESULTS / f"{name}.json", name) for name in ("kills", "schedules"))
     in_turn = kills.total.get("in turn", 0)
     return [
@@ -146,7 +147,7 @@ def missed() -> list[str]:
 
 
 def page() -> str:
-    """docs/reference/results.md."""
+    """The text of docs/reference/results.md."""
     machines = dict.fromkeys(where for makes in SECTIONS.values() for name in makes for where in measured(name))
     parts = [_HEAD, *(part for where in machines for part in _on(where))]
     parts += ["## Missed goals\n", "| goal | reached |\n|---|---|\n" + "\n".join(missed()) + "\n"]
@@ -164,7 +165,7 @@ def _on(where: str) -> Iterable[str]:
 
 
 def _said_once(rows: Iterable[str]) -> Iterator[str]:
-    """Rows of a table; the first cells that are those of the row above are signs of repetition."""
+    """Rows of a table, with a repetition sign for the first cells that equal those of the row above."""
     above: list[str] = []
     for row in rows:
         cells = row.split(" | ")
@@ -175,7 +176,7 @@ def _said_once(rows: Iterable[str]) -> Iterator[str]:
 
 
 def learnt() -> str:
-    """The README's sentence about what the demo reaches."""
+    """The README's sentence about the accuracy that the demo reaches."""
     rows = _latest("loop-learns")["rows"]
     starts, ends, seconds = ([row[key] for row in rows] for key in ("initial_accuracy", "final_accuracy", "rl_seconds"))
     return (
@@ -185,7 +186,7 @@ def learnt() -> str:
 
 
 def pretrained() -> str:
-    """What docs/tutorials/own_model.md says of recipes/smollm2.toml."""
+    """The text of docs/tutorials/own_model.md about the results of recipes/smollm2.toml."""
     found = _latest("smollm2")
     before, after = ([one["avg"] for one in found[key]] for key in ("before", "after"))
     shown = f"{len(before)} evaluations of {found['before'][0]['samples']} completions"
@@ -198,7 +199,7 @@ def pretrained() -> str:
 
 
 def _generation(model: str, system: str) -> Iterator[Row]:
-    """A row for each dtype; one sequence and many, so that it shows where the peer is faster."""
+    """A row for each dtype, with one sequence and with many, which shows where the peer is faster."""
     rates = [row for row in _rates_with(model, "vllm") if row["system"] in ("stretto", system)]
     for dtype in ("float32", "bfloat16"):
         ours, theirs = (
@@ -214,7 +215,7 @@ def _generation(model: str, system: str) -> Iterator[Row]:
 
 
 def readme() -> list[str]:
-    """The README's rows: ratios, each beside its peer."""
+    """Rows for the README: ratios, each to its peer."""
     asynchronous = async_sync(_latest("loop-async-sync"))[0]
     synchronous = asynchronous.peer.split(": ")[1].split(";")[0]
     packed = next(row for row in training(_latest("training")) if "padded, 16 rows:" in row.peer)

@@ -1,7 +1,7 @@
-"""A campaign that runs in parts: each part is added, with its machine, to a file that is committed.
+"""A campaign in parts: each part is added, with its machine, to a committed file.
 
-A part is a range of numbers (seeds, runs, minutes) that no other part of the file has, so that nothing counts twice.
-Parts are written one after the other, also from several machines and days; what they come to is in `total`.
+A part is a range of numbers (seeds, runs, minutes) that no other part of the file contains, so that nothing counts
+twice. Parts may come from several machines and days; `total` holds their sum.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Part:
-    """What one part came to.
+    """Results of one part.
 
     Attributes:
         code: the commit, with a "+" where the tree had changes.
-        load: processes that wanted to run on the machine's cores, at its end.
-        counts: sums over the part: added up over all.
-        seen: what is not added up.
-        problems: what was not as it should be; none is what is hoped for.
+        load: load average of the machine at the end of the part.
+        counts: numbers that are added up over all parts.
+        seen: results that are not added up.
+        problems: everything that went wrong; ideally none.
     """
 
     day: str
@@ -73,17 +73,17 @@ class Tally:
 
     @property
     def next(self) -> int:
-        """The first number behind all parts."""
+        """First number after all parts."""
         return 1 + max((part.last for part in self.parts), default=0)
 
 
 def read(path: Path, benchmark: str) -> Tally:
-    """The tally in a file; an empty one if there is none yet."""
+    """Tally in a file; an empty one if there is no file yet."""
     return msgspec.json.decode(path.read_bytes(), type=Tally) if path.exists() else Tally(benchmark)
 
 
 def add(path: Path, benchmark: str, part: Part) -> Tally:
-    """Add a part to a file, which another part may be added to at the same time; what they all come to.
+    """Add a part to a file, also while another process adds one, and return the new tally.
 
     Raises:
         ValueError: some of its numbers are counted already.
@@ -106,7 +106,7 @@ def measured(
     problems: Sequence[str],
     seen: dict[str, Any] | None = None,
 ) -> Part:
-    """A part that ends now, on this machine; `began` is of `time.monotonic`."""
+    """A part that ends now, on this machine; `began` is a time of `time.monotonic`."""
     return Part(
         day=time.strftime("%Y-%m-%d", time.gmtime()),
         machine=machine(),
@@ -122,7 +122,7 @@ def measured(
 
 
 def _code() -> str:
-    """The commit of the code; STRETTO_COMMIT says it for a copy that is no repository."""
+    """Commit of the code, or the value of STRETTO_COMMIT if this copy is not a repository."""
     if given := os.environ.get("STRETTO_COMMIT"):
         return given
     told = subprocess.run(

@@ -1,4 +1,5 @@
-"""The server of Tinker's interface: small calls a second, its overhead over the same loop in Python, several clients.
+"""The server of Tinker's interface: small calls per second, its overhead over the same loop in Python, and several
+clients.
 
     python -m benchmarks.tinker                  a model of 3.4M parameters, adapters of rank 8
     python -m benchmarks.tinker --steps 10
@@ -45,7 +46,7 @@ def data_of(vocabulary: int, sequences: int, tokens: int) -> Data:
 
 
 def small_calls(client: Client, id: str, data: Data, calls: int) -> dict[str, float]:
-    """Calls a second, one after the other."""
+    """Calls per second, made one after the other."""
     found = {}
     began = time.perf_counter()
     for seq in range(1, calls + 1):
@@ -62,12 +63,12 @@ Step = tuple[float, float]
 
 
 def now() -> Step:
-    """Seconds, and CPU seconds of this process."""
+    """Current seconds, and CPU seconds of this process."""
     return time.perf_counter(), time.process_time()
 
 
 def since(began: Step) -> Step:
-    """How many have gone by."""
+    """Seconds and CPU seconds that have passed."""
     wall, cpu = now()
     return wall - began[0], cpu - began[1]
 
@@ -85,7 +86,7 @@ def steps(client: Client, number: int, data: Data, count: int) -> list[Step]:
 
 
 def plain_steps(backend: LocalBackend, data: Data, count: int) -> list[Step]:
-    """Seconds and CPU seconds of each step of the learner itself."""
+    """Seconds and CPU seconds of each step when the learner is called directly."""
     learner, seconds = backend.create(Shape(Lora(8), 7)), []
     datums = [Datum(np.asarray(tokens), {"target_tokens": np.asarray(more["target_tokens"])}) for tokens, more in data]
     for _ in range(count):
@@ -97,7 +98,7 @@ def plain_steps(backend: LocalBackend, data: Data, count: int) -> list[Step]:
 
 
 def measured(model: Path, folder: Path, count: int, calls: int) -> dict[str, Any]:
-    """All of it."""
+    """Do all measurements."""
     backend = backend_of(model)
     data = data_of(backend.vocabulary, SEQUENCES, TOKENS)
     plain_steps(backend, data, 2)
@@ -130,7 +131,7 @@ def measured(model: Path, folder: Path, count: int, calls: int) -> dict[str, Any
 
 
 def main() -> None:
-    """Measure, print, and keep the numbers beside the machine's."""
+    """Measure, print, and save the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="3.4M")
     parser.add_argument("--steps", type=int, default=8)

@@ -1,13 +1,14 @@
-"""The training step against what a user would write instead, on this machine and on the lengths of a real run.
+"""The training step compared with what a user would write instead, on this machine and with the lengths of a real
+run.
 
     python -m benchmarks.training ways            packed beside padded, and beside the step of trl's GRPOTrainer
-    python -m benchmarks.training micro-batches   as few as Algorithm 1 needs, beside a fixed count (paper, figure 6a)
-    python -m benchmarks.training ceiling         which part of the machine's fastest product a step of 48M reaches
-    python -m benchmarks.training records         what it costs that each step records what became of each token
+    python -m benchmarks.training micro-batches   as few as Algorithm 1 needs, or a fixed count (paper, figure 6a)
+    python -m benchmarks.training ceiling         share of the machine's fastest product that a step of 48M reaches
+    python -m benchmarks.training records         cost of recording the training status of every token
     python -m benchmarks.training all
 
-Same model, same answers, same loss; each number of threads is a process of its own, so that torch has its threads from
-the start. What is compared takes turns step by step (trl, whose environment is its own, follows each such process).
+All ways have the same model, answers and loss. Each number of threads gets its own process, so that torch has its
+threads from the start. The compared ways take turns step by step; trl, in its own environment, runs after each process.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SECONDS = 600
 
 
 def step(part: str, model: Path, threads: int, *words: object) -> dict[str, Any]:
-    """One process of `benchmarks.training_steps`: its JSON object."""
+    """Run `benchmarks.training_steps` in its own process, and return its JSON object."""
     command = [sys.executable, "-m", "benchmarks.training_steps", part, str(model), "--threads", str(threads)]
     done = subprocess.run(
         [*command, *map(str, words)],
@@ -58,7 +59,7 @@ def step(part: str, model: Path, threads: int, *words: object) -> dict[str, Any]
 
 
 def ways(models: Path, threads: Sequence[int], steps: int, warm: int) -> list[dict[str, Any]]:
-    """Trained tokens per second of each way, model 3.4M."""
+    """Trained tokens per second of each way, with the 3.4M model."""
     model, size = make("3.4M", models), ("--steps", steps, "--warm", warm)
     rows: list[dict[str, Any]] = []
     table = Table("threads", "way", "trained tokens/s", "packed is times as fast")
@@ -75,7 +76,7 @@ def ways(models: Path, threads: Sequence[int], steps: int, warm: int) -> list[di
 
 
 def _trl(model: Path, threads: int, rows: int, steps: int, warm: int) -> float | str:
-    """Trained tokens per second, or why there is none."""
+    """Trained tokens per second of trl, or the reason why there are none."""
     words = [str(model), str(FILE), "--rows", str(rows), "--steps", str(steps), "--warm", str(warm)]
     try:
         measured = Environment("trl").measure(PEERS / "trl_step.py", *words, threads=threads, seconds=SECONDS)
@@ -85,10 +86,10 @@ def _trl(model: Path, threads: int, rows: int, steps: int, warm: int) -> float |
 
 
 def best(rows: Sequence[dict[str, Any]], threads: int, kind: str) -> float | None:
-    """How many times as fast packed is as the best way of that kind: the smallest ratio.
+    """Smallest speed-up of packed over the ways of that kind.
 
-    Rows that were sorted by length are a way of their own, which transformers' `Trainer` does not go unasked; their
-    ratio stands beside the others.
+    Ways that sort rows by length do not count, because transformers' `Trainer` sorts only if asked to; their ratio is
+    shown beside the others.
     """
     ratios = [
         row["ratio"]
@@ -99,7 +100,7 @@ def best(rows: Sequence[dict[str, Any]], threads: int, kind: str) -> float | Non
 
 
 def of_recipe(models: Path) -> Path:
-    """The model of recipes/arithmetic.toml."""
+    """Build the model of recipes/arithmetic.toml."""
     recipe = load_recipe(ROOT / "recipes" / "arithmetic.toml").model.build
     assert recipe is not None
     if not (path := models / "recipe").exists():
@@ -108,7 +109,8 @@ def of_recipe(models: Path) -> Path:
 
 
 def records(models: Path, steps: int, warm: int) -> list[dict[str, Any]]:
-    """One thread. The recipe's model computes next to nothing for a token: the worst case."""
+    """Cost of recording tokens, with one thread. The recipe's model computes almost nothing per token: the worst
+    case."""
     rows = []
     table = Table("model", "trained tokens of a step", "step, processor s", "with records", "cost", "bytes per token")
     for name, model, count in (("the recipe's", of_recipe(models), 10 * steps), ("3.4M", make("3.4M", models), steps)):
@@ -121,8 +123,11 @@ def records(models: Path, steps: int, warm: int) -> list[dict[str, Any]]:
 
 
 def allocations(models: Path, steps: int, warm: int) -> list[dict[str, Any]]:
-    """Dynamic against fixed micro-batches, one thread: the recipe's model, whose steps are short and whose products are
-    made anew for each length that has not been seen, and one of 3.4M."""
+    """Dynamic micro-batches compared with fixed ones, on one thread.
+
+    The models are the recipe's, whose steps are short and whose products are set up again for each new length, and one
+    of 3.4M parameters.
+    """
     rows = []
     table = Table("model", "tokens at most", "dynamic", "fixed", "dynamic tokens/s", "fixed tokens/s", "gain")
     kinds = (
@@ -142,7 +147,7 @@ def allocations(models: Path, steps: int, warm: int) -> list[dict[str, Any]]:
 
 
 def ceilings(models: Path, threads: Sequence[int], steps: int, warm: int) -> list[dict[str, Any]]:
-    """How near the machine's fastest product a training step of the model 48M comes."""
+    """Share of the machine's fastest product that a training step of the 48M model reaches."""
     model = make("48M", models)
     rows = []
     table = Table("type", "threads", "ceiling GFLOP/s", "step GFLOP/s", "fraction", "tokens/s", "bytes per token")

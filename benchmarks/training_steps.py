@@ -1,12 +1,12 @@
-"""Training steps, timed: one process with its number of threads. Started by `benchmarks.training`.
+"""Timed training steps: one process with a given number of threads. Started by `benchmarks.training`.
 
     python -m benchmarks.training_steps ways MODEL_DIR --threads 1          packed beside padded, step by step in turn
     python -m benchmarks.training_steps micro-batches MODEL_DIR ...         dynamic beside fixed micro-batches
-    python -m benchmarks.training_steps ceiling MODEL_DIR --dtype bfloat16  how much of the machine's products is used
-    python -m benchmarks.training_steps records MODEL_DIR                   with what became of each token on record
+    python -m benchmarks.training_steps ceiling MODEL_DIR --dtype bfloat16  share of the machine's fastest product
+    python -m benchmarks.training_steps records MODEL_DIR                   with and without a record of each token
 
-The last line of standard output is one JSON object. Ways that are compared take their steps in turn, so that whatever
-disturbs the machine disturbs all of them.
+The last line of standard output is one JSON object. Compared ways take their steps in turn, so that other
+work on the machine disturbs all of them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class DealtTrainer(Trainer):
-    """A trainer that cuts each minibatch into a fixed number of micro-batches, rows in their order."""
+    """Trainer that splits each minibatch into a fixed number of micro-batches, with rows in their order."""
 
     count = 1
 
@@ -80,7 +80,7 @@ def _trainer(
 
 
 def packed(model: Path, dtype: str = "float32", micro_batch_tokens: int = 4096) -> Step:
-    """stretto's own step, with everything that a run's step does."""
+    """stretto's own step, with everything that a step of a run does."""
     return _trainer(Trainer, model, dtype, micro_batch_tokens).train
 
 
@@ -92,8 +92,8 @@ def fixed(model: Path, count: int) -> Step:
 
 
 def recorded(model: Path, folder: Path) -> Step:
-    """The same with the tokens of each step on record, and all of it written at the step's end: in a run the thread
-    that writes has the time of the next step."""
+    """The same step, but it also records its tokens and writes the record before it ends. In a run, a thread writes it
+    during the next step."""
     spec = TokensSpec(folder=str(folder), config=TokensConfig().model_dump_json())
     writer = TokenWriter(spec, rank=0)
     trainer = _trainer(Trainer, model, "float32", 4096, writer)
@@ -113,7 +113,7 @@ def padded(model: Path, rows: int, *, by_length: bool = False) -> Step:
 def in_turn(
     ways: Mapping[str, Step], batches: Sequence[Batch], warm: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Seconds of each step of each way, behind `warm` steps that do not count."""
+    """Seconds of each step of each way, after `warm` steps that do not count."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number, one in enumerate(batches):
         for name, step in ways.items():
@@ -142,7 +142,7 @@ def compare(ways: Mapping[str, Step], model: Path, steps: int, warm: int) -> dic
 
 
 def ways(model: Path, steps: int, warm: int) -> dict[str, Any]:
-    """Packed, padded in random order, and padded after sorting by length."""
+    """Measure packed steps, steps padded in random order, and steps padded after sorting by length."""
     kinds: dict[str, Step] = {"packed": packed(model)}
     kinds |= {f"padded, {rows} rows": padded(model, rows) for rows in ROWS}
     kinds["padded, 16 rows by length"] = padded(model, 16, by_length=True)
@@ -150,8 +150,8 @@ def ways(model: Path, steps: int, warm: int) -> dict[str, Any]:
 
 
 def allocation(model: Path, capacity: int, steps: int, warm: int) -> dict[str, Any]:
-    """Micro-batches of at most `capacity` tokens: as few as Algorithm 1 needs for each batch, beside the one count
-    that is enough for every batch of the run."""
+    """Micro-batches of at most `capacity` tokens: as few as Algorithm 1 needs for each batch, or the smallest fixed
+    number that suffices for every batch of the run."""
     lengths = load()
     rows = [[prompt + answer for prompt, answers in groups for answer in answers] for groups in lengths]
     count = fixed_count(rows, capacity)
@@ -163,7 +163,8 @@ def allocation(model: Path, capacity: int, steps: int, warm: int) -> dict[str, A
 
 
 def fixed_count(rows: Sequence[Sequence[int]], capacity: int) -> int:
-    """The smallest number of micro-batches, dealt out in order, none of which ever has more than `capacity` tokens."""
+    """Smallest number of micro-batches such that none ever exceeds `capacity` tokens when rows are dealt out in
+    order."""
     for count in range(1, max(map(len, rows)) + 1):
         if all(sum(part) <= capacity for one in rows for part in dealt(one, count)):
             return count
@@ -171,15 +172,19 @@ def fixed_count(rows: Sequence[Sequence[int]], capacity: int) -> int:
 
 
 def dealt(rows: Sequence[T], count: int) -> list[Sequence[T]]:
-    """`count` parts of equally many rows, or one more, in their order; fewer where there are fewer rows."""
+    """Split rows, in their order, into `count` parts whose sizes differ by at most one; fewer parts if there are fewer
+    rows."""
     count = min(count, len(rows))
     edges = [len(rows) * k // count for k in range(count + 1)]
     return [rows[first:last] for first, last in pairwise(edges)]
 
 
 def records(model: Path, steps: int, warm: int) -> dict[str, Any]:
-    """Steps with and without what became of each token on record: the processor time of all threads, since a hundredth
-    of a step is less than what else runs on a machine takes of its wall time. The run's batches come again."""
+    """Steps with and without recording the training status of every token.
+
+    CPU time of all threads is measured, because the difference, a hundredth of a step, is less than other work on the
+    machine adds to seconds. The run's batches are repeated.
+    """
     lengths = list(islice(cycle(load()), warm + steps))
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     batches = [batch(groups, vocabulary, version) for version, groups in enumerate(lengths)]
@@ -198,7 +203,7 @@ def records(model: Path, steps: int, warm: int) -> dict[str, Any]:
 
 
 def utilisation(model: Path, dtype: str, steps: int, warm: int) -> dict[str, Any]:
-    """Which part of the fastest product's rate a step reaches, and what it takes of memory."""
+    """Share of the fastest product's rate that a step reaches, and the memory that it needs."""
     most = ceiling(getattr(torch, dtype))
     trainer = _trainer(Trainer, model, dtype, 4096)
     vocabulary, lengths = trainer.learner.model.config.vocab_size, load()[: warm + steps]

@@ -1,13 +1,13 @@
-"""How quickly and how well mathematics is judged, beside plain math-verify.
+"""How fast and how well answers in mathematics are judged, compared with plain math-verify.
 
     python -m benchmarks.verifier
 
 Verdicts per second: typical final answers (integers, fractions, roots, tuples, intervals, polynomials, in a sentence or
-a box, a third of them wrong), every one different, judged by two worker processes; the sources of the processes are
-warm. math-verify is called as its documentation says (``verify(parse(gold), parse(answer))``), in the same workers.
-Runs of the two are interleaved; the median counts.
+a box, a third of them wrong), all different, judged by two worker processes, which are warm. math-verify is called as
+its documentation says (``verify(parse(gold), parse(answer))``), in equal workers. Runs of both alternate; the median
+counts.
 
-Accuracy: the 140 public cases of tests/data/math_cases.jsonl. Undecided answers are told apart.
+Accuracy: the 140 public cases of tests/data/math_cases.jsonl. Undecided answers are counted apart.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FRAMES = (
 
 
 def typical(questions: int, seed: int) -> list[list[ScoreItem]]:
-    """Groups of answers to one question each; a third is wrong."""
+    """Groups of answers, one group per question; a third of the answers is wrong."""
     chance = random.Random(seed)
     groups = []
     for number in range(questions):
@@ -68,7 +68,8 @@ def typical(questions: int, seed: int) -> list[list[ScoreItem]]:
 
 
 async def verdicts_per_second(function: str, groups: Sequence[Sequence[ScoreItem]], warm: int) -> float:
-    """By `WORKERS` processes, asked by several callers at once, as a run asks; the first `warm` groups do not count."""
+    """Verdicts per second of `WORKERS` processes that several callers use at once, as in a run; the first `warm` groups
+    do not count."""
     config = RewardsConfig(function=function, workers=WORKERS, timeout=10.0, max_consecutive_undecided=10**9)
     async with RewardPool(config) as pool:
         await asyncio.gather(*[pool.score(group) for group in groups[:warm]])
@@ -84,7 +85,7 @@ async def verdicts_per_second(function: str, groups: Sequence[Sequence[ScoreItem
 
 
 async def accuracy(function: str) -> dict[str, int]:
-    """How the public cases are judged."""
+    """Numbers of public cases that are judged rightly, wrongly or not at all."""
     cases: list[dict[str, Any]] = [json.loads(line) for line in CASES.read_text(encoding="utf-8").splitlines()]
     items = [ScoreItem(prompt="", completion=case["answer"], answer=case["gold"]) for case in cases]
     config = RewardsConfig(function=function, workers=WORKERS, timeout=10.0, max_consecutive_undecided=10**9)
@@ -105,7 +106,7 @@ def _kind(expected: bool, verdict: Verdict) -> str:
 
 
 def measure(questions: int, runs: int) -> dict[str, Any]:
-    """Both judges, interleaved."""
+    """Measure both judges, in alternating runs."""
     rates: dict[str, list[float]] = {judge: [] for judge in JUDGES}
     for run in range(runs):
         for judge, function in JUDGES.items():

@@ -2,10 +2,10 @@
 
     python -m benchmarks.watch [--trajectories 1000000] [--steps 100000] [--spans 1000000]
 
-The run is made up, in the format of real ones: rows of the ledger with their seals, lines of metrics and of spans;
-without payloads. A server is started twice: the first one has read nothing of the run, the second has what the first
-one kept. For both: how long what a browser asks for takes (the list, the run, its curves, its newest trajectories, its
-timeline); for the second: pages of the table, the median of three each, and the memory of the process.
+The run is invented, in the format of real ones: rows of the ledger with their seals, lines of metrics and of spans;
+without payloads. A server is started twice: the first starts without a cache, the second has the cache of the first.
+For both, the requests of a browser are timed (the list, the run, its curves, its newest trajectories, its timeline);
+for the second also pages of the table, as the median of three each, and the memory of the process is measured.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TABLES = (
 
 
 def make_run(path: Path, trajectories: int, steps: int, spans: int) -> None:
-    """Write the run; a fiftieth of the groups has failed, the others were trained, evenly over the steps."""
+    """Write the run. A fiftieth of the groups failed; the others were trained, evenly over the steps."""
     with RunFolder.create(path) as folder:
         folder.write("recipe.toml", f"[trainer]\nsteps = {steps}\n[rollout]\nmax_staleness = 2.0\n")
         folder.write("log.txt", "2026-11-22 03:08:45  ends with exit code 0\n")
@@ -126,7 +126,7 @@ def _write(path: Path, records: Iterator[Any]) -> None:
 
 @contextmanager
 def server(runs: Path, cache: Path) -> Iterator[tuple[httpx.Client, int]]:
-    """A server in a process of its own, and its process id."""
+    """Start a server in its own process; yields a client and the process id."""
     command = [
         sys.executable,
         "-m",
@@ -157,7 +157,8 @@ def server(runs: Path, cache: Path) -> Iterator[tuple[httpx.Client, int]]:
 
 
 def opening(client: httpx.Client) -> tuple[str, float, float]:
-    """The address of the run, the seconds of what a browser asks for, and how much of the ledger was read by then."""
+    """Do the requests of a browser. Returns the address of the run, the seconds, and the share of the ledger read by
+    then."""
     start = time.perf_counter()
     (run,) = client.get("/api/runs").json()["runs"]
     address = f"/api/runs/{run['id']}"
@@ -169,10 +170,10 @@ def opening(client: httpx.Client) -> tuple[str, float, float]:
 
 
 def until(what: str, is_so: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
-    """Ask again and again.
+    """Ask repeatedly until something is so.
 
     Raises:
-        TimeoutError: it is not so after these seconds; names what was waited for.
+        TimeoutError: it is not so after these seconds; the message says what was waited for.
     """
     end = time.monotonic() + seconds
     while not is_so():
@@ -182,7 +183,7 @@ def until(what: str, is_so: Callable[[], bool], seconds: float = PATIENCE_SECOND
 
 
 def parts_kept(cache: Path) -> set[str]:
-    """What the server has kept of a run, by the names of its parts."""
+    """Names of the parts of a run that the server has in its cache."""
     found = set[str]()
     for path in (cache / "watch").glob("*.sqlite"):
         with contextlib.suppress(sqlite3.OperationalError), closing(sqlite3.connect(path)) as connection:
@@ -196,7 +197,7 @@ def _memory_mib(pid: int) -> float:
 
 
 def _tables(client: httpx.Client, address: str) -> dict[str, float]:
-    """By question: the median seconds of three pages."""
+    """Median seconds of three pages, by question."""
     found: dict[str, float] = {}
     for question in TABLES:
         seconds = []

@@ -1,17 +1,20 @@
-"""What a page of `stretto watch` in a browser costs a running run, and how evenly the timeline moves.
+"""Cost of a page of `stretto watch` in a browser to a running run, and how smoothly the timeline moves.
 
-    python -m benchmarks.watch_pages live [--pairs 40] [--seconds 6]       a live run with the page and without, in turn
+    python -m benchmarks.watch_pages live [--pairs 40] [--seconds 6]       a live run with and without it, in turns
     python -m benchmarks.watch_pages frames [--spans 1000000]              zoom and pan over a long timeline
 
-**live**: one run of recipes/arithmetic.toml, which keeps both cores busy; `stretto watch` and a headless Chromium with
-the run's curves. Server and browser are stopped (SIGSTOP) and go on (SIGCONT) in turn, so that both halves of a pair
-are of one run, seconds apart; the order changes from pair to pair, and the first seconds after each change do not
-count. The rate is that of trained tokens, by the ends of the updates; processor seconds are those of all threads.
+**live**: one run of recipes/arithmetic.toml, which keeps both cores busy, with `stretto watch` and a headless Chromium
+that shows the run's curves. Server and browser are stopped (SIGSTOP) and continued (SIGCONT) in turn, so that both
+halves of a pair come from one run, seconds apart. The order alternates from pair to pair, and the first seconds after
+each change do not count. The rate is that of trained tokens, by the ends of the updates; CPU seconds are those of all
+threads.
 
-**frames**: an event for each frame, as a wheel and a pointer send them; the intervals between the calls of
-requestAnimationFrame. `--rate` slows the browser's processor by a factor, as Chromium does for a weaker machine.
+**frames**: each frame gets an event like those of a wheel or a pointer, and the intervals between calls of
+requestAnimationFrame are measured. `--rate` slows the browser by a factor, which is Chromium's way to imitate a weaker
+machine.
 
-On a machine with other work, `echo -20 > /proc/self/autogroup` in a shell of its own (`setsid`) puts all of this first.
+On a machine with other work, `echo -20 > /proc/self/autogroup` in a separate shell (`setsid`) gives all of this
+priority.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ _SCRIPT = """
 
 
 def children() -> dict[int, list[int]]:
-    """By process: those that it has started."""
+    """Child processes of each process."""
     found: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -100,7 +103,7 @@ def children() -> dict[int, list[int]]:
 
 
 def tree(*roots: int) -> list[int]:
-    """These processes and all that descend from them."""
+    """These processes and all their descendants."""
     by, found = children(), [*roots]
     for process in found:
         found += by.get(process, [])
@@ -108,7 +111,7 @@ def tree(*roots: int) -> list[int]:
 
 
 def processor_seconds(processes: Iterable[int]) -> float:
-    """What these processes have used so far, and their children that have ended."""
+    """CPU seconds of these processes so far, and of their children that have ended."""
     total = 0
     for process in processes:
         try:
@@ -120,7 +123,8 @@ def processor_seconds(processes: Iterable[int]) -> float:
 
 
 def prefer(processes: Iterable[int]) -> None:
-    """Give the sessions of these processes the priority of our own: roles and a browser have their own sessions."""
+    """Give the sessions of these processes the priority of our own session: roles and the browser have their own
+    sessions."""
     own = Path("/proc/self/autogroup").read_text().split()[-1]
     for process in processes if own != "0" else ():
         Path(f"/proc/{process}/autogroup").write_text(own)
@@ -134,7 +138,7 @@ def send(number: int, processes: Iterable[int]) -> None:
 
 @contextmanager
 def browser_page(address: str) -> Iterator[tuple[Page, int]]:
-    """A page of a headless Chromium at an address, and the process from which all of the browser's descend."""
+    """Open an address in a headless Chromium; yields the page and the root process of the browser."""
     before = children().get(os.getpid(), [])
     with sync_playwright() as playwright:
         (driver,) = set(children()[os.getpid()]).difference(before)
@@ -152,7 +156,7 @@ def browser_page(address: str) -> Iterator[tuple[Page, int]]:
 
 @dataclass(frozen=True)
 class Window:
-    """What was used in a stretch of time; `begin` and `end` on the monotonic clock."""
+    """CPU seconds used in a stretch of time; `begin` and `end` are on the monotonic clock."""
 
     watched: bool
     begin: float
@@ -178,7 +182,7 @@ def live_run(folder: Path, words: Sequence[str]) -> Iterator[subprocess.Popen[by
 
 
 def window(seconds: float, watched: bool, run: int, watching: int, browser: int) -> Window:
-    """Let server and browser work, or not, and see what all have used meanwhile."""
+    """Let server and browser work, or stop them, and measure what all processes use meanwhile."""
     send(signal.SIGCONT if watched else signal.SIGSTOP, tree(watching, browser))
     time.sleep(_SETTLING_SECONDS)
     groups = (tree(run), tree(watching), tree(browser))
@@ -210,7 +214,7 @@ def live(pairs: int, seconds: float, place: str) -> dict[str, Any]:
 
 
 def trained(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Of a run: when each update ended, and the tokens that were trained until then."""
+    """When each update of a run ended, and the number of tokens trained by then."""
     path = RunFolder.open(folder)
     ends = {span.version + 1: span.end for span in read_spans(path.spans) if span.name == "update"}
     steps = [step for step in read_metrics(path.metrics)[0] if step.step in ends]
@@ -218,7 +222,7 @@ def trained(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compared(windows: Sequence[Window], ends: np.ndarray, tokens: np.ndarray) -> dict[str, Any]:
-    """Rates with the page over rates without, a ratio for each pair; processor seconds for each second of the run."""
+    """Rates with the page over rates without it, one ratio for each pair; also CPU seconds per second of the run."""
 
     def rate(one: Window) -> float:
         low, high = np.interp((one.begin, one.end), ends, tokens)
@@ -242,7 +246,7 @@ def compared(windows: Sequence[Window], ends: np.ndarray, tokens: np.ndarray) ->
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    """The median, its 95% interval by resampling, and the quartiles."""
+    """Median, its 95% interval by resampling, and quartiles."""
     drawn = np.random.default_rng(1).choice(values, (2000, len(values)))
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
     lower, _, upper = quantiles(values, n=4)

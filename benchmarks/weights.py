@@ -1,13 +1,13 @@
-"""Weights over a network: how fast a mirror pulls a version, and how long engines then stop for it.
+"""Weights over a network: how fast a mirror pulls a version, and how long engines then stop to load it.
 
     python -m benchmarks.weights              three minutes, on a machine that does nothing else
     python -m benchmarks.weights --no-ray     without Ray's environment
 
-A version in bfloat16 goes through the loopback from a weights server (a process of its own) into another mailbox: in
-full, and as the difference from the version before, which is one step of 1e-6 for every parameter away. Beside it
-`copy`, a plain copy of the same file in shared memory, and Ray: `put` on one node and `get` on another. Rates count the
-bytes of the version, whatever travelled. Then one, two and four engines (processes of one thread, bfloat16) load the
-version that the mirror has: `verify` is what a thread does before the pause, `pause` the copy; the longest of all.
+A version in bfloat16 is sent over the loopback from a weights server (its own process) to another mailbox: in full, and
+as the difference from the version before, in which every parameter differs by one step of 1e-6. For comparison, `copy`
+is a plain copy of the same file in shared memory, and Ray does a `put` on one node and a `get` on another. Rates always
+count the bytes of the whole version. Then one, two and four engines (processes of one thread, bfloat16) load the
+version from the mirror: `verify` is the work of a thread before the pause, `pause` the copy; the slowest engine counts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ RAY = Path(__file__).parent / "peers" / "ray_put.py"
 
 @dataclass(frozen=True)
 class Place:
-    """Two mailboxes of this machine, and the server of the first."""
+    """Two mailboxes on this machine, and the server of the first."""
 
     run: str
     home: Path
@@ -69,7 +69,7 @@ class Place:
 
 @contextmanager
 def place(model: Path, needed: int) -> Iterator[Place]:
-    """A running weights server."""
+    """Run a weights server during the block."""
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as scratch, ExitStack() as undo:
         run, home, key = f"bench.{os.getpid()}", shared_folder(4 * needed, Path(scratch)), secrets.token_hex(16)
         undo.callback(remove, run, home)
@@ -88,7 +88,7 @@ def place(model: Path, needed: int) -> Iterator[Place]:
 
 
 class Policy:
-    """Parameters in float32 that take a step before each version."""
+    """Parameters in float32, which take a step before each version."""
 
     def __init__(self, model: Path) -> None:
         self._parameters = {name: p.detach() for name, p in load_policy(model).named_parameters()}
@@ -109,7 +109,7 @@ class Policy:
 
 
 class EngineProcess:
-    """An engine that loads versions when it is told to."""
+    """Engine that loads a version when told to."""
 
     def __init__(self, model: Path, place: Place) -> None:
         command = [sys.executable, "-m", "benchmarks.weights", "--engine", str(model), place.run, str(place.away)]
@@ -122,7 +122,7 @@ class EngineProcess:
         self._process.stdin.flush()
 
     def seconds(self) -> tuple[float, float]:
-        """Of verifying and copying the version that it was told of."""
+        """Seconds for verifying the announced version, and for copying it."""
         verify, copy = self._answer().split()
         return float(verify), float(copy)
 
@@ -137,7 +137,8 @@ class EngineProcess:
 
 
 def engine(model: str, run: str, folder: str) -> None:
-    """The process of an engine: a version on each line of its input, its seconds on each of its output."""
+    """Process of an engine: reads a version from each line of its input, and writes its seconds to a line of its
+    output."""
     torch.set_num_threads(1)
     native = NativeEngine.load(Path(model), EngineConfig(dtype="bfloat16", cache_gib=0.1, device="cpu"))
     subscriber = SharedMemorySubscriber(run, Path(folder))
@@ -206,7 +207,7 @@ def _copy(there: Place, version: int) -> float:
 
 
 def ray(sizes: list[int]) -> dict[str, Any] | None:
-    """Ray's rows; None where its environment cannot be made."""
+    """Rows for Ray; None if its environment cannot be built."""
     try:
         return Environment("ray").measure(RAY, "--bytes", *map(str, sizes), threads=1, seconds=240)
     except PeerUnavailable as problem:

@@ -1,10 +1,10 @@
-"""Whether the wheel of stretto works by itself: in an empty environment of each Python that is here.
+"""Does the wheel of stretto work by itself, in an empty environment of each given Python?
 
-    python -m benchmarks.wheels python3.11 python3.12 ...      gigabytes and minutes
+    python -m benchmarks.wheels python3.11 python3.12 ...      needs gigabytes and minutes
 
-The wheel is built from this tree. Each environment gets it, with the newest versions that its metadata allows and
-nothing else; there every module is imported, and a small run trains three steps, outside of the repository. What the
-lowest versions do is `make test-lowest`.
+The wheel is built from this tree. Each environment contains only the wheel and the newest dependencies that its
+metadata allows; in it, every module is imported and a small run trains three steps, outside of the repository.
+`make test-lowest` tests the lowest versions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SECONDS = 3600
 
 
 def run(*words: str | Path, **where: str) -> str:
-    """The output of a command.
+    """Run a command and return its output.
 
     Raises:
-        RuntimeError: it failed; with its last words.
+        RuntimeError: the command failed; the message ends with the last lines of its output.
     """
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
@@ -44,7 +44,7 @@ def run(*words: str | Path, **where: str) -> str:
 
 
 def tried(interpreter: str, wheels: Sequence[Path], folder: Path) -> dict[str, str]:
-    """What became of the wheels with one interpreter."""
+    """Test the wheels with one interpreter, and return the results."""
     version = run(interpreter, "-c", "import platform; print(platform.python_version())").strip()
     try:
         run(interpreter, "-m", "venv", "--clear", folder / "venv")

@@ -1,8 +1,8 @@
-"""Does a policy learn in a conversation? recipes/retry.toml, its held-out accuracy on the way.
+"""Does a policy learn in a conversation? Runs recipes/retry.toml and shows its held-out accuracy during training.
 
     python -m benchmarks.workflows [RUN_DIR]
 
-Without the folder of a run that has ended, it is trained first. `first` is the accuracy of the first of two tries.
+If no folder of an ended run is given, a run is trained first. `first` is the accuracy of the first of two tries.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""On-policy distillation: a small student speaks, a teacher says how likely it finds each token, and the student moves
-towards what the teacher would say. Run it: ``python examples/distill.py``.
+"""On-policy distillation: a small student samples completions, a teacher gives its log-probability of each token, and
+the student is trained towards the teacher. Run it: ``python examples/distill.py``.
 
 The advantage of a token is log teacher - log student: the policy gradient is that of -KL(student || teacher).
 """
@@ -16,7 +16,7 @@ PROMPTS = list("0123456789")
 
 
 def taught(folder: Path, steps: int = 120) -> stretto.Engine:
-    """A teacher that can count: after 3 comes 456789."""
+    """Train a teacher to count in digits (after 3 comes 456789), and return its engine."""
     trainer, engine = stretto.Trainer(folder, learning_rate=1e-2), stretto.Engine.load(folder)
     encode = trainer.tokenizer.encode
     counts = ["".join(str((int(prompt) + step) % 10) for step in range(LENGTH + 1)) for prompt in PROMPTS]

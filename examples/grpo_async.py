@@ -1,5 +1,5 @@
-"""GRPO asynchronously: completions are sampled while the policy is trained, new weights interrupt them in the middle,
-and no token is trained that is more than two versions old. Killed and run again, it goes on from its folder and trains
+"""Asynchronous GRPO: completions are sampled while the policy is trained, new weights interrupt them in the middle, and
+no trained token is more than two versions old. If it is killed and run again, it resumes from its folder and trains
 nothing twice. Run it: ``python examples/grpo_async.py FOLDER``.
 
     tickets ─► engine ─► judge ─► scheduler ─► batch ─► trainer ─► weights ─► engine
@@ -17,13 +17,13 @@ LENGTH = 12
 
 
 def judge(prompt: str, completion: str) -> float:
-    """The share of digits that are one more than the digit before them: after 3 comes 456789012345."""
+    """Share of digits that are one more than the digit before them: after 3 comes 456789012345."""
     digits = [int(digit) for digit in prompt + completion]
     return sum((before + 1) % 10 == digit for before, digit in pairwise(digits)) / LENGTH
 
 
 async def generate(engine: stretto.Engine, scheduler: stretto.Scheduler) -> None:
-    """Start each group as soon as the bound allows it, and judge those that have ended."""
+    """Start each group as soon as the bound allows it, and judge it when it has ended."""
 
     async def answer(ticket: stretto.Ticket) -> None:
         answers = await asyncio.wrap_future(engine.submit(ticket, max_tokens=LENGTH))
@@ -41,7 +41,7 @@ async def train(
         batch = await scheduler.batch()
         learnt = await asyncio.to_thread(trainer.forward_backward, batch, "decoupled_ppo")
         trainer.optim_step()
-        engine.update(trainer.weights())  # in mid-completion: the next token is by these
+        engine.update(trainer.weights())  # mid-completion: these sample the next token
         scheduler.advance(trainer.version, learnt.metrics)
         if trainer.version % 5 == 0:
             trainer.save(folder)
@@ -54,7 +54,7 @@ async def main(folder: Path, steps: int = 100) -> None:
         stretto.build_model(folder / "model", seed=1, alphabet="0123456789", hidden_size=32, layers=1, head_dim=16)
     with stretto.Ledger(folder) as ledger:
         trainer = stretto.Trainer(folder / "model", learning_rate=5e-3)
-        engine = stretto.Engine.load(folder / "model", ledger=ledger)  # which puts its tokens on record, each second
+        engine = stretto.Engine.load(folder / "model", ledger=ledger)  # records its tokens each second
         if (folder / "checkpoints").exists():
             print(f"going on from version {trainer.load(folder)}")
         engine.update(trainer.weights())

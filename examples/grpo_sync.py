@@ -1,7 +1,7 @@
 """GRPO in one process: sample, judge, train, sample again. Run it: ``python examples/grpo_sync.py``.
 
-The policy is shown a digit and is to count on from it: after 3 comes 45678. Its only teacher is the share of steps that
-were right.
+The policy gets a digit and has to count on from it: after 3 comes 456789. The reward is the share of digits that are
+right.
 """
 
 import sys
@@ -14,7 +14,7 @@ LENGTH = 6
 
 
 def judge(prompt: str, completion: str) -> float:
-    """The share of digits that are one more than the digit before them."""
+    """Share of digits that are one more than the digit before them."""
     digits = [int(digit) for digit in prompt + completion]
     return sum((before + 1) % 10 == digit for before, digit in pairwise(digits)) / LENGTH
 

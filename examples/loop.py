@@ -1,12 +1,12 @@
-"""Asynchronous reinforcement learning on one page: generation never waits for training, nor training for generation.
+"""Asynchronous reinforcement learning on one page: generation and training run side by side.
 
     prompt ─► admission ─► engine ─► judge ─► buffer ─► batch ─► trainer ─► weights ─┐
-                 ▲            ▲ interrupted in mid-completion, and goes on by them   │
+                 ▲            ▲ interrupted mid-completion, continues with them      │
                  └────────────┴──────────────────────────────────────────────────────┘
 
-The policy is shown a digit and is to count on from it: after 3 comes 456789012345. At first it knows nothing, and the
-only thing it is told is the share of its steps that were right. Run it: ``python examples/loop.py``. A whole run
-(`stretto train`) has the same parts, each in a process of its own, with a ledger, checkpoints and spare parts.
+The policy gets a digit and has to count on from it: after 3 comes 456789012345. It starts with random weights, and its
+reward is the share of digits that are right. Run it: ``python examples/loop.py``. A whole run (`stretto train`) has the
+same parts, each in a process of its own that is replaced when it dies, with a ledger and checkpoints.
 """
 
 import asyncio
@@ -22,23 +22,23 @@ BOUNDS: dict[str, Any] = {"batch_size": 8, "group_size": 8, "max_in_flight": 4, 
 
 
 def judge(prompt: str, completion: str) -> float:
-    """The share of digits that are one more than the digit before them."""
+    """Share of digits that are one more than the digit before them."""
     digits = [int(digit) for digit in prompt + completion]
     return sum((before + 1) % 10 == digit for before, digit in pairwise(digits)) / LENGTH
 
 
 async def generate(engine: stretto.Engine, scheduler: stretto.Scheduler) -> None:
-    """Until it is cancelled: start each group that may start, judge it when its last completion has ended."""
+    """Start each group that may start, and judge it when its last completion has ended, until cancelled."""
 
     async def answer(ticket: stretto.Ticket) -> None:
-        # The engine samples one token of everything that is under way, in a thread of its own: the trainer computes
-        # meanwhile in another. The completions of one prompt are a group: they are compared with each other.
+        # The engine samples the completions of all groups in flight in a thread of its own; the trainer computes in
+        # another. The completions of one prompt are a group, and are compared with each other.
         future = engine.submit(ticket, max_tokens=LENGTH)
         answers = await asyncio.wrap_future(future)
         scheduler.finish(ticket, answers, [judge(ticket.prompt.text, one.text) for one in answers])
 
-    async with asyncio.TaskGroup() as groups:  # what fails in one of them ends all
-        # Equation 3: of N groups ever started, floor(N / batch) <= version + staleness. Beyond it, generation waits.
+    async with asyncio.TaskGroup() as groups:  # an error of one group ends all
+        # Equation 3: with N groups started before, floor(N / batch_size) <= version + max_staleness; else it waits.
         async for ticket in scheduler.tickets():
             groups.create_task(answer(ticket))
 
@@ -46,14 +46,14 @@ async def generate(engine: stretto.Engine, scheduler: stretto.Scheduler) -> None
 async def train(
     trainer: stretto.Trainer, engine: stretto.Engine, scheduler: stretto.Scheduler, steps: int
 ) -> tuple[list[float], list[int]]:
-    """Take the oldest finished groups, learn from them, load the next version. Returns the mean rewards, and how many
-    versions old each token was."""
+    """Take the oldest finished groups, train on them, load the new version. Return the mean reward of each step, and
+    the age in versions of each trained token."""
     rewards, ages = list[float](), list[int]()
     while trainer.version < steps:
         batch = await scheduler.batch()
         learnt = await asyncio.to_thread(trainer.forward_backward, batch, "decoupled_ppo", advantages="group")
         trainer.optim_step()
-        # Completions under way stop here; their next tokens are sampled by the new weights, and say so.
+        # Completions in flight are interrupted here. Their next tokens are sampled, and stamped, by the new version.
         engine.update(trainer.weights())
         scheduler.advance(trainer.version)
         learned = [trajectory for group in batch.groups for trajectory in group.trajectories]

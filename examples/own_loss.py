@@ -1,5 +1,5 @@
-"""A loss of one's own: a function over log-probabilities, here that of learning from pairs (DPO, arXiv 2305.18290). Of
-two completions the policy is to prefer the first. Run it: ``python examples/own_loss.py``.
+"""A user-defined loss: a function of log-probabilities, here for learning from preference pairs (DPO, arXiv
+2305.18290). The policy learns to prefer the first of two completions. Run it: ``python examples/own_loss.py``.
 """
 
 import random
@@ -17,14 +17,15 @@ Loss = Callable[[Sequence[Tensor], Sequence[stretto.Datum]], tuple[Tensor, dict[
 
 
 def pair(draw: random.Random) -> tuple[str, str, str]:
-    """A digit; four digits that count on from it, and four that do not."""
+    """Draw a digit, four digits that count on from it (chosen), and four random digits (rejected)."""
     first = draw.randrange(10)
     chosen = "".join(str((first + step) % 10) for step in range(1, 5))
     return str(first), chosen, "".join(draw.choices("0123456789", k=4))
 
 
 def preference(before: stretto.Forward) -> Loss:
-    """The loss over pairs: chosen, rejected, chosen, … `before` are the log-probabilities at the start."""
+    """Make the DPO loss over data in the order chosen, rejected, chosen, … `before`: log-probabilities of the reference
+    policy."""
 
     def loss(logprobs: Sequence[Tensor], data: Sequence[stretto.Datum]) -> tuple[Tensor, dict[str, float]]:
         start = [torch.tensor(one) for one in before.logprobs]

@@ -10,7 +10,7 @@ LENGTH = 6
 
 
 def demonstration(digit: int) -> tuple[str, str]:
-    """After 3 comes 456789."""
+    """Prompt and completion for a digit: after 3 comes 456789."""
     return str(digit), "".join(str((digit + step) % 10) for step in range(1, LENGTH + 1))
 
 

@@ -1,6 +1,6 @@
-"""An agent with a tool: it may have a die thrown, and is to say what the die shows. Demonstrations, most of them wrong,
-show how one asks; that the answer is worth repeating it learns from the reward. Run it: ``python
-examples/tool_agent.py``. What the tool says is in the context, and no part of the loss.
+"""An agent with a tool: it may throw a die, and has to say what the die shows. Demonstrations show how to call the
+tool, but most state a wrong number; from the reward the agent learns to repeat the tool's result. Run it: ``python
+examples/tool_agent.py``. The tool's result is in the context, and not in the loss.
 
     r ─► "?" (policy) ─► "=4" (tool) ─► "4" (policy) ─► reward 1
 """
@@ -16,7 +16,7 @@ Turns = list[stretto.TextCompletion | tuple[int, ...]]
 
 
 def demonstration(trainer: stretto.Trainer, draw: random.Random) -> stretto.Datum:
-    """A question to the tool, its answer, and what is said then: one time in three what the die shows."""
+    """A tool call, its result, and a statement, which is right in four of nine cases."""
     shows = draw.randint(1, 6)
     said = draw.choice((shows, draw.randint(1, 6), draw.randint(1, 6)))
     tokens = trainer.tokenizer.encode(f"r?={shows}{said}")
@@ -24,7 +24,7 @@ def demonstration(trainer: stretto.Trainer, draw: random.Random) -> stretto.Datu
 
 
 def converse(engine: stretto.Engine, history: tuple[int, ...], seed: int) -> tuple[Turns, float]:
-    """One trajectory: what was said, the answer of the tool between it, and the reward."""
+    """Make one trajectory: its turns, with the tool's result between them, and its reward."""
     [first] = engine.sample(history, seeds=[seed], max_tokens=1)
     if first.text != "?":
         return [first], 0.0

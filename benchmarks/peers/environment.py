@@ -1,14 +1,15 @@
-"""The environment of a peer or engine: its own packages, made once in the user's cache, reused while its pins last.
+"""Environment of a peer or engine: its own packages, built once in the user's cache and reused until its pins change.
 
-Peers never share stretto's environment: their pins are theirs, and a comparison must not bend either side.
+Peers never share stretto's environment: they keep their own pins, and a comparison must not force either side to
+change.
 
-    python benchmarks/peers/environment.py PEER    makes it and prints its interpreter
+    python benchmarks/peers/environment.py PEER    builds it and prints the path of its interpreter
 
 PEER is one of trl, vllm, sglang, openvino, llamacpp, verifiers, agents, worlds, outlets, ray and tinker. llamacpp is
-built from source, which takes a C++ compiler and ten minutes of two cores.
+compiled from source, which needs a C++ compiler and ten minutes of two cores.
 
 Beside this file: ``requirements-<peer>.txt``; ``requirements-<peer>-alone.txt``, packages whose own pins are wrong for
-this machine, installed without what they ask for; ``overlay/<peer>``, files laid over the installed packages.
+this machine, installed without their dependencies; ``overlay/<peer>``, files copied over the installed packages.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ _COMPILED = ("vllm", "sglang", "transformers", "torch", "sympy", "fastapi", "pyd
 
 
 class PeerUnavailable(RuntimeError):
-    """A peer's environment cannot be made; the message ends with the installer's last words."""
+    """A peer's environment cannot be built, or its script failed; the message ends with the last lines of the program's
+    output."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """One virtual environment, named after its peer and what it is made from; other pins make another one."""
+    """One virtual environment. Its name is the peer and a hash of the files that it is built from, so other pins give
+    another environment."""
 
     peer: str
 
@@ -79,14 +82,15 @@ class Environment:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
     def ready(self) -> bool:
-        """Whether the environment is there, whole, and made from the pins as they stand."""
+        """Whether the environment exists, complete, and built from the current pins."""
         return self._made.exists()
 
     def ensure(self) -> Path:
-        """Make the environment unless it is ready; the path of its interpreter. Another maker is waited for.
+        """Build the environment unless it is ready, and return the path of its interpreter. Waits if another process is
+        building it.
 
         Raises:
-            PeerUnavailable: a package could not be installed: which, and what the installer said.
+            PeerUnavailable: a package could not be installed; says which, with the installer's output.
         """
         if not self.ready():
             with _alone_here(self.folder.with_suffix(".lock")):
@@ -109,16 +113,17 @@ class Environment:
         self._made.touch()
 
     def _compile(self, packages: Path) -> None:
-        """By two processes: a server that starts would compile for minutes, alone."""
+        """Compile to bytecode in two processes; otherwise a starting server would compile for minutes, in one."""
         folders = [str(packages / name) for name in _COMPILED if (packages / name).is_dir()]
         _run([str(self.python), "-m", "compileall", "-q", "-j", "2", *folders], check=False)
 
     def measure(self, script: Path, *words: str, threads: int, seconds: float) -> dict[str, Any]:
-        """Run a script of this folder under the peer's interpreter: the JSON object of its last line.
+        """Run a script of this folder with the peer's interpreter, and return the JSON object in the last line of its
+        output.
 
         Raises:
-            PeerUnavailable: the environment cannot be made, or the script failed, with what it said.
-            subprocess.TimeoutExpired: it took longer than `seconds`.
+            PeerUnavailable: the environment cannot be built, or the script failed; says why.
+            subprocess.TimeoutExpired: the script took longer than `seconds`.
         """
         # Variables that steer torch's thread pools must be there before torch is imported.
         surroundings = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -128,7 +133,8 @@ class Environment:
         return measured
 
     def _install_torch(self) -> None:
-        """The CPU build where there is no NVIDIA driver and an index offers it, the standard build otherwise."""
+        """Install torch: the CPU build if there is no NVIDIA driver and an index offers it, otherwise the standard
+        build."""
         if shutil.which("nvidia-smi") is None:
             try:
                 self._pip(f"torch=={TORCH}+cpu")
@@ -144,7 +150,8 @@ class Environment:
         _run([*pip, *arguments])
 
     def _uv(self, *arguments: str) -> None:
-        """Eight times as fast as pip here. uv does not read pip's settings: the index is handed on."""
+        """Install with uv, which is eight times as fast as pip here. uv does not read pip's settings, so the index is
+        passed to it."""
         settings = _run([str(self.python), "-m", "pip", "config", "list"]).splitlines()
         index = [
             line.partition("=")[2].strip("'\"") for line in settings if "index-url=" in line and "extra" not in line
@@ -156,7 +163,8 @@ class Environment:
 
 @contextmanager
 def _alone_here(lock: Path) -> Iterator[None]:
-    """One process at a time; the lock goes with the process that held it, whatever ends it."""
+    """Hold the lock during the block, so that only one process works there. The lock is released when the process ends,
+    however it ends."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

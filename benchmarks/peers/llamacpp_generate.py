@@ -3,10 +3,10 @@
     PEER=$(python benchmarks/peers/environment.py llamacpp)
     "$PEER" benchmarks/peers/llamacpp_generate.py MODEL_DIR --dtype float32 --sequences 1 16 64 --tokens 192
 
-The loop of llama.cpp's own example for parallel sequences: one token of each in a batch, a sampler for each.
-MODEL_DIR, a Qwen3 model, is written as GGUF first, which is not in the seconds. float32: weights and KV cache.
-bfloat16: weights in BF16, the KV cache in F16, llama.cpp's default. The library is built for this processor when the
-environment is made.
+Uses the loop of llama.cpp's own example for parallel sequences: each batch has one token of each sequence, and each
+sequence has a sampler. MODEL_DIR, a Qwen3 model, is first converted to GGUF, which the seconds do not include. float32:
+weights and KV cache. bfloat16: weights in BF16, KV cache in F16, llama.cpp's default. The library is compiled for this
+processor when the environment is built.
 
 In the peer's favour: no log-probabilities, no text. Prints one JSON object as the last line of standard output:
 ``{"rows": [{"sequences": 64, "tokens": 12288, "seconds": 2.4}, ...], "version": "0.3.36"}``
@@ -68,7 +68,8 @@ def main() -> None:
 
 
 def write(folder: Path, path: Path, kind: gguf.GGMLQuantizationType) -> None:
-    """A Qwen3 folder as GGUF, without a tokenizer; norms stay float32, as in llama.cpp's own converter."""
+    """Convert the folder of a Qwen3 model to GGUF, without a tokenizer. Norms stay float32, as in llama.cpp's own
+    converter."""
     config, writer = json.loads((folder / "config.json").read_text()), gguf.GGUFWriter(path, "qwen3")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -93,7 +94,7 @@ def write(folder: Path, path: Path, kind: gguf.GGMLQuantizationType) -> None:
 
 
 def name_of(name: str) -> str:
-    """What GGUF calls a tensor of Qwen3."""
+    """Name that GGUF uses for a tensor of Qwen3."""
     parts = name.removeprefix("model.").removesuffix(".weight").split(".", 2)
     if parts[0] == "layers":
         return f"blk.{parts[1]}.{NAMES[parts[2]]}.weight"
@@ -101,7 +102,7 @@ def name_of(name: str) -> str:
 
 
 def measure(model: Any, words: argparse.Namespace, count: int) -> dict[str, Any]:
-    """Seconds of each pass over as many prompts."""
+    """Generate for `count` prompts, once for each pass, and return the seconds of each pass."""
     settings = llama.llama_context_default_params()
     length = -(-(PROMPT_TOKENS + words.tokens) // 256) * 256  # llama.cpp rounds it up itself
     settings.n_ctx, settings.n_seq_max = length * count, count
@@ -148,7 +149,8 @@ def generate(context: Any, asked: list[list[int]], tokens: int, most: int) -> in
 
 
 def fill(batch: Any, parts: list[tuple[list[int], int, int]]) -> None:
-    """Tokens of sequences from a position on; the logits of each one's last are wanted."""
+    """Fill the batch with tokens of sequences, each from a position on. Logits are requested for the last token of
+    each."""
     place = 0
     for ids, row, position in parts:
         for number, token in enumerate(ids):
@@ -165,7 +167,7 @@ def decode(context: Any, batch: Any) -> None:
 
 
 def prompts(count: int, vocabulary: int) -> list[list[int]]:
-    """The same prompts as `benchmarks.generators` asks."""
+    """The same prompts that `benchmarks.generators` uses."""
     chance = random.Random(7)
     return [[chance.randrange(2, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 

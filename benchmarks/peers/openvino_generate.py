@@ -3,9 +3,9 @@
     PEER=$(python benchmarks/peers/environment.py openvino)
     "$PEER" benchmarks/peers/openvino_generate.py MODEL_DIR --dtype float32 --sequences 1 16 64 --tokens 192
 
-`ContinuousBatchingPipeline`, the way to answer several prompts at once: optimum-intel exports the model, which is not
-in the seconds. float32: weights, sums and KV cache. bfloat16: the hint bf16, which a processor without AVX512_BF16 or
-AMX may answer by computing in float32; the KV cache is bfloat16.
+Uses `ContinuousBatchingPipeline`, OpenVINO's way to answer several prompts at once. optimum-intel exports the model,
+which the seconds do not include. float32: weights, sums and KV cache. bfloat16: the hint bf16, although a processor
+without AVX512_BF16 or AMX may still compute in float32; the KV cache is bfloat16.
 
 In the peer's favour: no log-probabilities, no text. Prints one JSON object as the last line of standard output:
 ``{"rows": [{"sequences": 64, "tokens": 12288, "seconds": 2.4}, ...], "version": "2026.4.1.0"}``
@@ -95,7 +95,7 @@ def generate(pipeline: genai.ContinuousBatchingPipeline, asked: list[list[int]],
 
 
 def prompts(count: int, vocabulary: int) -> list[list[int]]:
-    """The same prompts as `benchmarks.generators` asks."""
+    """The same prompts that `benchmarks.generators` uses."""
     chance = random.Random(7)
     return [[chance.randrange(2, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 

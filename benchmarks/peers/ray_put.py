@@ -3,8 +3,8 @@
     PEER=$(python benchmarks/peers/environment.py ray)
     "$PEER" benchmarks/peers/ray_put.py --threads 1 --bytes 7000000 270000000
 
-Two nodes on this machine, each with an object store of its own: `put` copies the array into the store of the first,
-`get` is seen from a task on the second, which has asked for it and read one byte. Prints one JSON object as the last
+There are two nodes on this machine, each with its own object store. `put` copies the array into the store of the first;
+`get` is timed in a task on the second, until it has the array and has read one byte. Prints one JSON object as the last
 line of standard output: ``{"rows": [{"bytes": 270000000, "put": 0.2, "get": 0.5}, ...], "version": "2.60.0"}``
 """
 
@@ -28,10 +28,10 @@ STORE = 2 << 30
 
 
 class Reader:
-    """On the other node."""
+    """Actor on the second node."""
 
     def read(self, refs: list[Any]) -> tuple[float, int]:
-        """Seconds until the array is here, and its size."""
+        """Seconds until the array has arrived, and its size."""
         start = time.perf_counter()
         array = ray.get(refs[0])
         size = int(array.nbytes) + int(array[-1]) * 0

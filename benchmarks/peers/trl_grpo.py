@@ -1,4 +1,4 @@
-"""How fast trl's `GRPOTrainer` trains on this machine: the synchronous peer, in its own environment.
+"""How fast trl's `GRPOTrainer`, the synchronous peer, trains on this machine, in its own environment.
 
 Runs under the interpreter that `environment.py trl` prints and imports nothing of stretto:
 
@@ -46,7 +46,7 @@ ATTENTIONS = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one run measured.
+    """Result of one run.
 
     Example: ``{"trajectories_per_second": 150.6, "seconds_per_step": 1.7, "mean_tokens": 35.2, ...}``
     """
@@ -80,7 +80,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def is_right(completion: str, answer: str, marker: str) -> bool:
-    """Whether what follows the last `marker` is the gold answer; without a marker the answer is wrong.
+    """Whether the text after the last `marker` is the gold answer. Without a marker the answer is wrong.
 
     >>> is_right("3+8=11;11+5=16#16", "16", "#"), is_right("3+8=11", "11", "#")
     (True, False)
@@ -97,7 +97,7 @@ def read_prompts(path: Path) -> list[dict[str, str]]:
 
 @dataclass
 class Record:
-    """What the trainer's two call-backs see of each step."""
+    """What the trainer's two callbacks see of each step."""
 
     marker: str
     lengths: list[float] = field(default_factory=list)  # mean answer length of each batch, tokens
@@ -106,7 +106,7 @@ class Record:
     def score(
         self, completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: object
     ) -> list[float]:
-        """trl's reward function: one number per answer."""
+        """Reward function for trl: one number per answer."""
         right = [float(is_right(text, gold, self.marker)) for text, gold in zip(completions, answer, strict=True)]
         self.lengths.append(sum(map(len, completion_ids)) / len(completion_ids))
         self.rewards.append(sum(right) / len(right))
@@ -114,7 +114,7 @@ class Record:
 
 
 class Watch(TrainerCallback):
-    """Marks the moment (s) at which each batch has been trained on."""
+    """Records the time (s) at which training on each batch ended."""
 
     def __init__(self, minibatches: int) -> None:
         self.minibatches = minibatches
@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace) -> Measurement:
 
 
 def trainer_settings(options: argparse.Namespace) -> dict[str, object]:
-    """What `GRPOConfig` is given; an optimizer update takes 1 / minibatches of the answers of a batch."""
+    """Arguments of `GRPOConfig`; an optimizer update uses 1 / minibatches of the answers of a batch."""
     answers = options.groups * options.group_size
     if answers % options.minibatches:
         raise SystemExit(f"--minibatches: {options.minibatches} does not divide the {answers} answers of a batch")
@@ -181,7 +181,7 @@ def trainer_settings(options: argparse.Namespace) -> dict[str, object]:
 
 
 def paged_cache(options: argparse.Namespace) -> dict[str, int]:
-    """Room for every answer of a batch at full length at once; left alone, the cache takes most of the memory."""
+    """Size the cache for all answers of a batch at full length at once; by default it would take most of the memory."""
     answers = options.groups * options.group_size
     pages = -(-(PROMPT_ROOM + options.max_tokens) // PAGE)
     return {"page_size": PAGE, "num_blocks": answers * pages, "max_batch_tokens": max(512, answers)}
@@ -190,7 +190,7 @@ def paged_cache(options: argparse.Namespace) -> dict[str, int]:
 def summary(
     options: argparse.Namespace, marks: Sequence[float], lengths: Sequence[float], rewards: Sequence[float]
 ) -> Measurement:
-    """The measurement over all steps but the first; `marks` are the moments (s) at which the steps ended."""
+    """Result over all steps but the first; `marks` are the times (s) at which the steps ended."""
     seconds = [later - earlier for earlier, later in pairwise(marks)]
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     return Measurement(

@@ -5,9 +5,9 @@ Runs under the interpreter that `environment.py trl` prints and imports nothing 
     PEER=$(python benchmarks/peers/environment.py trl)
     "$PEER" benchmarks/peers/trl_step.py MODEL benchmarks/data/lengths.json --rows 16 --steps 8 --warm 2
 
-The answers come from a `rollout_func` that has them ready. What the trainer does before a step (decoding them, rewards,
-advantages, padding) is left out of its time: the clock runs from there to the end of the optimizer step. `--rows` go
-through the model together, the others of a batch by gradient accumulation. Prints one JSON object as the last line.
+The answers come from a `rollout_func` that has them ready. The trainer's work before a step (decoding them, rewards,
+advantages, padding) does not count: the clock runs from then to the end of the optimizer step. `--rows` rows pass
+through the model at a time, and gradients are accumulated over the batch. Prints one JSON object as the last line.
 
 Settings chosen in the peer's favour: no reference model, no gradient checkpointing, no saving, no logging while the
 clock runs, no data-loader workers, sdpa attention.
@@ -65,7 +65,7 @@ def arguments() -> argparse.Namespace:
 
 @dataclass
 class Answers:
-    """trl's `rollout_func`: batch after batch of random tokens of the lengths in the file."""
+    """A `rollout_func` for trl: batch after batch of random tokens, with the lengths in the file."""
 
     batches: list[list[list[int]]]
     vocabulary: int
@@ -89,7 +89,7 @@ class Answers:
 
 
 class Timed(GRPOTrainer):  # type: ignore[misc]
-    """Knows how long it prepared its inputs."""
+    """Trainer that also adds up the seconds it spends preparing its inputs."""
 
     prepared = 0.0
 
@@ -102,7 +102,7 @@ class Timed(GRPOTrainer):  # type: ignore[misc]
 
 @dataclass
 class Watch(TrainerCallback):
-    """Seconds of each optimizer step, those of preparing its inputs left out."""
+    """Seconds of each optimizer step, without the preparation of its inputs."""
 
     trainer: Timed | None = None
     seconds: list[float] = field(default_factory=list)
@@ -154,7 +154,7 @@ def measure(options: argparse.Namespace) -> Measurement:
 
 
 def settings(rows: int, answers: int, group: int, steps: int) -> dict[str, object]:
-    """What `GRPOConfig` is given: one optimizer step for each batch of `answers`."""
+    """Arguments of `GRPOConfig`: one optimizer step for each batch of `answers`."""
     if answers % rows:
         raise SystemExit(f"--rows: {rows} does not divide the {answers} answers of a batch")
     return {

@@ -1,13 +1,13 @@
-"""The weights of trl's `GRPOTrainer` after each of a few steps on given answers, for settings that are given too.
+"""Weights of trl's `GRPOTrainer` after each of a few steps, on given answers and with given settings.
 
 Runs under the interpreter that `environment.py trl` prints and imports nothing of stretto:
 
     PEER=$(python benchmarks/peers/environment.py trl)
     "$PEER" benchmarks/peers/trl_weights.py MODEL ORDER.json OUT
 
-ORDER has `batches`, each a list of groups ``[prompt ids, [answer ids, ...]]``, and `cases`: by name, what `GRPOConfig`
-is given. Weights go to ``OUT/<case>-<step>.safetensors``. The last line is a JSON object: versions, the defaults of
-`GRPOConfig`, and which of them are its own and not those of transformers' `TrainingArguments`.
+ORDER holds `batches`, each a list of groups ``[prompt ids, [answer ids, ...]]``, and `cases`: the arguments of
+`GRPOConfig` by name of the case. Weights go to ``OUT/<case>-<step>.safetensors``. The last line is a JSON object:
+versions, the defaults of `GRPOConfig`, and which of them differ from those of transformers' `TrainingArguments`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def reward_of(answer: list[int]) -> float:
 
 @dataclass
 class Answers:
-    """trl's `rollout_func`: the batches in their order."""
+    """A `rollout_func` for trl that returns the batches in their order."""
 
     batches: list[list[tuple[list[int], list[list[int]]]]]
     asked: int = 0
@@ -94,7 +94,7 @@ def train(model: Path, batches: list[Any], case: str, settings: dict[str, Any], 
 
 
 def defaults() -> dict[str, Any]:
-    """What a `GRPOConfig` has that was given nothing, where that is a plain value; bf16 as on a GPU that has it."""
+    """Defaults of `GRPOConfig` that are plain values; bf16 as on a GPU that supports it."""
     config = GRPOConfig(output_dir="unused", use_cpu=True, bf16=False)
     values = {one.name: getattr(config, one.name) for one in fields(config)}
     plain = {name: getattr(value, "value", value) for name, value in values.items()}

@@ -74,7 +74,7 @@ def generate(llm: LLM, asked: list[list[int]], tokens: int) -> int:
 
 
 def prompts(count: int, vocabulary: int) -> list[list[int]]:
-    """The same prompts as `benchmarks.generators` asks."""
+    """The same prompts that `benchmarks.generators` uses."""
     chance = random.Random(7)
     return [[chance.randrange(2, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 

@@ -1,10 +1,10 @@
-"""An agent of openai-agents with a calculator, as a service: it asks a run for questions and answers them.
+"""An agent of openai-agents with a calculator, as a service: it gets questions from a run and answers them.
 
-    python examples/agents/calculator.py serve http://127.0.0.1:8790       works for a run until that has ended
-    python examples/agents/calculator.py measure http://127.0.0.1:8790     asks own questions, with the tool and without
+    python examples/agents/calculator.py serve http://127.0.0.1:8790       serves a run until the run has ended
+    python examples/agents/calculator.py measure http://127.0.0.1:8790     measures accuracy with the tool and without
 
-It needs `openai-agents` and nothing of stretto: the gateway is an address to it. `recipes/calculator_agent.toml` is the
-run; `stretto gateway MODEL --port 8790` serves a model without one.
+It needs `openai-agents` and nothing of stretto: it knows only the gateway's address. `recipes/calculator_agent.toml` is
+the run; `stretto gateway MODEL --port 8790` serves a model without a run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from openai import APIError, AsyncOpenAI, ConflictError
 
 INSTRUCTIONS = "Answer with the number alone."
 AT_ONCE = 32
-TURNS = 3  # of one conversation
-TEMPERATURE = 0.7  # a run samples by its recipe, which has the same
-QUESTIONS = 256  # that are measured
+TURNS = 3  # most turns of a conversation
+TEMPERATURE = 0.7  # same as in the recipe; in a run the recipe's counts
+QUESTIONS = 256  # of a measurement
 PATIENCE = 300.0  # seconds without a run before the service gives up
 
 
@@ -41,19 +41,20 @@ def calculator(expression: str) -> str:
 
 
 async def answer(session: dict[str, Any], model: str, question: str, tools: list[Any]) -> str:
-    """What the agent says in the end; nothing if it does not come to an end, or calls what is not there."""
+    """Let the agent answer a question in a session. Return its final output; "" if it reaches no end, or calls an
+    unknown tool."""
     async with AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
         chat = OpenAIChatCompletionsModel(model=model, openai_client=client)
         settings = ModelSettings(temperature=TEMPERATURE)
         agent = Agent(name="calculator", instructions=INSTRUCTIONS, model=chat, model_settings=settings, tools=tools)
         try:
             return str((await Runner.run(agent, question, max_turns=TURNS)).final_output)
-        except (AgentsException, ConflictError):  # a conflict: the run has ended the session meanwhile
+        except (AgentsException, ConflictError):  # conflict: the run has ended the session meanwhile
             return ""
 
 
 async def serve(http: httpx.AsyncClient) -> None:
-    """One question after the other, until the run has been gone for a while."""
+    """Answer one question of the run after the other, until the run cannot be reached for a while."""
     missed, served = 0.0, False
     while missed < (3.0 if served else PATIENCE):
         try:
@@ -70,12 +71,12 @@ async def serve(http: httpx.AsyncClient) -> None:
         try:
             await answer(session, session["model"], session["task"]["prompt"], [calculator])
             await http.post(f"/sessions/{session['id']}/end")
-        except (APIError, httpx.TransportError) as problem:  # the run knows of no end, and counts a failure
+        except (APIError, httpx.TransportError) as problem:  # the session is not ended, so the run counts a failure
             print(f"session {session['id']}: {problem}", file=sys.stderr)
 
 
 async def measure(http: httpx.AsyncClient) -> None:
-    """Print the accuracy on questions of its own, with the tool and without."""
+    """Print the accuracy on random questions, with the tool and without."""
     chance, room = random.Random(3), asyncio.Semaphore(AT_ONCE)
     pairs = [(chance.randrange(100, 1000), chance.randrange(100, 1000)) for _ in range(QUESTIONS)]
 
@@ -92,7 +93,7 @@ async def measure(http: httpx.AsyncClient) -> None:
 
 
 async def main(what: str, address: str) -> None:
-    """`what` is serve or measure."""
+    """Serve a run, or measure, by `what` ("serve" or "measure"), at the gateway's address."""
     set_tracing_disabled(True)
     async with httpx.AsyncClient(base_url=address, timeout=600, trust_env=False) as http:
         if what == "serve":

@@ -1,10 +1,10 @@
-"""Makes what `recipes/calculator_agent.toml` starts from: a small chat model that has seen a tool used, sometimes.
+"""Make the start of `recipes/calculator_agent.toml`: a small chat model that has sometimes seen a tool used.
 
     python examples/agents/calculator_model.py build/calculator
 
-The folder gets ``policy`` (a model folder: a tokenizer with the tokens of ChatML and of tool calls, a chat template,
-weights) and ``questions.jsonl``. The demonstrations show products of two numbers: most guess the product at once, which
-a small model cannot learn; some call the calculator and copy its result, which it can.
+It writes ``policy`` (a model folder: a tokenizer with the tokens of ChatML and of tool calls, a chat template, weights)
+and ``questions.jsonl``. The demonstrations multiply two numbers: most state the product at once, which a small model
+cannot learn; some call the calculator and copy its result, which it can learn.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ steps = 1
 
 
 def question(chance: random.Random) -> tuple[int, int]:
-    """Two numbers of three digits."""
+    """Draw two random numbers of three digits."""
     return chance.randrange(100, 1000), chance.randrange(100, 1000)
 
 
 def conversations(count: int, seed: int) -> Iterator[list[dict[str, Any]]]:
-    """Conversations of the assistant with its calculator, each to its end."""
+    """Yield complete conversations of the assistant, a quarter of them with calls of its calculator."""
     chance = random.Random(seed)
     for number in range(count):
         one, other = question(chance)
@@ -103,19 +103,19 @@ def conversations(count: int, seed: int) -> Iterator[list[dict[str, Any]]]:
 
 @cache
 def template() -> jinja2.Template:
-    """As transformers compiles it."""
+    """Compile the chat template in the same way as transformers."""
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = json.dumps
     return environment.from_string(TEMPLATE)
 
 
 def rendered(conversation: list[dict[str, Any]], *, opening: bool = False) -> str:
-    """The text of a conversation; `opening` adds how an answer begins."""
+    """Text of a conversation by the chat template. `opening`: add the beginning of the next assistant turn."""
     return template().render(messages=conversation, tools=TOOLS, add_generation_prompt=opening)
 
 
 def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Bytes, and the pieces that these texts repeat; digits stay by themselves."""
+    """Train a byte-level BPE tokenizer on these texts. Each digit is a token of its own."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -138,7 +138,7 @@ def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def build(words: PreTrainedTokenizerFast, folder: Path) -> None:
-    """A model with random weights."""
+    """Write a model with random weights, and the tokenizer `words`, to `folder`."""
     architecture = AutoConfig.for_model(
         "qwen3", vocab_size=len(words), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, head_dim=16, intermediate_size=128, max_position_embeddings=CONTEXT,
@@ -151,7 +151,7 @@ def build(words: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Make the folder."""
+    """Write all files to `folder`, and train the policy on the demonstrations."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = list(conversations(12_000, seed=1))
     build(tokenizer([rendered(one) for one in shown[:: len(shown) // 1_000]]), folder / "base")

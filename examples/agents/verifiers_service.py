@@ -1,11 +1,11 @@
-"""An environment of verifiers makes the trajectories of a run: a service that asks the run for sessions.
+"""Trajectories of a run made by an environment of verifiers: a service that asks the run for sessions.
 
-    python verifiers_service.py questions TASKSET FILE.jsonl      once: the questions of the run
-    python verifiers_service.py serve ADDRESS TASKSET HARNESS     beside the run, until that has ended
+    python verifiers_service.py questions TASKSET FILE.jsonl      once: writes the questions of the run
+    python verifiers_service.py serve ADDRESS TASKSET HARNESS     during the run, until it has ended
 
 TASKSET and HARNESS are verifiers' names. The recipe has `[task]` with this file, `[workflow]` with kind "agent" and no
-command, and `[gateway]` with the port of ADDRESS. The harness runs in this process, or where its runtime says; each
-rollout is a session, and its reward is the trace's. It needs `verifiers` 0.4 and nothing of stretto.
+command, and `[gateway]` with the port of ADDRESS. The harness runs in this process, or where its runtime says. Each
+rollout is a session, with the reward of its trace. It needs `verifiers` 0.4 and nothing of stretto.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from verifiers.v1.runtimes import SubprocessConfig
 from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
 AT_ONCE = 16
-MOST = 10_000  # tasks of a set, which may be without end
+MOST = 10_000  # most tasks of a set, which may be infinite
 PATIENCE = 300.0  # seconds without a run before the service gives up
 
 
 def tasks_of(taskset: str) -> list[Any]:
-    """The tasks; the place of one in the list is the `idx` of its question."""
+    """Load the tasks of a set. The index of a task in the list is the `idx` of its question."""
     return list(islice(load_taskset(taskset_config_type(taskset)(id=taskset)), MOST))
 
 
 def write_questions(taskset: str, file: Path) -> None:
-    """The reward comes from verifiers, so that the gold answer is a word that nobody reads."""
+    """Write one question for each task to `file`. The gold answer is a placeholder, because the reward comes from
+    verifiers."""
     rows = ({"prompt": str(task.data.prompt), "answer": "-", "idx": idx} for idx, task in enumerate(tasks_of(taskset)))
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 async def rollout(http: httpx.AsyncClient, session: dict[str, Any], task: Any, harness: str) -> None:
-    """One trajectory of the run."""
+    """Make one trajectory of the run: let the harness solve the task in the session, then report its reward and end
+    it."""
     config = AgentConfig(
         harness={"id": harness},
         model=session["model"],
@@ -56,7 +58,7 @@ async def rollout(http: httpx.AsyncClient, session: dict[str, Any], task: Any, h
 
 
 async def serve(http: httpx.AsyncClient, tasks: list[Any], harness: str) -> None:
-    """One rollout after the other, until the run has been gone for a while."""
+    """Make one rollout after the other, until the run cannot be reached for a while."""
     missed, served = 0.0, False
     while missed < (3.0 if served else PATIENCE):
         try:
@@ -73,7 +75,7 @@ async def serve(http: httpx.AsyncClient, tasks: list[Any], harness: str) -> None
 
 
 async def main(address: str, taskset: str, harness: str) -> None:
-    """Several at once."""
+    """Serve a run at `address` with several rollouts at the same time."""
     tasks = tasks_of(taskset)
     async with httpx.AsyncClient(base_url=address, timeout=600, trust_env=False) as http:
         await asyncio.gather(*(serve(http, tasks, harness) for _ in range(AT_ONCE)))

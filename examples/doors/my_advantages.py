@@ -1,4 +1,4 @@
-"""An estimator of advantages: completions are compared by their rank in the group, so that outliers weigh no more.
+"""An advantage estimator: completions are compared by their rank in the group, so that outliers weigh no more.
 
 [algorithm]
 advantages = { kind = "my_advantages:ranks", scale = 1.0 }
@@ -19,7 +19,7 @@ Scale = Annotated[float, Field(gt=0, description="advantage of the best of a lar
 
 @declare(compares=True)
 def ranks(groups: Sequence[Sequence[RewardedCompletion]], *, scale: Scale = 1.0) -> list[list[float]]:
-    """(completions with a smaller reward - completions with a larger one) / completions of the group."""
+    """(completions with a smaller reward - completions with a larger reward) / completions of the group."""
     found = []
     for group in groups:
         rewards = [completion.total for completion in group]

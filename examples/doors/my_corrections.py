@@ -1,4 +1,4 @@
-"""A correction: weights are bounded from both sides, and none is 0.
+"""A correction: weights are clamped to an interval, and none becomes 0.
 
 [algorithm]
 correction = { kind = "my_corrections:between", low = 0.5, high = 2.0 }
@@ -19,6 +19,6 @@ High = Annotated[float, Field(ge=1, description="larger weights become this")]
 
 
 def between(tokens: LossTokens, *, low: Low = 0.5, high: High = 2.0) -> Weights:
-    """Weights outside of the bounds become the nearer bound."""
+    """Clamp the weights to `low` … `high`."""
     weight = behavior_weight(tokens)
     return Weights(weight.clamp(low, high), (weight < low) | (weight > high))

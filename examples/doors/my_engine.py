@@ -1,10 +1,10 @@
-"""A make of inference server: vLLM, started as a step of the Slurm job that the run is in.
+"""An inference server: vLLM, started as a step of the Slurm job in which the run is.
 
     [engine]
     kind = "my_engine:OnSlurm"
     python = "/home/me/vllm/bin/python"
 
-Another server than vLLM or SGLang is a class with all methods of `stretto_servers.make.Make`.
+A server other than vLLM or SGLang is a class with all methods of `stretto_servers.make.Make`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from stretto_servers.vllm import VllmServer
 
 
 class OnSlurm(VllmServer):
-    """One server; how it is spoken to, and what it can do, is as for vLLM."""
+    """One server, with the interface and the capabilities of vLLM."""
 
     @staticmethod
     def launch(config: EngineConfig, model: str, port: int) -> Launch:
-        """How a server is started: by `srun`, with the processors that `engine.threads` asks for."""
+        """Command that starts the server: by `srun`, with `engine.threads` CPU cores."""
         launch = VllmServer.launch(config, model, port)
         step = ("srun", "--ntasks=1", "--overlap", f"--cpus-per-task={config.threads}")
         return replace(launch, command=(*step, *launch.command))

@@ -1,4 +1,4 @@
-"""A filter: of completions with one text, only the first of a group is trained on.
+"""A filter: of completions of a group with equal texts, only the first is trained on.
 
     [rollout]
     filter = { kind = "my_filters:repeated", shortest = 8 }
@@ -15,11 +15,11 @@ from pydantic import Field
 
 from stretto.core.records import Group
 
-Shortest = Annotated[int, Field(ge=0, description="characters from which on texts are compared")]
+Shortest = Annotated[int, Field(ge=0, description="shorter texts are not compared")]
 
 
 def repeated(group: Group, *, shortest: Shortest = 8) -> Mapping[str, str]:
-    """The reason for each trajectory that is refused, by its id."""
+    """Return the reason for each refused trajectory, by its id."""
     first: dict[str, str] = {}
     reasons = {}
     for trajectory in group.trajectories:

@@ -1,4 +1,4 @@
-"""A loss: PPO's ratio is held near 1 by a quadratic term in place of the clip.
+"""A loss: a quadratic penalty instead of the clip keeps PPO's ratio near 1.
 
 [algorithm]
 loss = { kind = "my_losses:quadratic", width = 0.2 }

@@ -1,4 +1,4 @@
-"""An outlet: the numbers of each step as lines of a table, in the run's folder.
+"""An outlet: the numbers of each step as rows of a CSV file in the run folder.
 
 [logging]
 to = ["wandb", "my_tools:Table"]
@@ -16,24 +16,24 @@ from stretto_report.outlets.points import MetricsPoint
 
 
 class Table:
-    """Made in a process of its own, and again after a death; `cursor.run` is then what `run` was."""
+    """Created in a process of its own, and again after the process died; then `cursor.run` is the `run` of before."""
 
     def __init__(self, about: About, cursor: Cursor) -> None:
         self.run = cursor.run or about.name
         self._path = about.folder / "table.csv"
 
     def send(self, points: Sequence[MetricsPoint], first: int) -> None:
-        """`first` is the number of the first among all points: one that is sent a second time has the same."""
+        """`first`: index of the first point among all; a point that is sent again has the same index."""
         with self._path.open("a", newline="") as file:
             rows = ((first + at, point.curve, point.step, dict(point.values)) for at, point in enumerate(points))
             csv.writer(file).writerows(rows)
 
     def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
-        """Completions are left out."""
+        """Completions are not written."""
 
     def alarm(self, alarm: Alarm) -> None:
         with self._path.open("a", newline="") as file:
             csv.writer(file).writerow(("alarm", alarm.title, alarm.first_step, alarm.message))
 
     def close(self, how: How) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

@@ -1,4 +1,4 @@
-"""Two roles of one policy in one trajectory: conversations of their own, answered side by side, rewarded apart."""
+"""Two roles of one policy in one trajectory: separate conversations, generated side by side, rewarded separately."""
 
 from __future__ import annotations
 

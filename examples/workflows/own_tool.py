@@ -1,6 +1,6 @@
-"""A tool of one's own, for a model without a chat template: what stands between ``?`` and the end is looked up.
+"""A user-defined tool for a model without a chat template: the text after the last ``?`` of a completion is looked up.
 
-The call is on record before it is made: after a crash of the run it is not made a second time.
+The call is on record before it is made, so it is not made again after a crash of the run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,6 @@ class Asking(stretto.Workflow):
         _, asked, question = reply.text.rpartition("?")
         if asked:
             found = await chat.tool("look_up", {"sum_of": question}, look_up)
-            chat.say(f"={found};" if found.isdecimal() else ";")  # what the tool raises is text, too
+            chat.say(f"={found};" if found.isdecimal() else ";")  # an exception of the tool is returned as text
             reply = await chat.generate()
         return await chat.score(reply.text)

@@ -1,4 +1,4 @@
-"""A workflow of one's own: the model tries again when it is wrong, and each try has its reward.
+"""A user-defined workflow: the model tries again when it is wrong, and each try gets its own reward.
 
 In a recipe beside this file::
 

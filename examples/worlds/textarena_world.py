@@ -14,24 +14,24 @@ import threading
 
 import textarena
 
-_SEEDING = threading.Lock()  # games draw from the random numbers of the process
+_SEEDING = threading.Lock()  # games share the random generator of the process
 
 
 class Game:
-    """One game. Its observations repeat what was said before; only what is new is told."""
+    """One game. An observation of textarena repeats the earlier text; only the new part is returned."""
 
     def __init__(self, name: str) -> None:
         self._name, self._told = name, ""
 
     def reset(self, seed: int) -> str:
-        """Begin; the rules."""
+        """Begin a game; return the rules."""
         with _SEEDING:
             self._game = textarena.make(self._name)
             self._game.reset(num_players=1, seed=seed % 2**32)
         return self._news()
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """A move: what is new, the reward at the end, whether this is it."""
+        """Make a move; return the new text, the reward (at the end), and whether the game has ended."""
         done, _ = self._game.step(action)
         if not done:
             return self._news(), 0.0, False
@@ -39,7 +39,7 @@ class Game:
         return "", float(rewards[0]), True
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Nothing to release."""
 
     def _news(self) -> str:
         _, text = self._game.get_observation()

@@ -109,7 +109,7 @@ def test_a_lie_of_the_server_behind_it_arrives_as_one(tmp_path: Path) -> None:
 
 
 def test_what_is_no_message_is_the_loss_of_the_engine(tmp_path: Path) -> None:
-    with pytest.raises(EngineLost, match="no engine of ours sends"):
+    with pytest.raises(EngineLost, match="no stretto engine sends"):
         heard(tmp_path, frame({"hello": 1}), generated)
 
 

@@ -91,9 +91,9 @@ def test_requests_that_follow_each_other_share_a_connection(
         (
             b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 4\r\n\r\noops",
             WireError,
-            "a reply that no engine of ours sends",
+            "a reply that no stretto engine sends",
         ),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\noops", WireError, "a reply that no engine of ours sends"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\noops", WireError, "a reply that no stretto engine sends"),
     ],
 )
 def test_a_reply_that_is_none_is_a_named_error(

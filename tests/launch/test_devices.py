@@ -1,8 +1,9 @@
 """Promises: `--dry-run` says which GPU each rank and engine has, what it needs there and how a shared one is split;
-the same ids are in the specs of the roles and in the environment of their processes; too many ranks, GPUs that differ
-or are too small, a driver older than torch's CUDA and interfaces that are not there are refused before anything starts;
-a warm start is placed and estimated like a rank; float32 on a GPU is said to be slow; a rank that runs out of memory is
-named, the trainer restarted once, and then the run ends with what needs less.
+the same ids are in the specs of the roles and in the environment of their processes; what is on a GPU is not counted
+in the machine's memory; too many ranks, GPUs that differ or are too small, a driver older than torch's CUDA and
+interfaces that are not there are refused before anything starts; a warm start is placed and estimated like a rank;
+float32 on a GPU is said to be slow; a rank that runs out of memory is named, the trainer restarted once, and then the
+run ends with what needs less.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from stretto.launch.preflight.devices import (
     unplaced,
     usable_gpus,
 )
+from stretto.launch.preflight.estimates import engine_parts, estimate_memory
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.preflight.trainable import too_many_ranks
 from stretto.launch.recipe.recipe import load_recipe
@@ -196,6 +198,14 @@ def test_a_machine_without_gpus_is_not_said_to_run_what_asks_for_one(plan_for: P
     assert unplaced(recipe.model_copy(update={"trainer": asking})) == (
         "trainer.device asks for a GPU, and this machine shows none; STRETTO_GPUS=8x80 assumes eight of 80 GiB"
     )
+
+
+def test_what_is_on_a_gpu_is_not_counted_in_the_machine_s_memory(plan_for: PlanFor) -> None:
+    plan = plan_for()
+    beside = estimate_memory(replace(plan, seats=seats_of(plan, assumed_gpus("1x80"))))
+    here = estimate_memory(plan_for("trainer.device=cpu", "engine.device=cpu"))
+    assert here.trainer - beside.trainer == here.rank.total == beside.rank.total
+    assert here.engines - beside.engines == sum(engine_parts(plan).values())
 
 
 def test_what_nccl_holds_is_counted_for_each_of_its_groups(plan_for: PlanFor) -> None:

@@ -11,7 +11,9 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import stretto
@@ -72,6 +74,8 @@ def test_every_reader_says_how_a_run_ended_and_it_is_resumed_after_each(laborato
 
         shutil.rmtree(run_dir / "policy" / f"v{before:06d}", ignore_errors=True)  # as if killed between these two
         (run_dir / "policy" / f".v{before:06d}.4711.partial").mkdir()
+        with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as ledger, ledger:  # as if killed before this record
+            ledger.execute("UPDATE steps SET published_version = NULL WHERE step = ?", (before,))
         with laboratory.train(run_dir, *ENDLESS, "--resume") as resumed:
             wait_for_step(resumed, steps_done(run_dir) + 1)
             assert stretto.open_run(run_dir).state == "running"
@@ -103,5 +107,8 @@ def test_every_reader_says_how_a_run_ended_and_it_is_resumed_after_each(laborato
     assert (found.steps, found.trajectories.failed) == (last, 0)
     assert sorted(path.name for path in (run_dir / "policy").iterdir()) == [f"v{at:06d}" for at in range(last + 1)]
     assert not list((run_dir / "checkpoints").glob(".*"))
+    shown = [json.loads(row) for row in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert shown
+    assert all(sample["prompt"] and sample["answer"] for sample in shown)
     trained = [one["trained_step"] for one in exported(laboratory, run_dir) if one["state"] == "trained"]
     assert sorted(trained) == [step for step in range(1, last + 1) for _ in range(2 * 4)]

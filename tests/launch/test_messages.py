@@ -87,9 +87,7 @@ def test_a_warm_up_that_does_not_end_is_told(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL)
     assert list(schedule_notes(load_recipe(path, ["trainer.warmup_steps=2"]))) == []
     (note,) = schedule_notes(load_recipe(path, ["trainer.warmup_steps=30"]))
-    assert note == (
-        "trainer.warmup_steps = 30 of trainer.steps = 3: the learning rate comes to 2e-06 at the end, and not to 2e-05"
-    )
+    assert note == ("trainer.warmup_steps = 30 of trainer.steps = 3: the learning rate reaches only 2e-06, not 2e-05")
 
 
 def test_a_name_of_the_hub_is_told_from_a_path_that_is_wrong(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_a_proof_that_is_sent_back_to_its_maker_proves_nothing() -> None:
         hello = far.recv(65536)
         far.sendall(hello)
 
-    with beside(mirror) as (near, _), pytest.raises(HandshakeRefused, match="rank 0 speaks out of turn"):
+    with beside(mirror) as (near, _), pytest.raises(HandshakeRefused, match="rank 0 sent a message out of order"):
         greet(near)
 
 
@@ -178,7 +178,7 @@ def test_a_proof_that_is_sent_back_to_its_maker_proves_nothing() -> None:
         (b"\x05\x00", "rank 1 closed the connection during the handshake"),
         (b"GET / HTTP/1.1\r\n\r\n", "rank 1 speaks another language: a message of 542,393,671 bytes"),
         (frame({"type": "_Hello"}), "rank 1 speaks another language"),
-        (frame(handshake._Proof(b"m" * 32)), "rank 1 speaks out of turn"),
+        (frame(handshake._Proof(b"m" * 32)), "rank 1 sent a message out of order"),
     ],
 )
 def test_a_stranger_is_named_and_let_go(said: bytes, how: str) -> None:

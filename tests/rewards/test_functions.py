@@ -113,7 +113,7 @@ def test_the_last_number_is_compared_with_the_number_of_the_gold_answer(
     completion: str, answer: str, right: bool | None
 ) -> None:
     if right is None:
-        with pytest.raises(Undecided, match="is no number"):
+        with pytest.raises(Undecided, match="is not a number"):
             last_number("", completion, answer)
     else:
         assert last_number("", completion, answer) is right

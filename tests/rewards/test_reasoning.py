@@ -90,7 +90,7 @@ def test_a_question_that_is_not_the_same_when_it_is_made_again_is_not_judged() -
         gold("", "", other)
     assert gold("", "", question.answer)
     for broken in ("42", "{}", '{"task": 3}'):
-        with pytest.raises(Undecided, match="none of a reasoning-gym source"):
+        with pytest.raises(Undecided, match="not from a reasoning-gym source"):
             gold("", "", broken)
 
 

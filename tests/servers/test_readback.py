@@ -247,7 +247,7 @@ def test_a_file_that_is_not_the_trainers_is_named_whatever_the_workers_tell(tmp_
 @pytest.mark.parametrize("text", ["", "F32 4 1 1", "F32 4 a 1 1", "F32 4 1 1 1 1"])
 def test_what_no_worker_tells_of_its_memory_is_an_error(tmp_path: Path, text: str) -> None:
     save_file(published(), tmp_path / "model.safetensors")
-    with pytest.raises(WireError, match="says of its memory what cannot be"):
+    with pytest.raises(WireError, match="reports malformed checksums of its memory"):
         compare(tmp_path, digests(published()), [{"model.norm.weight": text}])
 
 

@@ -218,7 +218,7 @@ def test_what_is_not_served_says_its_name_and_why(address: str) -> None:
     assert "project_id: is not served: there are no projects" in client.post("create_session", project).json()["detail"]
     both = {"model_id": id, "seq_id": 4, "adam_params": {"learning_rate": 1e-2}, "optimizer_params": {"type": "adamw"}}
     assert (
-        "optimizer_params: beside adam_params"
+        "optimizer_params: given together with adam_params"
         in client.result(client.post("optim_step", both).json()["request_id"])["error"]
     )
     assert "unload_model is not served: models leave the memory" in client.post("unload_model").json()["detail"]

@@ -1,6 +1,6 @@
 """Promises of a rank that runs out of memory: it is named with the machine and the GPU that it has there, whatever it
 was doing and whichever library asked; a checkpoint that does not fit at the moment is not called broken, and one that
-is written asks for no GPU.
+is written asks for no GPU. A process keeps to its share of a GPU, where its memory grows in place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader
 
 from stretto.core.errors import OutOfMemory
-from stretto.model.device import memory_named
+from stretto.model.device import memory_named, take_share
 from stretto.trainer.messages import Demonstration, Demonstrations, SaveCheckpoint
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.roles import supervised
@@ -99,3 +99,22 @@ def test_a_checkpoint_is_written_without_a_gpu(tmp_path: Path, monkeypatch: pyte
     write = trainer.snapshot()
     write(tmp_path / "v0")
     assert list((tmp_path / "v0").glob("shard-*.safetensors"))
+
+
+@pytest.mark.parametrize("told", [None, "garbage_collection_threshold:0.6"])
+def test_a_process_keeps_to_its_share_and_its_memory_grows_in_place(
+    told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the environment has settings of its own, which torch has read."""
+    settings, shares = list[str](), list[float]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if told is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", told)
+    for share in (0.25, 1.0):
+        take_share(share)
+    assert shares == [0.25]
+    assert set(settings) == ({"expandable_segments:True"} if told is None else set())

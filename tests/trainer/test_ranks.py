@@ -213,4 +213,4 @@ def test_a_rank_that_cannot_be_watched_is_lost_and_rank_0_does_not_wait_for_it(t
     asyncio.run(group._watch(0, lambda loss: None))
     lost = group.explain(RuntimeError("a collective failed"))
     assert isinstance(lost, RankLost)
-    assert lost.how.startswith("lost rank 1, unwatched: ValueError")
+    assert lost.how.startswith("lost rank 1, whose watch failed: ValueError")

@@ -194,7 +194,7 @@ def test_of_two_schedulers_with_one_ledger_the_newest_has_it_and_none_has_a_clos
         assert again.group_id == ticket.group_id
         acts: list[Callable[[], object]] = [first.admit, first.take, lambda: first.finish(ticket, [said(0)], [1.0])]
         for act in acts:
-            with pytest.raises(stretto.RunFolderError, match="another scheduler has this ledger since"):
+            with pytest.raises(stretto.RunFolderError, match="another scheduler uses this ledger now"):
                 act()
         second.finish(again, [said(0)], [1.0])
         with pytest.raises(stretto.DataError, match="put: x: nan; a JSON value is needed"):

@@ -32,7 +32,7 @@ def trainer(folder: Path) -> stretto.Trainer:
             [stretto.Datum.of((2, 3), (4, 99))],
             None,
             {},
-            r"data\[0\].targets: token 99 is none of this model's",
+            r"data\[0\].targets: token 99 is not in this model's vocabulary",
         ),
         ([TOLD, stretto.Datum((2, 3), (3,))], None, {}, r"data\[1\].targets: 1 values; 2 are needed, one a token"),
         ([stretto.Datum((), ())], None, {}, r"data\[0\].token_ids: 0 tokens; 1 to 192, the context of the model"),
@@ -44,7 +44,7 @@ def trainer(folder: Path) -> stretto.Trainer:
             {},
             r"data\[0\].targets: \(5,\); a number for each position, or for each a row of K of them",
         ),
-        ([stretto.Datum((2,), ((3, 99),))], None, {}, r"data\[0\].targets: token 99 is none of this model's"),
+        ([stretto.Datum((2,), ((3, 99),))], None, {}, r"data\[0\].targets: token 99 is not in this model's vocabulary"),
         (
             [stretto.Datum((2,), ((3, 4),), (1.0,))],
             None,
@@ -140,7 +140,7 @@ def test_a_version_from_the_future(trainer: stretto.Trainer) -> None:
     ticket = ahead.admit()
     assert ticket is not None
     ahead.finish(ticket, [said(3)], [1.0])
-    with pytest.raises(stretto.DataError, match="batch: is for version 3, and this trainer has come to version 0"):
+    with pytest.raises(stretto.DataError, match="batch: is for version 3, and this trainer is at version 0"):
         trainer.forward_backward(ahead.take())  # type: ignore[arg-type]
     with pytest.raises(stretto.DataError, match="advance: version 9, and the batch that was taken last"):
         ahead.advance(9)

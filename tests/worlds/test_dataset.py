@@ -178,10 +178,10 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         (GOOD.encode("utf-16"), "a UTF-8 text file is needed"),
         (GOOD.encode() + b"\n\xff", "a UTF-8 text file is needed"),
         (b"\0" * 100, "broken JSON"),
-        (b"[" + GOOD.encode() + b"]", "in place of an object"),
+        (b"[" + GOOD.encode() + b"]", "instead of one object"),
         (
             b" [\n" + GOOD.encode() + b",\n" + GOOD.encode() + b"\n]\n",
-            "a JSON array in place of an object a line; e.g.",
+            "a JSON array instead of one object per line; e.g.",
         ),
         (b"prompt,answer\n3+8=,11\n", "broken JSON"),  # a table of another kind
     ],

@@ -17,14 +17,14 @@ def export(
         Path | None, typer.Argument(metavar="FILE", help="The file to write [default: standard output].")
     ] = None,
     format: Annotated[
-        _Format | None, typer.Option("--format", help="Of the file [default: by its suffix, else jsonl].")
+        _Format | None, typer.Option("--format", help="Format of the file [default: by its suffix, else jsonl].")
     ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Write the timeline in place of the trajectories, for Perfetto.")
     ] = False,
 ) -> None:
-    """Write every trajectory of a run, one a row: tokens, log-probabilities, versions, verdict and final state; or its
-    timeline."""
+    """Write every trajectory of a run, one per row: tokens, log-probabilities, versions, verdict and final state. With
+    --trace, write its timeline instead."""
     from stretto.store.export import export_run, write_trajectories
     from stretto_report.dashboard.trace import export_trace
 

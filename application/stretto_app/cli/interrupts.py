@@ -1,4 +1,4 @@
-"""Ctrl-C in the first seconds of a command, before a run handles it: one line, exit code 130, nothing left."""
+"""Ctrl-C in the first seconds of a command, before a run handles it: print one line and exit with code 130."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOPPED, _STOPPED_CODE = "stretto: stopped by Ctrl-C", 128 + signal.SIGINT
 
 
 class Commands(TyperGroup):
-    """Command group in which Ctrl-C, unless a run handles it, ends with one line."""
+    """Command group that ends with one line on Ctrl-C, unless a run handles it."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -31,8 +31,8 @@ class Commands(TyperGroup):
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Within the block (imports), Ctrl-C ends the process at once, and the kernel ends its fork server: an interrupted
-    import may raise another error, or continue."""
+    """Within the block (imports), let Ctrl-C end the process at once (context manager). An interrupted import might
+    raise another error, or continue. The kernel ends the fork server with this process."""
 
     def end(number: int, frame: object) -> NoReturn:
         os.write(2, f"{_STOPPED}\n".encode())
@@ -52,7 +52,8 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def forking(modules: Sequence[str] = ()) -> Iterator[Spawner]:
-    """Fork server for the command, forked after the imports of its roles' libraries and `modules`."""
+    """Start a fork server for the command (context manager). It forks after it has imported the libraries of its roles
+    and `modules`."""
     with ExitStack() as ends:
         with importing():
             from stretto.processes.fork_server_role import fork_server

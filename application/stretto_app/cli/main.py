@@ -131,7 +131,7 @@ def train(
     print_inspection(prepared.path)
     print("\n".join(alarms.findings().lines()))
     if plots:
-        # matplotlib takes a second to import: neither a mistake nor the training has to wait for it.
+        # imported only now: matplotlib takes a second, for which neither a mistake nor the training should wait
         from stretto_report.dashboard.plots.plots import plot_run
 
         for plot in plot_run(prepared.path):
@@ -396,8 +396,8 @@ _COMMAND = typer.main.get_command(app)
 
 
 def main() -> None:
-    """Run a command. A user's mistake exits with code 2, a refusal of the system (a full disk) with code 1; both print
-    one message without a traceback."""
+    """Run the command of `sys.argv`. A user's mistake exits with code 2, an error of the system (a full disk) with code
+    1; both print one message without a traceback."""
     try:
         check_packages("stretto", "stretto_app", "stretto_report", "stretto_verify")
         _COMMAND()

@@ -1,8 +1,8 @@
-"""The first stages of a command: what it names is checked in the order of what the check has to import.
+"""First checks of a command, ordered by the libraries that a check imports, so that mistakes are reported quickly.
 
-a path       a recipe, a model folder, a run folder: no library at all
-the words    a recipe's keys and values, and the paths that it names: pydantic
-the rest     model, tokenizer, data, reward: torch and transformers, in the command itself
+folders     a recipe file, model folder or run folder exists: no library
+recipe      its keys and values, and the paths that it names: pydantic
+content     model, tokenizer, data, reward: torch and transformers, in the command itself
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from stretto_app.cli.interrupts import importing
 
 
 def refuse_file(recipe: Path) -> None:
-    """Report a recipe that is missing or broken TOML."""
+    """Raise a user's mistake if a recipe is missing or is broken TOML."""
     from stretto.launch.recipe.file import read_toml
 
     read_toml(recipe)
 
 
 def refuse_model(folder: Path) -> None:
-    """Report a folder that holds no model."""
+    """Raise a user's mistake if a folder holds no model."""
     from stretto.model.hf.inspection import inspect_model_folder
 
     if not (folder.expanduser() / "config.json").is_file():
@@ -29,14 +29,15 @@ def refuse_model(folder: Path) -> None:
 
 
 def refuse_run(folder: Path) -> None:
-    """Report a folder that holds no run."""
+    """Raise a user's mistake if a folder holds no run."""
     from stretto.store.folder.run_folder import RunFolder
 
     RunFolder.open(folder)
 
 
 def refuse_recipe(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Report the mistakes of a recipe's words and paths; returns the modules of transformers that its model needs."""
+    """Raise the mistakes in the keys, values and paths of a recipe. Return the modules of transformers that its model
+    needs."""
     from stretto.processes.imports import imports_of_roles
 
     refuse_file(recipe)
@@ -50,7 +51,7 @@ def refuse_recipe(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...]:
-    """`refuse_recipe` for the recipe of `stretto dpo`."""
+    """Same as `refuse_recipe`, for the recipe of `stretto dpo`."""
     from stretto.processes.imports import imports_of_roles
 
     refuse_file(recipe)
@@ -61,7 +62,7 @@ def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...
 
 
 def refuse_resumed(run: Path, overrides: Sequence[str]) -> tuple[str, ...]:
-    """`refuse_recipe` for the recipe in a run folder."""
+    """Same as `refuse_recipe`, for the recipe in a run folder."""
     refuse_run(run)
     recipe = run / "recipe.toml"
     return refuse_recipe(recipe, overrides) if recipe.is_file() else ()

@@ -32,7 +32,7 @@ def plan(
         str | None, typer.Option(metavar="400gbit", help="Rate between nodes, of one device [default: the machine's].")
     ] = None,
     goal: Annotated[
-        str, typer.Option(metavar="time|cost|staleness", help="What the best layout has least of.")
+        str, typer.Option(metavar="time|cost|staleness", help="Quantity that the best layout minimises.")
     ] = "time",
     lengths: Annotated[
         str | None,
@@ -57,7 +57,7 @@ def plan(
     ] = False,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file of a measured machine.")] = Path("machine.json"),
 ) -> None:
-    """Predict a run: step time, busy shares, staleness, memory and hours of its best layouts, before it is paid."""
+    """Predict a run before you pay for it: step time, busy shares, staleness, memory and hours of its best layouts."""
     check_packages("stretto plan", "stretto_foresight")
     if calibrate:
         if recipe is not None:

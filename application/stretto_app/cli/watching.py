@@ -19,14 +19,14 @@ def watch(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8020,
     token: Annotated[
-        str | None, typer.Option(help="What opens the dashboard [default: a new one for each start].")
+        str | None, typer.Option(help="Token that opens the pages [default: a new one for each start].")
     ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
     allow_replay: Annotated[
         bool, typer.Option("--allow-replay", help="Let the page begin `stretto replay`, one at a time.")
     ] = False,
     replays: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of these replays [default: in the cache].")
+        Path | None, typer.Option(metavar="DIR", help="Folder for the results of replays [default: in the cache].")
     ] = None,
     terminal: Annotated[
         bool, typer.Option("--terminal", help="Show one run here and serve nothing, until it ends; q leaves.")

@@ -31,10 +31,12 @@ from stretto_gateway.sessions.sessions import SessionTable
 
 
 class RunGateway:
-    """Gateway of a run, with the methods of a `WorkflowPool` with which a run starts and ends it."""
+    """Gateway of a run whose trajectories come from agents. It has the methods of `WorkflowPool` by which a run starts
+    and ends it."""
 
     def __init__(self, plan: Plan, config: AgentConfig, folder: RunFolder | None, say: Callable[[str], None]) -> None:
-        """`folder`: run folder in which its address is stored; None for an evaluation without a run."""
+        """`folder`: the run folder, in which the gateway's address is written; None for an evaluation without a run.
+        `say` gets sentences for the log."""
         self._plan, self._config, self._folder, self._say = plan, config, folder, say
         self._host, self._groups = WaitingSessions(), list[AgentGroups]()
         self._room, self._table = asyncio.Semaphore(config.parallel), SessionTable()
@@ -44,7 +46,7 @@ class RunGateway:
         self._open, self._address = contextlib.AsyncExitStack(), ""
 
     async def start(self) -> None:
-        """Start listening.
+        """Start the HTTP server, and write its address into the run folder.
 
         Raises:
             RecipeError: the address cannot be bound, or is reachable from the network without a key.
@@ -60,20 +62,21 @@ class RunGateway:
         self._say(f"agents find the policy at {self._address}")
 
     async def close(self) -> None:
-        """Stop listening."""
+        """Stop the HTTP server, and remove its address from the run folder."""
         if self._folder is not None:
             self._folder.gateway.unlink(missing_ok=True)
         await self._open.aclose()
 
     @property
     def ended(self) -> int:
-        """Number of trajectories that have ended: a sign of progress."""
+        """Number of trajectories that have ended. Its growth is a sign of progress."""
         return sum(groups.ended for groups in self._groups)
 
     def groups(
         self, open_session: Callable[[str, Tokens, int], Session], score: Score, verdict: Callable[[float], Verdict]
     ) -> AgentGroups:
-        """Maker of groups for the run, or for an evaluation."""
+        """Create the maker of groups for the run, or for an evaluation. `open_session` opens the session of a
+        trajectory; `score` judges a completion, and `verdict` turns an agent's own reward into a verdict."""
         details = self._plan.details
         services = AgentServices(
             table=self._table,
@@ -95,7 +98,7 @@ def check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
 
     Raises:
         RecipeError: the address cannot be bound, or is reachable from the network without a key.
-        WorkflowError, ModelFolderError: as for `check_agent`.
+        WorkflowError, ModelFolderError: as in `check_agent`.
     """
     assert isinstance(recipe.workflow, AgentConfig), "the caller has looked"
     check_agent(recipe.workflow, tokenizer, tokenizer.place)

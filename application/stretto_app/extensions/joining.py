@@ -1,4 +1,4 @@
-"""Checks of `[cluster]`: whether needed machines can join, and where."""
+"""Checks of the section `[cluster]`: whether the machines that a run needs can join, and where."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from stretto_cluster.placing import NO_RAY, PlaceAgents, RayPlacerSpec, has_ray,
 
 
 def check_cluster(recipe: Recipe) -> None:
-    """Check that the machines that the run needs can join as the recipe says.
+    """Check that the machines which the run needs can join as the recipe says.
 
     Raises:
-        RecipeError: they cannot.
+        RecipeError: they cannot; lists every reason.
     """
     config = recipe.cluster
     problems = [NO_RAY] if config.placer == "ray" and not has_ray() else []
@@ -45,10 +45,10 @@ def check_cluster(recipe: Recipe) -> None:
 
 
 def check_ray(recipe: Recipe) -> None:
-    """Check that the Ray cluster that will start the engines is there and large enough.
+    """Check that the Ray cluster which is to start the engines exists and is large enough. Does nothing without Ray.
 
     Raises:
-        RecipeError: it is not.
+        RecipeError: it is missing or too small.
     """
     config, engine = recipe.cluster, recipe.engine
     if config.placer == "ray":

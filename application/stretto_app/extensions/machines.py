@@ -1,4 +1,4 @@
-"""Other machines in a run: gate, weights server, and their engines."""
+"""Other machines in a run: gate, weights server, and the engines on these machines."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ _FIRST = asyncio.FIRST_COMPLETED
 
 @dataclass
 class Cluster:
-    """Machines of a run (satisfies `Machines`). `engines` grow and shrink by `stretto scale`, and as machines come and
-    go."""
+    """Machines of a run (implements `Machines`). The pool `engines` grows and shrinks by `stretto scale`, and as
+    machines come and go."""
 
     plan: Plan
     folder: RunFolder
@@ -69,12 +69,12 @@ class Cluster:
     weights_port: int = 0
     weights_key: str = field(default_factory=lambda: secrets.token_hex(32))
     _next: int = 0
-    _address: str = ""  # where machines join
+    _address: str = ""  # address of the gate for machines
     _scaling: asyncio.Lock = field(default_factory=asyncio.Lock)
     _tasks: NamedTasks = field(default_factory=NamedTasks)
     _ray: RayAgents | None = None
-    _hosts: dict[str, JoinedMachine] = field(default_factory=dict)  # of guests, by engine
-    _seat_numbers: dict[int, int] = field(default_factory=dict)  # of engines that `stretto scale` has started
+    _hosts: dict[str, JoinedMachine] = field(default_factory=dict)  # machine of each guest engine, by the engine's name
+    _seat_numbers: dict[int, int] = field(default_factory=dict)  # seats of engines that `stretto scale` has started
 
     def __post_init__(self) -> None:
         self._next = len(self.engines.names)
@@ -93,7 +93,8 @@ class Cluster:
         self.engines.announce_with(self.gate.publish)
 
     async def open(self) -> None:
-        """Listen for commands, and for machines if the recipe says where.
+        """Listen for commands, and for machines if the recipe has an address or Ray starts the agents. Writes
+        ``join.json`` and starts the weights server and agents.
 
         Raises:
             RecipeError: an address cannot be bound.
@@ -123,19 +124,20 @@ class Cluster:
 
     @property
     def medium(self) -> ChosenMedium:
-        """Chosen way for weights to reach the engines, with the reason."""
+        """Medium by which weights reach the engines, with the reason for the choice."""
         return medium_of(self.plan.recipe)
 
     async def supervise(self) -> NoReturn:
-        """Keep the weights server and the Ray placer alive.
+        """Keep the weights server and the Ray placer running, until cancelled.
 
         Raises:
-            RoleDied: one of them dies too often.
+            RoleDied: one of them died too often.
+            RunSuperseded: a newer conductor has the run.
         """
         await self._tasks.watch()
 
     def drain_spans(self) -> list[Span]:
-        """Spans of the mirrors on other machines since the last call."""
+        """Return the spans of the mirrors on other machines since the last call."""
         spans = []
         for machine in self.gate.machines.values():
             spans += machine.spans
@@ -143,9 +145,9 @@ class Cluster:
         return spans
 
     async def close(self, why: str, again: bool) -> None:
-        """Dismiss every machine; `why` and `again` as in `Machines`."""
+        """Dismiss every machine and end the Ray placer. `why` and `again`: as in `Machines`."""
         if self.folder.is_ours():
-            write_join_file(self.folder, self.identity)  # its name and token are those of the run when it goes on
+            write_join_file(self.folder, self.identity)  # without addresses; name and token stay for a resume
         await self.gate.close(why, again)
         await self._tasks.close()
         if self._ray is not None:
@@ -158,19 +160,19 @@ class Cluster:
         except RunSuperseded as newer:
             self._remember(newer.epoch, newer.address)
             raise
-        except DeadlineExceeded as late:  # a resume looks for it again
+        except DeadlineExceeded as late:  # a resume tries again
             self.report(str(late))
             return
         others = tuple(address for address in self.identity.before if address != before)
         self.identity = msgspec.structs.replace(self.identity, before=others)
 
     def _superseded(self, epoch: int, address: str) -> None:
-        if not self.identity.superseded:  # else it ends already
-            self._remember(epoch, address)  # before the newer one hears that it was heard
+        if not self.identity.superseded:  # otherwise it is ending already
+            self._remember(epoch, address)  # recorded before the newer conductor gets a reply
             self._tasks.add("superseded", self._give_way(epoch, address))
 
     def _remember(self, epoch: int, address: str) -> None:
-        """Record in the run folder that a newer conductor has the run, so that a resume of this folder is refused."""
+        """Record in ``join.json`` that a newer conductor has the run, so that a resume of this folder is refused."""
         before = _with(self.identity.before, address)
         self.identity = msgspec.structs.replace(self.identity, before=before, superseded=epoch)
         if self.folder.is_ours():
@@ -194,7 +196,7 @@ class Cluster:
         await self._ray.place(recipe.engine.count, recipe.trainer.remote_ranks)
         self._tasks.add("ray", self._ray.supervise())
 
-    # ── the server of weights ────────────────────────────────────────────────────────────────────
+    # ── weights server ───────────────────────────────────────────────────────────────────────────
 
     def _serve_weights(self, listen: str) -> None:
         key_file = self.endpoints.sockets / WEIGHTS_KEY
@@ -220,7 +222,7 @@ class Cluster:
         supervisor = Supervisor(
             "the server of weights", lambda: process.start(spec, 1), restarts, self.report, str(process.log)
         )
-        with reserved:  # nobody else gets its port
+        with reserved:  # keeps the port reserved over restarts
             try:
                 await supervisor.begin()
                 await supervisor.keep(process.ended)
@@ -247,7 +249,7 @@ class Cluster:
 
     @property
     def _reference(self) -> str | None:
-        """Folder of a reference policy that ranks elsewhere need."""
+        """Folder of the reference policy, if ranks on other machines need it; else None."""
         reference, ranks = self.plan.recipe.algorithm.reference, self.plan.recipe.trainer.remote_ranks
         return reference.path if reference is not None and ranks else None
 
@@ -262,7 +264,8 @@ class Cluster:
         self._tasks.add(machine.name, self._look_after(machine, names))
 
     async def _let_go(self, machine: JoinedMachine) -> None:
-        """Dismiss a machine of ranks, which may leave at any time: the trainer restarts with the remaining ones."""
+        """Wait until a machine of ranks asks to leave, then dismiss it. The trainer restarts with the remaining
+        ranks."""
         await first_of(machine.leaving, machine.lost)
         if not machine.lost.done():
             self.report(f"{machine.host} has left, with its rank(s) of the trainer: {machine.leaving.result()}")
@@ -293,7 +296,8 @@ class Cluster:
         return number
 
     async def _look_after(self, machine: JoinedMachine, names: list[str]) -> None:
-        """Drain a machine's engines when it asks for it, and dismiss it when it has none; returns when it is gone."""
+        """Drain a machine's engines when it asks to leave, and dismiss it when it has none left. Returns when the
+        machine is gone."""
         while not (machine.leaving.done() or machine.lost.done()):
             await asyncio.wait([machine.leaving, machine.lost], timeout=_LOOK_SECONDS, return_when=_FIRST)
             if not any(self.engines.has(name) for name in names):
@@ -310,7 +314,7 @@ class Cluster:
     # ── stretto scale ────────────────────────────────────────────────────────────────────────────
 
     async def scale(self, wanted: int) -> str:
-        """Change the number of engines to `wanted`; returns a sentence for the user.
+        """Change the number of engines to `wanted`, and return a sentence for the user.
 
         Raises:
             RecipeError: the number is too small, or the run cannot start more.
@@ -361,7 +365,7 @@ class Cluster:
         return spec.name
 
     def _free_seat(self, number: int) -> int:
-        """The first seat that no engine has; `number`: of the engine that takes it."""
+        """First seat (share of this machine's GPUs) that no engine has. It is noted as taken by engine `number`."""
         numbers = [int(name.rpartition("-")[2]) for name in self.engines.names]
         taken = {self._seat_numbers.get(one, one) for one in numbers}
         self._seat_numbers[number] = next(seat for seat in range(len(taken) + 1) if seat not in taken)
@@ -374,7 +378,7 @@ class Cluster:
 
 
 def cluster_of(parts: MachineParts) -> Cluster:
-    """Machines of a run, with the name and token recorded in its folder."""
+    """Create the machines of a run, with the name and token recorded in its folder."""
     known = identity_of(parts.folder)
     return Cluster(
         parts.plan, parts.folder, parts.endpoints, parts.engines, parts.report, parts.spawner, known, parts.tenure
@@ -382,7 +386,7 @@ def cluster_of(parts: MachineParts) -> Cluster:
 
 
 def _why_not(recipe: Recipe, join: Join) -> str:
-    """Why a machine may not join the run; "" if it may."""
+    """Reason why a machine may not join the run; "" if it may."""
     if join.kind not in ("engine", "rank"):
         return f"there is no role {join.kind!r}; machines run an engine or a rank"
     if join.kind == "rank" and not recipe.trainer.remote_ranks:
@@ -400,7 +404,7 @@ def _why_not(recipe: Recipe, join: Join) -> str:
 
 
 def write_join_file(folder: RunFolder, content: JoinFile) -> None:
-    """Write ``join.json``, readable only for our user."""
+    """Write ``join.json`` into the run folder, readable only by this user."""
     part = folder.path / f".{JOIN}.{os.getpid()}.part"
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -409,8 +413,8 @@ def write_join_file(folder: RunFolder, content: JoinFile) -> None:
 
 
 def identity_of(folder: RunFolder) -> JoinFile:
-    """Join file of a new conductor: the name and token recorded in the folder (new ones if there are none), without
-    addresses; the last conductor's address is added to `before`. Writes nothing.
+    """Join file of a new conductor: the run's name and token recorded in the folder (new ones if there are none),
+    without addresses. The last conductor's address is added to `before`. Nothing is written.
 
     A token in the environment variable `TOKEN` replaces the recorded one; the variable is removed.
     """
@@ -418,8 +422,8 @@ def identity_of(folder: RunFolder) -> JoinFile:
         known = read_join_file(folder.path)
     except RecipeError:
         known = JoinFile(run=f"{folder.path.name}-{secrets.token_hex(4)}", token=new_key())
-    token = os.environ.pop(TOKEN, "") or known.token  # the roles would inherit it
-    before = _with(known.before, known.address or known.control)  # one for each conductor
+    token = os.environ.pop(TOKEN, "") or known.token  # removed, because roles would inherit it
+    before = _with(known.before, known.address or known.control)  # one address for each conductor
     return msgspec.structs.replace(known, token=token, address="", control="", tls="", before=before)
 
 

@@ -1,4 +1,4 @@
-"""Agents on a Ray cluster: starts, asks and replaces the placer's process (`cluster.ray_placer`)."""
+"""Agents on a Ray cluster: start, order and replace the placer's process (`stretto_cluster.ray_placer`)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from stretto_cluster.placing import FROM_PLACER, RAY_PLACER, FromPlacer, NotPlac
 
 _NAME = "the placer of Ray"
 _GRACE = 5.0
-_PAUSE_SECONDS = 2.0  # a cluster that has lost a node may get another
+_PAUSE_SECONDS = 2.0  # a cluster that has lost a node may get a new one
 _USERS_MISTAKE = RecipeError.exit_code
 
 
 def placing_seconds(wait: float) -> float:
-    """Time limit of an order: Ray finds room, starts agents and asks for their nodes, each within `wait` seconds."""
+    """Time limit of an order in seconds: Ray finds resources, starts agents and reports their nodes, each within `wait`
+    seconds."""
     return 3 * wait
 
 
 @dataclass
 class RayAgents:
-    """Number of agents to have, and the placer process that maintains it.
+    """Keeps the wanted number of agents on a Ray cluster, by a placer process.
 
     Attributes:
         module: Python module of the placer.
@@ -50,22 +51,22 @@ class RayAgents:
     pause: float = _PAUSE_SECONDS
 
     def __post_init__(self) -> None:
-        # Ray's own threads start and stop its processes: no heartbeat is asked of them.
+        # Started without heartbeat: Ray's own threads manage its processes.
         self._process = RoleProcess(_NAME, self.module, self.log, spawner=FRESH)
         allowed, window = self.deadlines.engine_restarts, self.deadlines.restart_window
         restarts = RestartBudget(allowed, window, delay=self.pause, factor=2.0)
         self._supervisor = Supervisor(_NAME, self._place_anew, restarts, self.say, str(self.log))
         self._channel: ConductorEnd[FromPlacer] | None = None
-        self._order = PlaceAgents(engines=0)  # the last one that was carried out
+        self._order = PlaceAgents(engines=0)  # last order that was carried out
         self._numbers = itertools.count(1)
         self._one = asyncio.Lock()
 
     async def place(self, engines: int, ranks: int) -> None:
-        """Place agents for this many engines and ranks; they join by themselves. A failure leaves the present agents,
-        unless the placer died.
+        """Place agents for this many engines and ranks; they join the run by themselves. A failure leaves the present
+        agents, unless the placer died.
 
         Raises:
-            RecipeError: Ray is not there, or has too few resources.
+            RecipeError: Ray does not run, or has too few resources.
             RoleFailed, RoleDied, DeadlineExceeded: the placer failed.
         """
         async with self._one:
@@ -98,7 +99,7 @@ class RayAgents:
         self.say(f"Ray has placed {order.engines} engine(s){ranks} on the nodes {nodes}")
 
     async def _reply(self, channel: ConductorEnd[FromPlacer], number: int) -> FromPlacer:
-        """Reply to an order; late replies to earlier orders are dropped."""
+        """Wait for the reply to the order `number`. Late replies to earlier orders are dropped."""
         async with deadline("conductor", f"{_NAME} to place agents", placing_seconds(self.spec.seconds)):
             while True:
                 reply = await channel.next()
@@ -106,10 +107,10 @@ class RayAgents:
                     return reply
 
     async def supervise(self) -> NoReturn:
-        """Replace the placer when it dies, and its agents, which die with it.
+        """Replace the placer when it dies, and its agents, which end with it.
 
         Raises:
-            RoleDied: it dies too often, or its agents cannot be placed again.
+            RoleDied: it died too often, or its agents cannot be placed again.
         """
         while True:
             await self._supervisor.replace(await self._process.ended())
@@ -127,13 +128,13 @@ class RayAgents:
                     await self._start()
                 await self._ask(self._order)
             except DeadlineExceeded as error:
-                self._process.kill()  # it hangs, perhaps; a new one places the agents anew
+                self._process.kill()  # it may hang; a new placer places the agents again
                 how = f"{error}; {await self._process.last_words()}"
             except RoleDied as error:
                 how = await self._process.last_words() if self._process.running else error.how
             except RoleFailed as error:
                 how = error.problem
-            except RecipeError as error:  # the cluster has shrunk: the recipe fitted before
+            except RecipeError as error:  # the cluster has shrunk since the run started
                 how = str(error)
             else:
                 return

@@ -1,4 +1,4 @@
-"""Trainer ranks on machines that have joined for them (a `loop.learner.link.StartRanks`)."""
+"""Trainer ranks on machines that have joined for this purpose (implements `loop.learner.link.StartRanks`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stretto_cluster.messages import AGENTS_TLS
 
 
 def neighbours(hosts: Sequence[str], together: int) -> list[int]:
-    """Places in the order in which ranks take them, by index, each given by its host: those of one host follow each
-    other, and the last ones of a host that make no group of `together` are left out.
+    """Order in which ranks take places, as indices. `hosts`: host of each place. Places of one host follow each other;
+    those left over from groups of `together` on one host are left out.
 
     >>> neighbours(["a", "b", "a", "b", "a"], 2)
     [0, 2, 1, 3]
@@ -29,11 +29,11 @@ def neighbours(hosts: Sequence[str], together: int) -> list[int]:
 
 
 class RemoteRanks:
-    """Places for trainer ranks on joined machines, taken machine by machine in the order of joining, and the ranks in
-    them."""
+    """Places for trainer ranks on joined machines, and the ranks in them. Places are taken machine by machine, in the
+    order of joining."""
 
     def __init__(self, seconds: float, together: int = 1) -> None:
-        """Wait `seconds` at most for places. `together`: ranks that have to be on one machine."""
+        """`seconds`: longest wait for places. `together`: number of consecutive ranks that must be on one machine."""
         self._seconds, self._together = seconds, together
         self._machines: list[JoinedMachine] = []
         self._ranks: list[RemoteProcess] = []
@@ -45,7 +45,8 @@ class RemoteRanks:
         self._came.set()
 
     async def __call__(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
-        """See `loop.learner.link.StartRanks`."""
+        """Stop the ranks of before, and start the `awaited` ones on joined machines; see
+        `loop.learner.link.StartRanks`."""
         await gather_to_the_end(*(rank.stop(0.0) for rank in self._ranks))
         self._ranks = []
         places = await self._places(len(awaited.ranks))
@@ -62,7 +63,7 @@ class RemoteRanks:
             raise RoleDied("trainer", f"lost a machine of its ranks: {loss}", spec.log) from None
 
     async def _places(self, count: int) -> list[tuple[JoinedMachine, int]]:
-        """Wait for `count` places on machines.
+        """Wait until there are `count` places on machines, and return them (at least as many) with their machines.
 
         Raises:
             RoleDied: too few machines have joined in time.

@@ -1,4 +1,4 @@
-"""`stretto study`: trains the runs of a study file, and writes table, JSON and picture."""
+"""`stretto study`: train the runs of a study file, and write table, JSON and picture."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ def perform(
     jobs: int | None = None,
     runner: Callable[[StudyFolder], StudyRunner] = TrainProcesses,
 ) -> tuple[StudyResult, int]:
-    """Train the remaining runs of a study, `jobs` at a time, and write its results; returns them with the exit code: 0,
-    1 if runs have failed, or 128 + the signal that stopped it.
+    """Train the remaining runs of a study, `jobs` at the same time, and write its results into its folder. Return them
+    with the exit code: 0, 1 if runs have failed, or 128 + the signal that stopped the study.
+
+    `study`: file or name. `out`: folder of the study. `seeds`, `steps`: replace those of the file.
 
     Raises:
-        UserError: lists every mistake of the study, or of its folder.
-        SystemExit: with 130 after a second signal; the current runs have ended.
+        UserError: the study or its folder is wrong; lists every mistake.
+        SystemExit: with 130 after a second signal; the current runs have been ended.
     """
     path = find_study(study)
     loaded = load_study(path, seeds, steps)
@@ -51,10 +53,10 @@ def perform(
 
 
 def find_study(study: str) -> Path:
-    """Path of a study file, or of a built-in study by name.
+    """Path of a study, given as a file or as the name of a built-in study.
 
     Raises:
-        RecipeError: it is neither.
+        RecipeError: it is not a file, and no built-in study has this name.
     """
     path = Path(study)
     if path.suffix == ".toml" or path.exists():

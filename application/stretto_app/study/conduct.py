@@ -1,4 +1,4 @@
-"""Training of a study's runs, as many at a time as cores allow; finished ones are never repeated."""
+"""Train the runs of a study, as many at the same time as the cores allow. Finished runs are never repeated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class StudyProgress:
-    """State of a study's runs, by digest: the finished ones, and how others failed."""
+    """State of a study's runs, by digest: outcomes of the finished runs, and the reason for each failed one."""
 
     finished: dict[str, RunOutcome] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -33,8 +33,8 @@ class StudyProgress:
 async def conduct(
     study: Study, folder: StudyFolder, runner: StudyRunner, say: Say, jobs: int | None = None
 ) -> StudyProgress:
-    """Train unfinished runs, `jobs` at a time, until all are finished or a stop is requested. A run whose folder cannot
-    be read counts as failed, and is left as it is."""
+    """Train unfinished runs, `jobs` at the same time, until all are finished or a stop is requested. A run whose folder
+    cannot be read counts as failed; the folder is not changed."""
     stop, progress, waiting = StopSignal(), StudyProgress(), deque[PlannedRun]()
     for run in study.runs:
         try:
@@ -79,10 +79,10 @@ def _name(study: Study, run: PlannedRun) -> str:
 
 
 def side_by_side(recipes: Sequence[Recipe], asked: int | None = None) -> int:
-    """Number of runs to train at a time: `asked`, or as many as the cores of this machine allow; one if they have fixed
-    ports or use a device.
+    """Number of runs to train at the same time: `asked`, or as many as this machine's cores allow; 1 if the runs have
+    fixed ports or use a GPU.
 
-    A run uses the cores of its engines and its trainer; more runs at a time would distort their timing.
+    A run needs the cores of its engines and its trainer; with more runs their times would be wrong.
     """
     if any(_is_alone(recipe) for recipe in recipes):
         return 1

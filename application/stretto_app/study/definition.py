@@ -1,4 +1,4 @@
-"""A study: one recipe, and the settings in which its runs differ.
+"""Definition of a study: one recipe, and the settings in which its runs differ.
 
 recipe = "arithmetic.toml"           # relative to this file
 seeds = 5                            # runs of each cell
@@ -9,7 +9,7 @@ trainer.steps = 600
 [grid]                               # every combination is a cell
 rollout.max_staleness = [0, 2, 8, inf]
 
-[variants.naive]                     # times every one of these
+[variants.naive]                     # each variant with each combination
 algorithm.loss = "ppo"
 [variants.decoupled]
 algorithm.loss = "decoupled_ppo"
@@ -32,7 +32,7 @@ from stretto.launch.preflight.base import digest
 from stretto.launch.recipe.file import read_toml
 from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, to_toml, validate, validated
 
-VARIANT = "variant"  #: the axis of `[variants]`
+VARIANT = "variant"  #: name of the axis of `[variants]`
 _MOST_CELLS = 1000
 
 
@@ -49,7 +49,8 @@ class StudyFile(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a cell. `digest` is that of the recipe's text and names the run folder."""
+    """One run of a cell. `cell`: index of the cell; `text`: the resolved recipe as TOML; `digest`: digest of the text,
+    which names the run folder."""
 
     cell: int
     recipe: Recipe
@@ -68,8 +69,8 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of settings, by axis: ``{"variant": "naive", "max_staleness": "8"}``; it has one run for each
-    seed."""
+    """One combination of settings, with one run for each seed. `labels`: label by axis, as in ``{"variant": "naive",
+    "max_staleness": "8"}``."""
 
     labels: Mapping[str, str]
     runs: tuple[PlannedRun, ...]
@@ -84,9 +85,9 @@ class Study:
     """A validated study. Example: ``load_study(Path("staleness.toml"), seeds=3)``"""
 
     name: str
-    text: str  # of the file
+    text: str  # content of the study file
     cells: tuple[Cell, ...]
-    target: float | None = None  # held-out accuracy
+    target: float | None = None  # held-out accuracy to reach
 
     @property
     def digest(self) -> str:
@@ -95,8 +96,8 @@ class Study:
 
     @property
     def runs(self) -> tuple[PlannedRun, ...]:
-        """All cells with the first seed, then all with the second, so that an interrupted study still compares all
-        cells."""
+        """All runs: all cells with the first seed, then all with the second, and so on, so that an interrupted study
+        still compares all cells."""
         return tuple(itertools.chain.from_iterable(zip(*(cell.runs for cell in self.cells), strict=True)))
 
 
@@ -107,7 +108,8 @@ class _Axis:
 
 
 def load_study(path: Path, seeds: int | None = None, steps: int | None = None) -> Study:
-    """Read a study and the recipe that it varies; `seeds` and `steps` (`trainer.steps`) override the file.
+    """Read and check a study file and the recipe that it varies. `seeds` and `steps` (`trainer.steps`) replace those of
+    the file.
 
     Raises:
         RecipeError: lists every mistake of the study, and of its recipe.
@@ -134,7 +136,8 @@ def load_study(path: Path, seeds: int | None = None, steps: int | None = None) -
 
 
 def _or_raise(known: Mapping[str, Any], place: str, problems: Sequence[Problem]) -> StudyFile:
-    """The study without its unknown keys, so that mistakes of its recipe are found too."""
+    """Parse the study without its unknown keys, so that mistakes of its recipe are found too. If it has other mistakes,
+    raise `problems`."""
     try:
         return validated(known, place, StudyFile)
     except RecipeError:
@@ -197,10 +200,10 @@ def _name(labels: Mapping[str, str]) -> str:
 def _cells(
     path: Path, file: StudyFile, axes: Sequence[_Axis], more: Mapping[str, Any]
 ) -> tuple[list[tuple[Mapping[str, str], Recipe]], list[Problem]]:
-    """Labels and recipe of every cell, and the problems. A mistake of every cell is reported once (at the recipe, if
-    that has it itself), a mistake of some with their names.
+    """Labels and recipe of every cell, and the problems.
 
-    Where the recipe itself has it, that is its place.
+    A problem of all cells is reported once; if the recipe itself has it, at the recipe. A problem of some cells is
+    reported with their names.
     """
     source = path.parent / file.recipe
     try:
@@ -241,15 +244,15 @@ def _inherited(base: Mapping[str, Any], source: Path) -> dict[tuple[str, str], P
 
 
 def _unequal(path: Path, cells: Sequence[tuple[Mapping[str, str], Recipe]]) -> Iterator[Problem]:
-    """Problems that would make the comparison unfair: every run must train the same number of trajectories, to its
-    end."""
+    """Problems that make the comparison unfair. Every run must train the same number of trajectories, to its last step,
+    and cells must differ."""
     trained: dict[int, str] = {}
     same: dict[str, str] = {}
     for labels, recipe in cells:
         name, rollout = _name(labels), recipe.rollout
         trained.setdefault(recipe.trainer.steps * rollout.batch_size * rollout.group_size, name)
         seedless = to_toml(recipe.model_copy(update={"seed": 0}))
-        if (other := same.setdefault(seedless, name)) != name:  # the runs of each cell have the seeds after its own
+        if (other := same.setdefault(seedless, name)) != name:  # only the seeds differ, which count up anyway
             found = f"{other!r} and {name!r} are the same runs, or differ in their seeds alone"
             yield Problem(f"{path}: grid", found, "leave out one of them; `seeds` says how many seeds a cell has")
     if len(trained) > 1:

@@ -1,9 +1,9 @@
-"""The folder of a study, and the lock of the one process that works in it.
+"""Folder of a study, which only one process at a time may use.
 
-study.toml study.json      the study, and the digest by which it is known
+study.toml study.json      the study file, and its digest
 recipes/<digest>.toml      the resolved recipe of each run
-runs/<digest>/             its run folder
-logs/<digest>.txt          what `stretto train` printed
+runs/<digest>/             run folder
+logs/<digest>.txt          output of `stretto train`
 table.md results.json results.png
 """
 
@@ -33,7 +33,10 @@ class Identity(Record, frozen=True):
 
 
 class StudyFolder:
-    """The paths of one study. Example: ``with StudyFolder.take(Path("studies/staleness"), study) as folder: ...``"""
+    """Paths of one study, whose lock is held until `close` (context manager).
+
+    Example: ``with StudyFolder.take(Path("studies/staleness"), study) as folder: ...``
+    """
 
     def __init__(self, path: Path, held: int) -> None:
         self.path, self._lock = path, held
@@ -41,7 +44,7 @@ class StudyFolder:
 
     @classmethod
     def take(cls, path: Path, study: Study) -> Self:
-        """Lock a new folder, or that of the same study to continue it.
+        """Create and lock the folder of a study, or lock an existing one of the same study to continue it.
 
         Raises:
             RunFolderError: it belongs to another study, holds other files, is in use, or cannot be written.
@@ -79,7 +82,7 @@ class StudyFolder:
         write_atomically(known_by, msgspec.json.encode(Identity(study.name, study.digest)))
 
     def recipe(self, run: PlannedRun) -> Path:
-        """Path of the run's recipe file, which is written if it is missing."""
+        """Path of the run's recipe file. The file is written if it is missing."""
         path = self.path / "recipes" / f"{run.digest}.toml"
         if not path.exists():
             write_atomically(path, run.text.encode())

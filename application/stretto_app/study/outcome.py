@@ -13,13 +13,14 @@ from stretto_app.study.statistics import Evaluated
 
 
 class RunOutcome(Record, frozen=True):
-    """Result of a finished run. Rates are over `seconds`, from the first admitted prompt to the last update."""
+    """Result of a finished run. `seconds`: from the first admitted prompt to the last update; rates are over this
+    time."""
 
     seed: int
     digest: str
-    accuracy: float  # held-out, of the last version
+    accuracy: float  # held-out accuracy of the last version
     seconds: float
-    trajectories: int  # trained
+    trajectories: int  # trained trajectories
     trained_tokens: int
     generated_tokens: int
     recomputed_tokens: int
@@ -39,12 +40,13 @@ class RunOutcome(Record, frozen=True):
         return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """Seconds until an evaluation first reached this held-out accuracy; None if none did."""
+        """Seconds until an evaluation first reached this held-out accuracy; None if none reached it."""
         return next((one.seconds for one in self.evaluations if one.accuracy >= accuracy), None)
 
 
 def read_outcome(path: Path, steps: int, seed: int, digest: str) -> RunOutcome | None:
-    """Read a run's outcome; None if there is no run, or it has not finished, or was set to fewer steps.
+    """Read the outcome of the run in a folder; None if there is no run, it is not finished, or it had fewer than
+    `steps` steps. `seed` and `digest` are copied into the outcome.
 
     Raises:
         StoreError: the run folder cannot be read.

@@ -18,7 +18,7 @@ _ROW = 0.3  # inches
 
 
 def draw(path: Path, result: StudyResult) -> None:
-    """Write the PNG; the colour of a cell is the same in all three parts."""
+    """Write the plot of a study as PNG. A cell has the same colour in all three parts."""
     figure, (axes, steps, clock) = panels(16, max(4.5, 1.6 + _ROW * len(result.cells)), 3)
     colours = _colours(len(result.cells))
     with saved_as(path, figure):

@@ -1,4 +1,4 @@
-"""Training of one run of a study by `stretto train`, in a process of its own."""
+"""Train one run of a study by `stretto train`, in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto_app.study.definition import PlannedRun
 from stretto_app.study.folder import StudyFolder
 
-_STOPPING = 120.0  # seconds for the step in progress and a checkpoint; the run's own deadlines are shorter
+_STOPPING = 120.0  # seconds for the current step and a checkpoint; the run's own deadlines are shorter
 
 
 class StudyRunner(Protocol):
-    """Trains the runs of a study."""
+    """Trains the runs of a study (Protocol)."""
 
     async def train(self, run: PlannedRun, stop: StopSignal) -> str | None:
-        """Train or resume the run to its end; returns None, or how it failed. A stop ends it early."""
+        """Train the run to its end, or resume it. Return None, or the reason of its failure. A requested `stop` ends it
+        early."""
         ...
 
 
 class TrainProcesses:
-    """Runs ``stretto train``, resuming what an earlier process of the study started. The processes end with this one
-    and draw no plots, since a study has its own."""
+    """Runs ``stretto train``, which resumes a run that an earlier process of the study started. The processes end with
+    this one, and draw no plots, because a study has its own."""
 
     def __init__(self, folder: StudyFolder) -> None:
         self._folder = folder
@@ -55,7 +56,7 @@ class TrainProcesses:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C reaches the study alone, which then stops its runs
+                start_new_session=True,  # Ctrl-C reaches only the study, which then stops its runs
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
         stop.call(partial(_terminate, process))
@@ -71,23 +72,23 @@ class TrainProcesses:
         return f"{describe_exit(code)}: {last}" if last else describe_exit(code)
 
     async def _ended(self, process: asyncio.subprocess.Process, run: PlannedRun, stop: StopSignal) -> int:
-        """Wait for the process; returns its exit code. A run has its own deadlines and watchdog; once asked to stop, it
-        has `_STOPPING` seconds."""
+        """Wait for the process; return its exit code. Once asked to stop, it has `_STOPPING` seconds; before, there is
+        no limit, because a run has its own deadlines and watchdog."""
         owner, awaited = "study", f"the run {run.digest}"
         with waiting(owner, awaited, run.recipe.deadlines.still):
             code = await stop.unless(process.wait())
         if code is None:
-            with contextlib.suppress(DeadlineExceeded):  # it is killed, and can be resumed
+            with contextlib.suppress(DeadlineExceeded):  # it will be killed, and can be resumed
                 async with deadline(owner, f"{awaited} to stop", _STOPPING):
                     await process.wait()
         return process.returncode if process.returncode is not None else -signal.SIGKILL
 
 
 def _reason(place: Path) -> str:
-    """Why a run failed, from its ledger; empty if it has none, as for a refused or killed run."""
+    """Reason of a run's failure on record in its ledger; "" if there is none, as for a refused or killed run."""
     try:
         ending = read_ending(RunFolder(place).ledger)
-    except StoreError:  # it is said when the outcome is read
+    except StoreError:  # reported when the outcome is read
         return ""
     return ending.reason if ending is not None and ending.how == "failed" else ""
 

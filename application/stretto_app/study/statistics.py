@@ -1,7 +1,7 @@
 """Mean and 95 % interval of a value over seeds, and of a curve over steps or time.
 
-Intervals are Student's: mean ± t · s / √n with n - 1 degrees of freedom, for independent and about normally distributed
-runs. A bootstrap of a handful of runs would be too narrow.
+Intervals are Student's: mean ± t · s / √n with n - 1 degrees of freedom, for independent, approximately normally
+distributed runs. A bootstrap over so few runs would give intervals that are too narrow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLOCK_POINTS = 40
 
 
 class Interval(Record, frozen=True):
-    """Mean over `runs` runs, with its interval (None for a single run)."""
+    """Mean over `runs` runs, with the ends of its 95 % interval (None for a single run)."""
 
     mean: float
     low: float | None
@@ -33,14 +33,14 @@ class Interval(Record, frozen=True):
 
 
 class CurvePoint(Record, frozen=True):
-    """Point of a curve; `at` is a step, or seconds."""
+    """Point of a mean curve. `at`: a training step, or seconds."""
 
     at: float
     accuracy: Interval
 
 
 class Evaluated(Record, frozen=True):
-    """Held-out accuracy after `step` steps, `seconds` after the first prompt was admitted."""
+    """Held-out accuracy after training step `step`, `seconds` after the first prompt was admitted."""
 
     step: int
     seconds: float
@@ -51,7 +51,7 @@ Curve = Sequence[Evaluated]
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Mean and interval of at least one value.
+    """Mean and 95 % interval of the values, of which there must be at least one.
 
     >>> print(interval([0.5, 0.7]))  # t = 12.706 with one degree of freedom, s = 0.1414
     0.6 ± 1.27
@@ -65,7 +65,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 @cache
 def student_t(freedom: int) -> float:
-    """The t such that a Student variable of `freedom` degrees lies within ±t with probability 95 %.
+    """The t such that a Student variable with `freedom` degrees of freedom lies within ±t with probability 95 %.
 
     P(|T| > t) is the regularised incomplete beta function I_x(freedom / 2, 1 / 2) at x = freedom / (freedom + t²)
     (Abramowitz and Stegun, 26.7.1).
@@ -89,7 +89,8 @@ def by_step(curves: Sequence[Curve]) -> tuple[CurvePoint, ...]:
 
 
 def by_clock(curves: Sequence[Curve], seconds: float) -> tuple[CurvePoint, ...]:
-    """Mean curve over time from 0 to `seconds`: at each moment the newest accuracy that every run had measured."""
+    """Mean curve over time from 0 to `seconds`: at each moment, the mean of the newest accuracies. Moments before every
+    run was evaluated are left out."""
     if not curves or seconds <= 0:
         return ()
     moments = [seconds * point / _CLOCK_POINTS for point in range(_CLOCK_POINTS + 1)]
@@ -101,7 +102,7 @@ def by_clock(curves: Sequence[Curve], seconds: float) -> tuple[CurvePoint, ...]:
 
 
 def accuracy_at(curve: Curve, seconds: float) -> float | None:
-    """Newest accuracy measured until then; None before the first."""
+    """Newest accuracy that was measured by the time `seconds`; None before the first."""
     ordered = sorted(curve, key=lambda one: one.seconds)
     known = bisect_right([one.seconds for one in ordered], seconds)
     return ordered[known - 1].accuracy if known else None

@@ -1,4 +1,4 @@
-"""Result of a study: values of each cell over its seeds with intervals, as a record and a Markdown table."""
+"""Result of a study: values of each cell over its seeds, with intervals, as a record and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ INTERVALS = "mean and 95 % interval over seeds (Student t)"
 
 
 class CellSummary(Record, frozen=True):
-    """Result of one cell. Intervals are over its finished runs, None without any; rates are tokens per second.
+    """Result of one cell. Intervals are over its finished runs, None if a run lacks the value or none is finished.
+    Rates are in tokens per second.
 
-    `accuracy`: held-out, of the last version. `accuracy_at_clock`: newest one measured when the study's quickest run
-    ended. `seconds_to_target`: None unless every run has reached the study's target; `reached`: number of runs that
-    have.
+    `accuracy`: held-out accuracy of the last version. `accuracy_at_clock`: the newest one when the study's quickest run
+    ended. `seconds_to_target`: None unless every run has reached the study's target. `reached`: number of runs that
+    have reached it.
     """
 
     name: str
     labels: Mapping[str, str]
-    seeds: int  # runs that were asked for
+    seeds: int  # planned runs
     accuracy: Interval | None
     accuracy_at_clock: Interval | None
     seconds: Interval | None
@@ -32,23 +33,23 @@ class CellSummary(Record, frozen=True):
     generated_per_second: Interval | None
     staleness_mean: Interval | None
     staleness_max: int | None
-    wasted: Interval | None  # share of the generated tokens
-    recomputed: Interval | None  # tokens, per generated token
+    wasted: Interval | None  # wasted tokens as a share of the generated ones
+    recomputed: Interval | None  # recomputed tokens per generated token
     seconds_to_target: Interval | None
     reached: int | None
     by_step: tuple[CurvePoint, ...]
     by_clock: tuple[CurvePoint, ...]
     runs: tuple[RunOutcome, ...]
-    failed: Mapping[str, str]  # digest: how
+    failed: Mapping[str, str]  # reason, by digest
 
 
 class StudyResult(Record, frozen=True):
-    """Result of a study so far. `clock`: shortest time of a run, in seconds of reinforcement learning."""
+    """Result of a study so far. `clock`: time of the quickest run, in seconds of reinforcement learning."""
 
     study: str
     digest: str
     trajectories: int  # trained in each run
-    steps: int  # of the first cell
+    steps: int  # training steps of the first cell
     clock: float | None
     target: float | None
     intervals: str
@@ -58,7 +59,7 @@ class StudyResult(Record, frozen=True):
 
 
 def summarise(study: Study, progress: StudyProgress) -> StudyResult:
-    """Compute the result from the finished runs."""
+    """Compute the result of a study from its finished runs."""
     finished = list(progress.finished.values())
     clock = min((run.seconds for run in finished), default=None)
     recipe = study.cells[0].runs[0].recipe

@@ -10,7 +10,8 @@ from stretto.processes.wire import connect
 
 
 def bound(listen: str, port: int | None = None) -> socket.socket:
-    """Bind a socket to ``host:port`` of this machine, or to another `port` there; an empty host means every interface.
+    """Bind a socket to ``host:port`` of this machine, or to another `port` on that host. An empty host means every
+    interface.
 
     Raises:
         RecipeError: the address is malformed, or cannot be bound.
@@ -29,7 +30,7 @@ def bound(listen: str, port: int | None = None) -> socket.socket:
                 reserved.close()
                 raise
             return reserved
-        except (OSError, UnicodeError) as error:  # a name that no resolver takes
+        except (OSError, UnicodeError) as error:  # or a host name that cannot be encoded
             found = getattr(error, "strerror", None) or str(error)
     raise RecipeError(
         [Problem(f"cluster.listen: {listen!r}", found, "give host:port of this machine, with a free port")]
@@ -37,9 +38,9 @@ def bound(listen: str, port: int | None = None) -> socket.socket:
 
 
 async def speaks_tls(address: str) -> bool:
-    """Whether the listener at `address` expects TLS."""
+    """Whether the listener at `address` expects TLS: tries a TLS handshake with it."""
     anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE  # it is sent nothing
+    anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE  # nothing is sent, so no check is needed
     try:
         _, writer = await connect(address, anyone)
     except (MachineLost, HandshakeRefused, DeadlineExceeded):

@@ -1,10 +1,10 @@
-"""Agent of a machine in a run: joins, mirrors model and weights, and starts roles on orders of the conductor.
+"""Agent of a machine in a run: join, mirror model and weights, and start roles on orders of the conductor.
 
     gate ──NewVersion──► agent ──► mirror ──► the machine's shared memory ──► its engines
     gate ──StartRole───► agent ──► the role's process ──logs, its end──► gate
 
-The lease holds on both sides: an agent that hears nothing for that long ends its roles, which the conductor has given
-up by then, and joins again.
+The lease limits silence on both sides. An agent that hears nothing from the gate for that long ends its roles, which
+the conductor has given up by then, and joins again.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ _HANDSHAKE_SECONDS = 10.0
 _RETRY_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 _BEAT_SECONDS = 1.0
-_LOG_BYTES = 64 << 10  # of each role, with each heartbeat
+_LOG_BYTES = 64 << 10  # most bytes of each role's log that go with a heartbeat
 _LEAVE_SECONDS = 30.0
-_REMEMBERED = 16  # round trips, of which the shortest tells the clock
+_REMEMBERED = 16  # newest round trips; the shortest one gives the clock offset
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class Offer:
     """Offer of a machine to a run.
 
     Attributes:
-        address: address of the gate.
-        kind: kind of roles, "engine" or "rank"; `count`: how many at a time.
-        advertised: address at which others reach this machine; None: the one from which it reaches the gate.
+        address: address of the gate; `token`: the token of the run.
+        kind: kind of roles, "engine" or "rank"; `count`: how many at the same time.
+        advertised: address at which others reach this machine; None: the local address of its connection to the gate.
         tls: folder of certificates, "" for none.
-        patience: seconds to look for the gate, at first and after a loss.
+        patience: seconds to try to reach the gate, at first and after a loss.
         gpu: whether this machine has a GPU; `gpus`: how many it shows, 0 if unknown.
-        environments: additional environment variables for each place: its GPUs.
+        environments: additional environment variables for each place, such as those that select its GPUs.
     """
 
     address: str
@@ -106,18 +106,19 @@ class Offer:
 
 @dataclass
 class _Seat:
-    """A place of the agent: a bound port, reserved for it, and the role in it."""
+    """A place of the agent: a port reserved for its role, a folder, and the role in it."""
 
     port: socket.socket
     scratch: Path
     name: str = ""
     process: RoleProcess | None = None
-    told: int = 0  # bytes of its log that the conductor has
+    told: int = 0  # bytes of its log that were sent to the conductor
 
 
 async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Event) -> str:
-    """Join a run, work for it, and join again after a loss; returns why the work is over. `leave`, once set, asks the
-    conductor to drain the roles first.
+    """Join a run and serve it until it dismisses this machine; join again after a loss. Return why the work is over.
+
+    `say` gets sentences for the user. `leave`, once set, asks the conductor to drain the roles and dismiss the machine.
 
     Raises:
         HandshakeRefused: the run refuses this machine: another token, run or release.
@@ -165,9 +166,9 @@ class _Session:
     say: Callable[[str], None]
     folder: Path
     memory: Path  # holds the weights
-    held: tuple[int, int]  # descriptors: while they are open, folder and memory are in use
+    held: tuple[int, int]  # descriptors of locks that keep folder and memory from being removed
     sweeper: subprocess.Popen[bytes]
-    seats: list[_Seat] = field(default_factory=list)  # once the model is here
+    seats: list[_Seat] = field(default_factory=list)  # empty until the model is here
     clock_offset: float = 0.0
     _round_trips: list[tuple[float, float]] = field(default_factory=list)
     _wanted: int = -1
@@ -198,12 +199,13 @@ class _Session:
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
             memory, held = own_memory(folder, terms)
             session = cls(offer, terms, wire, say, folder, memory, (lock, held), sweeper(folder, memory))
-            session._wish(terms.published)  # before any order: a later one is of a newer version
+            session._wish(terms.published)  # before any order, so that no newer version is overwritten
             undo.pop_all()
         return session
 
     async def work(self, leave: asyncio.Event) -> Dismissed | str:
-        """Carry out orders until the connection or the work ends; every role has ended then."""
+        """Carry out orders until the connection or the work ends. Return the dismissal, or the reason as text. All
+        roles have ended then."""
         tasks: list[asyncio.Future[object]] = [
             asyncio.ensure_future(work)
             for work in (
@@ -237,14 +239,14 @@ class _Session:
                 seat.port.close()
             await self.wire.close()
         finally:
-            self.sweeper.communicate()  # nothing else is left to do meanwhile
+            self.sweeper.communicate()  # blocking is harmless: nothing else runs
             for descriptor in self.held:
                 os.close(descriptor)
 
-    # ── what it mirrors ──────────────────────────────────────────────────────────────────────────
+    # ── mirror ────────────────────────────────────────────────────────────────────────────────────
 
     async def _mirror(self) -> str:
-        """Fetch the model, report the places, and pull every published version."""
+        """Fetch the model, report the places, and pull every published version. A rank fetches no versions."""
         gate_host = self.offer.address.rpartition(":")[0]
         source = f"{gate_host}:{self.terms.weights_port}"
         tls = Path(self.offer.tls) if self.offer.tls else None
@@ -279,20 +281,20 @@ class _Session:
                 continue
             try:
                 pulled = await mirror.pull(wanted)
-            except (TornPublication, SourceLost, DeadlineExceeded) as error:  # its engines lag until it is here
+            except (TornPublication, SourceLost, DeadlineExceeded) as error:  # try again; its engines lag meanwhile
                 if str(error) != problem:
                     problem = str(error)
                     self.say(f"version {wanted} is not here yet: {problem}")
                 await self._look_again()
                 continue
-            except WireError:  # not there any more: the order for a newer one is on its way
+            except WireError:  # no longer published: the order for a newer version is on its way
                 await self._look_again()
                 continue
             here = wanted
             self.wire.send(Mirrored(version=wanted, size=pulled.bytes, seconds=pulled.seconds))
 
     async def _fetch(self, mirror: Mirror, kind: str) -> str:
-        """A folder of the run's, here."""
+        """Fetch the run's model or reference folder (`kind`) to this machine; return its path."""
         await mirror.fetch_model(self.folder / kind, lambda: [one / kind for one in neighbours(self.folder)], kind)
         return str(self.folder / kind)
 
@@ -354,7 +356,7 @@ class _Session:
         return self.seats[place]
 
     async def _play(self, order: StartRole) -> None:
-        """Run one role from start to end."""
+        """Run one role from start to end, and report both."""
         seat = self._seat(order.place)
         if seat.process is not None:
             await seat.process.stop(0.0)
@@ -399,8 +401,8 @@ class _Session:
             await asyncio.sleep(min(_BEAT_SECONDS, self.terms.lease / 5))
 
     def _tell_the_clock(self, sent: float, theirs: float) -> None:
-        """Estimate the offset of the gate's clock from the shortest recent round trip; the error is at most half of
-        it."""
+        """Estimate the offset of the gate's clock from an echo, by the shortest recent round trip. The error is at most
+        half of that round trip."""
         now = time.monotonic()
         self._round_trips = [*self._round_trips, (now - sent, theirs - (sent + now) / 2)][-_REMEMBERED:]
         self.clock_offset = min(self._round_trips)[1]

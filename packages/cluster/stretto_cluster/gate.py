@@ -1,11 +1,11 @@
-"""Gate: port of the conductor where machines join a run and commands arrive.
+"""Gate: the port of the conductor at which machines join a run and commands arrive.
 
     agent ──handshake: token, release, run─► gate ─RunTerms─► agent ─MachineReady─► JoinedMachine ─► its roles start
     stretto scale ──────handshake──────────► gate ──Answer──►
     another conductor ──handshake──────────► gate ──Tenure──►
 
-A caller without the token learns only that it is wrong; one of another run or release is told which. The number of
-strangers is bounded: a new one replaces the one that has been silent for longest.
+A caller with a wrong token learns only that the token is wrong. A caller of another run or release is told the run's
+own. The number of callers that have not shown the token is bounded: a new one replaces the one silent for longest.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from stretto_cluster.messages import (
 
 _LEAVE_SECONDS = 5.0
 _BACKLOG = 4096
-_MOST_PLACES = 1024  # of one machine
-_QUIET_SECONDS = 10.0  # between two sentences about callers that were turned away
+_MOST_PLACES = 1024  # most places of one machine
+_QUIET_SECONDS = 10.0  # least seconds between two log lines about refused callers
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Doors:
     """Callbacks of the gate.
 
     Attributes:
-        terms: current terms of the run.
-        joined: takes a machine that has the model.
-        scale: carries out `stretto scale`; returns a sentence or raises StrettoError.
+        terms: returns the current terms of the run.
+        joined: called with each machine that has joined and has the model.
+        scale: carries out `stretto scale` for this number of engines; returns a sentence, or raises StrettoError.
         say: takes a sentence for the log.
         logs: folder for the logs of roles on other machines.
-        refuses: why a machine may not join; "" if it may.
-        superseded: called with epoch and address (or "") of a newer conductor of the run.
+        refuses: returns why a machine may not join; "" if it may.
+        superseded: called with epoch and address ("" if unknown) of a newer conductor of the run.
     """
 
     terms: Callable[[], RunTerms]
@@ -73,7 +73,8 @@ class Doors:
 
 
 class Gate:
-    """Listener for machines, commands, and other conductors of the run."""
+    """Listener for machines, commands, and other conductors of the run. `machines`: those that are connected, by
+    name."""
 
     def __init__(self, run: str, token: str, doors: Doors) -> None:
         self._run, self._token, self._doors = run, token, doors
@@ -84,7 +85,8 @@ class Gate:
         self.machines: dict[str, JoinedMachine] = {}
 
     async def open(self, listen: str, tls: str = "") -> str:
-        """Listen at ``host:port`` or ``unix:/path`` (may be called several times); returns the address with its port.
+        """Listen at ``host:port`` or ``unix:/path``; return the address with the actual port. May be called several
+        times.
 
         Raises:
             RecipeError: the address cannot be bound.
@@ -103,7 +105,8 @@ class Gate:
             machine.publish(version)
 
     async def close(self, why: str, again: bool = False) -> None:
-        """Dismiss every machine and stop listening; `again`: the run may be resumed."""
+        """Dismiss every machine, and stop listening. `why`: the reason that machines get; `again`: they may try to join
+        later, because the run may be resumed."""
         for server in self._servers:
             server.close()
         for machine in self.machines.values():
@@ -144,7 +147,7 @@ class Gate:
                     writer.write(frame(self._doors.terms().tenure))
                     await _flushed(writer)
         except (HandshakeBroken, DeadlineExceeded, OSError):
-            return  # a port scanner, say; it has said nothing
+            return  # a port scanner, say, which sent nothing
         except HandshakeRefused as refused:
             self._turned_away(refused)
             await _flushed(writer)
@@ -178,10 +181,10 @@ class Gate:
             return self._doors.refuses(caller)
         return ""
 
-    # ── those who are admitted ───────────────────────────────────────────────────────────────────
+    # ── admitted callers ─────────────────────────────────────────────────────────────────────────
 
     def _gives_way(self, other: Tenure | None, address: str = "") -> bool:
-        """Whether the caller is a newer conductor of the run, or a machine that has served one; this conductor then
+        """Whether `other` is newer than this conductor's tenure. Then it calls `superseded`, and this conductor
         ends."""
         if other is None or other <= self._doors.terms().tenure:
             return False
@@ -207,14 +210,14 @@ class Gate:
             machine.is_lost("was cut off")
 
     async def _introduce(self, machine: JoinedMachine) -> None:
-        """Pass a machine on once it has the model; the lease bounds the wait."""
+        """Pass a machine to `joined` once it has the model. The lease bounds the wait."""
         await first_of(machine.prepared, machine.leaving)
         if not machine.prepared.done():
             machine.dismiss(machine.leaving.result())
             return
         try:
             self._doors.joined(machine)
-        except (StrettoError, ValueError, OSError) as error:  # its words make no engine
+        except (StrettoError, ValueError, OSError) as error:  # its messages describe no usable engine
             self._doors.say(f"{machine.name} cannot be used: {error}")
             machine.dismiss(str(error))
 
@@ -228,7 +231,7 @@ class Gate:
 
 
 async def _flushed(writer: asyncio.StreamWriter) -> None:
-    """Wait until everything is sent to the caller, or the caller does not read."""
+    """Close the connection, and wait until everything is sent, at most one second."""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(1.0):
             writer.close()

@@ -31,7 +31,8 @@ _NEWS_SECONDS = 0.5
 
 
 class GuestEngine(HttpEngine):
-    """Client of an engine on another machine; a version is transferred there before the engine pauses for it."""
+    """Client of an engine on another machine. A version is transferred to the machine before the engine pauses to load
+    it. Replies are checked, because the machine is not trusted."""
 
     def __init__(
         self,
@@ -42,7 +43,8 @@ class GuestEngine(HttpEngine):
         context: ssl.SSLContext | None,
         newest: Callable[[], int],
     ) -> None:
-        """`newest` returns the newest published version, the upper limit of what an engine may claim."""
+        """`newest` returns the newest published version; an engine that claims a newer one is refused. `key`: the
+        engine's API key; `context`: for TLS."""
         super().__init__(
             spec.name,
             spec.address,
@@ -56,7 +58,8 @@ class GuestEngine(HttpEngine):
         self._pull_seconds, self._pulls = deadlines.longest_pull, False
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
-        """Same as `HttpEngine.generate`; an engine that does not answer is lost, without ending the run.
+        """Same as `HttpEngine.generate`, but an engine that does not reply in time is lost instead of ending the
+        run.
 
         Raises:
             EngineLied: its reply is impossible.
@@ -77,7 +80,7 @@ class GuestEngine(HttpEngine):
         """Check a completion against its request.
 
         Raises:
-            EngineLied: it was not requested, or no engine of ours could have sampled it.
+            EngineLied: the completion was not requested, or has impossible tokens or versions.
         """
         if request is None or not 0 <= completion.member < len(request.seeds):
             raise EngineLied(self.name, f"sent a completion of {completion.request!r} that it was not asked for")
@@ -108,14 +111,14 @@ class GuestEngine(HttpEngine):
         """Same as `HttpEngine.health`.
 
         Raises:
-            WireError: it claims an unpublished version.
+            WireError: the engine claims an unpublished version.
         """
         health = await super().health()
         self._published(health.version)
         return health
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """Same as `HttpEngine.partials`; completions that were not requested are a WireError."""
+        """Same as `HttpEngine.partials`. Raises WireError for completions that were not requested."""
         found = await super().partials(known)
         for request, pieces in found.items():
             if any(member not in range(len(known.get(request, ()))) for member in pieces):
@@ -125,18 +128,19 @@ class GuestEngine(HttpEngine):
         return found
 
     async def _machine_is_gone(self) -> bool:
-        """Wait briefly for the loss of the machine: connections to its engines may break before that of its agent."""
+        """Whether the machine is lost. Waits half a second for its loss, because connections to its engines may break
+        before the connection to its agent."""
         if self._machine.silence > SILENT_SECONDS:
             return True
         await asyncio.wait([self._machine.lost], timeout=_NEWS_SECONDS)
         return self._machine.lost.done()
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Same as `HttpEngine.update`, once the machine has pulled `version`. If it has pulled a newer one, the engine
-        loads that instead. Until the pull is complete, the engine samples with its old version.
+        """Same as `HttpEngine.update`, but waits first until the machine has pulled `version`. If it has pulled a newer
+        version, the engine loads that one. During the pull, the engine samples with its old version.
 
         Raises:
-            EngineLost: the machine is lost, or no byte arrived for the time limit of the pull or of the load.
+            EngineLost: the machine is lost, or the pull or the load made no progress within its time limit.
         """
         try:
             self._pulls = True
@@ -149,7 +153,8 @@ class GuestEngine(HttpEngine):
             raise EngineLost(self.name, str(loss)) from None
 
     async def moved(self) -> object:
-        """Same as `HttpEngine.moved`; before the load, the bytes that have arrived on its machine."""
+        """Progress of an update: during the pull the bytes that have arrived on the machine, then as
+        `HttpEngine.moved`."""
         waits = self._pulls or self._machine.mirrored < 0
         return self._machine.moved if waits else await super().moved()
 
@@ -166,8 +171,8 @@ def guest(
     context: ssl.SSLContext | None,
     newest: Callable[[], int],
 ) -> EngineHandle:
-    """Handle of the engine in a place of a machine, not started yet; `role`: module of its process; `newest`: see
-    `GuestEngine`."""
+    """Create the handle of an engine in a place of a machine; it is not started yet. `role`: Python module of its
+    process. `changed`: called when its state changes. `newest`: see `GuestEngine`."""
     key = secrets.token_hex(32)
     process = machine.role(place, spec.name, role, {ENGINE_KEY: key})
     client = GuestEngine(spec, machine, deadlines, key, context, newest)

@@ -1,4 +1,4 @@
-"""``join.json`` of a run folder: how a machine joins the run. Imports no torch, like the whole agent."""
+"""``join.json`` of a run folder: address and token for machines that join the run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import msgspec
 from stretto.core.errors import Problem, RecipeError
 from stretto.core.records import Record
 
-JOIN = "join.json"  #: of a run folder: what a machine needs to join
+JOIN = "join.json"  #: its name in the run folder
 PATIENCE_SECONDS = 120.0
 
 
 class JoinFile(Record, frozen=True):
-    """Content of ``join.json``: addresses and token of a run, for machines that see its folder, and for `stretto
+    """Content of ``join.json``: addresses and token of a run, for machines that can read its folder, and for `stretto
     scale`."""
 
     run: str
     token: str
-    address: str = ""  # of the gate for other machines; "" if none can join
-    control: str = ""  # of the gate for commands on the machine of the run
-    tls: str = ""  # folder of certificates, where the run sees it; "" for none
-    patience: float = PATIENCE_SECONDS  # how long the reply to `stretto scale` may take
-    before: tuple[str, ...] = ()  # where other conductors have had the run, here or from a copy, that were not told yet
-    superseded: int = 0  # the epoch of a newer conductor, which runs from a copy of the folder; 0: none known
+    address: str = ""  # address of the gate for other machines; "" if none can join
+    control: str = ""  # address of the gate for commands on the run's own machine
+    tls: str = ""  # folder of certificates, as a path on the run's machine; "" for none
+    patience: float = PATIENCE_SECONDS  # seconds that the reply to `stretto scale` may take
+    before: tuple[str, ...] = ()  # addresses of earlier conductors, which were not informed yet
+    superseded: int = 0  # epoch of a newer conductor, which uses a copy of the folder; 0: none
 
 
 def read_join_file(folder: Path) -> JoinFile:
     """Read the join file of a run.
 
     Raises:
-        RecipeError: the run is not running, or the file is not readable for us.
+        RecipeError: the run is not running, or this user cannot read the file.
     """
     try:
         return msgspec.json.decode((folder / JOIN).read_bytes(), type=JoinFile)

@@ -1,4 +1,4 @@
-"""Conductor's view of a machine that has joined: its agent, its places, and the roles in them."""
+"""The conductor's view of a machine that has joined: its agent, its places, and the roles in them."""
 
 from __future__ import annotations
 
@@ -34,23 +34,27 @@ from stretto_cluster.messages import (
     StopRole,
 )
 
-SILENT_SECONDS = 4.0  #: several heartbeats
+SILENT_SECONDS = 4.0  #: seconds without a message (several heartbeats) after which a machine counts as silent
 _START_SECONDS = 30.0
 _END_SECONDS = 10.0
-_MOST_LOG = 64 << 20  # bytes of a role's log: a machine cannot fill our disk
+_MOST_LOG = 64 << 20  # bytes of a role's log, so that a machine cannot fill the conductor's disk
 
 
 class JoinedMachine:
-    """A machine that has joined, with its places and roles. `lost`: how it was lost, or why it left."""
+    """A machine that has joined, with its places and roles.
+
+    Futures: `prepared` is done when the machine has the model, `leaving` (why) when it asks to leave, `lost` (how, or
+    why it left) when it is gone. `mirrored`: newest version that it has pulled, -1 for none.
+    """
 
     def __init__(self, name: str, join: Join, wire: Wire[FromAgent], folder: Path) -> None:
-        """`folder`: for the logs of its roles."""
+        """`folder`: where the logs of its roles are written."""
         self.name, self.kind, self.host = name, join.kind, join.host
         self.clock_offset = 0.0
         self.mirrored = -1
-        self.moved = 0  # bytes that its mirror has taken
+        self.moved = 0  # bytes that its mirror has received or checked
         self.dismissed = False
-        self.spans: list[Span] = []  # of its mirror, since they were taken
+        self.spans: list[Span] = []  # spans of its pulls that nobody has taken yet
         self.places: tuple[RolePlace, ...] = ()
         self.model = self.mailbox_folder = ""
         self.reference: str | None = None
@@ -64,7 +68,8 @@ class JoinedMachine:
         self._roles: dict[int, RemoteProcess] = {}
 
     async def serve(self, lease: float) -> str:
-        """Handle its messages until it is lost; returns how."""
+        """Handle messages of the agent until the machine is lost or silent for `lease` seconds; return how it was
+        lost."""
         reading = asyncio.ensure_future(self._read())
         silent = asyncio.ensure_future(self._wire.watch(lease))
         try:
@@ -134,7 +139,7 @@ class JoinedMachine:
             raise WireError(f"the log of {name!r}, which it does not run")
         with contextlib.suppress(OSError), logs[name].open("a", encoding="utf-8", errors="replace") as log:
             if log.tell() < _MOST_LOG:
-                log.write(text)  # a disk that is full, which the ledger names, is no reason to lose a machine
+                log.write(text)  # a full disk is reported elsewhere, and must not cost the machine
                 if log.tell() >= _MOST_LOG:
                     log.write(f"\n(its machine has more of this log: {_MOST_LOG:,} bytes are kept here)\n")
 
@@ -143,11 +148,11 @@ class JoinedMachine:
         self._wire.send(NewVersion(version=version))
 
     async def until_mirrored(self, version: int, seconds: float) -> int:
-        """Wait until its mailbox has `version` or a newer one; returns the newest.
+        """Wait until the machine has pulled `version` or a newer one; return the newest that it has.
 
         Raises:
-            MachineLost: it was lost.
-            DeadlineExceeded: no byte arrived for `seconds`.
+            MachineLost: the machine was lost.
+            DeadlineExceeded: no byte arrived there for `seconds`.
         """
         async with standstill("conductor", f"{self.name} to pull version {version}", seconds, self._so_far):
             while self.mirrored < version:
@@ -166,11 +171,11 @@ class JoinedMachine:
 
     @property
     def stays(self) -> bool:
-        """Whether roles can still be started there."""
+        """Whether roles can still be started on the machine."""
         return not (self.lost.done() or self.leaving.done() or self.dismissed)
 
     def role(self, place: int, name: str, module: str, environment: Mapping[str, str]) -> RemoteProcess:
-        """Handle of a role's process in one of its places."""
+        """Create the handle of a role's process in a place of the machine, and its log file. Nothing is started."""
         process = RemoteProcess(self, place, name, module, self._folder / f"{name}.txt", environment)
         self._roles[place] = process
         process.log.touch()
@@ -186,7 +191,8 @@ class JoinedMachine:
 
 
 class RemoteProcess:
-    """A role's process on another machine, with the interface of `processes.role.RoleProcess`."""
+    """A role's process on another machine, with the interface of `processes.role.RoleProcess`. `log`: the local copy of
+    its log."""
 
     def __init__(
         self, machine: JoinedMachine, place: int, name: str, module: str, log: Path, environment: Mapping[str, str]
@@ -199,7 +205,7 @@ class RemoteProcess:
 
     @property
     def clock_offset(self) -> float:
-        """Difference of its clock to ours, in seconds."""
+        """Clock of its machine minus clock of this machine, in seconds."""
         return self._machine.clock_offset
 
     @property
@@ -212,7 +218,7 @@ class RemoteProcess:
         return self._end is not None and self._end.done() and self._end.result().killed
 
     async def start(self, spec: msgspec.Struct, threads: int) -> None:
-        """Start it, as `RoleProcess.start`.
+        """Start the process, as `RoleProcess.start`.
 
         Raises:
             RoleDied: its machine cannot start it.
@@ -240,17 +246,17 @@ class RemoteProcess:
             raise RoleDied(self.name, f"cannot be started: {await self.ended()}", str(self.log))
 
     def has_started(self, turn: int) -> None:
-        """Note that its agent has reported start number `turn`."""
+        """Called when its agent reports the start with number `turn`."""
         if turn == self._turn and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
     def has_ended(self, end: RoleEnded) -> None:
-        """Note that its agent has reported its end."""
+        """Called when its agent reports its end."""
         if end.turn == self._turn and self._end is not None and not self._end.done():
             self._end.set_result(end)
 
     async def ended(self) -> str:
-        """Wait for its end; returns how it ended. No deadline, as for `RoleProcess.ended`.
+        """Wait for the end of the process; return how it ended. There is no deadline, as in `RoleProcess.ended`.
 
         Raises:
             MachineLost: the machine is lost.
@@ -262,17 +268,18 @@ class RemoteProcess:
         return self._end.result().how
 
     async def stop(self, grace: float) -> None:
-        """Send SIGTERM, then SIGKILL after `grace` seconds; returns when it is gone or its machine lost."""
+        """Send SIGTERM, then SIGKILL after `grace` seconds. Returns when the process is gone, its machine is lost, or
+        the agent does not reply."""
         if self.running:
             self._machine.send(StopRole(place=self._place, grace=grace))
             try:
                 async with deadline("conductor", f"{self.name} to end", grace + _END_SECONDS):
                     await self.ended()
             except (MachineLost, DeadlineExceeded):
-                return  # its agent, which has not replied, ends it when the lease is over
+                return  # if the agent does not reply, it ends the process when its lease is over
 
     def kill(self) -> None:
-        """Send SIGKILL, unless its machine is silent: after a partition, a late order would kill a healthy role. If the
-        machine stays silent, the lease ends the role."""
+        """Send SIGKILL, unless the machine is silent: after a network partition, a late order would kill a healthy
+        role. If the machine stays silent, its lease ends the role."""
         if self.running and self._machine.silence < SILENT_SECONDS:
             self._machine.send(KillRole(place=self._place))

@@ -22,30 +22,30 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]
 Offset = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
-#: Bytes of a message: weights and completions go other ways.
+#: Most bytes of a message. (Weights and completions use other connections.)
 LARGEST_WORDS = 1 << 20
 
-#: In a spec: the folder of certificates on the agent's machine, which the agent alone knows.
+#: Placeholder in a spec for the agent's own folder of certificates, which only the agent knows.
 AGENTS_TLS = "(the agent's folder of certificates)"
 
 
 class Join(Record, frozen=True, tag=True):
-    """A machine offers places for roles. `run`: the run that it had joined before, "" at first; `served`: the newest
-    conductor that it served."""
+    """A machine offers places for roles. `run`: the run that it had joined before, "" at first. `served`: tenure of the
+    newest conductor that it has served."""
 
     kind: str  # "engine" or "rank"
-    host: str  # its name, for people
+    host: str  # host name, for display
     count: int  # places
     release: str  # of stretto
     run: str = ""
     served: Tenure | None = None
-    gpu: bool = False  # whether it has one
-    gpus: int = 0  # how many it shows; 0: unknown
+    gpu: bool = False  # whether it has a GPU
+    gpus: int = 0  # number of visible GPUs; 0: unknown
 
 
 class Look(Record, frozen=True, tag=True):
-    """Another conductor of `run`, at `address`, asks for this one's tenure; without a tenure of its own it has not
-    begun, and only asks."""
+    """Question of another conductor of `run`, at `address`, for this conductor's tenure. `tenure`: its own; None if it
+    has not begun yet and only asks."""
 
     run: str
     tenure: Tenure | None = None
@@ -67,31 +67,33 @@ class Answer(Record, frozen=True, tag=True):
 
 
 class RunTerms(Record, frozen=True, tag=True):
-    """Terms of the run for a machine: where its weights are served, and how long silence may last."""
+    """Terms of the run for a machine: where its weights are served, and the time limits. `lease`: seconds of silence
+    after which each side gives up the other; `hung`: seconds without a heartbeat after which a role is killed."""
 
     run: str
-    mailbox: str  # the name of the run's files in shared memory
-    weights_port: int  # at the host where it found the gate
+    mailbox: str  # name of the run's weight files in shared memory
+    weights_port: int  # port of the weights server, on the host of the gate
     weights_key: str
-    delta: Literal["auto", "always", "never"]  # whether differences of versions may travel
+    delta: Literal["auto", "always", "never"]  # whether deltas between versions may be sent
     size: int  # bytes of one version, about
     published: int  # the newest version; -1: none yet
     lease: float
     hung: float
     tenure: Tenure
-    pull: float = 600.0  # seconds without a byte of a version, or of the model, that is pulled
+    pull: float = 600.0  # seconds without a received byte after which a pull fails
     reference: bool = False  # whether a reference policy is served too, for ranks
 
 
 class RolePlace(Record, frozen=True):
-    """Place for one role: the address to listen at, and a folder."""
+    """Place for one role on a machine: the address at which it listens, and a folder."""
 
     address: str
     scratch: str
 
 
 class MachineReady(Record, frozen=True, tag=True):
-    """The machine has the model, and for ranks the reference policy; roles can be started in these places."""
+    """The machine has the model (and for ranks the reference policy); roles can be started in `places`. The other
+    fields are paths on the machine."""
 
     places: tuple[RolePlace, ...]
     model: str
@@ -100,8 +102,8 @@ class MachineReady(Record, frozen=True, tag=True):
 
 
 class Beat(Record, frozen=True, tag=True):
-    """Heartbeat with the sender's clock and its estimate of the gate's clock minus its own, in seconds. `moved`: bytes
-    of versions received, which grow during a pull."""
+    """Heartbeat. `sent`: the agent's clock; `clock_offset`: its estimate of the gate's clock minus its own, in seconds.
+    `moved`: bytes of the model and of versions that its mirror has received or checked so far."""
 
     sent: Offset
     clock_offset: Offset
@@ -109,20 +111,20 @@ class Beat(Record, frozen=True, tag=True):
 
 
 class Echo(Record, frozen=True, tag=True):
-    """Reply to a heartbeat: its `sent`, and the gate's clock."""
+    """Reply to a heartbeat: the heartbeat's `sent`, and `now`, the gate's clock."""
 
     sent: float
     now: float
 
 
 class NewVersion(Record, frozen=True, tag=True):
-    """A version is published."""
+    """A version was published and can be pulled."""
 
     version: int
 
 
 class Mirrored(Record, frozen=True, tag=True):
-    """The machine's mailbox has a version, after `size` bytes over the network in `seconds`."""
+    """The machine's mailbox has a version. It took `size` bytes over the network and `seconds`."""
 
     version: Count
     size: Count
@@ -130,9 +132,9 @@ class Mirrored(Record, frozen=True, tag=True):
 
 
 class StartRole(Record, frozen=True, tag=True):
-    """Order to start ``python -m MODULE SPEC`` in a place. `turn` numbers the starts in the place, to recognise late
-    messages of earlier ones. A field of the spec with the value `AGENTS_TLS` is replaced by the agent's folder of
-    certificates."""
+    """Order to start ``python -m MODULE SPEC`` in a place. `turn` counts the starts in the place, so that late messages
+    about earlier ones are recognised. A field of the spec with the value `AGENTS_TLS` is replaced by the agent's folder
+    of certificates."""
 
     place: int
     turn: int
@@ -158,7 +160,7 @@ class RoleStarted(Record, frozen=True, tag=True):
 
 
 class RoleEnded(Record, frozen=True, tag=True):
-    """How the role in a place ended, or why it could not be started; `killed`: by a signal."""
+    """How the role in a place ended, or why it could not be started. `killed`: whether a signal ended it."""
 
     place: int
     turn: int
@@ -174,13 +176,13 @@ class LogText(Record, frozen=True, tag=True):
 
 
 class Leaving(Record, frozen=True, tag=True):
-    """The machine wants to leave, and waits until its engines are drained."""
+    """The machine wants to leave, and waits until its engines are drained and it is dismissed."""
 
     why: str
 
 
 class Dismissed(Record, frozen=True, tag=True):
-    """The machine's work for this run is over; `again`: it may come back."""
+    """The machine's work for this run is over. `again`: it may try to join again."""
 
     why: str
     again: bool = False

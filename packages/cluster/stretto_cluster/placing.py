@@ -23,10 +23,10 @@ START_RAY = "ray start --head on one machine, ray start --address=HOST:PORT on t
 
 
 def has_ray() -> bool:
-    """Whether Ray is installed here; it is not imported, which would take seconds."""
+    """Whether Ray is installed in this environment. It is not imported, because that would take seconds."""
     try:
         return importlib.util.find_spec("ray") is not None
-    except (ImportError, ValueError):  # something keeps it from being found
+    except (ImportError, ValueError):  # a broken installation
         return False
 
 
@@ -34,8 +34,8 @@ class RayPlacerSpec(Record, frozen=True):
     """Spec of the placer.
 
     `address`: the Ray cluster, "auto" for the running one, "local" for a new one on this machine. `join`: command line
-    arguments of an agent; the token is in the environment. `cpus` and `gpus`: for one engine or rank. `seconds`: time
-    limit for the cluster to find room.
+    arguments of an agent; the token is in the environment. `cpus` and `gpus`: resources of one engine or rank.
+    `seconds`: time limit for the cluster to find resources. `descriptor`: the placer's end of the connection.
     """
 
     run: str
@@ -48,8 +48,8 @@ class RayPlacerSpec(Record, frozen=True):
 
 
 class PlaceAgents(Record, frozen=True, tag=True):
-    """Order for `engines` agents for engines, spread over the nodes, and `ranks` agents for ranks, packed; the reply is
-    `AgentsPlaced`. Replies carry the `number` of their order, to recognise late ones."""
+    """Order for `engines` agents for engines, spread over the nodes, and `ranks` agents for ranks, packed on few nodes.
+    A reply carries the `number` of its order, so that late replies are recognised."""
 
     engines: int
     ranks: int = 0
@@ -57,15 +57,15 @@ class PlaceAgents(Record, frozen=True, tag=True):
 
 
 class AgentsPlaced(Record, frozen=True, tag=True):
-    """Reply to `PlaceAgents`: the Ray node (short id) of each agent that runs, in no order."""
+    """Reply to `PlaceAgents`: the Ray node (short id) of each running agent, in no order."""
 
     nodes: tuple[str, ...]
     number: int = 0
 
 
 class NotPlaced(Record, frozen=True, tag=True):
-    """Reply: the order failed; the placer keeps its present agents. `exit_code`: 2 if the cluster lacks resources,
-    otherwise an error of Ray."""
+    """Reply to an order that failed. The placer keeps its present agents. `exit_code`: 2 if the cluster lacks
+    resources, otherwise it was an error of Ray."""
 
     problem: str
     exit_code: int
@@ -78,10 +78,11 @@ TO_PLACER: msgspec.msgpack.Decoder[PlaceAgents] = msgspec.msgpack.Decoder(PlaceA
 
 
 def look(spec: RayPlacerSpec, wanted: PlaceAgents, seconds: float) -> None:
-    """Check, in another process, that the cluster exists and could hold these agents; none is placed.
+    """Check, in another process, that the Ray cluster exists and has the resources for these agents. Nothing is
+    placed.
 
     Raises:
-        RecipeError: it does not or cannot, or the check took longer than `seconds`.
+        RecipeError: it does not exist or lacks resources, or the check took longer than `seconds`.
     """
     words = [sys.executable, "-m", RAY_PLACER, *(msgspec.json.encode(told).decode() for told in (spec, wanted))]
     try:

@@ -1,7 +1,7 @@
 """Process that places agents on a Ray cluster: ``python -m stretto_cluster.ray_placer SPEC``. With the JSON of a
-`PlaceAgents` after SPEC, it only checks, before a run, whether the cluster could hold these (`cluster.placing.look`).
+`PlaceAgents` after SPEC, it only checks whether the cluster has resources for them (`placing.look`, before a run).
 
-Ray finds a node for each agent, and restarts one whose node or process dies. Everything else (requests, weights,
+Ray finds a node for each agent, and restarts an agent whose node or process dies. Everything else (requests, weights,
 heartbeats) goes directly between agents and conductor. The agents end with this process, which owns them.
 """
 
@@ -41,7 +41,7 @@ try:
 
     _HAS_RAY = True
     _RAYS_ERRORS: tuple[type[Exception], ...] = (ray.exceptions.RayError,)
-except ImportError:  # the message says how to have it
+except ImportError:  # `RayPlacer` then raises with the remedy
     _HAS_RAY = False
     _RAYS_ERRORS = ()
 
@@ -54,10 +54,10 @@ _COMMAND = "stretto_app.cli.main"  # `stretto engine --join` or `stretto rank --
 
 
 class AgentHost:
-    """Ray actor with an agent as its child process; if the agent dies, the actor exits and Ray restarts both.
+    """Ray actor with an agent as its child process. If the agent dies, the actor exits and Ray restarts both.
 
-    If an agent ends through a user's mistake (certificates of the node, the token), the actor itself restarts it after
-    `pause` seconds, doubled each time, since Ray would restart it without a pause.
+    If the agent ends through a user's mistake (certificates of the node, the token), the actor itself restarts it after
+    `pause` seconds, doubled each time. Ray would restart it without a pause.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], pause: float = _MISTAKE_SECONDS) -> None:
@@ -75,13 +75,13 @@ class AgentHost:
             pause = min(2 * pause, _LONGEST_PAUSE)
             try:
                 self._agent = self._start()
-            except OSError:  # no room for a process: Ray starts the actor anew, here or elsewhere
+            except OSError:  # no resources for a process: let Ray restart the actor
                 break
         if code != 0:
             os._exit(1)
 
     def node(self) -> str:
-        """Short id of its node."""
+        """Short id of the actor's node."""
         return str(ray.get_runtime_context().get_node_id())[:8]
 
     def is_dismissed(self) -> bool:
@@ -91,7 +91,7 @@ class AgentHost:
 
 @dataclass(eq=False)
 class Room:
-    """A placement group, and the number of agents left in it. Ray ends everything in a group that is removed."""
+    """A placement group, and the number of agents left in it. Removing the group ends everything in it."""
 
     group: Any
     agents: int
@@ -99,20 +99,20 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """An agent on the cluster."""
+    """An agent on the cluster: its actor, and its placement group."""
 
     actor: Any
     room: Room
 
 
 class Ground(Protocol):
-    """Interface of a fleet to Ray (Protocol)."""
+    """What a `Fleet` needs of Ray (Protocol)."""
 
     def start(self, kind: str, count: int) -> list[Placed]:
-        """Start agents.
+        """Start `count` agents of a kind.
 
         Raises:
-            RecipeError: there is no room for all of them; none was started.
+            RecipeError: the cluster lacks resources for all of them; none was started.
         """
         ...
 
@@ -126,19 +126,19 @@ class Ground(Protocol):
 
 
 class Fleet:
-    """All agents of one kind."""
+    """All agents of one kind ("engine" or "rank")."""
 
     def __init__(self, kind: str, ground: Ground, patience: float = _DISMISSAL_SECONDS) -> None:
-        """`patience`: seconds to wait for a dismissal in progress."""
+        """`patience`: seconds to wait for dismissals in progress."""
         self._kind, self._ground, self._patience = kind, ground, patience
         self.agents: list[Placed] = []
 
     def bring(self, wanted: int) -> list[Placed]:
-        """Release dismissed agents, and start missing ones, which are returned. Working agents are never ended: a
-        surplus stays until the conductor dismisses it.
+        """Release dismissed agents, and start missing ones up to `wanted`; return those started. Working agents are
+        never ended: a surplus stays until the conductor dismisses it.
 
         Raises:
-            RecipeError: there is no room.
+            RecipeError: the cluster lacks resources.
         """
         until = time.monotonic() + self._patience
         self._let_go()
@@ -169,7 +169,7 @@ class RayPlacer:
 
     def __init__(self, spec: RayPlacerSpec) -> None:
         self._spec = spec
-        self._token = os.environ.pop(TOKEN, "")  # before a cluster on this machine is started, which would inherit it
+        self._token = os.environ.pop(TOKEN, "")  # removed before a local cluster is started, which would inherit it
         self._engines, self._ranks = Fleet("engine", self), Fleet("rank", self)
         if not _HAS_RAY:
             raise RecipeError([NO_RAY])
@@ -179,14 +179,14 @@ class RayPlacer:
                 _knock(spec.address)
             ray.init(address, namespace=spec.run, log_to_driver=False, configure_logging=False)
         except (OSError, RuntimeError, ValueError) as error:
-            found = str(error).splitlines()[0].partition(". ")[0].rstrip(".")  # the rest is of Ray's own options
+            found = str(error).splitlines()[0].partition(". ")[0].rstrip(".")  # the rest is about Ray's own options
             raise RecipeError([Problem(f"cluster.ray: {spec.address!r}", found, START_RAY)]) from None
 
     def place(self, order: PlaceAgents) -> AgentsPlaced:
-        """Bring the number of agents to the order: release dismissed ones, start missing ones.
+        """Bring the numbers of agents to those of the order: release dismissed ones, start missing ones.
 
         Raises:
-            RecipeError: there is no room for more.
+            RecipeError: the cluster lacks resources for more.
             ray.exceptions.RayError: an agent did not start.
         """
         new = self._engines.bring(order.engines) + self._ranks.bring(order.ranks)
@@ -198,8 +198,9 @@ class RayPlacer:
         """See `Ground`."""
         self.check({kind: count})
         bundle = self._bundle
-        # Ranks come together. Each engine has a group of its own, whose room is free again when it goes; Ray puts a
-        # group of one on the node with the most room, so engines spread (LeastResourceScorer in Ray's scorer.cc).
+        # All ranks share one group. Each engine has a group of its own, so that its resources are free again when it
+        # goes. Ray puts a group of one on the node with the most free resources, so engines spread over the nodes
+        # (LeastResourceScorer in Ray's scorer.cc).
         sizes = [count] if kind == "rank" else [1] * count
         rooms = [Room(placement_group([bundle] * size, strategy="PACK"), size) for size in sizes]
         try:
@@ -238,11 +239,11 @@ class RayPlacer:
 
     @property
     def _bundle(self) -> Mapping[str, float]:
-        """Resources of each agent."""
+        """Ray resources of each agent."""
         return {"CPU": self._spec.cpus} | ({"GPU": self._spec.gpus} if self._spec.gpus else {})
 
     def check(self, wanted: Mapping[str, int]) -> None:
-        """Check that the cluster's total resources suffice for the agents, given by kind.
+        """Check that the total resources of the cluster suffice for the `wanted` agents, numbers by kind.
 
         Raises:
             RecipeError: lists each missing resource.
@@ -259,18 +260,19 @@ class RayPlacer:
 
 
 def _knock(address: str) -> None:
-    """Raise OSError if nobody listens at the address; Ray itself would retry for minutes."""
+    """Raise OSError if nothing listens at the address. (Ray itself would retry for minutes.)"""
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
 
 
 def _untyped(module: Any) -> Any:
-    """The module without types, since Ray declares types but lacks some."""
+    """The module, typed as Any: Ray declares types but lacks some of them."""
     return module
 
 
 def _answers(agents: Sequence[Placed], method: str) -> list[Any]:
-    """Result, or Ray error, of a method of each agent; None if an agent does not answer now, as during a restart."""
+    """Result of a method of each agent's actor, or the Ray error that it raised; None if the actor does not reply in
+    time, as during a restart."""
     calls = [getattr(agent.actor, method).remote() for agent in agents]
     if not calls:
         return []
@@ -294,7 +296,8 @@ def reply(
     order: PlaceAgents,
     rays_errors: tuple[type[Exception], ...] = _RAYS_ERRORS,
 ) -> AgentsPlaced | NotPlaced:
-    """Carry out an order; a failed one does not affect present agents."""
+    """Carry out an order by `place`, and return the reply. A failed order does not affect present agents.
+    `rays_errors`: errors that make an order fail."""
     try:
         return place(order)
     except RecipeError as error:
@@ -311,7 +314,7 @@ def _serve(spec: RayPlacerSpec, orders: RoleEnd[PlaceAgents]) -> None:
 
 
 def _look(spec: RayPlacerSpec, wanted: PlaceAgents) -> int:
-    """Check the cluster; returns the exit code, mistakes go to standard output."""
+    """Check the cluster; return the exit code. A user's mistakes are printed to standard output as JSON."""
     try:
         RayPlacer(spec).check({"engine": wanted.engines, "rank": wanted.ranks})
     except RecipeError as error:
@@ -321,7 +324,8 @@ def _look(spec: RayPlacerSpec, wanted: PlaceAgents) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the role until the conductor closes the connection; see `processes.run_role`."""
+    """Run the role until the conductor closes the connection, or only the check if a `PlaceAgents` is given. Return the
+    exit code."""
     spec = msgspec.json.decode(arguments[0], type=RayPlacerSpec)
     if arguments[1:]:
         return _look(spec, msgspec.json.decode(arguments[1], type=PlaceAgents))

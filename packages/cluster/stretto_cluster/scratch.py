@@ -1,7 +1,8 @@
-"""Temporary folders of an agent, locked while it lives; later agents remove unlocked ones. Agents of one machine take
-turns to fetch, and link what another has.
+"""Temporary folders of an agent, locked while it lives; later agents remove unlocked ones. Agents of one machine fetch
+in turn, and link files that another agent has.
 
-A sweeper process removes them when the agent dies; if it is killed too (with the whole control group, say), they stay.
+A sweeper process removes the folders when the agent dies. If it is killed too (with the whole control group, say), they
+stay until the next agent removes them.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from stretto.weights.folder import SHARED, own, prefix, remove_abandoned, shared
 from stretto_cluster.messages import RunTerms
 
 _LOOK_SECONDS = 0.05
-_FOLDER, _MEMORY = "stretto-machine-", "stretto-agent-"  # how their names begin
+_FOLDER, _MEMORY = "stretto-machine-", "stretto-agent-"  # prefixes of their names
 
 
 def own_folder() -> tuple[Path, int]:
-    """Create a temporary folder; returns it with the descriptor of its lock, which the kernel releases when we die."""
+    """Create a temporary folder, and remove abandoned ones. Return it with the descriptor of its lock, which the kernel
+    releases when this process dies."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        with contextlib.suppress(OSError):  # it is in use, or another user's
+        with contextlib.suppress(OSError):  # the folder is in use, or another user's
             descriptor = _locked(left, fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)
             os.close(descriptor)
@@ -50,8 +52,8 @@ def _locked(folder: Path, how: int = 0) -> int:
 
 
 def own_memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
-    """Same as `own_folder`, for the weights: in shared memory if there is room, or if another agent of the run has them
-    there, else in `folder`."""
+    """Same as `own_folder`, for weights. The folder is in shared memory if that has space for a version, or if another
+    agent of the run has its weights there; else it is in `folder`."""
     for left in SHARED.glob(f"{_MEMORY}*"):
         with contextlib.suppress(OSError):  # it is in use, or another agent removes it too
             remove_abandoned(left)
@@ -64,7 +66,7 @@ def own_memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
 
 
 def neighbours(folder: Path) -> list[Path]:
-    """Folders of the same kind that this user's other agents on this machine have."""
+    """Folders of the same kind that belong to this user's other agents on this machine."""
     found = folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*")
     return [one for one in found if one != folder and not one.is_symlink() and _is_ours(one)]
 
@@ -77,7 +79,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def link_first(sources: Iterable[Path], target: Path) -> bool:
-    """Link the first of these files that is there to `target`, without a copy; False if none can be."""
+    """Hard-link the first of the files `sources` that exists to `target`; return False if none can be linked."""
     for source in sources:
         with contextlib.suppress(OSError):  # it is gone, or on another file system
             target.hardlink_to(source)
@@ -87,8 +89,9 @@ def link_first(sources: Iterable[Path], target: Path) -> bool:
 
 @contextlib.contextmanager
 def in_turn(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock of this file, which one process of the machine has at a time. `waiting` is called again and again
-    until then, and may raise. Without a lock file, as where another user has it, nobody waits."""
+    """Hold the lock of the file `path`, which only one process of the machine has at a time (context manager).
+    `waiting` is called repeatedly until the lock is taken, and may raise. If the lock file cannot be opened (another
+    user's, say), nothing is locked."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -107,7 +110,7 @@ def in_turn(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
                         path.unlink(missing_ok=True)
                     return
         finally:
-            os.close(descriptor)  # another had it, and has unlinked the file
+            os.close(descriptor)  # if the loop goes on: another process had the lock and has unlinked the file
 
 
 def _taken(descriptor: int) -> bool:
@@ -119,7 +122,8 @@ def _taken(descriptor: int) -> bool:
 
 
 def sweeper(*folders: Path) -> subprocess.Popen[bytes]:
-    """Start a process that removes the folders when asked to, or when this process has died in any way."""
+    """Start a process that removes the folders when its standard input gets a line or is closed, as when this process
+    dies."""
     quiet = subprocess.DEVNULL
     command = ["/bin/sh", "-c", 'read _; rm -rf -- "$@"', "stretto", *map(str, folders)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)

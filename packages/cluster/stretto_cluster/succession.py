@@ -1,8 +1,9 @@
 """Guarantee of a single conductor per run, even if its folder was copied.
 
 Each copy of a run folder has its own lock, but the run's name, its token, and the address of its last conductor are the
-same. So the resume of a copy looks for a conductor there first, and later informs one that comes back. The newer
-conductor stays. Machines help: each remembers the newest conductor that it has served (`cluster.messages.Join`).
+same. So a resume first looks for a conductor at that address, and later informs one that comes back. The newer
+conductor stays, the older one ends. Machines help: each remembers the newest conductor that it has served
+(`messages.Join`).
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from stretto.processes.wire import Wire, connect
 from stretto_cluster.join_file import JOIN, JoinFile, read_join_file
 from stretto_cluster.messages import TENURE, Look
 
-UNIX = "unix:"  #: begins an address on this machine
+UNIX = "unix:"  #: prefix of an address on this machine
 _SECONDS = 5.0
 _PAUSE_SECONDS = 5.0
-_SEARCH_SECONDS = 24 * 3600.0  # a network that is cut for longer is a run of its own
+_SEARCH_SECONDS = 24 * 3600.0  # after a longer network partition, both conductors go on
 
 
 class RunSuperseded(StrettoError):
-    """A newer conductor continues the run, from a copy of its folder, so this one ends.
+    """A newer conductor continues the run from a copy of its folder, so this conductor ends.
 
-    `epoch` and `address` are the newer one's; the address may be unknown ("").
+    `epoch` and `address`: those of the newer conductor; the address is "" if unknown.
     """
 
     def __init__(self, run: str, epoch: int, address: str) -> None:
@@ -57,15 +58,16 @@ class RunSuperseded(StrettoError):
 
 
 async def assert_alone(folder: Path, tls: str) -> None:
-    """Look for other conductors at their known addresses; `tls` is the folder of certificates, "" for none.
+    """Check that no other conductor of the run replies at its known addresses. `tls`: folder of certificates, "" for
+    none.
 
     Raises:
-        RunFolderError: one is alive with another folder, so this one is a copy; or a newer one has continued the run
-            with a copy of this folder, wherever it is now.
+        RunFolderError: a conductor is alive, so `folder` is a copy; or a newer conductor has continued the run from a
+            copy of this folder.
     """
     try:
         known = read_join_file(folder)
-    except RecipeError:  # it was killed before it had a gate
+    except RecipeError:  # the run was killed before it had a gate
         return
     places = [address for address in (known.control, known.address, *known.before) if address]
     lives = await asyncio.gather(*(_lives(known, address, tls) for address in places))
@@ -80,11 +82,13 @@ async def assert_alone(folder: Path, tls: str) -> None:
 
 
 async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str, seconds: float = _SEARCH_SECONDS) -> str:
-    """Inform the conductor at `before` that a newer one continues the run; returns the outcome, "" if there is nobody.
-    It is looked for during `seconds`, since it may come back after a network partition.
+    """Inform the conductor at `before` that a newer one, with this `tenure`, continues the run. Return a sentence about
+    the outcome, "" if there is none.
+
+    It tries for `seconds`, because that conductor may come back after a network partition.
 
     Raises:
-        RunSuperseded: it is the newer one.
+        RunSuperseded: the other conductor is the newer one.
         DeadlineExceeded: it was not found.
     """
     look, end = Look(known.run, tenure, known.address or known.control), time.monotonic() + seconds
@@ -92,7 +96,7 @@ async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str, seconds: 
         try:
             theirs = await _asked(known, before, tls, look)
         except MachineLost:
-            if before.startswith(UNIX):  # on this machine: a process that is stopped would still have its socket
+            if before.startswith(UNIX):  # even a suspended process on this machine would accept the connection
                 return ""
             theirs = None
         except HandshakeRefused as other:
@@ -115,10 +119,10 @@ async def _lives(known: JoinFile, address: str, tls: str) -> bool:
 
 
 async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Tenure | None:
-    """Tenure of the run's conductor at `address`; None if it does not reply, or is about to end.
+    """Ask the conductor of the run at `address` for its tenure; None if it does not reply, or is about to end.
 
     Raises:
-        MachineLost: nobody listens there.
+        MachineLost: nothing listens there.
         HandshakeRefused: the listener has another run, token or protocol.
     """
     try:

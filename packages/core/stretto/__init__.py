@@ -1,4 +1,4 @@
-"""stretto: language models learn to reason by reinforcement learning that never waits.
+"""stretto: asynchronous reinforcement learning for language models.
 
 Example::
 
@@ -89,7 +89,7 @@ __all__ = [
 
 _ERRORS = "stretto.core.errors"
 _CONVERSATION, _TASK = "stretto.worlds.workflows.conversation", "stretto.worlds.workflows.task"
-#: Where each public name is from; it is loaded when it is first asked for, so that `import stretto` is quick.
+#: Module of each public name, and its name there if it differs. It is imported at first use: `import stretto` is quick.
 _ORIGINS = {
     "Conversation": _CONVERSATION,
     "DataError": _ERRORS,

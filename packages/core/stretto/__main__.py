@@ -1,4 +1,4 @@
-"""`python -m stretto`: the command line, which is the application's."""
+"""`python -m stretto`: runs the command line of the application package."""
 
 import sys
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from stretto.doors.packages import from_package
 
 
 def main() -> None:
-    """Run a command; without the application, say how to install it."""
+    """Run the command line. If the application package is not installed, print how to install it and exit with 2."""
     try:
         command: Callable[[], None] = from_package("stretto_app.cli.main:main", "python -m stretto")
     except UserError as error:

@@ -1,3 +1,3 @@
-"""Gateway: any program that uses a model over HTTP makes a trajectory, whose tokens are recorded on our side."""
+"""Gateway: HTTP server that records every token of the programs which use a model through it, as trajectories."""
 
 __version__ = "0.1.0"

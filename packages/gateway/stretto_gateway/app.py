@@ -1,5 +1,5 @@
-"""HTTP application of a chat server, with or without sessions: routes, bodies, models, replies and errors in every
-dialect."""
+"""Base class of both HTTP applications, with and without sessions: routes, bodies, the model's card, replies and errors
+in every dialect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stretto_gateway.dialects.openai import ChoiceDialect
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed, Request
 
-_KEEP_ALIVE_SECONDS = 15.0  # the shortest usual idle timeouts, of proxies and of load balancers, are 30 to 60 s
+_KEEP_ALIVE_SECONDS = 15.0  # usual idle timeouts of proxies and load balancers are 30 s or more
 _BODY_SECONDS = 60.0
 _MODELS = "/v1/models"
 _STATUSES = {
@@ -46,13 +46,13 @@ _RESPONSES: Mapping[str, Any] = {
 
 
 class ChatExchange(HttpExchange):
-    """One HTTP request to a chat server.
+    """One HTTP request to a chat server, and its reply.
 
     Attributes:
-        path: path of the request, without a key in it.
-        key: key that the client has sent; "" for none.
-        dialect: dialect of the request, also for its error.
-        request: decoded body, once it is known.
+        path: path of the request, without a session's key in it.
+        key: API key that the client sent; "" for none.
+        dialect: dialect of the reply, errors included.
+        request: decoded body; None until it is parsed.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, path: str, key: str) -> None:
@@ -74,7 +74,7 @@ Handler = Callable[[ChatExchange], Awaitable[None]]
 
 
 class ChatServer(ABC):
-    """ASGI application that all chat servers share. Subclasses add keys, and how a turn is made."""
+    """Base class of ASGI applications that serve chat dialects. A subclass checks keys and produces completions."""
 
     title: str
 
@@ -83,8 +83,8 @@ class ChatServer(ABC):
     ) -> None:
         """
         Args:
-            dialects: the first one writes the errors of other paths.
-            names: names of this server; requests to another ``Host`` are refused. None allows every name.
+            dialects: served dialects; the first one also formats errors on other paths.
+            names: names of this server; requests with another ``Host`` are refused. None allows every name.
         """
         self.model, self._names, self._created = model, names, date_of_reply()
         self._dialects, self._plain = {dialect.path: dialect for dialect in dialects}, dialects[0]
@@ -107,11 +107,11 @@ class ChatServer(ABC):
                 await self._fail(call, NotServed(500, "internal error of the server; its log has the traceback"))
 
     def address(self, scope: Scope) -> tuple[str, str]:
-        """Path and key of a request."""
+        """Path of a request, without a key, and its API key ("" for none)."""
         return scope["path"], sent_key(scope)
 
     def route(self, path: str) -> tuple[str, Handler] | None:
-        """Method and handler of a path; None if there is none."""
+        """HTTP method and handler of a path; None for an unknown path."""
         if (dialect := self._dialects.get(path)) is not None:
             return "POST", partial(self.complete, dialect)
         if path in self._counts:
@@ -131,10 +131,10 @@ class ChatServer(ABC):
         return frozenset({*self._dialects, *self._counts, *self.pages()})
 
     async def serve(self, call: ChatExchange) -> None:
-        """Find the handler of a request, and call it.
+        """Call the handler of a request.
 
         Raises:
-            NotServed, RefusedRequest, EngineLost, DeadlineExceeded: the client gets this error.
+            NotServed, RefusedRequest, EngineLost, DeadlineExceeded: the caller sends this error to the client.
         """
         method = call.scope["method"]
         if (route := self.route(call.path)) is None:
@@ -145,21 +145,21 @@ class ChatServer(ABC):
 
     @abstractmethod
     async def complete(self, dialect: Any, call: ChatExchange) -> None:
-        """Reply to a request for completions in this dialect."""
+        """Produce completions for a request in this dialect, and send the reply."""
 
     @abstractmethod
     async def count(self, count: TokenCount, call: ChatExchange) -> None:
-        """Reply to a request for a number of tokens."""
+        """Count the tokens of a request's prompt, and send the reply."""
 
     async def health(self, call: ChatExchange) -> None:
         """Reply to ``GET /health``."""
         await call.show({"status": "ok", "model": self.model.name})
 
     def failed(self, call: ChatExchange, error: Exception) -> None:  # noqa: B027  # a hook: most servers need none
-        """Hook for unexpected errors (bugs)."""
+        """Hook, called with an unexpected error (a bug) before the client gets a 500."""
 
     def error(self, call: ChatExchange, error: Exception) -> NotServed:
-        """Error reply for an exception."""
+        """Convert an exception to an error reply."""
         if isinstance(error, NotServed):
             return error
         if isinstance(error, RefusedRequest):
@@ -177,7 +177,7 @@ class ChatServer(ABC):
         """Read the body of a request.
 
         Raises:
-            NotServed: it is too long, or too slow.
+            NotServed: 413 for a body that is too large, 408 for one that takes more than a minute.
         """
         most = self.model.config.body_bytes
         try:
@@ -190,10 +190,11 @@ class ChatServer(ABC):
         return raw
 
     async def parsed(self, parse: Callable[[bytes], Any], call: ChatExchange) -> Any:
-        """Parse a body.
+        """Read the body and decode it with `parse`; returns the request, which is also set on `call`. If sampling
+        options are ignored, the reply gets the header ``x-stretto-unapplied``, which names them.
 
         Raises:
-            NotServed: another model is requested.
+            NotServed: another model is requested, or the body cannot be read.
             RefusedRequest: a field is wrong.
         """
         raw = await self.body(call)
@@ -209,8 +210,8 @@ class ChatServer(ABC):
     async def send(
         self, dialect: Dialect, call: ChatExchange, turns: Coroutine[Any, Any, Sequence[SampledTurn]]
     ) -> None:
-        """Send turns when they are complete. A stream is kept alive until then; a client that disconnects cancels
-        them."""
+        """Await `turns` and send them, whole or as a stream of events. A stream gets keep-alive events until then. If
+        the client disconnects, `turns` is cancelled."""
         request = call.request
         assert isinstance(request, ChatRequest)
         seconds = _KEEP_ALIVE_SECONDS if request.stream else None
@@ -242,8 +243,8 @@ class ChatServer(ABC):
         await call.reply(self.openapi())
 
     def openapi(self) -> bytes:
-        """OpenAPI 3.1 description, generated from the records of the bodies. Limits of the model or a session are not
-        part of it."""
+        """OpenAPI 3.1 description as JSON, generated from the record types of the bodies. It does not include limits of
+        the model or of a session."""
         forms = {path: dialect.body for path, dialect in self._dialects.items()}
         forms |= {path: count.body for path, (count, _) in self._counts.items()}
         references, schemas = msgspec.json.schema_components(forms.values(), ref_template="#/components/schemas/{name}")
@@ -266,12 +267,13 @@ def date_of_reply() -> int:
 
 
 def unknown_key() -> NotServed:
-    """Error for a request without a required key."""
+    """Make the error for a request whose API key is missing or wrong."""
     return NotServed(401, "the API key is missing or wrong", code="invalid_api_key")
 
 
 def sent_key(scope: Scope) -> str:
-    """The API key of a request, in the header of OpenAI's clients or in that of Anthropic's; "" for none."""
+    """API key of a request, from the header ``x-api-key`` (Anthropic) or ``Authorization: Bearer`` (OpenAI); "" for
+    none."""
     if (value := header(scope, b"x-api-key")) is None:
         scheme, _, value = (header(scope, b"authorization") or b"").partition(b" ")
         value = value if scheme.lower() == b"bearer" else b""

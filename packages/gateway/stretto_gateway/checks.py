@@ -18,10 +18,10 @@ KEY = "STRETTO_API_KEY"  #: environment variable with the key that opens session
 
 
 def check_reach(bound: socket.socket, api_key: str | None, place: str) -> None:
-    """Check that a socket reachable from other machines is protected by a key.
+    """Check that a key is set if a bound socket can be reached from other machines. `place`: for the error message.
 
     Raises:
-        RecipeError: it is not; the socket is closed.
+        RecipeError: no key is set; the socket has been closed.
     """
     host = bound.getsockname()[0]
     if api_key is None and not ip_address(host).is_loopback:
@@ -31,10 +31,10 @@ def check_reach(bound: socket.socket, api_key: str | None, place: str) -> None:
 
 
 def check_chat(tokenizer: ChatTemplate, place: str) -> None:
-    """Check that the tokenizer, of the folder `place`, has a chat template.
+    """Check that a tokenizer has a chat template. `place`: folder of the model, for the error message.
 
     Raises:
-        ModelFolderError: it has none.
+        ModelFolderError: the tokenizer has none.
     """
     if not tokenizer.chat_template:
         remedy = "agents send messages: choose a model whose tokenizer has one"
@@ -42,10 +42,10 @@ def check_chat(tokenizer: ChatTemplate, place: str) -> None:
 
 
 def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> None:
-    """Check that the agent can be started.
+    """Check that the agent can be started: its program exists, or its function can be loaded in another process.
 
     Raises:
-        WorkflowError: it cannot.
+        WorkflowError: it cannot be started; names each problem.
         ModelFolderError: the tokenizer has no chat template.
     """
     problems = []
@@ -63,7 +63,7 @@ def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> Non
 
 
 def _missing(function: str, folder: str | None) -> str:
-    """Why the function cannot be loaded; empty if it can. Its module is imported in another process."""
+    """Load the function in another process; returns why that failed, "" if it worked."""
     command = (sys.executable, "-m", "stretto_gateway.agents.call", "--check", function)
     try:
         found = subprocess.run(
@@ -76,7 +76,7 @@ def _missing(function: str, folder: str | None) -> str:
 
 
 def _program(config: AgentConfig) -> str | None:
-    """Path of the agent's program: by `PATH`, or relative to its working folder if it contains a folder, as
-    ``./agent.sh``."""
+    """Path of the agent's program, None if there is none. A bare name is looked up in `PATH`; a name with a folder
+    (``./agent.sh``) is relative to the working folder."""
     name = config.command[0]
     return shutil.which(os.path.join(config.path or "", name) if os.path.dirname(name) else name)

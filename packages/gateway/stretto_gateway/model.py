@@ -1,4 +1,4 @@
-"""The served model: messages to tokens, and sampled tokens to messages."""
+"""The served model: converts messages to tokens, and sampled tokens to messages."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from stretto.launch.recipe.agents import GatewayConfig
 from stretto_gateway.sampling import SamplingRule
 from stretto_verify.thoughts import opened
 
-_NAMES = 65_536  # texts of single tokens that are kept
-_LONG_TEXT = 20_000  # characters; encoding them takes milliseconds, and releases the GIL
+_NAMES = 65_536  # size of the cache for texts of single tokens
+_LONG_TEXT = 20_000  # characters; encoding more takes milliseconds, and releases the GIL
 _SHOWN = 400  # characters of a reason
-_LAST = 64  # tokens of a prompt among which the mark of a thought may be
+_LAST = 64  # last tokens of a prompt, in which the opening mark of a thought is looked for
 Encoded = TypeVar("Encoded")
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model by name, with its tokenizer and sampling rule.
+    """Name, tokenizer, sampling rule and settings of the model that a server offers.
 
     Attributes:
-        reasoning: reasoning is split from the text of a reply, if the chat template knows any.
+        reasoning: whether thoughts are split from the text of a reply, if the chat template has marks for them.
     """
 
     name: str
@@ -42,33 +42,34 @@ class ServedModel:
 
     @cached_property
     def renderer(self) -> Renderer:
-        """Renderer of conversations to tokens."""
+        """Renderer that converts conversations to tokens."""
         return Renderer(self.template)
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters of any single token."""
+        """Number of characters of the longest token."""
         return max(map(len, self.template.vocabulary))
 
     @cached_property
     def spell(self) -> Callable[[int], str]:
-        """Function from a token id to its text."""
+        """Cached function that returns the text of a token id."""
         return lru_cache(maxsize=_NAMES)(lambda token: self.template.spell((token,)))
 
     async def encoded(self, characters: int, encode: Callable[[], Encoded]) -> Encoded:
-        """Encode a prompt of this many characters; in a thread if it is long.
+        """Call `encode`, which encodes a prompt of this many characters; in a thread if the prompt is long.
 
         Raises:
-            RefusedRequest: the tokenizer or the template refuses it.
+            RefusedRequest: the tokenizer or the chat template refuses the prompt.
         """
         try:
             return await asyncio.to_thread(encode) if characters > _LONG_TEXT else encode()
-        except (ModelFolderError, DataError) as error:  # without its place, which is a folder of the server
+        except (ModelFolderError, DataError) as error:  # its place is left out, because it is a folder of the server
             found, remedy = (text[:_SHOWN] for text in (error.problems[0].found, error.problems[0].remedy))
             raise RefusedRequest("prompt_token_ids", found, remedy or "see the chat template") from None
 
     def tokens(self, segment: Segment, top_logprobs: Sequence[Likeliest] = ()) -> list[SampledToken]:
-        """Sampled tokens as text."""
+        """Convert a segment to tokens with their texts and log-probabilities. `top_logprobs`: likeliest tokens at each
+        position; empty for none."""
         ranks = top_logprobs or [()] * segment.length
         return [
             SampledToken(self.spell(token), logprob, tuple((self.spell(other), number) for other, number in likeliest))
@@ -86,10 +87,14 @@ class ServedModel:
         call_id: Callable[[int], str],
         top_logprobs: Sequence[Likeliest] = (),
     ) -> SampledTurn:
-        """Message of a completion. It depends only on the arguments, so a replay makes the same.
+        """Convert a completion to a turn, whose message has reasoning and tool calls parsed. The result depends only on
+        the arguments, so that a replay gives the same.
 
         Args:
-            call_id: makes the id of the n-th call in the message.
+            segment: the completion's tokens, with log-probabilities.
+            id, created: id and Unix time of the turn.
+            prompt: tokens of the prompt.
+            call_id: returns the id of the n-th call in the message.
         """
         ids, stops = segment.token_ids, request.options.stop
         if ids and segment.stop_reason is StopReason.STOP and ids[-1] in self.template.eos_token_ids:
@@ -122,6 +127,6 @@ class ServedModel:
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """Text before the first stop text, and that stop text ("" if there is none)."""
+    """Split a text at the first stop text; returns the text before it, and the stop text ("" if there is none)."""
     finder = StopFinder(stops)
     return finder.push(text) + finder.end(), finder.found

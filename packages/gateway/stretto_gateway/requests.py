@@ -12,7 +12,7 @@ from stretto.core.records import Record
 
 _HEADERS = {
     401: [(b"www-authenticate", b"Bearer")],
-    409: [(b"x-should-retry", b"false")],  # clients would try again
+    409: [(b"x-should-retry", b"false")],  # some clients retry a 409 by default
     429: [(b"retry-after", b"1")],
     503: [(b"retry-after", b"1")],
 }
@@ -22,11 +22,12 @@ class PromptRequest(Record, frozen=True):
     """One HTTP request for completions of plain prompts (texts or token ids).
 
     Attributes:
-        model: None: the served one.
-        dialect_fields: data that the dialect needs to write the reply.
+        model: name of the requested model; None for the served one.
+        dialect_fields: data that the dialect needs to encode the reply.
+        n: completions per prompt.
         usual_tokens: limit of a completion if the client gives none; None: the rest of the context.
-        stop_token_ids: tokens that end a completion, besides the end of sequence.
-        ignore_eos: the end of sequence does not end a completion.
+        stop_token_ids: tokens that end a completion, beside the end of sequence.
+        ignore_eos: whether a completion goes on after an end of sequence.
     """
 
     model: str | None
@@ -44,16 +45,17 @@ Request = ChatRequest | PromptRequest
 
 
 class NotServed(Exception):
-    """Error reply of a request.
+    """Raised to send an error reply to the client.
 
     Attributes:
         status: HTTP status, 400 or more.
-        field: the wrong field of the body, as a path of names; "" for none.
-        code: such as "context_length_exceeded", "model_not_found" or "session_ended"; "" for none.
+        field: path of the wrong field in the body; "" for none.
+        code: error code for clients, such as "context_length_exceeded" or "session_ended"; "" for none.
+        headers: headers of the reply, such as Retry-After.
     """
 
     def __init__(self, status: int, message: str, field: str = "", code: str = "", allow: str = "") -> None:
-        """`allow`: the allowed method of this path, if the request had another."""
+        """`allow`: value of the header Allow, for a 405; "" for none."""
         super().__init__(message)
         self.status, self.message, self.field, self.code = status, message, field, code
         self.headers = _HEADERS.get(status, []) + ([(b"allow", allow.encode())] if allow else [])

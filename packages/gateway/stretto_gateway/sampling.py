@@ -1,4 +1,4 @@
-"""Sampling options of a client to the engine's `Sampling`."""
+"""Conversion of a client's sampling options to the engine's `Sampling`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from stretto.core.errors import RefusedRequest
 from stretto.core.records import Sampling
 from stretto_gateway.requests import PromptRequest, Request
 
-#: The options that change the distribution.
+#: Options that change the sampling distribution.
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True)
 class CallForms:
-    """Grammars for the turns of one model: `form` is its syntax of tool calls, `vocabulary` has its tokens."""
+    """Makes grammars for the turns of one model. `form`: the model's syntax of tool calls. `vocabulary`: its token ids
+    by text."""
 
     form: CallForm
     vocabulary: Mapping[str, int]
 
     def grammar(self, request: ChatRequest) -> str:
-        """Grammar of a turn; empty if the request leaves it free. With a response schema and tools, a turn either
-        follows the schema or calls a tool.
+        """Grammar for a turn, in llguidance's syntax; "" if the request allows any text. With both a response schema
+        and tools, a turn must either follow the schema or call tools.
 
         Raises:
             RefusedRequest: a schema cannot be expressed as a grammar.
@@ -44,7 +45,7 @@ class CallForms:
         return f"start: text | calls\n{text}{self.form.rules(named, self._word, parallel=parallel)}"
 
     def _word(self, text: str) -> str:
-        """Grammar for a text; a single token if the text is one."""
+        """Grammar for a fixed text; its token id, if the text is a single token."""
         return f"<[{self.vocabulary[text]}]>" if text in self.vocabulary else json.dumps(text)
 
 
@@ -55,15 +56,15 @@ def _forced(options: SamplingOptions) -> bool:
 
 @dataclass(frozen=True)
 class SamplingRule:
-    """Rule by which clients of a server may sample.
+    """Defaults and limits of a server for its clients' sampling options.
 
     Attributes:
-        default: used where a client gives no option; its `max_tokens` bounds every completion.
-        context: most tokens of a prompt and its completion.
+        default: options where a client gives none; its `max_tokens` bounds every completion.
+        context: most tokens of a prompt and its completion together.
         chosen: distribution options that clients may set; none in a run, whose policy is trained on one distribution.
-        forms: the model's syntax of tool calls; None if the engine has no grammars.
-        seeds: clients may set a seed.
-        vocabulary: size of the model's vocabulary; a `top_k` of at least that filters nothing.
+        forms: makes grammars; None if the engine does not support them.
+        seeds: whether clients may set a seed.
+        vocabulary: size of the model's vocabulary; a `top_k` of at least this filters nothing.
     """
 
     default: Sampling
@@ -85,7 +86,7 @@ class SamplingRule:
             raise RefusedRequest("tool_choice", repr(choice[:80]), allowed)
 
     def unapplied(self, request: ChatRequest) -> tuple[str, ...]:
-        """Ignored sampling options of the request, by their names in Chat Completions."""
+        """List the sampling options of a request that this server ignores, by their names in Chat Completions."""
         options, followed = request.options, self.forms is not None
         forced = followed and bool(request.tools) and _forced(options)
         ignored = {
@@ -101,7 +102,7 @@ class SamplingRule:
         return tuple(name for name, unapplied in ignored.items() if unapplied)
 
     def sampling(self, request: Request, prompt_tokens: int, *, strict: bool = False) -> Sampling:
-        """Sampling for a request after `prompt_tokens` tokens.
+        """Make the engine's sampling options for a request whose prompt has `prompt_tokens` tokens.
 
         Args:
             strict: refuse a token limit beyond the context; otherwise it is reduced.
@@ -119,7 +120,7 @@ class SamplingRule:
             raise RefusedRequest("sampling.max_tokens", f"{most}"[:40], allowed)
         changes = {field: value for field in self.chosen if (value := getattr(options, field)) is not None}
         if not 0 < changes.get("top_k", 1) < self.vocabulary:
-            changes["top_k"] = 0  # so is -1
+            changes["top_k"] = 0  # for -1 and large values too: no filter
         if isinstance(request, PromptRequest):
             most = min(most, request.usual_tokens or most) if options.max_tokens is None else most
             ends = () if request.ignore_eos else default.stop_token_ids

@@ -1,14 +1,14 @@
-"""Weights to one server of vLLM or SGLang by collective broadcast: we are rank 0 of a group, the server's workers the
-other ranks.
+"""Transfer of weights to one vLLM or SGLang server by collective broadcast. This process is rank 0 of a process group,
+the server's workers are the other ranks.
 
-    join      an order by HTTP, and both sides meet at a TCP store that we open
+    join      an HTTP request; both sides meet at a TCP store, which this process opens
     begin     the server prepares its model for new weights
-    receive   an order with names, dtypes and shapes of some tensors, and one broadcast for each of them
-    end       the server finishes its model; the version is stamped
+    receive   an HTTP request with names, dtypes and shapes of some tensors, and a broadcast of each
+    end       the server finishes its model and sets the version
 
-Every server has its own group, so that engines may come and go. Only the transport protects the bytes: a server checks
-no checksums, so "auto" never chooses this medium (`weights.config`). After an error, group and server are unusable,
-since it is unknown which weights are new.
+Each server has its own group, so that engines may come and go. A server does not check checksums, so that only the
+transport protects the bytes; therefore "auto" never chooses this medium (`weights.config`). After an error, group and
+server are unusable, because it is unknown which weights are new.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import EngineLost
 from stretto.core.machine import use_interface_of
 
-#: Bytes of the tensors of one order: the server has them beside its model.
+#: Bytes of tensors per request; the server needs this memory in addition to its model.
 _BUCKET = 256 << 20
 
-#: A path and the JSON to post there.
+#: HTTP request to a server: path, and JSON body to post.
 Order = tuple[str, Mapping[str, object] | None]
 
-#: Posts an order and returns the reply's JSON; raises what its own client raises when the server says no.
+#: Function that posts an order and returns the reply's JSON; it raises the errors of its HTTP client.
 Post = Callable[[str, Mapping[str, object] | None], Awaitable[Any]]
 
 Named = Sequence[tuple[str, Tensor]]
@@ -51,7 +51,8 @@ Named = Sequence[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class SglangOrders:
-    """Orders for SGLang since 0.5.23, where an update has a begin and an end. `flush_cache`: drop the KV cache."""
+    """Makes the HTTP requests for SGLang since 0.5.23, in which an update has a begin and an end. `flush_cache`: drop
+    the KV cache with the update."""
 
     group: str
     backend: str = "nccl"
@@ -65,7 +66,7 @@ class SglangOrders:
         return "/begin_weight_update", {}
 
     def receive(self, tensors: Named, version: int | None) -> Order:
-        """Order to receive tensors; `version` is given with the last ones."""
+        """Request to receive these tensors. `version`: given with the last tensors of an update, otherwise None."""
         names, dtypes, shapes = _described(tensors)
         order: dict[str, object] = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": self.group}
         order["flush_cache"] = self.flush_cache and version is not None
@@ -82,8 +83,8 @@ class SglangOrders:
 
 @dataclass(frozen=True)
 class VllmOrders:
-    """Orders for vLLM since 0.32, with a weight transfer engine that uses torch's process groups. Its built-in "nccl"
-    engine uses vLLM's own communicator, which the sender would have to import."""
+    """Makes the HTTP requests for vLLM since 0.32. The server needs a weight transfer engine with torch's process
+    groups: vLLM's built-in engine "nccl" uses its own communicator, which the sender would have to import."""
 
     group: str = "stretto"
 
@@ -105,7 +106,7 @@ class VllmOrders:
         return "/shutdown_weight_transfer_engine", None
 
 
-#: HTTP orders for one make of server; `group` is the group's name on both sides.
+#: Makes the HTTP requests for one make of server; `group` is the group's name on both sides.
 Orders = SglangOrders | VllmOrders
 
 
@@ -133,10 +134,11 @@ class Broadcast:
         device: str = "cpu",
     ) -> None:
         """Args:
-        host: our address, as the server reaches it.
-        ranks: ranks of the server (tensor times data parallel size).
-        seconds: time limit of a join, and of each order.
-        backend: "gloo" for tensors on the CPU, "nccl" on a GPU; `device` is where they are sent from."""
+        host: address of this machine at which the server can reach it.
+        ranks: number of the server's ranks (tensor times data parallel size).
+        seconds: time limit of a join, of each request and of each broadcast.
+        backend: "gloo" for tensors on the CPU, "nccl" for a GPU.
+        device: device from which the tensors are sent."""
         self.engine = engine
         self._post, self._orders, self._seconds = post, orders, seconds
         self._host, self._world_size, self._name = host, ranks + 1, orders.group
@@ -144,17 +146,18 @@ class Broadcast:
         self._group: ProcessGroup | None = None
 
     async def open(self) -> None:
-        """Join a group with the server.
+        """Create a process group with the server's workers.
 
         Raises:
-            EngineLost: it did not join in time; and all errors of `post`.
+            EngineLost: the server did not join in time.
+            DeadlineExceeded: it did not reply in time; and all errors of `post`.
         """
         patience = timedelta(seconds=self._seconds)
         use_interface_of(self._host)
         store = self._store(patience)
 
         def join() -> ProcessGroup:
-            # As SGLang makes its own end; torch has no public way to a second group without a first.
+            # torch has no public function for a group beside the default one; SGLang creates its end in this way too.
             made: ProcessGroup
             made, _ = distributed_c10d._new_process_group_helper(
                 self._world_size,
@@ -171,7 +174,7 @@ class Broadcast:
         self._group = await self._with(self._orders.join(self._host, store.port, self._world_size), "join", join)
 
     def _store(self, patience: timedelta) -> TCPStore:
-        """TCP store, bound to our address only, since it trusts every process that reaches it."""
+        """Open the TCP store. It is bound to `host` only, because it trusts every process that can connect."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         server = socket.create_server((self._host, 0), family=family)
         port, descriptor = server.getsockname()[1], server.detach()
@@ -186,10 +189,11 @@ class Broadcast:
         )
 
     async def send(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Send the tensors to the paused server as `version`.
+        """Send the tensors to the paused server as `version`. After any error the group is closed.
 
         Raises:
-            EngineLost: it did not receive them in time; and all errors of `post`. The group is closed then.
+            EngineLost: a broadcast failed or took too long.
+            DeadlineExceeded: the server did not reply in time; and all errors of `post`.
         """
         assert self._group is not None, "open() comes first"
         group, buckets = self._group, list(_buckets(tensors))
@@ -210,7 +214,7 @@ class Broadcast:
             raise
 
     async def close(self) -> None:
-        """Make the server leave, and close the group."""
+        """Ask the server to leave the group, and close it."""
         if self._group is not None:
             try:
                 await self._order(self._orders.leave(), "leave")
@@ -220,7 +224,7 @@ class Broadcast:
     def _close_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(RuntimeError):  # the other side has gone
+            with contextlib.suppress(RuntimeError):  # the server has left already
                 torch.distributed.destroy_process_group(group)
 
     async def _order(self, order: Order, what: str) -> None:
@@ -228,8 +232,9 @@ class Broadcast:
             await self._post(*order)
 
     async def _with(self, order: Order, what: str, work: Callable[[], Any]) -> Any:
-        """Post an order while doing our half of it in a thread. If the server refuses, our half ends by its own
-        timeout; nobody waits for it, not even the end of this process."""
+        """Post an order, and meanwhile run `work`, this side's part of the collective, in a thread; returns its result.
+        If the server refuses, the thread ends by the collective's own timeout. Nothing waits for it, not even the exit
+        of this process. `what` names the step in errors."""
         posted = asyncio.ensure_future(self._order(order, what))
         done = _in_a_thread(work)
         try:
@@ -240,7 +245,7 @@ class Broadcast:
             result = await done
             await posted
             return result
-        except RuntimeError as error:  # torch's only one
+        except RuntimeError as error:  # the only type that torch's collectives raise
             raise EngineLost(self.engine, f"did not receive {what}: {str(error).splitlines()[0][:200]}") from error
         finally:
             posted.cancel()
@@ -248,13 +253,13 @@ class Broadcast:
 
 
 def _in_a_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Same as `asyncio.to_thread`, in a thread that a closing loop does not join."""
+    """Same as `asyncio.to_thread`, but in a daemon thread, which a closing event loop does not join."""
     loop, done = asyncio.get_running_loop(), Future[Any]()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except Exception as error:  # to whom waits for the future
+        except Exception as error:  # raised by the future
             done.set_exception(error)
 
     awaited = asyncio.wrap_future(done, loop=loop)

@@ -1,4 +1,4 @@
-"""Checks of running servers: their model and their tokenizer."""
+"""Checks of running inference servers before a run: release, model, context length and tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto_servers.makes import make_of
 _ANSWER_SECONDS = 5.0
 _ITS_OWN = "start it with the policy's own folder"
 _PROBES = 32  # texts whose tokens are compared
-#: Keys of config.json that say nothing of the model's tensors.
+#: Keys of config.json that do not affect the model's tensors.
 _OF_THE_FILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}
 _OF_THE_FILE |= {"bos_token_id", "pad_token_id"}
 
@@ -32,14 +32,17 @@ def check_running_servers(
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
 ) -> None:
-    """Ask every server of `engine.addresses` for its model, and for the tokens of some of the prompts.
+    """Check every server of `engine.addresses`: its release and model, and whether it tokenizes some of the prompts as
+    `tokenizer` does.
 
     Args:
+        make: capabilities of the make, with its oldest usable release.
         base: the policy's folder.
-        needed: tokens of the longest prompt with its completion.
+        needed: context length that the run needs: tokens of the longest prompt with its completion.
+        prompts: token ids of the run's prompts.
 
     Raises:
-        RecipeError: some do not answer, or serve another model; lists all of them.
+        RecipeError: servers do not answer, are too old, or serve another model; names each.
     """
     texts = [tokenizer.decode(prompt) for prompt in prompts[:_PROBES]]
     probe = {text: list(tokenizer.encode(text)) for text in texts}
@@ -68,7 +71,7 @@ async def _ask(
     finally:
         await wire.close()
     version = served.release.rpartition(" ")[2]
-    if "dev" not in version and release_of(version) < make.oldest:  # a build of its sources need not know its number
+    if "dev" not in version and release_of(version) < make.oldest:  # a build from source may not know its release
         return Problem("engine.addresses", f"{address} is {served.release}", f"{make.needed} is needed")
     if (different := _difference(served, base)) is not None:
         return Problem("engine.addresses", f"{address} serves {different}", _ITS_OWN)
@@ -84,8 +87,9 @@ async def _ask(
 
 
 def _difference(served: Served, base: ModelFolder) -> str | None:
-    """Difference of the server's model from the policy: by its config, if that is a local file, else by its
-    architecture, if the server tells it. Weights of another shape would fail at the first load."""
+    """Describe how the server's model differs from the policy; None if no difference is known. Compared is its
+    config.json, if that is a local file, otherwise the architecture that the server reports, if it does. Weights of
+    another shape would fail at the first load."""
     ours, theirs = read_config(base.path), read_config(Path(served.model))
     if served.architecture is not None:
         theirs.setdefault("architectures", [served.architecture])
@@ -98,6 +102,6 @@ def _difference(served: Served, base: ModelFolder) -> str | None:
 
 
 async def _tokens(http: JsonServer, text: str) -> object:
-    # Without `model`: a server may know its one model by another name than its path.
+    # Without the field `model`, because the server may call its model by another name than its path.
     reply = await http.exchange("POST", "/tokenize", {"prompt": text})
     return reply.get("tokens") if isinstance(reply, dict) else reply

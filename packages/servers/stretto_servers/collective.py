@@ -1,4 +1,4 @@
-"""SGLang server that gets its weights by broadcast, and so needs no access to our files."""
+"""SGLang client that sends weights by broadcast, for servers without access to this machine's files."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from stretto_servers.http import LOOK_SECONDS, JsonServer
 from stretto_servers.sglang import SglangServer
 
 _RANKS = "tp_size"
-_ALONE = ("dp_size", "pp_size")  # the server's workers have places in the group by their tensor parallel rank alone
+_ALONE = ("dp_size", "pp_size")  # must be 1: a worker's rank in the group is its tensor parallel rank
 
 
 class SglangByBroadcast(SglangServer):
-    """Same as `SglangServer`, except for `load`: this process, which has verified the version, is rank 0 of a group
-    with the server's workers. After an error the group is lost, and the next adapter creates a new one."""
+    """Same as `SglangServer`, but `load` reads the tensors here, after the version was verified, and broadcasts them to
+    the server's workers. After an error the group is lost; the next adapter process creates a new one."""
 
     def __init__(self, http: JsonServer, load_seconds: float, address: str, backend: str) -> None:
-        """`backend`: "gloo" for a CPU server, "nccl" for GPUs."""
+        """`address`: the server's, ``host:port``. `backend`: "gloo" for a CPU server, "nccl" for GPUs."""
         super().__init__(http, load_seconds)
         self._address, self._backend = address, backend
         self._group: Broadcast | None = None
@@ -40,7 +40,7 @@ class SglangByBroadcast(SglangServer):
         await self._group.send(version, tensors)
 
     async def close(self) -> None:
-        """Make the server leave the group, if it still replies, and close the connections."""
+        """Ask the server to leave the group, if it still replies, and close the connections."""
         if self._group is not None:
             with contextlib.suppress(StrettoError, TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -51,7 +51,7 @@ class SglangByBroadcast(SglangServer):
         told = await self._http.exchange("GET", "/server_info")
         if wrong := [f"{key} {told[key]}" for key in _ALONE if told.get(key, 1) != 1]:
             raise WireError(f"{self._http.name} has {wrong[0]}: a broadcast reaches tensor parallel ranks alone")
-        with contextlib.suppress(RefusedRequest):  # an adapter that was killed in the middle has left an update open
+        with contextlib.suppress(RefusedRequest):  # ends the update of an adapter that was killed during it, if any
             await self._post("/end_weight_update", {})
         orders = SglangOrders(f"stretto-{secrets.token_hex(8)}", self._backend, flush_cache=not keep)
         group = Broadcast(
@@ -79,7 +79,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 def _own_address(server: str) -> str:
-    """Address of this machine at which the server can reach us."""
+    """Address of this machine at which the server can reach it, found by opening a connection to the server."""
     _, host, port = split_address(server)
     with socket.create_connection((host.strip("[]"), port), LOOK_SECONDS) as probe:
         address: str = probe.getsockname()[0]

@@ -1,4 +1,4 @@
-"""Open completions of an external engine: their tokens so far, and which of those are certain."""
+"""Open completions of an external engine: their tokens so far, and whether the version of each is known."""
 
 from __future__ import annotations
 
@@ -14,28 +14,36 @@ from stretto_servers.make import Continuation, Delta
 
 @dataclass
 class OpenCompletion:
-    """One growing completion.
+    """One completion in progress, which may take several requests to the server.
 
-    A new request is sent to the server after each update that recomputes, with all tokens so far as prompt. The `told`
-    tokens of the current request have one version or, if KV caches are kept, several of the versions that the server
-    `had`, which it tells at the end; until then, tokens after an update are `uncertain`.
+    If updates recompute KV caches, each update ends the server's request, and the next request has all tokens so far as
+    prompt. So all tokens of a request have one version. If KV caches are kept, a request continues through updates, and
+    the server tells the versions of its tokens at the end. Until then, tokens sampled after an update are uncertain.
+
+    Attributes:
+        limit: most tokens: `max_tokens`, or the room in the context.
+        told: number of tokens of the request in progress.
+        uncertain: number of these, the last ones, whose version is not known yet.
+        asked: whether a request is in progress.
+        had: versions that the server has had during the request in progress.
+        done: whether it was passed to its stream.
     """
 
     request: GenerateRequest
     member: int
     stream: Stream
-    limit: int  # tokens at most: max_tokens, or what the context leaves
+    limit: int
     watch: Watch | None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     likeliest: list[Likeliest] = field(default_factory=list)
     interrupted: int = 0
-    told: int = 0  # tokens of the request in progress
-    uncertain: int = 0  # of these, tokens whose version is not known yet
-    asked: bool = False  # a request is in progress
-    had: list[int] = field(default_factory=list)  # versions loaded while the request in progress was
-    done: bool = False  # handed to its stream
+    told: int = 0
+    uncertain: int = 0
+    asked: bool = False
+    had: list[int] = field(default_factory=list)
+    done: bool = False
 
     def __post_init__(self) -> None:
         prefix = self.request.prefixes[self.member] if self.request.prefixes else Segment()
@@ -47,8 +55,9 @@ class OpenCompletion:
             self.watch.completed(prefix.token_ids)
 
     def continuation(self, attempt: int, version: int) -> Continuation:
-        """Next request to the server, which has `version`. The seed depends on the tokens so far: restarting the same
-        random numbers after them would change the distribution."""
+        """Make the next request to the server, which has `version`, and reset the state of the request in progress. The
+        seed depends on the number of tokens so far, because repeating the same random numbers would change the
+        distribution. `attempt`: number that makes the request's id unique."""
         self.told = self.uncertain = 0
         self.had = [version]
         request, done = self.request, len(self.token_ids)
@@ -63,10 +72,11 @@ class OpenCompletion:
         )
 
     def take(self, delta: Delta, version: int, vocab_size: int) -> bool:
-        """Add tokens; returns whether they complete a stop text. Tokens after the one that completes it are dropped.
+        """Add new tokens of the server, with `version`; returns whether they complete a stop text. Tokens after the one
+        that completes it are dropped.
 
         Raises:
-            WireError: these are no tokens of this model with their log-probabilities.
+            WireError: ids or log-probabilities are impossible, their numbers differ, or there are too many.
         """
         self._check(delta, vocab_size)
         stopped = False
@@ -91,7 +101,7 @@ class OpenCompletion:
         if count > self.limit - len(self.token_ids):
             raise WireError(f"{request.id}: the server sent more than the {self.limit} tokens that it was asked for")
         if count and self.told and self.token_ids[-1] in request.sampling.stop_token_ids:
-            raise WireError(f"{request.id}: the server went on behind the stop token {self.token_ids[-1]}")
+            raise WireError(f"{request.id}: the server continued after the stop token {self.token_ids[-1]}")
         likeliest = [pair for pairs in delta.top_logprobs for pair in pairs]
         ids = (*delta.token_ids, *(token for token, _ in likeliest))
         if wrong := [token for token in ids if not 0 <= token < vocab_size]:
@@ -101,7 +111,7 @@ class OpenCompletion:
             raise WireError(f"{request.id}: the server sent a log-probability of {odd[0]}")
 
     def check_end(self, reason: str) -> None:
-        """Check the server's reason for the end, since a shortened completion would be trained on.
+        """Check the server's reason for the end of the completion, so that no truncated one is trained on as complete.
 
         Raises:
             WireError: "stop" without a stop token, or "length" before the limit.
@@ -115,10 +125,10 @@ class OpenCompletion:
             )
 
     def stamp(self, spans: tuple[tuple[str, int, int], ...]) -> None:
-        """Set token versions as told by the server for the finished request.
+        """Set the versions of the finished request's tokens from the server's spans (version, start, end).
 
         Raises:
-            WireError: they contradict the versions that it had.
+            WireError: the spans contradict the versions that the server has had.
         """
         told = _by_token(spans, self.told)
         first, certain = len(self.versions) - self.told, self.told - self.uncertain
@@ -135,19 +145,19 @@ class OpenCompletion:
         self.uncertain = 0
 
     def plainly_sampled(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """All tokens so far, and log-probabilities of the current request's tokens, if they are sampled from the
-        model's unmodified distribution."""
+        """Prompt and all tokens so far, and the log-probabilities of the current request's tokens. The latter are empty
+        if sampling has a temperature other than 1 or a filter."""
         sampling = self.request.sampling
         plain = self.asked and sampling.temperature == 1 and not sampling.filtered
         told = tuple(self.logprobs[-self.told :]) if plain and self.told else ()
         return (*self.request.prompt_token_ids, *self.token_ids), told
 
     def distrust(self) -> None:
-        """Withhold the tokens of the current request."""
+        """Treat all tokens of the current request as uncertain, so that `segment` leaves them out."""
         self.uncertain = self.told
 
     def segment(self, known: int) -> Segment:
-        """Certain tokens after the first `known` ones."""
+        """Tokens after the first `known` ones, up to the first uncertain one."""
         end = len(self.token_ids) - self.uncertain
         return Segment.of(
             token_ids=tuple(self.token_ids[known:end]),
@@ -157,14 +167,15 @@ class OpenCompletion:
         )
 
     def end(self, reason: StopReason) -> None:
-        """Pass the finished completion to its stream."""
+        """Pass the finished completion to its stream, and mark it as done."""
         self.done = True
         segment = Segment.of(self.token_ids, self.logprobs, self.versions, self.interrupted, reason)
         self.stream.ended(Completion(self.request.id, self.member, segment, tuple(self.likeliest)))
 
 
 def _by_token(spans: tuple[tuple[str, int, int], ...], count: int) -> list[int]:
-    """Version of each of the first `count` tokens; empty if the spans have gaps or overlap."""
+    """Version of each of the first `count` tokens; -1 for a name that is not a version. Empty if the spans have gaps or
+    overlap."""
     told: list[int] = []
     reached = 0
     for name, start, end in spans:
@@ -178,5 +189,5 @@ def _by_token(spans: tuple[tuple[str, int, int], ...], count: int) -> list[int]:
 
 
 _LONGEST_VERSION = 18  # digits
-_STARTED_WITH = "default"  #: as vLLM and SGLang call the weights of the folder that they were started with
-_ROUNDING = 1e-3  #: above 0, for a probability of 1 in half precision
+_STARTED_WITH = "default"  #: name in vLLM and SGLang for the weights that the server was started with
+_ROUNDING = 1e-3  #: largest accepted log-probability; rounding in half precision may give more than 0

@@ -1,12 +1,12 @@
-"""An inference server of another make behind the engine's own interface (satisfies `engine.backend.Backend`).
+"""Adapter that serves the engine's interface with a vLLM or SGLang server.
 
-    request ─► one stream of the server per completion ─► tokens, log-probabilities, versions ─► Stream
+    request ─► one request to the server per completion ─► tokens, log-probabilities, versions ─► Stream
 
     update, recompute   pause: running requests end   load   resume: each is sent again, with its tokens as prompt
-    update, keep        pause: they stay as they are  load   resume: they continue; the server tells token versions
+    update, keep        pause: running requests stay  load   resume: they continue; the server tells token versions
 
-With "recompute", all tokens of one server request have the version that this adapter had loaded, so versions need no
-trust in the server; those that it tells are compared.
+With "recompute", all tokens of one request to the server have the version that this adapter has loaded. So versions do
+not depend on the server's word; if it reports versions, they must be equal.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from stretto_servers.make import Make, Occupancy, canary_scores
 from stretto_servers.staging import compare, shapes_of
 
 _LOOK_SECONDS = 0.001
-_AGAIN_TOKENS = 4096  # most tokens sent to a server to recompute sampled ones
-_DRAIN_SECONDS = 5.0  # for the last tokens of requests that a pause has ended
+_AGAIN_TOKENS = 4096  # most tokens per update whose log-probabilities are recomputed for the canary
+_DRAIN_SECONDS = 5.0  # in which requests end after a pause
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
 
 class WeightsFolder(Protocol):
-    """Published versions as folders that a server can load (Protocol)."""
+    """Gives published versions of the weights as folders that a server can load (Protocol)."""
 
     def folder_of(self, version: int, /) -> Path:
         """Folder with the verified weights of `version`.
 
         Raises:
-            TornPublication, WireError: as for `weights.mailbox.Subscriber.load`.
+            TornPublication, WireError: as `weights.mailbox.Subscriber.load`.
         """
         ...
 
     @property
     def checked(self) -> int:
-        """Bytes read so far by `folder_of`."""
+        """Number of bytes that `folder_of` has read and verified so far."""
         ...
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the server's model, and its number of concurrent completions."""
+    """Limits of the server: vocabulary size, context length in tokens, and number of concurrent completions."""
 
     vocab_size: int
     context_length: int
@@ -83,7 +83,14 @@ class _Counts:
 
 
 class ExternalEngine:
-    """Backend for an inference server of another make (satisfies `engine.backend.Backend`)."""
+    """Backend that samples with an inference server of another make (satisfies `engine.backend.Backend`).
+
+    Args:
+        make: client of the server.
+        weights: gives published versions as folders.
+        stop_texts: finds stop texts in sampled tokens.
+        on_update: "recompute" or "keep" the KV cache in an update (see the module).
+    """
 
     def __init__(
         self,
@@ -104,25 +111,34 @@ class ExternalEngine:
         self._sampling = asyncio.Event()  # cleared while weights are loaded
         self._sampling.set()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Servers know requests by name, for seconds after their end too: another adapter's are not to have ours.
+        # A random start, because servers remember request names for seconds, and an earlier adapter's must differ.
         self._attempts = itertools.count(secrets.randbits(48))
         self._counts = _Counts()
         self._spans = BusySpans(name)
         self._busy_since: float | None = None
-        self._streams = 0  # requests that the server has
-        self._loads = 0  # begun
-        self._folder = Path()  # of the last load
-        self._in_doubt = False  # the server's weights are not proven to be those of their version
+        self._streams = 0  # requests in progress on the server
+        self._loads = 0  # number of loads that have begun
+        self._folder = Path()  # folder of the last load
+        self._in_doubt = False  # the last canary has not proven that the server has the weights of its version
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """Refuse grammars, which are not passed on to other servers."""
+        """Check that no request has a grammar, which other servers do not get.
+
+        Raises:
+            RefusedRequest: a request has one.
+        """
         if any(request.sampling.grammar for request in requests):
             raise RefusedRequest("sampling.grammar", "a grammar", f"none: {self.name} is not the embedded engine")
 
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
-        """Send every completion of the requests to the server."""
+        """Start all completions of the requests on the server; returns the stream of their results.
+
+        Raises:
+            RefusedRequest: a request is invalid, or its id is in use; none is started.
+            EngineLost: the engine is stopping.
+        """
         self._check_working()
         taken = set(self._open)
         vocab_size, context = self._limits.vocab_size, self._limits.context_length
@@ -150,19 +166,19 @@ class ExternalEngine:
         return stream
 
     def close(self, request: str) -> None:
-        """Abort a request by closing the connections of its completions."""
+        """End a request: unfinished completions are aborted on the server, by closing their connections."""
         opened = self._open.pop(request, [])
-        if not all(completion.done for completion in opened):  # a group is judged whole
+        if not all(completion.done for completion in opened):  # without one completion the whole group is wasted
             self._counts.wasted += sum(len(completion.token_ids) for completion in opened)
         tasks = self._tasks.pop(request, [])
         for task in tasks:
             task.cancel()
 
     async def _complete(self, completion: OpenCompletion) -> None:
-        """Generate one completion to its end."""
+        """Generate one completion to its end, with as many requests to the server as updates require."""
         try:
             while True:
-                while not self._sampling.is_set():  # the next update may begin before this task has its turn
+                while not self._sampling.is_set():  # the next update may begin before this task runs
                     await self._sampling.wait()  # an update has a deadline of its own
                 ended = await self._stream(completion)
                 if ended in _REASONS:
@@ -172,24 +188,30 @@ class ExternalEngine:
                 completion.interrupted += completion.told > 0
                 self._counts.interrupted += completion.told > 0
                 self._counts.recomputed += len(completion.token_ids)
-        except EngineLost as lost:  # the conductor gives the rest to another engine
+        except EngineLost as lost:  # the conductor continues the completion on another engine
             completion.stream.break_off(lost.how)
-        except DeadlineExceeded as late:  # the same: a server with much to do is late, and no liar
+        except DeadlineExceeded as late:  # likewise: a busy server may be late, and its tokens are still trusted
             completion.stream.break_off(str(late))
-        except RefusedRequest as refused:  # the request is at fault, so the engine goes on
+        except RefusedRequest as refused:  # a mistake in the request; the engine goes on
             completion.stream.refuse(refused)
-        except StrettoError as error:  # the server cannot be trusted with another token
+        except StrettoError as error:  # the server's tokens cannot be trusted any more
             completion.distrust()
             completion.stream.refuse(EngineLied(self.name, f"is not trusted: {error}"))
             self._fail(error)
 
     def _notice(self, task: asyncio.Task[None]) -> None:
-        """Let `run` raise an unexpected error of a task (a bug of this program)."""
+        """Make `run` raise an unexpected error of a task, which is a bug."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
     async def _stream(self, completion: OpenCompletion) -> str:
-        """Read the tokens of one server request; returns why they ended, "abort" if through an update."""
+        """Send one request to the server and read its tokens; returns why they ended: "stop", "length", or "abort" if
+        an update ended it.
+
+        Raises:
+            EngineLost: the server ended the request for another reason.
+            WireError: tokens, versions or the reason are impossible.
+        """
         asked, loads = completion.continuation(next(self._attempts), self.version), self._loads
         ended, stopped = "", False
         spans: tuple[tuple[str, int, int], ...] = ()
@@ -199,13 +221,13 @@ class ExternalEngine:
             async with contextlib.aclosing(self._make.stream(asked)) as deltas:
                 async for delta in deltas:
                     if loads != self._loads and not completion.told and not self._keep:
-                        return "abort"  # nobody knows which version sampled its first token
+                        return "abort"  # the version of its first token is unknown
                     spans, ended = delta.spans or spans, delta.ended
                     if not stopped:
                         before = completion.told
                         stopped = completion.take(delta, self.version, self._limits.vocab_size)
                         self._counts.generated += completion.told - before
-                    if ended or (stopped and not completion.uncertain):  # versions come with the end alone
+                    if ended or (stopped and not completion.uncertain):  # uncertain versions come with the end only
                         break
         finally:
             completion.asked = False
@@ -221,7 +243,8 @@ class ExternalEngine:
         return ended
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """Certain tokens of unfinished completions, after the known ones."""
+        """New tokens of unfinished completions whose version is certain, by request and member. `known`: number of
+        tokens of each member that the caller already has, by request."""
         found: Partials = {}
         for request, counts in known.items():
             for completion in self._open.get(request, ()):
@@ -234,7 +257,14 @@ class ExternalEngine:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
-        """Verify a version, then pause, load, run the canary `challenge`, and resume."""
+        """Verify a published version, pause the server, load it, resume, and run the canary `challenge` before any
+        completion continues. A version that is already loaded is not loaded again. Returns the version in use and the
+        scores of the challenge; if they are wrong, sampling stays stopped until a later update.
+
+        Raises:
+            RefusedRequest: the version is older than the one in use.
+            EngineLost: the load failed, and the engine is unusable.
+        """
         with waiting(self.name, "the update before", 0.0):
             await self._changing.acquire()
         try:
@@ -256,9 +286,10 @@ class ExternalEngine:
             self._changing.release()
 
     async def _sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
-        """Pairs of log-probabilities (as sampled, as recomputed now with the current version) of about `wanted` tokens
-        of open completions. Completions with temperature or filters are left out, since a server scores without them.
-        Empty with "keep", where the cache has entries of earlier versions."""
+        """Recompute log-probabilities of sampled tokens with the version that sampled them, before an update. Returns
+        pairs (as sampled, as recomputed) for about `wanted` tokens of open completions. Completions with a temperature
+        or filters are left out, because a server scores without them. Empty with "keep", because the KV cache has
+        entries of earlier versions."""
         if self._keep or not wanted:
             return ()
         start, pairs, most = time.monotonic(), list[tuple[float, float]](), _AGAIN_TOKENS
@@ -273,7 +304,8 @@ class ExternalEngine:
         return tuple(pairs)
 
     async def _answer(self, challenge: Challenge) -> Scores:
-        """Scores for the challenge; call it while no completion runs."""
+        """Run a canary challenge on the server; returns its scores. Call it while no completion runs. Completions
+        continue only if the scores answer the challenge."""
         self._sampling.clear()
         start = time.monotonic()
         canary, name = challenge.canary, f"canary-{self.version}-{next(self._attempts)}"
@@ -304,9 +336,9 @@ class ExternalEngine:
             self.version = version
             await self._make.resume()
             scores = None if challenge is None else await self._answer(challenge)
-        except BaseException as error:  # cancelled or not: nobody knows which weights it has now
+        except BaseException as error:  # also if cancelled, it is unknown which weights the server has
             self._fail(error if isinstance(error, StrettoError) else EngineLost(self.name, "was stopped while loading"))
-            if isinstance(error, StrettoError):  # another engine may do better, so the run goes on
+            if isinstance(error, StrettoError):  # as EngineLost, so that the run continues with another engine
                 raise EngineLost(self.name, f"failed to load version {version}: {error}") from error
             raise
         self._counts.updates += 1
@@ -316,7 +348,7 @@ class ExternalEngine:
         return scores
 
     def _mark_running(self, version: int) -> None:
-        """Mark running requests: tokens from now on have a version that the server tells at the end."""
+        """Mark running requests: the server tells at their end which of the next tokens have the new version."""
         for completion in itertools.chain.from_iterable(self._open.values()):
             if completion.asked:
                 completion.had.append(version)
@@ -324,7 +356,11 @@ class ExternalEngine:
                 self._counts.interrupted += completion.told > 0
 
     async def _drain(self) -> None:
-        """Wait for the last tokens of requests that the pause has ended."""
+        """Wait until the requests that the pause has ended have delivered their last tokens.
+
+        Raises:
+            EngineLost: they do not end within five seconds.
+        """
         end = time.monotonic() + _DRAIN_SECONDS
         while any(open.asked and open.told for open in itertools.chain.from_iterable(self._open.values())):
             if time.monotonic() > end:
@@ -334,7 +370,8 @@ class ExternalEngine:
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Watch the server until cancelled; raises once it cannot be trusted."""
+        """Wait until the engine fails, and raise its error. At the end, also if cancelled, all open completions are
+        broken off and the connections closed."""
         try:
             await asyncio.shield(self._failure)
         finally:
@@ -345,18 +382,18 @@ class ExternalEngine:
             await self._make.close()
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """The log-probabilities of all tokens but the first of each text, by the server."""
+        """Score texts (token ids) on the server: log-probabilities of all tokens but the first of each."""
         self._check_working()
         for number, text in enumerate(texts):
             check_text(text, f"texts[{number}]", self._limits.vocab_size, self._limits.context_length - 1)
         return [await self._make.score(text) if len(text) > 1 else () for text in texts]
 
     async def health(self) -> EngineHealth:
-        """Version, queue and counters; requests that wait in the server count as running. A server that does not report
-        its occupancy counts as full when the recipe's slots are.
+        """Version of the weights, length of the queue, and counters. Requests that wait in the server count as running.
+        If the server does not report its occupancy, the share of the recipe's slots in use stands for it.
 
         Raises:
-            EngineLost: the server cannot be trusted any more.
+            EngineLost: the engine has failed.
         """
         self._check_working()
         counts = self._counts
@@ -364,7 +401,7 @@ class ExternalEngine:
         unfinished = sum(len(completion.token_ids) for completion in itertools.chain.from_iterable(opened))
         running = sum(not completion.done for completion in itertools.chain.from_iterable(opened))
         told = Occupancy(0, 0, 0.0)
-        with contextlib.suppress(WireError, EngineLost, DeadlineExceeded):  # a measurement ends no run
+        with contextlib.suppress(WireError, EngineLost, DeadlineExceeded):  # a failed measurement must not end a run
             told = await self._make.occupancy()
         now = time.monotonic()
         busy = counts.busy_seconds + (now - self._busy_since if self._busy_since is not None else 0.0)
@@ -386,7 +423,7 @@ class ExternalEngine:
         )
 
     def drain_spans(self) -> list[Span]:
-        """Spans of generation and loads since the last call."""
+        """Return the spans of generation and loads since the last call, for the timeline, and forget them."""
         self._note_busy()
         return self._spans.drain()
 

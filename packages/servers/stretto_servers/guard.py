@@ -1,8 +1,8 @@
-"""Guard process of a server: when the adapter that started it is gone, no process of the server remains.
+"""Guard process of a server: kills the server's process group when the server or the adapter has ended.
 
-    adapter ──stdin──► guard ──starts──► server ──starts──► its workers, which outlive a server that was killed
+    adapter ──stdin──► guard ──starts──► server ──starts──► its workers, which would outlive a killed server
 
-``python -m stretto_servers.guard COMMAND...``: its exit code is the server's (128 + signal if one ended it).
+``python -m stretto_servers.guard COMMAND...`` exits with the server's code (128 + signal if a signal ended it).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _GRACE_SECONDS = 2.0
 
 
 def main(command: list[str]) -> int:
-    """Run the server until it ends, or standard input is closed."""
+    """Run the server until it ends or standard input is closed, then kill its process group; returns the exit code."""
     for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(stop, lambda *_: None)  # the end of standard input ends it; SIG_IGN would be the server's too
+        signal.signal(stop, lambda *_: None)  # only the end of stdin ends it; the server would inherit SIG_IGN
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, restore_signals=True)
     ended = end_of(server.pid)
     try:

@@ -1,4 +1,4 @@
-"""HTTP client for an inference server: JSON and server-sent events, over the engine's own connections."""
+"""HTTP client for an inference server: JSON and server-sent events, over connections of `engine.http`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from stretto.engine.http.connections import Connection, Connections
 
 _JSON = "application/json"
 _OK = 200
-_OF_THE_REQUEST = (400, 413, 422)  # statuses
+_OF_THE_REQUEST = (400, 413, 422)  # statuses for a mistake in the request
 _SHOWN = 300
-LOOK_SECONDS = 5.0  #: the longest wait for what a server says of itself
+LOOK_SECONDS = 5.0  #: longest wait for status and measurements of a server
 _LARGEST_EVENT = 64 << 20
 
 
@@ -27,6 +27,7 @@ class JsonServer:
 
     def __init__(self, name: str, address: str, *, seconds: float, token_seconds: float) -> None:
         """Args:
+        name: name of the server in errors.
         address: ``host:port``.
         seconds: longest wait for a reply.
         token_seconds: longest wait for the next tokens of a stream."""
@@ -43,12 +44,16 @@ class JsonServer:
         seconds: float | None = None,
         progress: Callable[[], int] | None = None,
     ) -> Any:
-        """Send a request; returns the JSON of the reply, None if it has no body. With `progress`, the time limit
-        restarts whenever its value changes.
+        """Send a request; returns the JSON of the reply, its text if it is not JSON, None without a body.
+
+        Args:
+            message: body, sent as JSON; None for no body.
+            seconds: time limit; None for the client's own.
+            progress: function whose value is polled; the time limit restarts whenever it changes.
 
         Raises:
-            RefusedRequest, WireError: the server refuses; with its message.
-            EngineLost, DeadlineExceeded: it does not answer.
+            RefusedRequest, WireError: the server replies with an error; its message is included.
+            EngineLost, DeadlineExceeded: the server does not reply.
         """
         awaited, longest = f"{path} of {self.name}", seconds or self._seconds
         bound = deadline(self._owner, awaited, longest)
@@ -65,7 +70,7 @@ class JsonServer:
             return body.decode(errors="replace")
 
     async def status(self, path: str) -> int:
-        """HTTP status of a GET; 0 if nobody answers soon."""
+        """HTTP status of a GET request; 0 without a reply within five seconds."""
         bound = deadline(self._owner, f"{path} of {self.name}", min(LOOK_SECONDS, self._seconds))
         with suppress(EngineLost, DeadlineExceeded, WireError):
             async with bound, self._connections.one() as connection:
@@ -75,11 +80,12 @@ class JsonServer:
         return 0
 
     async def events(self, path: str, message: object) -> AsyncGenerator[bytes]:
-        """Data of each server-sent event, up to ``[DONE]``. Leaving the iteration closes the connection.
+        """Post a message; yields the data of each server-sent event of the reply, without ``[DONE]``. Leaving the
+        iteration closes the connection.
 
         Raises:
-            RefusedRequest, WireError: the server refuses; with its message.
-            EngineLost: the stream broke off.
+            RefusedRequest, WireError: the server replies with an error; its message is included.
+            EngineLost: the connection broke.
             DeadlineExceeded: no event came for `token_seconds`.
         """
         rest = b""
@@ -95,7 +101,7 @@ class JsonServer:
                     raise WireError(f"{self.name} sends an event of {path} without an end: {len(rest):,} bytes so far")
                 for event in events:
                     data = event.strip().removeprefix(b"data:").strip()
-                    if data and data != b"[DONE]" and not data.startswith(b":"):  # a comment keeps connections alive
+                    if data and data != b"[DONE]" and not data.startswith(b":"):  # ":" begins a keep-alive comment
                         yield data
                 if not part:
                     return
@@ -109,7 +115,8 @@ class JsonServer:
 
 
 def refused(server: str, path: str, status: int, body: bytes) -> WireError:
-    """Error for an HTTP error reply, with the server's message."""
+    """Make the error for an HTTP error reply, with the server's message: a RefusedRequest if the status means a mistake
+    in the request, otherwise a WireError."""
     said = body.decode(errors="replace")[:_SHOWN]
     with suppress(msgspec.DecodeError, AttributeError, KeyError, TypeError):
         told = msgspec.json.decode(body)

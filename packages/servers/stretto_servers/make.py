@@ -1,8 +1,9 @@
-"""Interface of one make of inference server (vLLM, SGLang); one file per make implements it.
+"""Interface of a make of inference server (vLLM, SGLang). Each make has a class that implements it, in a file of its
+own.
 
-`engine.kind` names its class (`MAKES` in `engine.config`), built-in or user-defined. Beside the methods of `Make`, the
-class has `capabilities`, an `engine.capabilities.Capabilities`, and a static method ``launch(config, model, port)``,
-which returns how to start a server (`Launch`).
+`engine.kind` names the class, a built-in (`MAKES` in `engine.config`) or a user's. Beside the methods of `Make` the
+class needs an attribute `capabilities`, an `engine.capabilities.Capabilities`, and a static method ``launch(config,
+model, port)``, which returns the `Launch` that starts a server.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from stretto.core.records import Likeliest, Record, Sampling
 class Delta(Record, frozen=True):
     """Next tokens of a completion, with their log-probabilities (nats) under the distribution sampled from.
 
-    `ended`: why the completion ended (``"stop"``, ``"length"``, ``"abort"``), empty while more tokens come. `spans`:
-    weight versions of the whole request, if the server tells them: ``(version, start, end)``.
+    `top_logprobs`: likeliest tokens at each position, if requested. `ended`: why the completion ended (``"stop"``,
+    ``"length"``, ``"abort"``), "" while more tokens come. `spans`: weight versions ``(version, start, end)`` of all
+    tokens of the request, if the server reports them.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -36,19 +38,21 @@ class Delta(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Continuation:
-    """Request to generate one completion after the given tokens (prompt and completion so far)."""
+    """Request to generate the rest of one completion. `token_ids`: prompt and completion so far. `max_tokens`: limit of
+    the rest."""
 
     id: str
     token_ids: Sequence[int]
     sampling: Sampling
-    max_tokens: int  # still to come
+    max_tokens: int
     seed: int
     top_logprobs: int = 0
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server's description of itself; None where it does not tell."""
+    """Description of a server: `release` as ``"vLLM 0.32"``, path or name of its model, context length in tokens, and
+    model architecture. The last two are None if the server does not report them."""
 
     release: str
     model: str
@@ -58,8 +62,8 @@ class Served:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Load of a server, waiting requests included. `cache`: used share of its KV cache; `preempted`: total since its
-    start."""
+    """Load of a server: number of running and of waiting requests, used share of its KV cache (0 to 1), and number of
+    preemptions since its start."""
 
     running: int
     waiting: int
@@ -68,22 +72,23 @@ class Occupancy:
 
     @property
     def needed(self) -> float:
-        """KV cache needed by all requests, relative to its size."""
+        """Estimate of the KV cache that all requests need, waiting ones included, relative to its size."""
         return self.cache * (self.running + self.waiting) / max(1, self.running)
 
 
 class Make(Protocol):
-    """Client of one server (Protocol). Every method has its own deadline and raises EngineLost when nobody answers.
+    """Client of one server (Protocol). Each method has its own deadline, and raises EngineLost if the server does not
+    answer.
 
-    The class is called with a `stretto_servers.http.JsonServer` and the longest wait for a load, in seconds.
+    Arguments of the class: a `stretto_servers.http.JsonServer`, and the longest wait for a load, in seconds.
     """
 
     def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
-        """Generate a completion, yielding tokens as they come. Leaving the iteration aborts it on the server.
+        """Generate a completion; yields new tokens as they come. Leaving the iteration aborts it on the server.
 
         Raises:
-            RefusedRequest: the server refuses it.
-            WireError: a reply differs from this make's documentation.
+            RefusedRequest: the server refuses the request.
+            WireError: a reply differs from the documentation of this make.
         """
         ...
 
@@ -92,29 +97,29 @@ class Make(Protocol):
         ...
 
     async def describe(self) -> Served:
-        """Description of what the server serves.
+        """Ask the server for its release and model.
 
         Raises:
-            WireError: it lacks an endpoint that stretto needs; the error names it and the release that has it.
+            WireError: the server lacks an endpoint that stretto needs; the error names the release that has it.
         """
         ...
 
     async def occupancy(self) -> Occupancy:
-        """Current load.
+        """Ask the server for its current load.
 
         Raises:
-            WireError: the server does not tell it.
+            WireError: the server does not report it.
         """
         ...
 
     async def pause(self, *, keep: bool) -> None:
-        """Stop all sampling until `resume`. `keep`: requests and their KV cache stay; otherwise they end with "abort"
-        and the server's caches are cleared."""
+        """Stop all sampling until `resume`. With `keep`, running requests and their KV cache stay. Otherwise running
+        requests end with "abort", and the server's caches are cleared."""
         ...
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
-        """Load the safetensors of a folder as `version`, while the server is paused; `keep`: the KV cache stays. There
-        is no time limit while `read` grows."""
+        """Load the safetensors files of a folder as `version`, while the server is paused. With `keep` the KV cache
+        stays. The time limit restarts whenever `read` grows."""
         ...
 
     async def resume(self) -> None:
@@ -122,21 +127,22 @@ class Make(Protocol):
         ...
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probabilities, at temperature 1, of all tokens of a text but the first; the server is not paused.
+        """Score a text: log-probabilities at temperature 1 of all its tokens but the first. The server must not be
+        paused.
 
         Raises:
-            WireError: a reply differs from this make's documentation.
+            WireError: a reply differs from the documentation of this make.
         """
         ...
 
     async def held(self, folder: Path, shapes: Mapping[str, Sequence[int]]) -> Sequence[Mapping[str, str]]:
-        """Content of each worker's memory for the tensors with these shapes, as sums (`worker.readback`), after a load
-        from the folder; empty if the server cannot tell."""
+        """Checksums of the tensors in each worker's memory, as text by name (`worker.readback.held`); empty if the
+        server does not support it. `folder`: the last one loaded from. `shapes`: shapes of the published tensors."""
         ...
 
     @property
     def read(self) -> int:
-        """Bytes of weights that the server has read, as far as known; grows during a load."""
+        """Number of bytes of weights that the server has read so far, as far as known; grows during a load."""
         ...
 
     async def close(self) -> None:
@@ -144,16 +150,21 @@ class Make(Protocol):
         ...
 
 
-_CACHED_TOKENS = 288  # two blocks of the largest cache pages that servers have by default, and more
+_CACHED_TOKENS = 288  # more than two of the largest KV cache blocks that servers use by default
 
 
 async def canary_scores(make: Make, text: Sequence[int], name: str, seed: int, context: int, *, keep: bool) -> Scores:
-    """Canary challenge to a server: it continues the text, repeated over several cache blocks, and then scores all of
-    it at once. KV entries of earlier weights show as differences between the two. With `keep`, such entries are
-    legitimate; then it continues a text that it has never had.
+    """Run a canary challenge on a server: it continues a prompt that fills several KV cache blocks, and then scores
+    prompt and continuation at once. Stale KV entries of earlier weights show as differences between the two.
 
     Args:
-        name: a unique request name.
+        text: token ids of the canary, which are repeated to make the prompt. With `keep`, KV entries of earlier weights
+            are allowed; so the prompt begins with random tokens (seeded by `name`), for which there are no entries.
+        name: a unique name for the request.
+        context: context length of the server, in tokens.
+
+    Returns:
+        Scores of `text`, and pairs of log-probabilities (as sampled, as scored) of the continuation.
     """
     longest = min(_CACHED_TOKENS, context - DECODED - 1) - len(text)
     behind = random.Random(name).choices(text, k=longest) if keep else itertools.cycle(text)
@@ -175,7 +186,7 @@ async def canary_scores(make: Make, text: Sequence[int], name: str, seed: int, c
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a server of one make: command, environment."""
+    """Command and further environment variables that start a server."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -183,7 +194,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Room:
-    """A server's part of each of its GPUs: `share` of `memory` bytes, of which `planned` are weights and cache."""
+    """Memory that a server may use on each of its GPUs. `share`: its fraction of the GPU's `memory` bytes. `planned`:
+    bytes of weights and KV cache."""
 
     share: float
     memory: int

@@ -1,4 +1,4 @@
-"""Makes of inference servers that stretto can train with, by `engine.kind`."""
+"""Loading of the class of a make of inference server, by `engine.kind`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _METHODS = [name for name, one in vars(Make).items() if inspect.isfunction(one) 
 
 
 def make_of(kind: str, http: JsonServer, load_seconds: float) -> Make:
-    """Client of a server; `load_seconds` is the longest wait for a load."""
+    """Make the client of a server of this kind. `load_seconds`: longest wait for a load."""
     make: Make = MAKES.load(kind)(http, load_seconds)
     return make
 
 
 def launch_of(config: EngineConfig, model: str, port: int, room: Room | None = None) -> Launch:
-    """How to start a server of `config.kind` on a port. `room`: its part of the GPUs, handed over by the flags that its
-    class names (`flags_of_room`), unless `engine.arguments` have them."""
+    """Command and environment that start a server of `config.kind` on a port. `room`: its memory on the GPUs, passed by
+    flags from the class's `flags_of_room`, unless `engine.arguments` have these flags."""
     make = MAKES.load(config.kind)
     launch: Launch = getattr(make, "launch")(config, model, port)  # noqa: B009  # of the class
     told = {word.partition("=")[0] for word in config.arguments}
@@ -34,7 +34,7 @@ def launch_of(config: EngineConfig, model: str, port: int, room: Room | None = N
 
 
 def make_faults(config: EngineConfig, model: str) -> Iterator[str]:
-    """A sentence for each fault of the class of `engine.kind`, checked without starting a server."""
+    """Check the class of `engine.kind` without starting a server; yields a description of each fault."""
     make = MAKES.load(config.kind)
     if lacking := [name for name in (*_METHODS, "launch") if not callable(getattr(make, name, None))]:
         yield f"has no method {', '.join(lacking)} (docs/how_to/doors/engine.md)"
@@ -49,7 +49,7 @@ def make_faults(config: EngineConfig, model: str) -> Iterator[str]:
 
 
 def _differs(name: str, method: Callable[..., object]) -> str:
-    """How a method's signature differs from the Protocol's; "" if it does not."""
+    """Describe how a method's signature differs from that of `Make`; "" if it fits."""
     wanted: Callable[..., object] = getattr(Make, name)
     parameters = inspect.signature(wanted).parameters.values()
     by_place = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]

@@ -1,7 +1,7 @@
-"""Process of an engine of another make: ``python -m stretto_servers.role SPEC``.
+"""Adapter process for an engine of another make: ``python -m stretto_servers.role SPEC``.
 
-conductor ◄─ engine's wire ─► this process ◄─ the server's own HTTP ─► vLLM or SGLang
-trainer ─► mailbox ─► this process: verified, staged ─► the server loads
+conductor ◄─ the engine's HTTP interface ─► this process ◄─ the server's HTTP interface ─► vLLM or SGLang
+trainer ─► mailbox ─► this process: verifies and stages a version ─► the server loads it
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _REPLY_SECONDS = 60.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run the role until the conductor ends it; see `processes.run_role`. An error is the log's last line."""
+    """Run the role until the conductor ends it; returns the exit code (see `processes.run_role`). After an error, its
+    message is the last line of the log."""
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()
     return run_role(
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def wire_to(address: str, spec: EngineSpec, config: EngineConfig) -> Make:
-    """Client of the server at ``host:port``, with the deadlines of the run."""
+    """Make the client of the server at `address` (``host:port``), with the deadlines of the spec."""
     http = JsonServer(
         spec.name, address, seconds=max(_REPLY_SECONDS, spec.load_seconds), token_seconds=spec.token_seconds
     )
@@ -58,7 +59,8 @@ def wire_to(address: str, spec: EngineSpec, config: EngineConfig) -> Make:
 
 
 async def play(spec: EngineSpec) -> None:
-    """Start or find the server, load the newest version, serve."""
+    """Start the server, or connect to a running one (`spec.server`), load the newest version, and serve the engine's
+    interface until cancelled or until engine or server fail. A started server ends with it."""
     look_in(spec.path)
     config = EngineConfig.model_validate_json(spec.config)
     address = spec.server or f"127.0.0.1:{free_port()}"
@@ -66,7 +68,7 @@ async def play(spec: EngineSpec) -> None:
     if spec.server:
         server: Server = GivenServer(spec.name, address, wire)
     else:
-        temporary = Path(spec.scratch) / "temporary"  # a server that is killed leaves sockets and caches in it
+        temporary = Path(spec.scratch) / "temporary"  # for sockets and caches, which a killed server leaves behind
         temporary.mkdir(parents=True, exist_ok=True)
         room = Room(spec.share, spec.memory, spec.planned) if spec.memory else None
         launch = launch_of(config, spec.model, int(address.rpartition(":")[2]), room)
@@ -88,7 +90,7 @@ async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> Externa
         folder.vocab_size, min(folder.context_length, served.context_length or folder.context_length), config.slots
     )
     stop_texts = StopTexts(partial(load_tokenizer, spec.model))
-    if not spec.publication_seconds:  # nothing is published; a server that runs already may have any weights
+    if not spec.publication_seconds:  # no trainer; a server that was already running may have other weights
         engine = ExternalEngine(
             spec.name, wire, limits, FolderAsItIs(Path(spec.model).resolve()), stop_texts, config.on_update
         )
@@ -102,16 +104,16 @@ async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> Externa
 
 
 class _Life:
-    """Engine and server together: the end of either ends both."""
+    """Joint life of engine and server: the failure of either ends both."""
 
     def __init__(self, engine: ExternalEngine, server: Server, wire: Make) -> None:
         self._engine, self._server, self._wire = engine, server, wire
 
     async def run(self) -> None:
-        """Run until cancelled.
+        """Watch both until cancelled.
 
         Raises:
-            StrettoError: the server has ended, or cannot be trusted.
+            StrettoError: the server has ended or does not answer, or the engine has failed.
         """
         ended = asyncio.create_task(lost(self._server, self._wire))
         working = asyncio.create_task(self._engine.run())

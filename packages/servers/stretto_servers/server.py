@@ -1,4 +1,5 @@
-"""Process of an inference server, or the address of one that is managed elsewhere."""
+"""Handles of inference servers: a process that is started here, or the address of a server that is managed
+elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _GUARD = "stretto_servers.guard"
 
 
 def free_port() -> int:
-    """An unused port of the loopback interface."""
+    """Find an unused port of the loopback interface. It is not reserved."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -31,7 +32,7 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server started by this process through a guard (`stretto_servers.guard`), so that it never outlives this
+    """A server that this process starts through a guard (`stretto_servers.guard`), so that it ends with this
     process."""
 
     def __init__(self, name: str, guard: asyncio.subprocess.Process) -> None:
@@ -39,7 +40,7 @@ class ServerProcess:
 
     @classmethod
     async def start(cls, name: str, launch: Launch) -> ServerProcess:
-        """Start the server; its output goes to this process' output."""
+        """Start the server; its output goes to the output of this process. `name`: the engine's, for errors."""
         guard = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", _GUARD, "env", *_changed(launch.environment), *launch.command),
             stdin=asyncio.subprocess.PIPE,
@@ -48,13 +49,17 @@ class ServerProcess:
         return cls(name, guard)
 
     async def ended(self) -> RoleDied:
-        """Error that says how the server ended."""
+        """Wait for the end of the server; returns an error that says how it ended."""
         code = await self._guard.wait()
         killed = code - 128 in set(signal.Signals)
         return RoleDied(f"the server of {self.name}", describe_exit(128 - code if killed else code))
 
     async def stop(self) -> None:
-        """End the server and all its processes."""
+        """End the server and its process group.
+
+        Raises:
+            DeadlineExceeded: it has not ended after ten seconds.
+        """
         if self._guard.stdin is not None:
             self._guard.stdin.close()
         async with deadline(self.name, "the end of its server", _STOP_SECONDS):
@@ -62,17 +67,17 @@ class ServerProcess:
 
 
 class GivenServer:
-    """A server that somebody else has started."""
+    """A server at an address, which stretto neither starts nor stops."""
 
     def __init__(self, name: str, address: str, make: Make) -> None:
         self.name, self._address, self._make = name, address, make
 
     async def ended(self) -> RoleDied:
-        """Error that says that the server has not answered for a while."""
+        """Wait until the server has not answered for 20 s; returns an error that says so."""
         return await _silence(f"the server {self._address}", self._make)
 
     async def stop(self) -> None:
-        """Do nothing: the server belongs to somebody else."""
+        """Do nothing, because the server is managed elsewhere."""
 
 
 Server = ServerProcess | GivenServer
@@ -82,8 +87,8 @@ async def until_ready(server: Server, make: Make, seconds: float) -> None:
     """Wait until the server accepts requests.
 
     Raises:
-        RoleDied: it ended instead.
-        DeadlineExceeded: that takes longer than `seconds`.
+        RoleDied: the server ended instead.
+        DeadlineExceeded: it did not accept requests within `seconds`.
     """
     ended, answering = asyncio.create_task(server.ended()), asyncio.create_task(_answers(make))
     try:
@@ -97,8 +102,8 @@ async def until_ready(server: Server, make: Make, seconds: float) -> None:
 
 
 async def lost(server: Server, make: Make) -> RoleDied:
-    """Wait until a ready server is lost: it ended, or does not answer (a server whose workers have died may hang
-    forever). Returns the error."""
+    """Wait until a ready server has ended or has not answered for 20 s (a server whose workers have died may hang);
+    returns the error."""
     ends = [asyncio.create_task(server.ended()), asyncio.create_task(_silence(f"the server of {server.name}", make))]
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -122,7 +127,7 @@ async def _answers(make: Make) -> None:
 
 
 def _changed(environment: Mapping[str, str]) -> list[str]:
-    """Arguments of ``env`` for a server's environment. Removed are variables that would make another interpreter find
-    our packages, or keep it from writing bytecode, without which each start takes minutes."""
+    """Arguments of the command ``env`` that set a server's environment. Variables are removed that would make the
+    server's interpreter find packages of this one, or keep it from writing bytecode (each start would take minutes)."""
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
     return [word for name in ours for word in ("-u", name)] + [f"{name}={value}" for name, value in environment.items()]

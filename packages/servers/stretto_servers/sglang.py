@@ -1,14 +1,14 @@
-"""SGLang's server: token ids in and out by ``/generate``, weights from a folder.
+"""Client of SGLang's server: token ids in and out by ``/generate``, weights from a folder.
 
     stream   POST /generate                     server-sent events; weight versions with the last one
     pause    POST /pause_generation             in_place, or retract and then /abort_request for all
-    load     POST /update_weights_from_disk     with the version that is stamped on every token from then on
+    load     POST /update_weights_from_disk     with the version, which later tokens are marked with
     resume   POST /continue_generation
-    held     POST /weights_checker              by a plugin of ours (`worker/sglang_extension.py`), where it is loaded
+    held     POST /weights_checker              needs our plugin (`worker/sglang_extension.py`)
     full?    GET  /v1/loads
 
-Its log-probabilities are those after the temperature alone, so that top_p, top_k and min_p are refused
-(`engine.capabilities`, which also has the oldest release); on a CPU it has no seeds.
+SGLang reports log-probabilities after temperature but before filters. Therefore recipes with top_p, top_k or min_p are
+refused (`engine.capabilities`, which also has the oldest release). On a CPU it ignores seeds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from stretto_servers.worker.advance import FOLDER, read_of
 
 NEEDED = CAPABILITIES["sglang"].needed
 _GENERATE = "/generate"
-_MOST = 0.95  # of what is free, for weights and cache
-_LAST_PLACES = 2  # of the context, which SGLang leaves empty
+_MOST = 0.95  # largest fraction of the free GPU memory for weights and cache
+_LAST_PLACES = 2  # last positions of the context, which SGLang does not use
 
 _Token = tuple[float, int, str | None]  # log-probability, id, text
 
@@ -116,7 +116,7 @@ class SglangServer:
         }
         reply = await self._http.exchange("POST", _GENERATE, order)
         try:
-            # By place: the last id of a vocabulary is told as 0.
+            # Matched by position, because SGLang reports the last id of a vocabulary as 0.
             _, *scored = reply["meta_info"]["input_token_logprobs"]
             return tuple(float(logprob) for (logprob, *_), _ in zip(scored, token_ids[1:], strict=True))
         except (KeyError, TypeError, ValueError) as error:
@@ -124,7 +124,7 @@ class SglangServer:
 
     async def pause(self, *, keep: bool) -> None:
         await self._http.exchange("POST", "/pause_generation", {"mode": "in_place" if keep else "retract"})
-        if not keep:  # its own mode "abort" sleeps for a second between two looks
+        if not keep:  # in place of the mode "abort", which polls only once a second
             await self._http.exchange("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
@@ -142,7 +142,7 @@ class SglangServer:
         order = {"action": "stretto_held", "skip_tensor_list": [str(folder), told], "selector": "target"}
         try:
             reply = await self._http.exchange("POST", "/weights_checker", order, self._load_seconds, lambda: self.read)
-        except WireError:  # it was started without the plugin, or is a release that has no such path
+        except WireError:  # the server has no such path, or was started without the plugin
             return ()
         try:
             return [msgspec.convert(rank["checksums"], dict[str, str]) for rank in reply["ranks"]]
@@ -158,7 +158,7 @@ class SglangServer:
 
     @staticmethod
     def launch(config: EngineConfig, model: str, port: int) -> Launch:
-        """How to start a server; `engine.arguments` come last, so that they override."""
+        """Command and environment that start a server. `engine.arguments` come last, so that they override others."""
         options = {
             "--model-path": model,
             "--host": "127.0.0.1",
@@ -180,8 +180,9 @@ class SglangServer:
 
     @staticmethod
     def flags_of_room(config: EngineConfig, model: str, room: Room) -> dict[str, str]:
-        """The part for weights and cache of what is free when it starts, which is its share or more; and the tokens of
-        `engine.cache_gib`, which is all that it takes of it."""
+        """Flags that limit the server's GPU memory: the fraction of its share for weights and KV cache, and the tokens
+        that `engine.cache_gib` holds. SGLang applies the fraction to the memory that is free at its start, which is the
+        share or more."""
         free = max(1.0, room.share * room.memory)
         return {
             "--mem-fraction-static": f"{min(_MOST, ceil(room.planned / free * 1000) / 1000):.3f}",
@@ -190,14 +191,15 @@ class SglangServer:
 
 
 def _tokens_of_gpus(config: EngineConfig, model: str) -> int:
-    """Tokens of the KV cache of one engine. Key heads are divided among its GPUs, and repeated if they are fewer."""
+    """Number of tokens that the KV cache of one engine holds. KV heads are divided among its GPUs; if there are fewer
+    heads than GPUs, they are replicated."""
     folder = inspect_model_folder(Path(model))
     heads, item = max(folder.kv_heads, config.gpus), 4 if config.dtype == "float32" else 2
     return config.cache_bytes // (2 * folder.layers * heads * folder.head_dim * item)
 
 
 def _tokens_of_cpu(config: EngineConfig) -> int:
-    """Size of the KV cache in tokens for a CPU server; SGLang determines it only on a GPU."""
+    """Size of the KV cache in tokens for a CPU server, because SGLang computes it only on a GPU."""
     return min(1 << 20, config.slots * 1024)
 
 
@@ -214,8 +216,8 @@ def _body(wanted: Continuation) -> dict[str, object]:
             "temperature": sampling.temperature,
             "sampling_seed": wanted.seed % (1 << 31),
             "stop_token_ids": list(sampling.stop_token_ids),
-            # True would ignore the stop tokens too. With them the model's own end a completion as well, which the
-            # adapter refuses where the recipe does not have them.
+            # True would ignore `stop_token_ids` too. With False the model's own stop tokens also end a completion; the
+            # adapter refuses such an end if the recipe does not list the token.
             "ignore_eos": not sampling.stop_token_ids,
         },
     }
@@ -231,7 +233,7 @@ def _delta(server: str, event: bytes, told: int, top: int) -> Delta:
     if (meta := message.meta_info) is None:
         return Delta()
     count, sent = meta.completion_tokens, len(meta.output_token_logprobs)
-    if sent >= count:  # the last event of an aborted request repeats everything, behind what was still on its way
+    if sent >= count:  # the last event of an aborted request repeats all tokens, after those still to be delivered
         new = slice(sent - count + told, sent)
     elif told + sent == count:
         new = slice(0, sent)

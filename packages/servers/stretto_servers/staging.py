@@ -1,4 +1,5 @@
-"""Published versions as model folders for inference servers, and comparison with what the servers hold."""
+"""Published versions as model folders that inference servers can load, and comparison of these with the servers'
+memory."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ class FolderAsItIs:
     checked = 0
 
     def folder_of(self, version: int, /) -> Path:
-        """The same folder for every version."""
+        """Return the folder, for any version."""
         return self.folder
 
 
 class StagedWeights:
-    """A copy of the model folder whose weights are a link to the newest staged publication (satisfies
-    `stretto_servers.engine.WeightsFolder`)."""
+    """Copy of the model folder, made of links, in which the weights link to the last version that was requested
+    (satisfies `stretto_servers.engine.WeightsFolder`)."""
 
     def __init__(self, subscriber: SharedMemorySubscriber, model: Path, folder: Path) -> None:
         self._subscriber, self._folder = subscriber, folder
@@ -47,18 +48,18 @@ class StagedWeights:
                 _link(folder / file.name, file)
 
     def folder_of(self, version: int, /) -> Path:
-        """Stage the weights of `version`; returns the folder."""
+        """Verify `version` and link its weights into the folder; returns the folder. Earlier versions are replaced."""
         _link(self._folder / _WEIGHTS, self._subscriber.hold(version, self._folder.name))
         return self._folder
 
     @property
     def checked(self) -> int:
-        """Bytes of versions read here."""
+        """Number of bytes of published versions that were read and verified."""
         return self._subscriber.checked
 
 
 def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a folder, plus that of an output layer tied to the embedding."""
+    """Shapes of the tensors in a model folder, by name. An output layer that is tied to the embedding is included."""
     with ExitStack() as opened:
         found = {
             name: tuple(file.get_slice(name).get_shape())
@@ -71,9 +72,16 @@ def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
 def compare(
     folder: Path, digests: Mapping[str, TensorDigest], workers: Sequence[Mapping[str, str]]
 ) -> tuple[tuple[str, ...], int]:
-    """Compare the memory of a server's workers with the published tensors; returns the names that differ, and the
-    number compared. The file is checked against the trainer's digests; the workers' sums must equal those of the file
-    in their dtype.
+    """Compare the weights of a server with the published version. Each tensor in the folder must have the trainer's
+    digest, and its sums, in the server's dtype, must equal the sums of the workers' memory.
+
+    Args:
+        folder: folder that the server has loaded.
+        digests: the trainer's digests of the version, by tensor.
+        workers: result of `Make.held`.
+
+    Returns:
+        Names of the tensors that differ, and number of tensors whose memory was compared.
 
     Raises:
         WireError: a worker's reply is malformed.
@@ -93,14 +101,20 @@ def compare(
 
 
 def _expected(tensor: Tensor, own: Sums) -> Sums | None:
-    """Expected sums of a tensor; None if the workers' order of summation cannot be reproduced."""
+    """Expected sums of a tensor in the workers' dtype; None if the dtype is unknown or the workers have added other
+    units (bytes per summand)."""
     dtype = DTYPES.get(own.dtype)
     whole = sums_of(tensor.to(dtype)) if dtype is not None else None
     return whole if whole is not None and whole.unit == own.unit else None
 
 
 def _together(workers: Sequence[Mapping[str, str]], digests: Mapping[str, TensorDigest]) -> dict[str, Sums]:
-    """Sums over all workers. An output layer published as the embedding is another copy of it."""
+    """Add up the sums of all workers, by tensor. An output layer that is tied to the embedding counts as another copy
+    of the embedding.
+
+    Raises:
+        WireError: a worker's reply is malformed.
+    """
     found: dict[str, Sums] = {}
     try:
         for worker in workers:
@@ -109,7 +123,7 @@ def _together(workers: Sequence[Mapping[str, str]], digests: Mapping[str, Tensor
                 sums = Sums.parse(text)
                 found.setdefault(own, Sums(sums.dtype, sums.unit)).add(sums)
     except (ValueError, TypeError) as error:
-        raise WireError(f"a worker of a server says of its memory what cannot be: {error}") from None
+        raise WireError(f"a worker of a server reports malformed checksums of its memory: {error}") from None
     return found
 
 

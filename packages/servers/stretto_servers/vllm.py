@@ -1,11 +1,11 @@
-"""vLLM's server: token ids in and out by ``/inference/v1/generate``, weights from a folder.
+"""Client of vLLM's server: token ids in and out by ``/inference/v1/generate``, weights from a folder.
 
     stream   POST /inference/v1/generate           server-sent events; weight versions with the last one
     pause    POST /pause?mode=abort|keep           then no request gets a token
     load     POST /collective_rpc stretto_load     every worker reads the folder (`worker/vllm_extension.py`)
-             POST /update_weight_version           stamped on every token from then on
+             POST /update_weight_version           which later tokens are marked with
     resume   POST /resume
-    held     POST /collective_rpc stretto_held     what every worker has in its memory
+    held     POST /collective_rpc stretto_held     checksums of every worker's memory
     full?    GET  /metrics                         Prometheus' text format
 
 Needs ``--enable-scale-out``, the worker extension and ``VLLM_SERVER_DEV_MODE=1``; the oldest release is in
@@ -32,8 +32,8 @@ from stretto_servers.worker.advance import FOLDER, read_of
 
 NEEDED = f"{CAPABILITIES['vllm'].needed}, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 _GENERATE = "/inference/v1/generate"
-_MOST = 0.9  # of a GPU, vLLM's own default
-_NO_PROBABILITY = -9000.0  # smaller values were filtered out: vLLM writes -9999
+_MOST = 0.9  # largest fraction of a GPU's memory: vLLM's default
+_NO_PROBABILITY = -9000.0  # a smaller log-probability marks a filtered token, for which vLLM writes -9999
 
 
 class _Top(msgspec.Struct):
@@ -139,8 +139,8 @@ class VllmServer:
             raise WireError(f"{self._http.name} does not say what its workers hold ({error!r})") from None
 
     async def _workers(self, method: str, folder: Path, *more: str) -> Any:
-        """Call a method of the worker extension in all workers; returns their results. vLLM's own time limit is not
-        used, since it would end the wait but not the work."""
+        """Call a method of the worker extension in all workers; returns vLLM's reply with their results. vLLM's own
+        time limit is not used, because it would end the wait but not the work."""
         self._folder = folder
         order = {"method": method, "args": [str(folder), *more]}
         return await self._http.exchange("POST", "/collective_rpc", order, self._load_seconds, lambda: self.read)
@@ -154,7 +154,7 @@ class VllmServer:
 
     @staticmethod
     def launch(config: EngineConfig, model: str, port: int) -> Launch:
-        """How to start a server; `engine.arguments` come last, so that they override."""
+        """Command and environment that start a server. `engine.arguments` come last, so that they override others."""
         options = {
             "--model": model,
             "--host": "127.0.0.1",
@@ -164,7 +164,7 @@ class VllmServer:
             "--kv-cache-memory-bytes": str(config.cache_bytes // config.gpus),  # of each GPU
             "--logprobs-mode": "processed_logprobs",
             "--worker-extension-cls": "vllm_extension.Loader",
-            "--stream-interval": "8",  # tokens of an event: each costs the server as much as several tokens
+            "--stream-interval": "8",  # tokens per event; an event costs the server as much as several tokens
         }
         words = [word for option in options.items() for word in option]
         flags: tuple[str, ...] = ("--enable-scale-out", "--disable-uvicorn-access-log")
@@ -176,16 +176,17 @@ class VllmServer:
             "OMP_NUM_THREADS": str(config.threads),
             "PYTHONPATH": FOLDER,
         }
-        if config.on_cpu:  # compiling takes minutes, and threads that are bound to cores share them with other engines
-            # A prompt computed in parts ends a server on a CPU: it winds back the request's random generator, which
-            # there has no offset (RuntimeError: CPU Generator does not use offset).
+        if config.on_cpu:  # compilation takes minutes, and several engines would bind threads to the same cores
+            # Chunked prefill ends a server on a CPU: it rewinds the request's random generator, which has no offset
+            # there (RuntimeError: CPU Generator does not use offset).
             flags += ("--enforce-eager", "--no-enable-chunked-prefill")
             environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return Launch((str(config.python), *module, *words, *flags, *config.arguments), environment)
 
     @staticmethod
     def flags_of_room(config: EngineConfig, model: str, room: Room) -> dict[str, str]:
-        """The part of the GPU that must be free when it starts; the size of the cache is given in bytes."""
+        """Flag with the fraction of the GPU's memory that must be free at the start. The size of the KV cache is given
+        in bytes by another flag."""
         return {"--gpu-memory-utilization": f"{floor(min(room.share, _MOST) * 1000) / 1000:.3f}"}
 
 
@@ -209,7 +210,7 @@ def _body(wanted: Continuation) -> dict[str, object]:
             "min_p": sampling.min_p,
             "seed": wanted.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # the recipe's stop tokens end a completion, whatever the model's config says
+            "ignore_eos": True,  # only the recipe's stop tokens end a completion, not those of the model's config
             "logprobs": wanted.top_logprobs,
             "detokenize": False,
         },
@@ -237,6 +238,6 @@ def _delta(server: str, event: bytes, top: int) -> Delta:
 
 
 def _likeliest(found: list[_Top], count: int) -> Likeliest:
-    """The `count` likeliest tokens; in vLLM's list the sampled token comes first, likely or not."""
+    """Select the `count` likeliest tokens; vLLM's list also has the sampled token, in the first position."""
     pairs = {token.token_id: token.logprob for token in found if token.logprob > _NO_PROBABILITY}
     return tuple(sorted(pairs.items(), key=lambda pair: -pair[1])[:count])

@@ -1,3 +1,3 @@
-"""The interface of the Tinker SDK over stretto: `stretto tinker`."""
+"""Server for clients of the Tinker SDK, computed by stretto: `stretto tinker`."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""A server as a whole: the folder with its record, the worker, the application."""
+"""The whole server: folder with record and weights, worker, application."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ RECORD = "tinker.sqlite"
 
 
 class TinkerServer:
-    """The parts of a server, for the loop that serves it (satisfies `OpenWork` and `Runner`).
+    """Tinker server as the serving loop uses it (satisfies `OpenWork` and `Runner`).
 
     Attributes:
-        app: for an ASGI server.
-        record: all that is on disk beside the weights.
+        app: ASGI application.
+        record: database of the server.
+        worker: thread that computes.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class TinkerServer:
     ) -> None:
         """
         Raises:
-            RunFolderError: another server has the folder, it cannot be written, or it is of another base model.
+            RunFolderError: another server uses the folder, it cannot be written, or it has another base model's record.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +46,7 @@ class TinkerServer:
             raise RunFolderError([Problem(str(folder), f"is the record of {base}", "give another folder")])
         weights, self._changes = Weights(folder), Changes()
         known = self.record.places()
-        if self.record.knows_places():  # a record that knows nothing may be a new one beside weights of an old one
+        if self.record.knows_places():  # an empty record may be new, beside weights of a lost one, which must stay
             weights.keep(
                 {weights.folder(Place.of(one)) if isinstance(one, str) else weights.snapshot(*one) for one in known}
             )
@@ -56,20 +57,20 @@ class TinkerServer:
 
     @property
     def open_requests(self) -> int:
-        """None keeps the server: what was acknowledged is on record."""
+        """Always 0: the server may stop at any time, because acknowledged requests are on record."""
         return 0
 
     def break_off(self) -> None:
-        """See `OpenWork`."""
+        """Do nothing (`OpenWork`)."""
 
     async def run(self) -> None:
-        """Compute until cancelled."""
+        """Start the worker, and look after sessions until cancelled."""
         self._changes.bind(asyncio.get_running_loop())
         self.worker.start()
         await self._service.sweep()
 
     def close(self) -> None:
-        """End the worker, and give the folder back."""
+        """Stop the worker, close the record and unlock the folder."""
         self.worker.stop()
         self.record.close()
         os.close(self._lock)

@@ -28,7 +28,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Load a name when it is asked for: the sandbox alone needs no computer algebra."""
+    """Import a name when it is first used, so that the sandbox alone loads no computer algebra."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

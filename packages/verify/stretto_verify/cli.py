@@ -15,16 +15,16 @@ from stretto_verify.math.limits import SECONDS
 from stretto_verify.verdicts import Judged, SandboxRefused
 from stretto_verify.worker import Worker
 
-_SHOWN = 20  # bad lines that are named
+_SHOWN = 20  # most malformed lines that are listed
 _NEEDED = {"math": "gold", "code": "tests"}
 _MISTAKE = 2  # exit code of a user's mistake
 
-#: A row of the file -> its verdict.
+#: Judges one row of the file.
 Judge = Callable[[dict[str, Any]], Judged]
 
 
 class BadLines(Exception):
-    """Malformed lines of a file; one sentence each, with its place."""
+    """Malformed lines of a file: one sentence each, with file and line number."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -32,7 +32,8 @@ class BadLines(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 2 for a mistake in the file, 0 for verdicts of any kind."""
+    """Run the command and return its exit code: 2 for a mistake in the file or if no sandbox can be made, else 0,
+    whatever the verdicts."""
     parser = argparse.ArgumentParser("stretto-verify", description="Verdicts on the completions of a JSONL file.")
     parser.add_argument("kind", choices=("math", "code"), help="final answers against `gold`, or programs and `tests`")
     parser.add_argument("file", type=Path, help="one JSON object a line, with `completion` and `gold` or `tests`")
@@ -97,7 +98,7 @@ def _row(line: str, needed: str) -> dict[str, Any]:
 
 
 def print_judged(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], judge: Judge) -> None:
-    """Print each row with its `verdict` and `reason`, in order, and each undecided row on standard error."""
+    """Print each row as JSON with its `verdict` and `reason`, in order; report each undecided row on standard error."""
     undecided = 0
     for number, row in rows:
         found = judge(row)

@@ -20,20 +20,20 @@ from stretto_verify.sandbox.walls import Walls
 from stretto_verify.verdicts import Judged, Undecided
 from stretto_verify.worker import Worker
 
-DEFAULTS = SandboxConfig()  #: of a program
+DEFAULTS = SandboxConfig()  #: default limits of a program
 _SHOWN = 60  # characters of a final answer in a reason
 
 
 def judge_math(completion: str, gold: str, prompt: str = "") -> Judged:
-    r"""Whether the final answer of `completion` is the answer `gold`.
+    r"""Judge whether the final answer of `completion` equals the answer `gold`.
 
-    Takes half a second of processor time at most, in any thread: outside of the main thread, where no signal ends a
-    comparison, a process of its own judges.
+    A comparison takes at most half a second of CPU time. In the main thread a signal ends it; in another thread, where
+    signals do not work, a process of its own judges.
 
     Args:
         completion: the whole text; thoughts (``<think>…</think>``) are left out.
         gold: a number, an expression, an interval, a set, a choice, a text that ends in ``\boxed{…}`` or ``#### …``.
-        prompt: the question; with it, an answer that only repeats the question's equation is not taken for one.
+        prompt: the question; if given, text that only repeats it is not taken for an answer.
 
     >>> judge_math(r"2x = 1, so $x = \\frac12$.", "0.5").verdict
     'right'
@@ -46,7 +46,7 @@ def judge_math(completion: str, gold: str, prompt: str = "") -> Judged:
 
 
 def judged_here(completion: str, gold: str, prompt: str = "") -> Judged:
-    """Same as `judge_math`, in this thread."""
+    """Same as `judge_math`, always in this process and thread. Only the main thread has a time limit."""
     try:
         if math(prompt, completion, gold):
             return Judged("right")
@@ -68,14 +68,14 @@ def _why_wrong(completion: str, prompt: str) -> str:
 def judge_program(completion: str, tests: object, config: SandboxConfig = DEFAULTS) -> Judged:
     """Run the program of `completion` against `tests` in a sandbox.
 
-    The first call of a thread attacks its own sandbox to find walls that hold here, which takes seconds; later ones
-    take milliseconds. `ProgramJudge` does the same with a beginning and an end.
+    The first call in a process attacks its own sandbox to find a level of isolation that holds on this machine, which
+    takes seconds. Later calls take milliseconds. The sandbox lives until its thread ends; `ProgramJudge` can be closed.
 
     Args:
         completion: a program, or a text with one in a Markdown block.
         tests: ``[{"stdin": …, "stdout": …}]``, ``[{"call": …, "args": […], "expected": …}]``, or a row of
             LiveCodeBench, APPS, TACO, DeepCoder, HumanEval or MBPP.
-        config: what a program may use.
+        config: limits of time, memory and files for a program.
 
     Raises:
         SandboxRefused: no sandbox that is safe enough can be made here.
@@ -84,14 +84,14 @@ def judge_program(completion: str, tests: object, config: SandboxConfig = DEFAUL
 
 
 class ProgramJudge:
-    """Judges programs one after the other, in a persistent sandbox.
+    """Judges programs one after the other, in a persistent sandbox (context manager).
 
     Example::
 
         with ProgramJudge(SandboxConfig(seconds=2.0)) as judge:
             verdicts = [judge.judge(completion, tests) for completion, tests in rows]
 
-    Use it in the thread that made it: the sandbox ends with that thread.
+    Use it only in the thread that created it: the sandbox ends with this thread.
     """
 
     def __init__(self, config: SandboxConfig = DEFAULTS) -> None:
@@ -109,7 +109,7 @@ class ProgramJudge:
         return self._reward.report
 
     def judge(self, completion: str, tests: object) -> Judged:
-        """Same as `judge_program`."""
+        """Same as `judge_program`, in this sandbox."""
         try:
             found = self._reward.judge(completion, parse_tests(tests), to_the_end=False)
         except (BadTests, SandboxFailed) as reason:
@@ -135,7 +135,7 @@ def _probed(config: SandboxConfig) -> tuple[Walls, Report]:
 
 
 class _OfThisThread(threading.local):
-    """Judging processes of one thread; they end with it."""
+    """Judging processes of one thread. They end with the thread."""
 
     def __init__(self) -> None:
         self._judges: dict[SandboxConfig, ProgramJudge] = {}

@@ -1,7 +1,7 @@
 """Thoughts: their marks, and the text of a completion without them.
 
-Models think between two marks, such as ``<think>`` and ``</think>``; the chat template may have put the first one at
-the end of the prompt. Text inside a thought is no answer, so a completion that is cut off inside one has none.
+Models think between two marks, such as ``<think>`` and ``</think>``. The chat template may have put the first mark at
+the end of the prompt. Text inside a thought is no answer, so a completion that is cut off inside a thought has none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 _NAMES = ("think", "thinking", "thought", "thoughts", "reasoning", "scratchpad", "seed:think", "longcat_think")
-#: The marks where a thought begins and ends. The case of their letters does not matter.
+#: Marks of the beginning and the end of a thought, in any case.
 MARKS: Final = (
     *((f"<{name}>", f"</{name}>") for name in _NAMES),
     ("[THINK]", "[/THINK]"),
@@ -38,16 +38,17 @@ def _pattern(marks: Iterable[str], message: str) -> str:
 
 _ENDS = _pattern((end for _, end in MARKS), rf"[^<]{{0,60}}{_MESSAGE}")
 _BEGINNINGS = _pattern((begin for begin, _ in MARKS), f"(?:{_MESSAGE})?")
-# Both begin with a sign: the search skips everything else.
+# All marks begin with a sign, so that the search skips everything else quickly.
 _MARK = re.compile(f"{_ENDS}|{_BEGINNINGS}", re.IGNORECASE)
 _END = re.compile(_ENDS, re.IGNORECASE)
 _LAST = re.compile(rf"(?:{_BEGINNINGS})\s*\Z", re.IGNORECASE)
-_LONGEST = 200  # characters at the end of a prompt in which the mark of a thought is sought
+_LONGEST = 200  # characters at the end of a prompt that are searched for a mark
 _QUOTES = "`'\""
 
 
 def said(completion: str, prompt: str = "") -> str:
-    """Text after the last thought; empty if that one never ends. The prompt may have opened it.
+    """Text of a completion after its last thought; empty if that thought never ends. The end of the prompt may have
+    opened a thought.
 
     >>> said("<think>3 or 4</think>4"), said("3 or 4</think>4"), said("<think>3 or 4"), said("4")
     ('4', '4', '', '4')
@@ -64,7 +65,7 @@ def said(completion: str, prompt: str = "") -> str:
 
 
 def opened(prompt: str) -> str:
-    """Mark of a thought that the prompt opens at its very end; empty if there is none.
+    """Mark with which a prompt opens a thought at its very end; empty if there is none.
 
     >>> opened("So <think>\\n"), opened("So <think>\\n\\n</think>\\n"), opened("Write <think> first.")
     ('<think>', '', '')
@@ -84,8 +85,8 @@ def closed(prompt: str) -> str:
 
 
 def with_opening(completion: str, mark: str) -> str:
-    """The completion, with the prompt's thought mark `mark` in front if it never leaves that thought, so that it is not
-    taken for an answer. Other completions are unchanged.
+    """Put the thought mark `mark`, with which the prompt ends, before a completion that never ends the thought, so that
+    it is not taken for an answer. Other completions are unchanged.
 
     >>> with_opening("3 or 4", "<think>"), with_opening("3 or 4</think>4", "<think>"), with_opening("3 or 4", "")
     ('<think>3 or 4', '3 or 4</think>4', '3 or 4')
@@ -94,5 +95,5 @@ def with_opening(completion: str, mark: str) -> str:
 
 
 def _is_quoted(text: str, start: int, end: int) -> bool:
-    """Whether a mark is quoted text, not a real mark."""
+    """Whether a mark stands between quotation marks, and so opens no thought."""
     return start > 0 and end < len(text) and text[start - 1] in _QUOTES and text[end] in _QUOTES

@@ -8,15 +8,15 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Base of all records: immutable, refuses fields it does not know."""
+    """Base of all records: immutable, and refuses unknown fields."""
 
 
 class Judged(Record, frozen=True):
     """Verdict on one completion.
 
     Attributes:
-        verdict: "right", "wrong" or "undecided". Undecided means that nothing is known about the completion (the gold
-            answer or the tests cannot be read, or judging took too long); never count it as wrong.
+        verdict: "right", "wrong" or "undecided". Undecided says nothing about the completion: the gold answer or the
+            tests cannot be read, or judging took too long. Never count it as wrong.
         reason: why it is wrong or undecided; empty if it is right.
     """
 
@@ -29,11 +29,11 @@ class Judged(Record, frozen=True):
 
 
 class Undecided(Exception):
-    """Raised by a reward function that cannot tell; the text is the reason that the run records."""
+    """Raised by a reward function that cannot give a verdict. The message is the reason that the run records."""
 
 
 class SandboxRefused(Exception):
-    """No sandbox that is safe enough can be made on this machine; `found`: what was tried, `remedy`: what helps."""
+    """No sandbox that is safe enough can be made on this machine. `found`: what was tried; `remedy`: what helps."""
 
     def __init__(self, found: str, remedy: str) -> None:
         self.found, self.remedy = found, remedy

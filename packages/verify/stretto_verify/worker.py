@@ -18,13 +18,13 @@ import msgspec
 from stretto_verify.clock import clock_limit
 from stretto_verify.verdicts import Judged, Record
 
-_START_SECONDS = 60.0  # imports, on a machine with much else to do
+_START_SECONDS = 60.0  # for its imports, on a busy machine
 _END_SECONDS = 5.0
 _READ = 1 << 16
 
 
 class MathRequest(Record, frozen=True):
-    """One completion to be judged."""
+    """One completion to be judged, with its gold answer and prompt."""
 
     completion: str
     gold: str
@@ -32,15 +32,16 @@ class MathRequest(Record, frozen=True):
 
 
 class Worker:
-    """The judging process: started on first use, killed and restarted when a verdict takes too long."""
+    """Process that judges mathematics. It is started on first use, and killed and restarted when a verdict takes too
+    long."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: weakref.finalize[..., Worker] | None = None
 
     def judge(self, completion: str, gold: str, prompt: str, seconds: float) -> Judged:
-        """Verdict on a completion; undecided if it takes more than `clock_limit(seconds)` of wall-clock time, or the
-        process ends."""
+        """Judge a completion. Undecided if it takes more than `clock_limit(seconds)` of wall-clock time, or the process
+        ends."""
         try:
             request = msgspec.json.encode(MathRequest(completion, gold, prompt)) + b"\n"
         except UnicodeEncodeError:
@@ -54,7 +55,7 @@ class Worker:
         return Judged("undecided", f"no verdict within {limit:g} s" if line == b"" else "its process ended")
 
     def _ask(self, request: bytes, seconds: float) -> bytes:
-        """Reply line; b"" on a timeout, and an incomplete line if the process has ended."""
+        """Send a request and return the reply line; b"" on a timeout, b"?" if the process has ended."""
         process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -96,7 +97,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Judge until standard input ends. Output of libraries goes to standard error."""
+    """Judge requests until standard input ends. Output of libraries goes to standard error."""
     # Only the process itself needs the computer algebra, so it is imported here and not above.
     from stretto_verify.judging import judged_here
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from stretto.model.hf.filling import own
 from stretto.model.kernels import fused_logprobs
@@ -197,7 +197,7 @@ def part_of(lengths: tuple[int, ...], config: TrainerConfig) -> Minibatch:
 
 
 def step_bytes(
-    shape: Qwen3Config,
+    shape: PreTrainedConfig,
     settings: Mapping[str, Any],
     tokens: int,
     *,
@@ -245,7 +245,7 @@ def _give_gradients(optimizer: Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _model(shape: Qwen3Config, config: TrainerConfig, *, plain: bool = False) -> PreTrainedModel:
+def _model(shape: PreTrainedConfig, config: TrainerConfig, *, plain: bool = False) -> PreTrainedModel:
     """A model whose tensors have no numbers, with adapters if the config has them."""
     with unset_fake_temporarily(), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -1,5 +1,5 @@
 """Promises of the estimates of a rank's memory and traffic (`trainer.memory`), held against a count of the trainer's
-own step (`counting`) at the shapes of Qwen3, 32k tokens, in bfloat16, on 1, 8, 64 and 96 ranks:
+own step (`counting`) at the shapes of Qwen3 and of the paper's recipes, 32k tokens, in bfloat16, on 1 to 96 ranks:
 
 - memory agrees within a tenth, with and without checkpointing, adapters, reference, critic, moments in host memory,
   gradients summed once a minibatch or in bfloat16, and ranks that divide tokens or matrices;
@@ -11,18 +11,23 @@ own step (`counting`) at the shapes of Qwen3, 32k tokens, in bfloat16, on 1, 8, 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from stretto.model.hf.shape import ModelShape
+from stretto.launch.recipe.recipe import load_recipe
+from stretto.model.hf.shape import ModelShape, shape_of_model
+from stretto.model.hf.skeleton import outlined
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.memory import RankMemory, rank_memory, step_traffic
 from tests.trainer.scale.counting import Counted, step_bytes
 
 TOKENS = 32_768
+PAPER = Path(__file__).parents[3] / "recipes" / "paper"
 #: (width, MLP, heads, key heads, tied) of Qwen3.
 SHAPES = {
     "0.6b": (1024, 3072, 16, 8, True),
@@ -82,8 +87,12 @@ def holds(name: str, layers: int, ranks: int, more: dict[str, Any], parts: dict[
     assert memory.host == pytest.approx(found.host, rel=0.01)  # rows that 96 does not divide
     if parts.get("critic") or ranks == 1:  # a critic's own traffic is in no estimate
         return
-    config = TrainerConfig.model_validate(settings(ranks, more))
-    for kind, size in step_traffic(shape_of(config_of(name, layers)), config, TOKENS, several).items():
+    traffic_holds(found, shape_of(config_of(name, layers)), settings(ranks, more), several)
+
+
+def traffic_holds(found: Counted, shape: ModelShape, settings: dict[str, Any], micro_batches: int = 1) -> None:
+    config = TrainerConfig.model_validate(settings)
+    for kind, size in step_traffic(shape, config, TOKENS, micro_batches).items():
         assert found.collectives.bytes(AXES[kind], kind) == pytest.approx(size, rel=0.01, abs=TOKENS * 4), kind
 
 
@@ -122,6 +131,21 @@ def test_the_estimates_are_the_count_in_other_settings(
     name: str, ranks: int, more: dict[str, Any], parts: dict[str, Any]
 ) -> None:
     holds(name, 2, ranks, more, parts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["math_1.5b", "math_7b", "math_14b", "math_32b"])
+def test_the_estimates_are_the_count_of_the_paper_s_recipes(name: str, tmp_path: Path) -> None:
+    """Its model, with two of the layers, ranks and keys of the trainer as they are."""
+    recipe = load_recipe(PAPER / f"{name}.toml", ["rewards.workers=1"])
+    assert recipe.model.path is not None
+    told = json.loads((Path(recipe.model.path) / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    asked, shape = recipe.trainer.model_dump(exclude={"device", "minibatches"}), shape_of_model(outlined(tmp_path)[0])
+    found = step_bytes(AutoConfig.from_pretrained(tmp_path), asked, TOKENS)
+    estimate = rank_memory(shape, recipe.trainer, recipe.trainer.ranks, TOKENS)
+    assert estimate.total == pytest.approx(found.peak, rel=0.1)
+    traffic_holds(found, shape, asked)
 
 
 @pytest.mark.long

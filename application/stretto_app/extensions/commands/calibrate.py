@@ -1,4 +1,4 @@
-"""`stretto plan --calibrate`: measures this machine, and writes a record for plans."""
+"""`stretto plan --calibrate`: measure this machine, and write its record for plans."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from stretto_foresight.planner.whole_runs import RunPair, RunSample, fit_runs
 from stretto_report.dashboard.prediction import terms_of_run
 
 _PATIENCE = 300.0
-_WIDTHS = (64, 128)  # of the models of the runs
+_WIDTHS = (64, 128)  # hidden sizes of the models in the runs
 _IN_TURN = ("rollout.max_staleness=0", "rollout.max_in_flight=8")
 _BESIDE = ("rollout.max_staleness=4", "rollout.max_in_flight=12", "trainer.steps=80")
-_COMPLETIONS = 64  # of a batch of these runs
+_COMPLETIONS = 64  # completions in a batch of these runs
 _RECIPE = """
 task.kind = "arithmetic"
 rewards.function = "final_answer"
@@ -52,10 +52,11 @@ alphabet = "0123456789+-=abcdefghijklmnopqrstuvwxyz"
 
 
 def calibrate_machine(out: Path, say: Callable[[str], None]) -> MachineProfile:
-    """Measure the roles alone, then short runs for correction, and write the record to `out`.
+    """Measure the roles in isolation, correct the result by short runs, and write the record to `out`. It takes about
+    two minutes. `say` gets progress messages.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: `out` cannot be written.
         RoleDied: a run failed, or did not end in time.
     """
     _check_writable(out)  # before two minutes are spent
@@ -85,8 +86,11 @@ def _sample(recipe: Path, run: Path, overrides: Sequence[str]) -> RunSample:
 
 
 def between_roles(run: Inspection) -> dict[str, float]:
-    """Fields of `MachineProfile` that only a whole run shows. Time of a synchronous step outside of generation and
-    training is the conductor's, as far as its process was busy; the rest is the engine's server's."""
+    """Fields of `MachineProfile` that only a whole run shows, from a synchronous run.
+
+    Of the time outside of generation and training, the conductor's part is the time for which its process was busy; the
+    rest is the engine server's.
+    """
     completions = run.trajectories.trained
     idle = 1.0 - run.busy["engine-0"] - run.busy["trainer"]
     return {
@@ -98,8 +102,8 @@ def between_roles(run: Inspection) -> dict[str, float]:
 
 
 def between_steps(run: Path) -> dict[str, float]:
-    """Conductor time between two training steps whose next batch is complete; in an asynchronous run these are at least
-    a quarter of the steps."""
+    """Seconds of the conductor between two training steps, per completion, from an asynchronous run. Only steps count
+    whose next batch was complete already, which are at least a quarter of them."""
     spans = sorted(
         (span.start, span.end, span.name) for span in iterate_spans(RunFolder.open(run).spans) if span.role == "trainer"
     )
@@ -108,10 +112,10 @@ def between_steps(run: Path) -> dict[str, float]:
 
 
 def _check_writable(out: Path) -> None:
-    """Check that `out` can be created; an existing file stays unchanged.
+    """Check that `out` can be created or replaced. An existing file is not changed.
 
     Raises:
-        OSError: it cannot.
+        OSError: it cannot be written.
     """
     try:
         if out.is_dir():
@@ -122,10 +126,10 @@ def _check_writable(out: Path) -> None:
 
 
 def short_run(recipe: Path, run: Path, overrides: Sequence[str], patience: float = _PATIENCE) -> Path:
-    """Run a calibration run in the folder `run`.
+    """Train the calibration recipe in the folder `run`, in a process of its own; return `run`.
 
     Raises:
-        RoleDied: it failed, or did not end in `patience` seconds.
+        RoleDied: the run failed, or did not end within `patience` seconds.
     """
     name = "the run of the calibration"
     command = (sys.executable, "-m", "stretto_app.cli.main", "train", str(recipe), *overrides, "--run-dir", str(run))

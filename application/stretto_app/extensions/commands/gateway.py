@@ -1,4 +1,4 @@
-"""`stretto gateway`: serves one model folder, by engines of any make, as sessions for agents over HTTP."""
+"""`stretto gateway`: serve one model folder to agents as sessions over HTTP, with engines of any make."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _PROBE = [{"role": "user", "content": "1+1="}]  # prompt that other servers must
 
 
 class Turns:
-    """Generates the turns of all sessions by a pool of engines (satisfies `core.engine.Generate`; also the work of a
-    `GracefulServer`)."""
+    """Generates the turns of all sessions by a pool of engines. Implements `core.engine.Generate`, and is the work of a
+    `GracefulServer`."""
 
     def __init__(self, engines: EnginePool) -> None:
-        self.stopping, self.open_requests = False, 0  # a turn is open too while it waits for an engine
+        self.stopping, self.open_requests = False, 0  # a turn that waits for an engine counts as open
         self._engines, self._over = engines, False
 
     def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
@@ -70,15 +70,15 @@ class Turns:
         return self._engines.generate(*requests)
 
     def break_off(self) -> None:
-        """Interrupt every turn."""
+        """Interrupt every turn, and refuse new ones."""
         self.stopping = self._over = True
         self._engines.break_off()
 
     async def run(self) -> None:
-        """Replace engines that die, until cancelled; open turns are then interrupted.
+        """Replace engines that die, until cancelled. Then all open turns are interrupted.
 
         Raises:
-            RoleDied: one has died too often.
+            RoleDied: an engine has died too often.
         """
         try:
             await self._engines.supervise()
@@ -86,10 +86,10 @@ class Turns:
             self.break_off()
 
     def sampler(self, session: str, record: SessionRecord) -> Sampler:
-        """Sampler of a session (satisfies `stretto_gateway.sessions.sessions.MakeSampler`). A turn whose
-        engine is lost is sampled again by another one, even if the gateway has begun to stop meanwhile.
+        """Create the sampler of a session (implements `stretto_gateway.sessions.sessions.MakeSampler`).
 
-        For a turn that begins while the gateway stops, the sampler raises EngineLost.
+        If the engine of a turn is lost, another engine samples the turn again, even if the gateway has begun to stop
+        meanwhile. For a turn that begins while the gateway stops, the sampler raises EngineLost.
         """
         turns = PersistentTurns(WholeTurns(self, record, session))
 
@@ -113,11 +113,11 @@ def session_model(
     grammars: bool = False,
     chosen: tuple[str, ...] = DISTRIBUTION,
 ) -> ServedModel:
-    """The model behind the sessions.
+    """Describe the model behind the sessions.
 
     Args:
-        grammars: whether its engines support them.
-        chosen: distribution options that clients may set.
+        grammars: whether its engines support grammars.
+        chosen: sampling options that clients may set.
 
     Raises:
         ModelFolderError: the tokenizer has no chat template.
@@ -138,17 +138,17 @@ def gateway(
     spawner: Spawner = FRESH,
     say: Callable[[str], None] = say_aloud,
 ) -> None:
-    """Serve sessions with a Hugging Face folder until SIGINT or SIGTERM; open turns are finished first.
+    """Serve a Hugging Face folder to agents as sessions, until SIGINT or SIGTERM; open turns are finished first.
 
     Args:
-        folder: where sessions are recorded; recorded ones are resumed.
+        folder: where sessions are recorded. Sessions on record are resumed.
         name: the model's name for clients; by default the folder's name.
-        api_key: required to open sessions; without it, everyone on this machine may.
+        api_key: key that is required to open sessions; None: every user of this machine may open them.
 
     Raises:
         UserError: the folder, an override, a server or the address is wrong.
         RoleError: an engine does not start, or has died too often.
-        SystemExit: a signal has ended it before it served, or a second one.
+        SystemExit: a signal ended it before it served, or a second signal came.
     """
     recipe = recipe_of_engines(model, overrides, sections=("engine", "deadlines"))
     check_key(api_key)
@@ -182,7 +182,7 @@ def _without_grammars(config: EngineConfig, base: ModelFolder, tokenizer: Tokeni
 
 
 def _choices(config: EngineConfig) -> tuple[str, ...]:
-    """Distribution options that the engines' log-probabilities account for."""
+    """Sampling options that the log-probabilities of these engines account for."""
     filtered = config.kind == "native" or capabilities_of(config.kind).filtered_logprobs
     return DISTRIBUTION if filtered else ("temperature",)
 
@@ -208,7 +208,7 @@ async def _serve(
             sys.exit(stopped.exit_code)
         server = GracefulServer(
             app, turns, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS, signals=False
-        )  # a `StopSignal` hears signals, while the engines start too
+        )  # `stopped` handles signals, also while the engines start
         stopped.call(partial(server.handle_exit, signal.SIGTERM, None))
         bound.listen()  # from here on connections wait instead of being refused
         host, port = bound.getsockname()[:2]

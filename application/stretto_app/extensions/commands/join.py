@@ -1,4 +1,4 @@
-"""`stretto engine --join` and `stretto scale`: commands that reach a run from outside."""
+"""`stretto engine --join`, `stretto rank --join` and `stretto scale`: commands that reach a run from outside."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ def offer(
     patience: float,
     kind: str = "engine",
 ) -> Offer:
-    """Offer of this machine; `join` is the address of a run, or its folder if this machine sees it.
+    """Make the offer of this machine from the command's options. `join`: address of a run, or its folder if this
+    machine can read it. Removes the token from the environment.
 
     Raises:
         RecipeError: the address or the token is missing or invalid.
     """
-    given = os.environ.pop(TOKEN, None)  # the roles of this machine would inherit it
+    given = os.environ.pop(TOKEN, None)  # removed, because roles of this machine would inherit it
     if Path(join).is_dir():
         known = read_join_file(Path(join))
         if not known.address:
@@ -60,8 +61,8 @@ def offer(
 
 
 def dealt(ids: Sequence[str], count: int) -> tuple[Mapping[str, str], ...]:
-    """Environments of `count` places that share the GPUs evenly, each GPU in one place if there are enough; empty
-    without any.
+    """Environment variables of each of `count` places, which share the GPUs `ids` evenly; no two places share a GPU if
+    there are enough. Empty without GPUs.
 
     >>> [place["CUDA_VISIBLE_DEVICES"] for place in dealt(("0", "1", "5", "7"), 2)]
     ['0,1', '5,7']
@@ -73,7 +74,8 @@ def dealt(ids: Sequence[str], count: int) -> tuple[Mapping[str, str], ...]:
 
 
 def work(brought: Offer, say: Callable[[str], None]) -> int:
-    """Work for the run until it ends, or until SIGTERM or Ctrl-C, which drain this machine's engines first.
+    """Serve the run until it ends, or until SIGTERM or Ctrl-C, which drain this machine's roles first. Return the exit
+    code.
 
     Raises:
         MachineLost, RecipeError: see `cluster.agent.run_agent`.
@@ -87,7 +89,7 @@ def work(brought: Offer, say: Callable[[str], None]) -> int:
 
 
 def _remedy(refused: HandshakeRefused) -> str:
-    """Remedy for a refusal, if the run has not given one."""
+    """Remedy for a refusal; "" if the run's own message has one."""
     if "key" in refused.how:
         return f"give the token of the run's join.json by --token, or in the environment variable {TOKEN}"
     return "give the folder of the run's certificates by --tls" if "TLS" in refused.how else ""
@@ -102,7 +104,8 @@ async def _work(brought: Offer, say: Callable[[str], None]) -> int:
 
 
 def scale(run: Path, changes: list[str]) -> str:
-    """Change the number of a run's engines; returns the run's reply.
+    """Change the number of a run's engines; `changes` are the command's arguments (``engines=N``). Return the run's
+    reply.
 
     Raises:
         RunFolderError, RecipeError: the run is not running, or refuses.

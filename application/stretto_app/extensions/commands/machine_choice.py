@@ -1,4 +1,4 @@
-"""Options of `stretto plan` beside the recipe, refused before anything heavy is imported."""
+"""Options of `stretto plan` besides the recipe, checked before large libraries are imported."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from stretto.core.errors import Problem, RecipeError, nearest
 from stretto_foresight.planner.lengths import check_lengths
 from stretto_foresight.planner.machine import MachineProfile, machine_of
 
-#: What the best layout has least of.
+#: Quantities that the best layout may minimise.
 GOALS = ("time", "cost", "staleness")
 _UNITS = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-_REACHED = 0.8  # of a network's rate
+_REACHED = 0.8  # achieved share of a network's nominal rate
 
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Command line options beside the recipe. `gpus` None: the recipe's own layout. `run`: folder of the predicted run,
-    which gets the plan."""
+    """Command line options besides the recipe. `gpus` None: predict the recipe's own layout. `run`: folder of the
+    predicted run, into which the plan is written."""
 
     machine: str
     gpus: int | None = None
@@ -33,10 +33,10 @@ class PlanChoice:
 
 
 def machine_chosen(choice: PlanChoice) -> MachineProfile:
-    """The machine with the chosen nodes and network.
+    """Load the chosen machine, with the chosen nodes and network, and check the other options.
 
     Raises:
-        UserError: a mistake in the choice.
+        UserError: an option is wrong.
     """
     if choice.goal not in GOALS:
         raise RecipeError([Problem(f"--goal {choice.goal}", "no such goal", nearest(choice.goal, GOALS))])

@@ -1,4 +1,4 @@
-"""`stretto plan`: prediction of a recipe's time and memory on a machine, before paying for it."""
+"""`stretto plan`: predict a recipe's time and memory on a machine before paying for it."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ _LEGEND = (
     "eta: rollout.max_staleness, the most versions that a token may be behind; in flight: rollout.max_in_flight, "
     "groups; step s: seconds of a step; stale mean, p99: versions that trained tokens are behind"
 )
-_ANY = "h100"  # weights and activations are the same on every machine
-_SHOWN = 4096  # demonstrations whose lengths are taken
+_ANY = "h100"  # any machine: weights and activations need the same memory on all
+_SHOWN = 4096  # most demonstrations whose lengths are used
 _ASSUMED_MEAN, _ASSUMED_SIGMA = 1 / 3, 0.8  # assumed mean length without data, as a share of sampling.max_tokens
 
 
 def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: Callable[[str], None]) -> RunPlan:
-    """Best layouts of a recipe; `say` gets the assumptions.
+    """Find the best layouts of a recipe. `say` gets assumptions and progress. If a run is chosen, the plan is written
+    into its folder.
 
     Raises:
-        UserError: a mistake in the recipe or in the choice; a model that fits in no layout.
+        UserError: the recipe or an option is wrong, or the model fits in no layout.
     """
     machine = machine_chosen(choice)
     asked = outline(load_recipe(path, overrides))
@@ -59,7 +60,7 @@ def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: C
 
 
 def _check_run(run: Path, digest: str | None) -> None:
-    """Check that the plan is a prediction of this run, which need not have begun.
+    """Check that the plan predicts this run, by the recipe's digest. The run need not have begun.
 
     Raises:
         RunFolderError: it is not.
@@ -73,12 +74,13 @@ def _check_run(run: Path, digest: str | None) -> None:
 
 
 def job_of(path: Path, overrides: Sequence[str], lengths: str | None, say: Callable[[str], None]) -> Job:
-    """A recipe file as the planner sees it; a model folder with a config.json suffices."""
+    """Read a recipe file as the planner's input. A model folder that has only a config.json suffices. Arguments as in
+    `job_from`."""
     return job_from(outline(load_recipe(path, overrides)), lengths, say)
 
 
 def memory_per_device(asked: Outline) -> str:
-    """Estimated memory of one device of each side, for `stretto train --dry-run`."""
+    """Sentence about the estimated memory of a training and of a generating device, for `stretto train --dry-run`."""
     job = job_from(asked, f"constant:tokens={asked.sampling.max_tokens}", lambda text: None)
     layout = own_layout(job)
     costs = Costs(job, machine_of(_ANY), layout)
@@ -90,10 +92,10 @@ def memory_per_device(asked: Outline) -> str:
 
 
 def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) -> Job:
-    """The planner's input for a checked recipe.
+    """Make the planner's input from a checked recipe.
 
-    `lengths` of completions: a distribution (``constant:tokens=300``), a file or a run folder. None: those of the
-    demonstrations, or else an assumption; `say` gets a sentence about this choice.
+    `lengths`: lengths of completions, as a distribution (``constant:tokens=300``), a file or a run folder. None: the
+    lengths of the demonstrations, else an assumption; `say` gets a sentence about this choice.
     """
     recipe = asked.recipe
     return Job(
@@ -112,7 +114,8 @@ def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) ->
 
 
 def _lengths(asked: Outline, words: str | None, say: Callable[[str], None]) -> Lengths:
-    """Lengths given by the user; else those of the demonstrations, which the policy has learnt; else an assumption."""
+    """Lengths that the user gives; else those of the demonstrations, which the policy has learnt; else an
+    assumption."""
     most = asked.sampling.max_tokens
     prompt = round(fmean(len(one.token_ids) for one in asked.training))
     if words is not None:
@@ -135,7 +138,7 @@ def as_json(found: RunPlan) -> str:
 
 
 def rank_share(one: LayoutPrediction) -> float:
-    """Share of the devices that train."""
+    """Share of a layout's devices that train."""
     return one.ranks / (one.ranks + one.engines * one.tensor)
 
 
@@ -146,7 +149,7 @@ def named(one: LayoutPrediction) -> str:
 
 
 def table(found: RunPlan) -> str:
-    """Table of the layouts, best first, with the reason why the second is worse."""
+    """Table of the layouts, best first, and a sentence why the second is worse."""
     names = "engines  tensor  ranks  micro-batch  eta  in flight  step s  tokens/s  gen busy  train busy"
     heads = f"{names}  stale mean  p99  recomputed  GiB  hours  device-h".split("  ")
     rows = [
@@ -177,7 +180,7 @@ def table(found: RunPlan) -> str:
 
 
 def _why(found: RunPlan) -> list[str]:
-    """Why the second best is worse."""
+    """Sentence why the second best layout is worse; empty if there is none."""
     if len(found.layouts) < 2:
         return []
     first, second = found.layouts[:2]

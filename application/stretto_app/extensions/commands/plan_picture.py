@@ -1,4 +1,4 @@
-"""Picture of a plan, in a separate file so that a run imports no matplotlib."""
+"""Plot of a plan, in a file of its own so that a run does not import matplotlib."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from stretto_report.dashboard.plots.planned import plot_plan
 
 
 def draw(found: RunPlan, path: Path) -> None:
-    """Write the last simulated steps of the best layout, and throughput against the split.
+    """Write a PNG with the last simulated steps of the best layout, and throughput against the share of devices that
+    train.
 
     Raises:
-        RunFolderError: it cannot be written there.
+        RunFolderError: the file cannot be written.
     """
     points = [(rank_share(one), one.tokens_per_second, one.tensor) for one in found.layouts]
     try:

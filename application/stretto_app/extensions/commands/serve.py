@@ -1,4 +1,4 @@
-"""`stretto serve`: serves one model folder over HTTP, with an engine in this process."""
+"""`stretto serve`: serve one model folder over HTTP, with an engine in this process."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ _OF_A_RUN = {"transport": "give --host and --port", "base_port": "give --port"}
 
 
 def take_gpu(recipe: Recipe, folder: ModelFolder) -> None:
-    """Give this process the GPU on which its engine fits best; comes before the first tensor.
+    """Choose the GPU on which the engine fits best, and limit this process to its share. Must be called before the
+    first tensor is created.
 
     Raises:
         RecipeError: there are GPUs that this torch cannot use, or with far too little memory.
     """
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # numbers as those of nvidia-smi
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # same numbers as in nvidia-smi
     there = usable_gpus(recipe)
     if (seat := seat_alone(recipe.engine, folder, there)) is not None:
         torch.cuda.set_device(there.index(seat.gpus[0]))
@@ -55,10 +56,10 @@ def take_gpu(recipe: Recipe, folder: ModelFolder) -> None:
 
 
 def _served(overrides: Sequence[str]) -> Recipe:
-    """Recipe with the ``engine.key=value`` overrides, for the engine of this process.
+    """Recipe from the ``engine.key=value`` overrides, for an engine in this process.
 
     Raises:
-        RecipeError: malformed overrides, invalid values (all of them), or another kind of engine.
+        RecipeError: lists all malformed overrides and invalid values; or the engine is of another kind.
     """
     recipe = recipe_of_engines(Path(), overrides, {"count": "one engine is served"})
     check_embedded(recipe.engine)
@@ -71,11 +72,11 @@ def recipe_of_engines(
     refused: Mapping[str, str] = MappingProxyType({}),
     sections: tuple[str, ...] = ("engine",),
 ) -> Recipe:
-    """Recipe for a given model, with overrides ``engine.key=value`` or of other `sections`. `refused`: further keys of
-    the engine without a meaning, each with a remedy.
+    """Recipe for a given model, from overrides ``engine.key=value`` (or of the other `sections`). `refused`: further
+    engine keys that have no meaning here, each with the remedy.
 
     Raises:
-        RecipeError: malformed overrides or invalid values; all of them.
+        RecipeError: lists all malformed overrides and invalid values.
     """
     refused = {f"engine.{name}": instead for name, instead in (_OF_A_RUN | {**refused}).items()}
     keys = [word.partition("=")[0].strip() for word in overrides]
@@ -93,14 +94,14 @@ def recipe_of_engines(
 
 
 def say_aloud(text: str) -> None:
-    print(text, flush=True)  # the caller may wait for the address
+    print(text, flush=True)  # flushed: another program may wait for the address
 
 
 def check_key(api_key: str | None) -> None:
     """Check that an HTTP header can hold the key.
 
     Raises:
-        RecipeError: it cannot.
+        RecipeError: it has other characters.
     """
     if api_key is not None and not _KEY.fullmatch(api_key):
         raise RecipeError(
@@ -122,7 +123,7 @@ def serve(
 
     Args:
         name: the model's name for clients; by default the folder's name.
-        api_key: required as ``Authorization: Bearer KEY``, except for /health.
+        api_key: required as ``Authorization: Bearer KEY``, except for /health; None: no key is needed.
 
     Raises:
         UserError: the folder, an override or the address is wrong.
@@ -164,17 +165,19 @@ def rule_of(
     seeds: bool = False,
     vocabulary: int = 2**31,
 ) -> SamplingRule:
-    """Sampling rule for clients of a model; see `SamplingRule`. `grammars`: its engines support them."""
+    """Sampling rule for the clients of a model; see `SamplingRule` for the arguments. `grammars`: its engines support
+    grammars."""
     default = Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids)
     forms = CallForms(form_of(tokenizer.chat_template), tokenizer.vocabulary) if grammars else None
     return SamplingRule(default, context, chosen, forms, seeds, vocabulary)
 
 
 def context_of(longest_row: int, config: EngineConfig) -> int:
-    """Most tokens of a prompt with its completion: the longest row of the KV cache.
+    """Context length to serve (tokens of a prompt with its completion): `longest_row`, the longest row of the KV
+    cache.
 
     Raises:
-        RecipeError: the KV cache is too small for any.
+        RecipeError: the KV cache is too small for any request.
     """
     if longest_row < _SHORTEST_CONTEXT:
         found = f"{config.cache_gib:g} is too small a KV cache for any prompt with a completion"
@@ -183,6 +186,7 @@ def context_of(longest_row: int, config: EngineConfig) -> int:
 
 
 def allow_many_connections() -> None:
-    """Raise the soft limit of open files (often 1,024) to the hard one; each connection needs one."""
+    """Raise this process's soft limit of open files (often 1,024) to the hard limit, because each connection needs
+    one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""`stretto tinker`: one model folder for programs that are written against Tinker's SDK."""
+"""`stretto tinker`: serve one model folder to programs that are written against Tinker's SDK."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSED = {
     "load_interval": "a sampler keeps the weights of its name",
 }
 _HEEDED = "trainer.micro_batch_tokens"
-_TURN = f"{_HEEDED}=1024"  # others wait for a micro-batch at most
+_TURN = f"{_HEEDED}=1024"  # small, because other clients wait for the current micro-batch
 _PREFIX = "tml-"
 _PATIENCE_SECONDS = 1.0
 
@@ -45,12 +45,13 @@ def tinker(
     overrides: Sequence[str] = (),
     say: Callable[[str], None] = say_aloud,
 ) -> None:
-    """Serve a Hugging Face folder until SIGINT or SIGTERM; what was acknowledged goes on with the next start.
+    """Serve a Hugging Face folder until SIGINT or SIGTERM. Acknowledged requests survive; the next start on the same
+    folder continues them.
 
     Args:
         folder: where requests, results and weights are kept.
-        name: the base model's name for clients; by default the folder, which the SDK loads the tokenizer from.
-        keys: those that are let in; without any, each key is a client of its own.
+        name: the base model's name for clients; by default the folder's path, from which the SDK loads the tokenizer.
+        keys: keys that are accepted; if empty, any key is, and each is a client of its own.
 
     Raises:
         UserError: a folder, a key, an override or the address is wrong.
@@ -83,9 +84,9 @@ def tinker(
 
 
 def _check_heeded(overrides: Sequence[str]) -> None:
-    """
-    Raises:
-        RecipeError: a setting of training that clients give, or that nothing here reads.
+    """Check that the overrides set only training options that the server uses.
+
+    Raises: |     RecipeError: a training option that clients set in their requests, or that the server does not use.
     """
     keys = [word.partition("=")[0].strip() for word in overrides]
     told, remedy = "has no meaning for a server", "clients give theirs with each request"

@@ -1,8 +1,8 @@
 """Deltas between two publications: changed elements by position and new value; without torch.
 
-A step in bfloat16 changes few of the stored numbers: the others move by less than a digit. So each piece of a
-publication is described by its changed elements, each with one byte for the distance from the one before. Gaps of more
-than 256 elements are bridged by naming unchanged ones. There is no compression: it is slower than the network
+An optimizer step changes few of the numbers in bfloat16: most change by less than the last digit. So each piece of a
+publication is encoded by its changed elements, each with one byte for the distance from the previous one. A gap of more
+than 256 elements is bridged by including unchanged elements. There is no compression: it is slower than the network
 (benchmarks, `weights`).
 
     8 bytes     length of the head, little endian
@@ -31,24 +31,24 @@ from stretto.weights.folder import map_file, path_of, prefix, private, unlink, v
 from stretto.weights.manifest import WeightsManifest, read_header
 
 _LENGTH = 8
-_ELEMENTS = 1 << 20  # of a piece
+_ELEMENTS = 1 << 20  # most elements of a piece
 _STEP = 256  # the longest distance
 _SAMPLES = 64
-_SAMPLED = 1 << 14  # elements of a sample
+_SAMPLED = 1 << 14  # elements of each sample
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 _MAKE_SECONDS = 8.0  # seconds to wait for a delta: less than a mirror waits for a byte
 _REMEMBERED = 8
 
-#: A delta that is larger than this part of the whole does not pay.
+#: A delta that is larger than this share of the whole is not sent.
 LARGEST = 0.5
 
 Elements = npt.NDArray[Any]
 
 
 class DeltaHead(Record, frozen=True):
-    """Head of a delta. `base` and `seal`: seals of both publications; `header`: that of the new one; `counts`: number
-    of elements named in each piece."""
+    """Head of a delta. `base` and `seal`: seals (checksums) of the old and the new publication. `header`: header of the
+    new one. `counts`: number of encoded elements in each piece."""
 
     base: str
     seal: str
@@ -58,7 +58,7 @@ class DeltaHead(Record, frozen=True):
 
 @dataclass(frozen=True)
 class _Run:
-    """Bytes `begin` to `end` of a publication's tensors whose elements have `width` bytes."""
+    """Bytes `begin` to `end` of a publication's tensor data, in which all elements have `width` bytes."""
 
     begin: int
     end: int
@@ -71,7 +71,7 @@ class _Run:
 
 
 def changed_part(base: memoryview, target: memoryview) -> float | None:
-    """Share of differing elements, estimated from samples; None if the two have different tensors."""
+    """Estimate the share of differing elements from samples; None if the two publications have different tensors."""
     (old, old_start), (new, new_start) = read_header(base), read_header(target)
     if old.tensors != new.tensors:
         return None
@@ -88,8 +88,8 @@ def changed_part(base: memoryview, target: memoryview) -> float | None:
 
 
 def encode(base: memoryview, target: memoryview, file: FileIO, largest: float = LARGEST) -> bool:
-    """Write the delta from `base` to `target`, two publications with the same tensors; returns False if it exceeds the
-    share `largest` of the whole.
+    """Write the delta from `base` to `target`, two publications with the same tensors, to `file`. Return False, with
+    nothing written, if it exceeds the share `largest` of the whole.
 
     Raises:
         ValueError: the two have different tensors.
@@ -120,11 +120,11 @@ def encode(base: memoryview, target: memoryview, file: FileIO, largest: float = 
 
 
 def apply(base: memoryview, delta: memoryview, file: FileIO) -> None:
-    """Apply `delta` to `base` and write the resulting publication; the caller verifies it.
+    """Apply `delta` to `base` and write the resulting publication to `file`. The caller verifies it.
 
     Raises:
         TornPublication: the delta is incomplete, or has another base.
-        OSError: with the path.
+        OSError: the file cannot be written; with the path.
     """
     head, place = _head(delta)
     old, old_start = read_header(base)
@@ -148,11 +148,11 @@ def apply(base: memoryview, delta: memoryview, file: FileIO) -> None:
 
 
 class NoDelta(Exception):
-    """No delta is sent; its text says why the publication travels in full."""
+    """No delta is sent. The message says why the publication is sent in full."""
 
 
 class Deltas:
-    """Deltas of a server, each made once, in a thread, into a file beside the publications."""
+    """Deltas of a weights server. Each is made once, in a thread, into a file beside the publications."""
 
     def __init__(self, run: str, folder: Path) -> None:
         self._run, self._folder = run, folder
@@ -160,7 +160,8 @@ class Deltas:
         unlink(self._files())
 
     async def made(self, base: str, version: int, seal: str) -> tuple[Path, str]:
-        """Make the delta between two publications, once; returns its file, and its share of changed elements as text.
+        """Make the delta between two publications, unless it exists. Return its file, and a sentence about the share of
+        changed elements.
 
         Args:
             base: seal (checksum) of the publication that the receiver has.
@@ -186,7 +187,7 @@ class Deltas:
             return self._make(base, version, seal)
         except NoDelta as reason:
             return reason
-        except (OSError, TornPublication) as error:  # the publication itself is what counts
+        except (OSError, TornPublication) as error:  # the publication can still be sent in full
             return NoDelta(f"the delta could not be made: {error}")
 
     def _make(self, base: str, version: int, seal: str) -> tuple[Path, str]:
@@ -223,7 +224,7 @@ def _head(delta: memoryview) -> tuple[DeltaHead, int]:
 
 
 def _encoded(before: Elements, after: Elements) -> tuple[npt.NDArray[np.uint8], Elements]:
-    """Distances and values of a piece."""
+    """Encode the changed elements of a piece: distances minus one, and new values."""
     steps = np.diff(np.flatnonzero(before != after), prepend=-1) - 1
     fillers = steps // _STEP
     distances = np.full(len(steps) + fillers.sum(), _STEP - 1, np.uint8)
@@ -232,7 +233,7 @@ def _encoded(before: Elements, after: Elements) -> tuple[npt.NDArray[np.uint8], 
 
 
 def _runs(manifest: WeightsManifest) -> list[_Run]:
-    """Contiguous tensors in the order of their offsets, those of one width joined."""
+    """Runs of contiguous tensors with elements of one width, in the order of their offsets."""
     runs: list[_Run] = []
     for entry in sorted(manifest.tensors.values(), key=lambda entry: entry.data_offsets):
         begin, end = entry.data_offsets
@@ -246,5 +247,5 @@ def _runs(manifest: WeightsManifest) -> list[_Run]:
 
 
 def _view(raw: memoryview, start: int, begin: int, end: int, width: int) -> Elements:
-    """Elements as unsigned integers of their width, so that equal bytes are equal, also for NaN."""
+    """Elements as unsigned integers of their width, so that equal bytes compare equal, also for NaN."""
     return np.frombuffer(raw, _UNSIGNED[width], (end - begin) // width, start + begin)

@@ -1,13 +1,13 @@
-"""Mirror of a run's weights on another machine: pulls versions into the local mailbox; without torch.
+"""Mirror of a run's weights on another machine: pull versions into the local mailbox; without torch.
 
     pull        stretto-<run>-v000007.<pid>.partial   from the weights server; resumes interrupted transfers
     verify      every byte, by the checksums of the publication itself
     switch      stretto-<run>-v000007.weights         as the publisher does it: engines of the machine read it with
                                                       `SharedMemorySubscriber`, as from a local publisher
 
-Mirrors of one machine pull in turn, and link what another has verified: a version crosses the network once, and is in
-memory once. Torn or foreign data are never switched in. If the run was resumed from an earlier version, the abandoned
-later ones are unlinked as soon as the server reports the lower number.
+Mirrors of one machine pull in turn, and link files that another mirror has verified, so a version crosses the network
+once and is in memory once. Torn or foreign data are never switched in. If the run was resumed from an earlier version,
+the abandoned later versions are unlinked as soon as the server reports the lower number.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from stretto_cluster.weights import delta
 from stretto_cluster.weights.source import PART_SIZE, Transfer, tls_context
 
 _DELTA = "delta:"
-_MEASURE_AGAIN = 16  # every so often the slower form is tried again
+_MEASURE_AGAIN = 16  # pulls after which the slower form is tried again
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """A version that the local mailbox has now: `bytes` transferred for it, and the `reason` for the form (delta or
-    full)."""
+    """Result of a pull: the local mailbox has this version. `bytes`: transferred for it; `delta`: whether as a delta;
+    `reason`: why in this form."""
 
     version: int
     bytes: int
@@ -49,7 +49,7 @@ class Pulled:
 
 
 class Mirror:
-    """Pulls the model and versions of one run.
+    """Pulls the model folder and the versions of one run from its weights server.
 
     Example::
 
@@ -74,51 +74,53 @@ class Mirror:
         beside: Callable[[], Iterable[Path]] = tuple,
     ) -> None:
         """Args:
-        source: ``host:port`` of the weights server.
+        source: ``host:port`` of the weights server; `key`: its bearer token.
+        folder: the local mailbox, in which versions are written.
         tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; None if the server has none.
-        delta: whether a delta from a local version may travel instead of the whole: "auto" uses the faster of the
-            two, by its own measurements; "always" wherever the server makes one.
-        patience: seconds without a new byte, over all attempts, after which the server is lost.
+        delta: whether a delta from a local version is requested instead of the whole version: "auto" uses the faster
+            of the two, by its own measurements; "always" requests one whenever there is a local version.
+        patience: seconds without a new byte, over all attempts, after which the server counts as lost.
         seconds: a pull ends after this many seconds without a byte received or checked; its total time is not
             limited.
-        part_size: a larger file comes in parts of at least this many bytes, over several connections at once.
-        beside: the folders of other mirrors of this machine, which may have a version already."""
+        part_size: a file larger than this many bytes is transferred in parts, over several connections at once.
+        beside: returns the mailboxes of other mirrors on this machine, which may have a version already."""
         prefix(run)
         self.source, self.folder, self._key, self._run = source, folder, key, run
         self._tls = tls_context(tls) if tls is not None else None
         self._patience, self._seconds, self._part_size = patience, seconds, part_size
         self._choice, self._beside = _Choice(delta), beside
-        self.moved = 0  #: bytes that came or were checked, since the start
-        self._one = asyncio.Lock()  # one transfer at a time, so what a reply says is newest is so at its end
+        self.moved = 0  #: bytes received or checked since the start
+        self._one = asyncio.Lock()  # one transfer at a time, so that a reply's newest version holds until its end
         folder.mkdir(parents=True, exist_ok=True)
 
     async def pull(self, version: int) -> Pulled:
-        """Bring `version` into the local mailbox, verified; the newest two versions are kept. A version that is there
-        already is compared by its seal, and transferred again only if the server's differs.
+        """Bring `version` into the local mailbox, verified, and keep only the newest two versions. A version that is
+        already here is compared by its seal (checksum), and transferred again only if the server's differs.
 
         Raises:
-            TornPublication: the data are incomplete, or another version; nothing was switched.
-            WireError: the server does not have it (any more), or is that of another run.
+            TornPublication: the data are incomplete, or of another version; nothing was switched in.
+            WireError: the server does not have the version (any more), or serves another run.
             RefusedRequest: the key is not that of the run.
             SourceLost: the server cannot be reached, or broke off and did not come back.
             DeadlineExceeded: no byte was received or checked for too long.
-            OSError: no room, with the path; nothing was switched, nothing is left.
+            OSError: there is no space, with the path; nothing was switched in, and no file is left.
         """
         return await self._in_thread(f"version {version}", partial(self._pull, version))
 
     async def fetch_model(
         self, folder: Path, beside: Callable[[], Iterable[Path]] = tuple, kind: str = "model"
     ) -> None:
-        """Download the model folder of version 0, or that of the "reference", every file checked by its digest; it
-        appears as a whole. Files that folders `beside` have are linked.
+        """Download the model folder of version 0 (or with `kind` "reference" that of the reference policy) to `folder`.
+        Every file is checked by its digest, and the folder appears only when it is complete. Files that one of the
+        folders `beside` has are linked.
 
         Raises:
-            WireError: the folder exists with other files; and as for `pull`.
+            WireError: the folder exists with other files; further errors as in `pull`.
         """
         await self._in_thread(f"the {kind} folder", partial(self._fetch_in_turn, kind, folder, beside))
 
     async def _in_thread(self, what: str, work: Callable[[Transfer], T]) -> T:
-        """Run `work` in a thread; if it is cancelled or late, its connection is closed and nothing is switched."""
+        """Run `work` in a thread. If it is cancelled or late, its connection is closed and nothing is switched in."""
         with waiting("the mirror", "its transfer before", self._seconds):
             await self._one.acquire()
         try:
@@ -131,7 +133,7 @@ class Mirror:
                     return await asyncio.shield(task)
                 except asyncio.CancelledError:
                     transfer.stop()
-                    await asyncio.wait([task])  # at most as long as a connection takes
+                    await asyncio.wait([task])  # no longer than it takes to close a connection
                     if not task.cancelled():
                         task.exception()
                     raise
@@ -156,7 +158,8 @@ class Mirror:
         return self.folder.parent / f"{prefix(self._run)}pull"
 
     def _waiting(self, transfer: Transfer, coming: Callable[[], Iterable[Path]]) -> Callable[[], None]:
-        """What to do while another mirror pulls these files: its bytes are progress for this one too."""
+        """Return a function to call while another mirror pulls the files `coming`: it counts that mirror's bytes as
+        progress, and raises if the transfer was stopped."""
         before = _bytes(coming())
 
         def look() -> None:
@@ -169,7 +172,7 @@ class Mirror:
         return look
 
     def _coming(self) -> list[Path]:
-        """The files that other mirrors have begun to pull."""
+        """Files that other mirrors of this machine are pulling."""
         return [file for other in self._beside() for file in other.glob(f"{prefix(self._run)}*.partial")]
 
     def _pull_alone(self, version: int, transfer: Transfer) -> Pulled:
@@ -193,7 +196,8 @@ class Mirror:
         return Pulled(version, transfer.received, seconds, form.startswith(_DELTA), said)
 
     def _bring(self, version: int, transfer: Transfer, base: Path | None) -> str:
-        """Transfer, verify, switch; returns the form of the transfer, empty if the version was here."""
+        """Transfer, verify and switch in a version. Return the form of the transfer, "" if the version was already
+        here."""
         path = path_of(self._run, self.folder, version)
         came, made = (path.with_suffix(f".{part}.{os.getpid()}.partial") for part in ("came", "made"))
         try:
@@ -261,15 +265,16 @@ class Mirror:
 
 
 class _Choice:
-    """Decides between delta and full transfer, by measured times."""
+    """Decides between delta and full transfer by measured times."""
 
     def __init__(self, config: Literal["auto", "always", "never"]) -> None:
         self._config = config
-        self._seconds: dict[bool, float] = {}  # for a byte of a version, the last time: a delta asked for, or not
+        self._seconds: dict[bool, float] = {}  # per byte of a version at the last pull; key: a delta was requested
         self._turns = 0
 
     def delta(self, held: bool) -> tuple[bool, str]:
-        """Whether to request a delta, and why not; `held`: another version is here."""
+        """Whether to request a delta, and the reason if the version is then sent in full. `held`: there is a local
+        version to which a delta can be applied."""
         if self._config == "never":
             return False, 'weights.delta is "never"'
         if not held:
@@ -282,8 +287,8 @@ class _Choice:
         return faster != (self._turns % _MEASURE_AGAIN == 0), f"a GB took {whole} in full and {changed} as a delta"
 
     def took(self, asked: bool, seconds: float) -> None:
-        """Record the time of a transfer, in seconds per byte of the version; for a requested delta that was not made,
-        the request counts too."""
+        """Record the time of a transfer, in seconds per byte of the version. `asked`: a delta was requested, even if
+        none was sent."""
         self._seconds[asked] = seconds
 
 
@@ -297,20 +302,20 @@ def _seal(path: Path) -> str | None:
 
 
 def _making(folder: Path) -> Path:
-    """Where a model folder is until it is whole."""
+    """Folder in which a model folder is collected until it is complete."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def _bytes(files: Iterable[Path]) -> int:
     size = 0
     for file in files:
-        with contextlib.suppress(FileNotFoundError):  # it is whole
+        with contextlib.suppress(FileNotFoundError):  # it was completed and renamed
             size += file.stat().st_size
     return size
 
 
 def _has(folder: Path, files: dict[str, ModelFile]) -> set[str]:
-    """Files of `folder` that match the list, and the names of those that are not listed."""
+    """Names of the files of `folder` that match the list `files`, and of those that are not listed."""
     return {
         path.name
         for path in folder.iterdir()

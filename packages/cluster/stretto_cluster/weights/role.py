@@ -16,8 +16,8 @@ from stretto_cluster.weights.server import WeightsApp, serve
 class WeightsServerSpec(Record, frozen=True):
     """Spec of a weights server.
 
-    `key_file` holds the key, since all users of the machine can read a command line. `tls` is a folder with ``ca.pem``,
-    ``cert.pem`` and ``key.pem``, or None.
+    `model`: folder of version 0. `key_file`: file with the key, because all users of a machine can read a command line.
+    `tls` is a folder with ``ca.pem``, ``cert.pem`` and ``key.pem``, or None.
 
     Example: ``WeightsServerSpec("a1b2", "/dev/shm", "runs/first/policy/v000000", "0.0.0.0:8400", "/tmp/s/key")``
     """
@@ -32,7 +32,7 @@ class WeightsServerSpec(Record, frozen=True):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the role until the conductor ends it. An error is the log's last line."""
+    """Run the role until the conductor ends it; return the exit code. An error is the last line of the log."""
     spec = msgspec.json.decode(arguments[0], type=WeightsServerSpec)
     begin_role()
     return run_role(lambda: _serve(spec), lambda failed: print(f"weights: {failed.problem}", file=sys.stderr))

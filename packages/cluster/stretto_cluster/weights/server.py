@@ -2,14 +2,14 @@
 
     GET /versions/7         the publication; its seal is the ETag
     GET /versions/7?base=S  a delta from the publication with the seal S (`weights.delta`), if that is smaller
-    GET /model              the files of version 0's model folder: [{"name", "size", "digest"}]
-    GET /model/NAME         one of them; its digest is the ETag
-    GET /reference          likewise, of a reference policy with a folder of its own
+    GET /model              list of the files of version 0's model folder: [{"name", "size", "digest"}]
+    GET /model/NAME         one of these files; its digest is the ETag
+    GET /reference          the same for a reference policy with a folder of its own
 
 Every request has the key as a bearer token and the run's name in `stretto-run`. Every reply has the run and, in
-`stretto-newest`, the newest version; that of a publication also has `stretto-form`, "delta" or "in full" with the
-reason. ``Range: bytes=N-`` or ``N-M`` asks for a part, with ``If-Range`` only of known content; ``If-None-Match``
-avoids a transfer of known content. The kernel sends files; over an encrypted connection they are read piece by piece.
+`stretto-newest`, the newest version. The reply with a publication also has `stretto-form`: "delta" or "in full", with
+the reason. ``Range: bytes=N-`` or ``N-M`` requests a part, with ``If-Range`` only of known content. ``If-None-Match``
+avoids a transfer of known content. The kernel sends the files; over an encrypted connection they are read in pieces.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from stretto.weights.folder import path_of, versions
 from stretto.weights.manifest import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
 from stretto_cluster.weights.delta import Deltas, NoDelta
 
-_PIECE, _SENT_PIECE = 1 << 20, 4 << 20  # the second where the kernel sends it
-_TAKE_SECONDS = 60.0  # in which a mirror takes a piece
+_PIECE, _SENT_PIECE = 1 << 20, 4 << 20  # bytes of a piece; the second if the kernel sends it
+_TAKE_SECONDS = 60.0  # most seconds in which a mirror takes a piece
 _SHUTDOWN_SECONDS = 1
 _VERSION = re.compile(r"/versions/(\d{1,12})")
 _RANGE = re.compile(rb"bytes=(\d{1,18})-(\d{0,18})")
@@ -49,7 +49,7 @@ Headers = Mapping[bytes, bytes]
 
 @dataclass(frozen=True)
 class _Request:
-    """Headers of a request and the two ends of its exchange; `zero_copy`: whether the server can send files."""
+    """Headers of a request, and its ASGI channels. `zero_copy`: whether the server can send files itself."""
 
     headers: Headers
     receive: Receive
@@ -58,7 +58,7 @@ class _Request:
 
 
 class WeightsApp:
-    """ASGI application that serves one run.
+    """ASGI application that serves the weights of one run.
 
     Example: ``WeightsApp("a1b2", Path("/dev/shm"), Path("runs/first/policy/v000000"), key)``
     """
@@ -120,7 +120,7 @@ class WeightsApp:
             return await self._send_file(file, seal, request, form)
 
     async def _files(self, model: Path) -> dict[str, ModelFile]:
-        async with self._listing:  # the digests of a large model take seconds: once
+        async with self._listing:  # computed only once: the digests of a large model take seconds
             if model not in self._listed:
                 self._listed[model] = await asyncio.to_thread(_list, model)
             return self._listed[model]
@@ -130,7 +130,7 @@ class WeightsApp:
         return there[-1][0] if there else None
 
     async def _send_file(self, file: int, tag: str, request: _Request, form: str = "") -> None:
-        """Send an open file, or the range of it that was requested."""
+        """Send an open file, or the requested range of it."""
         etag, size, asked, send = _etag(tag), os.fstat(file).st_size, request.headers, request.send
         if asked.get(b"if-none-match") == etag:
             return await self._start(send, 304, {b"etag": etag})
@@ -148,10 +148,10 @@ class WeightsApp:
                 message, begin = _piece(file, begin, end, zero_copy=request.zero_copy)
                 async with deadline("the weights server", "a mirror to take what it asked for", _TAKE_SECONDS):
                     await send(message)
-                await asyncio.sleep(0)  # other mirrors
+                await asyncio.sleep(0)  # let other mirrors' requests run
             if not size:
                 await send({"type": "http.response.body"})
-        except OSError:  # the mirror has gone; it asks again for what is missing
+        except OSError:  # the mirror has gone; it requests the rest again
             return None
         finally:
             gone.cancel()
@@ -164,7 +164,7 @@ class WeightsApp:
     async def _start(self, send: Send, status: int, headers: Headers, *, more: bool = False) -> None:
         newest = self._newest()
         told = {RUN.encode(): self._run.encode()} | ({NEWEST.encode(): b"%d" % newest} if newest is not None else {})
-        # Who has no key is not told of the run.
+        # A client without the key does not learn the run's name.
         await send(
             {
                 "type": "http.response.start",
@@ -177,7 +177,7 @@ class WeightsApp:
 
 
 class _Refused(Exception):
-    """Error reply with `status` and a sentence."""
+    """Error reply with an HTTP `status` and a sentence."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -188,7 +188,7 @@ def serve(app: WeightsApp, address: str, tls: Path | None) -> None:
     """Serve at ``host:port`` until SIGTERM or SIGINT.
 
     Args:
-        tls: a folder with ``ca.pem``, ``cert.pem`` and ``key.pem``: mirrors have to present a certificate of that
+        tls: a folder with ``ca.pem``, ``cert.pem`` and ``key.pem``; mirrors must present a certificate of that
             authority. None: no encryption.
 
     Raises:
@@ -210,7 +210,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def server_of(app: WeightsApp, tls: Path | None = None) -> HttpServer:
-    """The server for a bound socket; `tls` as for `serve`."""
+    """HTTP server of the application, to be run on a bound socket. `tls` as in `serve`."""
     settings = settings_of(
         app,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
@@ -223,7 +223,8 @@ def server_of(app: WeightsApp, tls: Path | None = None) -> HttpServer:
 
 
 def _part(asked: bytes, size: int) -> tuple[int, int] | None:
-    """First byte of a requested range and the one after its last; None if all is to be sent."""
+    """Parse a ``Range`` header for a file of `size` bytes: first byte, and the one after the last. None: send the whole
+    file."""
     if not (found := _RANGE.fullmatch(asked)) or int(found[1]) >= size:
         return None
     begin, end = int(found[1]), min(int(found[2]) + 1, size) if found[2] else size
@@ -231,7 +232,7 @@ def _part(asked: bytes, size: int) -> tuple[int, int] | None:
 
 
 def _piece(file: int, begin: int, end: int, *, zero_copy: bool) -> tuple[Message, int]:
-    """ASGI message with the next piece of a file, and the offset behind it."""
+    """ASGI message with the next piece of a file, and the offset after it."""
     if zero_copy:
         count = min(_SENT_PIECE, end - begin)
         place = {"file": file, "offset": begin, "count": count, "more_body": begin + count < end}

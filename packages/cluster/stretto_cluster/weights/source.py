@@ -1,4 +1,4 @@
-"""Blocking HTTP/1.1 transfer from a weights server, with reconnects."""
+"""Blocking HTTP/1.1 transfers from a weights server, which reconnect after interruptions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Transfer:
-    """One transfer, in the caller's thread.
+    """One transfer in the caller's thread. The public attributes are those of the last reply or file.
 
     Example::
 
@@ -55,8 +55,8 @@ class Transfer:
         came: Callable[[int], object] = lambda size: None,
         part_size: int = PART_SIZE,
     ) -> None:
-        """`came` is called with the size of each piece received. `part_size`: bytes of the first part; what is behind
-        it comes over several connections."""
+        """`patience`: seconds without a byte after which the server is lost. `came` is called with the size of each
+        received piece. `part_size`: bytes of the first part of a file; the rest comes over several connections."""
         self._came = came
         self._source, self._run, self._tls, self._patience = source, run, tls, patience
         self._headers = {"authorization": f"Bearer {key}", RUN: run}
@@ -65,19 +65,20 @@ class Transfer:
         self._connected: set[socket.socket] = set()
         self._part_size, self._counting = part_size, threading.Lock()
         self.tag = ""  #: the ETag of the last file
-        self.form = ""  #: form of the last file, as told by the server
-        self.newest: int | None = None  #: version at the server, by its last reply
-        self.received = 0  #: bytes of all bodies
+        self.form = ""  #: form of the last file ("delta" or "in full", with the reason), as reported by the server
+        self.newest: int | None = None  #: newest version at the server, by its last reply
+        self.received = 0  #: bytes received in all bodies
 
     def stop(self) -> None:
-        """Abort from another thread: waits for the server end, and nothing more is switched."""
+        """Abort the transfer from another thread. Its waits for the server end, and `check_wanted` raises from now
+        on."""
         self._stopped.set()
         self._end_parts()
 
     def _end_parts(self) -> None:
         self._failed.set()
         for connected in tuple(self._connected):
-            with contextlib.suppress(OSError):  # it is closed
+            with contextlib.suppress(OSError):  # the socket is closed already
                 connected.shutdown(socket.SHUT_RDWR)
 
     def check_wanted(self) -> None:
@@ -86,10 +87,10 @@ class Transfer:
             raise SourceLost(self._source, "was given up")
 
     def read_json(self, path: str, form: type[T]) -> T:
-        """GET a short JSON reply.
+        """Send a GET request for a short JSON reply, and decode it as `form`.
 
         Raises:
-            WireError: it does not have this form.
+            WireError: the reply does not have this form.
         """
 
         def read(response: http.client.HTTPResponse, connection: socket.socket) -> bytes:
@@ -104,14 +105,15 @@ class Transfer:
             raise WireError(f"{self._source}{path} cannot be read: {error}") from error
 
     def download(self, path: str, file: FileIO, has: str | None = None) -> bool:
-        """Write the content at `path` into the empty `file`; False if it still has the tag `has`.
+        """Write the content at `path` into the empty `file`. Return False if the server's content still has the tag
+        `has`.
 
-        A large one comes in parts over several connections at once.
+        Large content is transferred in parts over several connections at once.
         """
         while True:
             try:
                 return self._download(path, file, has)
-            except _Changed:  # it was published anew meanwhile
+            except _Changed:  # the content was replaced meanwhile
                 file.truncate(0)
 
     def _download(self, path: str, file: FileIO, has: str | None) -> bool:
@@ -133,7 +135,7 @@ class Transfer:
         return True
 
     def _fetch(self, path: str, file: FileIO, part: _Part, has: str | None = None) -> bool:
-        """Fetch a part, reconnecting as needed; False if the content still has the tag `has`."""
+        """Fetch a part, reconnecting as needed. Return False if the content still has the tag `has`."""
 
         def asked() -> dict[str, str]:
             known = {"if-range": part.tag} if part.tag else {"if-none-match": f'"{has}"'} if has else {}
@@ -157,7 +159,7 @@ class Transfer:
         return self._until_done(path, asked, read)
 
     def _begin(self, path: str, part: _Part, response: http.client.HTTPResponse) -> None:
-        """Compare the head of a reply with the part that was requested, and note what it tells of the whole."""
+        """Check that the head of a reply fits the requested part, and note size, tag and form of the whole."""
         tag = response.headers["etag"] or ""
         if part.tag and (tag != part.tag or response.status != 206):
             raise _Changed
@@ -176,12 +178,12 @@ class Transfer:
     def _moves(
         self, response: http.client.HTTPResponse, connection: socket.socket, file: FileIO, part: _Part
     ) -> Iterator[int]:
-        """Write the body of a reply into the file; yields the size of each piece."""
+        """Write the body of a reply into the file; yield the size of each piece."""
         with Splice() as splice, naming(Path(str(file.name))):
             piece = b""
             while left := part.end - part.begin:
                 with self._network():
-                    if spliced := self._tls is None and bool(piece):  # nothing is read ahead any more
+                    if spliced := self._tls is None and bool(piece):  # after the first piece nothing is buffered
                         count = self._take(splice, connection, left)
                     else:
                         piece = response.read1(min(_PIECE, left))
@@ -195,7 +197,7 @@ class Transfer:
                 yield count
 
     def _take(self, splice: Splice, connection: socket.socket, most: int) -> int:
-        """Take bytes from the connection, waiting for some as long as the server may be silent."""
+        """Take bytes from the connection; wait for some for at most `patience` seconds."""
         while True:
             try:
                 return splice.take(connection.fileno(), most)
@@ -211,7 +213,8 @@ class Transfer:
         headers: Callable[[], dict[str, str]],
         read: Callable[[http.client.HTTPResponse, socket.socket], T],
     ) -> T:
-        """Repeat a request until it succeeds, as long as bytes keep coming.
+        """Repeat a request until it succeeds, as long as bytes keep coming. `headers` returns those of each attempt;
+        `read` processes the response.
 
         Raises:
             SourceLost: none came for `patience` seconds.
@@ -245,7 +248,7 @@ class Transfer:
                 self.check_wanted()
                 connection.request("GET", path, headers=self._headers | headers)
                 response = connection.getresponse()
-            with response:  # the socket is its own where the server ends the connection after it
+            with response:  # it owns the socket if the server closes the connection after it
                 self._check(response)
                 yield response, connected
         finally:
@@ -253,7 +256,7 @@ class Transfer:
             connection.close()
 
     def _check(self, response: http.client.HTTPResponse) -> None:
-        """Raise the error that a reply stands for, if it is one."""
+        """Raise the error that a reply stands for; otherwise note the newest version."""
         if response.status in (200, 206, 304) and response.headers[RUN] == self._run:
             newest = response.headers[NEWEST]
             self.newest = int(newest) if newest and newest.isdecimal() else None
@@ -270,7 +273,8 @@ class Transfer:
 
     @contextmanager
     def _network(self) -> Iterator[None]:
-        """Turn transient network errors into `_BrokenOff`; permanent ones are raised at once."""
+        """Turn transient network errors in the block into `_BrokenOff`, permanent ones into WireError (context
+        manager)."""
         try:
             yield
         except ssl.SSLCertVerificationError as error:
@@ -280,17 +284,16 @@ class Transfer:
 
 
 class _BrokenOff(Exception):
-    """An attempt was interrupted; another one may succeed."""
+    """An attempt was interrupted; another attempt may succeed."""
 
 
 class _Changed(Exception):
-    """The content at the server is not the one of which a part has come."""
+    """The server's content is not the content of which a part was received."""
 
 
 @dataclass
 class _Part:
-    """Bytes `begin` to `end` of a file, as far as they are missing; `size` and `tag` of the whole, once they are
-    known."""
+    """Missing bytes `begin` to `end` of a file. `size`, `tag`: those of the whole file, once they are known."""
 
     begin: int
     end: int
@@ -299,7 +302,8 @@ class _Part:
 
 
 def tls_context(tls: Path) -> ssl.SSLContext:
-    """Client context for TLS: the run's own authority proves the server; host names are not checked."""
+    """Client context for TLS. The server must have a certificate of the authority in the folder `tls`; host names are
+    not checked."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(tls / "ca.pem")

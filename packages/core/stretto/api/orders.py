@@ -1,10 +1,9 @@
-"""Orders to the process of a run, and the caller's handle of that process.
+"""The process in which a call of `stretto.train` or `stretto.evaluate` runs: orders to it, and the caller's handle.
 
-    caller ──order──► process ──ready (the run folder)──► ... ──its end: an exit code, a result or an error──► caller
+    caller ──order──► process ──the run folder, when all is checked──► ... ──exit code, result or error──► caller
 
-Training runs in a process of its own: the caller keeps its event loop (of a notebook), signals and threads, and all
-roles end with that process. If the caller ends, its end of the pipe closes, which the process takes as a request to
-stop.
+Training runs in a process of its own. So the caller keeps its own event loop (of a notebook), signals and threads, and
+all roles end with that process. If the caller ends, its end of the pipe closes; the process then stops.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from stretto.core.errors import Problem, RecipeError, RoleDied
 from stretto.core.records import Record
 from stretto.processes.spawn import describe_exit
 
-INSIDE = "STRETTO_INSIDE"  #: the environment of a run's processes has it
+INSIDE = "STRETTO_INSIDE"  #: environment variable that is set in all processes of a run
 _KILL_SECONDS = 30.0
 
 
 class TrainOrder(Record, frozen=True):
-    """Order to train by a recipe (TOML text); names the run if no folder is given."""
+    """Order to train. `recipe`: TOML text. `name`: name of the run, if `run_dir` is None. `resume`: continue the run in
+    `run_dir`."""
 
     recipe: str
     name: str
@@ -34,7 +34,8 @@ class TrainOrder(Record, frozen=True):
 
 
 class EvaluationOrder(Record, frozen=True):
-    """Order to evaluate a model on the held-out prompts of a task: a path, or the TOML text of a recipe."""
+    """Order to evaluate a model folder on the held-out prompts of a task. `task`: a path if `is_path`, else a recipe as
+    TOML text. `overrides`: values that replace those of the recipe."""
 
     model: str
     task: str
@@ -46,14 +47,17 @@ class RunProcess:
     """Handle of the process that carries out one order."""
 
     def __init__(self, order: TrainOrder | EvaluationOrder) -> None:
-        """Start the process.
+        """Start the process and send it the order.
 
         Raises:
-            RecipeError: this is such a process itself: a script imported by a reward worker would train again.
+            RecipeError: the caller runs inside such a process itself: a reward worker has imported the user's script,
+                which would train again.
         """
         if INSIDE in os.environ:
             found = "is called while a worker of a run imports the module of its reward"
-            raise RecipeError([Problem("stretto", found, 'put what shall run once behind if __name__ == "__main__":')])
+            raise RecipeError(
+                [Problem("stretto", found, 'put code that must run only once under if __name__ == "__main__":')]
+            )
         self._near, far = Pipe()
         with far:
             self._process = subprocess.Popen(
@@ -75,11 +79,11 @@ class RunProcess:
         return self._near.poll(seconds)
 
     def reply(self) -> Any:
-        """Next message of the process. Waits as long as the process lives; Ctrl-C ends the wait and the process.
+        """Wait for the next message of the process, without a timeout. Ctrl-C ends the process.
 
         Raises:
             StrettoError, OSError: the error that the process reports.
-            RoleDied: it ended without a message.
+            RoleDied: the process ended without a message.
         """
         try:
             said = self._near.recv()
@@ -93,15 +97,15 @@ class RunProcess:
         return said
 
     def close(self) -> None:
-        """Wait for the end of the process, which has sent its last message."""
+        """Wait for the end of the process after its last message; after `_KILL_SECONDS` it is killed."""
         self._near.close()
         if not self._ended_within(_KILL_SECONDS):
             self._process.kill()
             self._process.wait()
 
     def stop(self, patience: float) -> None:
-        """Request a stop; after `patience` seconds, or on Ctrl-C, request an immediate one; then kill the process. Its
-        roles end with it."""
+        """Stop the process: request a stop; after `patience` seconds, or on Ctrl-C, request it again, for an immediate
+        stop; after `_KILL_SECONDS` more, kill it. The roles end with the process."""
         self._process.terminate()
         interrupt: KeyboardInterrupt | None = None
         try:

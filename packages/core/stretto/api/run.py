@@ -1,4 +1,4 @@
-"""`stretto.Run`: a run folder and, if the run was started here, the process that writes it."""
+"""`stretto.Run`: access to a run's folder and, if the run was started here, to the process that writes it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SAVING_SECONDS = 60.0  # beyond `deadlines.stop`: a checkpoint and a policy are
 
 
 def open_run(folder: str | Path) -> Run:
-    """Open a run that was started elsewhere (running, finished or dead), for reading; it is never stopped by its
-    reader.
+    """Open a run that was started elsewhere, for reading. It may be running, finished or dead, and is never stopped
+    through the returned object.
 
     Example::
 
@@ -35,13 +35,13 @@ def open_run(folder: str | Path) -> Run:
         print(run.accuracy, run.metrics[-1].staleness_max)
 
     Raises:
-        RunFolderError: there is no run.
+        RunFolderError: the folder holds no run.
     """
     return Run(RunFolder.open(folder))
 
 
 class Run:
-    """A run: its steps as they happen, its accuracy, its trajectories.
+    """A run: gives its training steps as they happen, its accuracy, and its trajectories.
 
     A run from `stretto.train` continues until its last step or until it is stopped: by `stop`, at the end of a ``with``
     block, by leaving a loop over its steps early (``break``, an exception, Ctrl-C), or at the end of the program. A
@@ -56,7 +56,8 @@ class Run:
     """
 
     def __init__(self, folder: RunFolder, process: RunProcess | None = None, patience: float = 0.0) -> None:
-        """`process` writes the folder and may take `patience` seconds to stop."""
+        """`process`: writes the folder; None: the run was started elsewhere. `patience`: seconds that it may take to
+        stop."""
         self._folder = folder
         self._process = process
         self._patience = patience
@@ -66,7 +67,8 @@ class Run:
 
     @classmethod
     def of_process(cls, process: RunProcess, patience: float) -> Self:
-        """Wait until a newly started process has checked everything; returns its run.
+        """Wait until a newly started process has checked recipe, data and folder; returns its run. `patience`:
+        `deadlines.stop` of the recipe, in seconds.
 
         Raises:
             UserError: the recipe, the data or the folder has a mistake.
@@ -95,12 +97,12 @@ class Run:
 
     @property
     def metrics(self) -> list[StepMetrics]:
-        """All steps so far (docs/reference/metrics.md)."""
+        """Measurements of all training steps so far (docs/reference/metrics.md)."""
         return read_metrics(self._folder.metrics)[0]
 
     @property
     def evaluations(self) -> list[EvaluationLine]:
-        """All measurements of the held-out accuracy so far."""
+        """All evaluations of the held-out accuracy so far."""
         return read_metrics(self._folder.metrics)[1]
 
     @property
@@ -110,18 +112,19 @@ class Run:
         return evaluations[-1].accuracy if evaluations else None
 
     def summary(self) -> Inspection:
-        """The run in numbers, as shown by ``stretto inspect``."""
+        """Summarise the run in numbers, as ``stretto inspect`` does."""
         return inspect_run(self.folder)
 
     def trajectories(self) -> Iterator[dict[str, Any]]:
-        """Iterate over all issued trajectories as rows: prompt, tokens, log-probabilities, versions, reward, state."""
+        """Iterate over all trajectories issued so far, each as a dict: prompt, tokens, log-probabilities, versions,
+        reward, state, and more."""
         return (msgspec.structs.asdict(trajectory) for trajectory in read_trajectories(self.folder))
 
     def __iter__(self) -> Iterator[StepMetrics]:
-        """Iterate over the steps from the first on, each as soon as it is done; leaving the loop early stops the run.
+        """Iterate over all training steps from the first on, each as soon as it is done, until the run ends.
 
-        Dropping the iterator, as ``next(iter(run))`` does, stops it too. Use `metrics` for the steps so far, or
-        `open_run`, whose runs can be iterated in part.
+        Leaving the loop early stops the run. So does dropping the iterator, as ``next(iter(run))`` does. To look at a
+        part of the steps, use `metrics`, or a run from `open_run`, which iterating does not stop.
 
         Raises:
             StrettoError: the run failed.
@@ -146,19 +149,19 @@ class Run:
         """Wait until the run has ended.
 
         Raises:
-            StrettoError: it failed.
+            StrettoError: the run failed.
         """
         for _ in self:
             pass
         return self
 
     def stop(self) -> None:
-        """Stop the run after the step in progress, at most ``deadlines.stop`` seconds later; no process remains. A run
-        that has ended, or belongs to another process, is left alone."""
+        """Stop the run and wait until its processes have ended. The step in progress is finished if it takes at most
+        ``deadlines.stop`` seconds. Does nothing for a run that has ended, or was started elsewhere."""
         if self._process is not None and not self._has_ended(0.0):
             self._process.stop(self._patience)
             self._has_ended(0.0)
-            if isinstance(self._failure, RoleDied):  # it was asked to end before it listened, or was killed for it
+            if isinstance(self._failure, RoleDied):  # it ended before it handled the signal, or was killed
                 self._failure = None
 
     def __enter__(self) -> Self:
@@ -181,7 +184,7 @@ class Run:
             self._has_ended(_POLL_SECONDS)
 
     def _has_ended(self, seconds: float) -> bool:
-        """Whether our process ends within `seconds`; stores how it ended."""
+        """Whether the run's process ends within `seconds`. If so, stores its error, if any, and closes it."""
         if self._process is None:
             return True
         if not self._process.heard(seconds):
@@ -201,7 +204,7 @@ class Run:
 
 
 class _MetricsReader:
-    """Reads new steps of a growing ``metrics.jsonl``."""
+    """Reads new training steps from a ``metrics.jsonl`` that grows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -210,10 +213,11 @@ class _MetricsReader:
         self._decoder = msgspec.json.Decoder(MetricsLine)
 
     def read(self) -> list[StepMetrics]:
-        """Steps since the last call. A resumed run rewrites the file, which is then read from its start."""
+        """Read the steps since the last call. If a resumed run has rewritten the file, it is read from its start
+        again."""
         try:
             with self._path.open("rb") as file:
-                found = os.fstat(file.fileno())  # of the opened file: another may take its name meanwhile
+                found = os.fstat(file.fileno())  # not of the path: the file may be replaced
                 if (found.st_dev, found.st_ino) != self._file or found.st_size < self._offset:
                     self._file, self._offset = (found.st_dev, found.st_ino), 0
                 file.seek(self._offset)

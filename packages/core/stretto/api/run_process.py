@@ -1,6 +1,5 @@
-"""Process of a run started from Python: does the same as the command line, and reports to the caller.
-
-``python -m stretto.api.run_process DESCRIPTOR``
+"""The process of a run that was started from Python. It does the same as the command line, and reports to the caller
+through a pipe: ``python -m stretto.api.run_process DESCRIPTOR``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from stretto.processes.spawn import Spawner
 def main() -> None:
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the caller may ignore it, and asks us to stop by it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not as inherited: the caller may ignore it, but stops us with it
     wire = Connection(descriptor)
     order: TrainOrder | EvaluationOrder = wire.recv()
     end: object
@@ -38,12 +37,12 @@ def main() -> None:
         end = error
     except SystemExit:
         end = StrettoError("a signal has stopped it")
-    except Exception:  # a bug: the caller raises it, with the place where it is
+    except Exception:  # a bug: the caller raises it, with the traceback
         end = StrettoError(traceback.format_exc())
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends anyway, and the caller may leave before it does
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the process is about to end anyway
     try:
         wire.send(end)
-    except ConnectionError:  # nobody is there to be told; the run folder has it on record
+    except ConnectionError:  # the caller is gone; the run folder has the result
         return
 
 
@@ -69,7 +68,7 @@ def _evaluated(order: EvaluationOrder, folder: Path, spawner: Spawner) -> object
 
 
 def _stop_with_the_caller(wire: Connection) -> None:
-    """Stop when the caller's end of the pipe closes; the caller sends nothing after its order."""
+    """Send this process SIGTERM when the caller's end of the pipe closes. The caller sends nothing after its order."""
     try:
         wire.recv()
     except (EOFError, OSError):

@@ -1,4 +1,4 @@
-"""Sections of a recipe as classes, for code with completion and type checks in an editor.
+"""The sections of a recipe as classes, so that editors can complete and check their keys.
 
 Example::
 
@@ -7,10 +7,9 @@ Example::
     trainer = sections.TrainerConfig(steps=100, learning_rate=1e-3)
     rollout = sections.RolloutConfig(batch_size=4, group_size=8, max_staleness=2)
 
-A section that is made alone is validated by pydantic; a mistake raises pydantic's ``ValidationError``, which names the
-key. It is not a `stretto.RecipeError`, because a recipe collects the mistakes of all its sections. Given as a dict, as
-in ``stretto.Recipe(trainer={"steps": 100}, ...)``, a section's mistakes are reported with what is allowed and the
-nearest key.
+A mistake in a section that is created alone raises pydantic's ``ValidationError``, which names the key. A section given
+as a dict, as in ``stretto.Recipe(trainer={"steps": 100}, ...)``, is validated with the whole recipe: a
+`stretto.RecipeError` then has the mistakes of all sections, with what is allowed and the nearest key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`stretto.train` and `stretto.evaluate`: the commands of the same names for Python code."""
+"""`stretto.train` and `stretto.evaluate`: the commands ``stretto train`` and ``stretto eval`` as functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stretto.launch.recipe.recipe import Recipe
 
 
-#: One judge of completions, or several that are summed; also the name of a built-in one.
+#: A reward: a function, or the name of a built-in reward.
 Judge = Callable[..., object] | str
 Rewards = Judge | Sequence[Judge]
 
@@ -33,15 +33,16 @@ def train(
 ) -> Run:
     """Train a policy by asynchronous reinforcement learning, as ``stretto train`` does.
 
-    Everything is checked before this returns; training goes on beside the caller, in processes of its own.
+    Returns when recipe, data, model and reward are checked; the run itself goes on in other processes.
 
     Args:
-        recipe: a TOML file, a `stretto.Recipe`, or the sections of one as a dict; with `resume` the folder of a run
-            that is to go on.
-        reward: judges the completions (docs/how_to/rewards.md): a function that another process can import,
-            asynchronous or not, the name of a built-in one, or a list of them, whose rewards are added.
-        on_step: called with each step; this then returns when the run has ended. What it raises stops the run.
-        run_dir: folder of the run, by default ``runs/RECIPE-DATE``.
+        recipe: a TOML file, a `stretto.Recipe`, or a dict of its sections; with `resume`, the folder of the run.
+        reward: judges the completions (docs/how_to/rewards.md): a function, synchronous or not, that another process
+            can import; the name of a built-in reward; or a list of these, whose rewards are added.
+        on_step: called with each training step; `train` then returns only when the run has ended. An exception in it
+            stops the run.
+        run_dir: folder of the run; default: ``runs/RECIPE-DATE``.
+        resume: continue a run that was stopped or killed.
         overrides: values that replace those of the recipe: ``trainer={"steps": 100}``, or
             ``**{"trainer.steps": 100}``.
 
@@ -53,8 +54,8 @@ def train(
         print(run.accuracy)
 
     Raises:
-        UserError: the recipe, the data, the model, the reward or the folder is invalid. The message is
-            that of the command line.
+        UserError: the recipe, the data, the model, the reward or the folder is invalid; with the message of the command
+            line.
     """
     _check(on_step=on_step, run_dir=run_dir)
     overrides |= _judges(reward)
@@ -82,10 +83,12 @@ def evaluate(
     reward: Rewards | None = None,
     **overrides: Any,
 ) -> Evaluation:
-    """Measure the accuracy of a model folder on the held-out prompts of a task, as ``stretto eval`` does.
+    """Measure the accuracy of a model on the held-out prompts of a task, as ``stretto eval`` does. Waits for the
+    result.
 
     Args:
-        task: a recipe (a TOML file, a `stretto.Recipe` or a dict), or a JSONL file all of whose rows are asked.
+        model: a model folder.
+        task: a recipe (a TOML file, a `stretto.Recipe` or a dict), or a JSONL file, of which all rows are used.
         reward: as for `stretto.train`.
         **overrides: as for `stretto.train`.
 
@@ -144,7 +147,7 @@ def _recipe(recipe: str | Path | Recipe | Mapping[str, Any], overrides: dict[str
 
 
 def _judges(reward: object) -> dict[str, Any]:
-    """Overrides for the argument `reward`."""
+    """Convert the argument `reward` to overrides of the recipe; empty for None."""
     if reward is None:
         return {}
     if isinstance(reward, list | tuple) and reward and all(callable(one) or isinstance(one, str) for one in reward):
@@ -155,7 +158,11 @@ def _judges(reward: object) -> dict[str, Any]:
 
 
 def _check(*, on_step: object, run_dir: object) -> None:
-    """Check arguments that would fail only after the run has started."""
+    """Check the types of arguments that would otherwise fail only after the run has started.
+
+    Raises:
+        RecipeError: an argument has the wrong type.
+    """
     if on_step is not None and not callable(on_step):
         raise _unfit("on_step", on_step, "a function that is called with each step, a stretto.StepMetrics")
     if run_dir is not None and not isinstance(run_dir, str | Path):

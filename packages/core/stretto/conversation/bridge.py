@@ -1,12 +1,13 @@
-"""The next prompt of a session: the tokens of the conversation so far, followed by the rendering of the new messages.
+"""Making the next prompt of a session: the tokens of the conversation so far, followed by the rendered new messages.
 
     request  system  user   assistant  tool          messages of a client
-    known    system  user   assistant                the longest history that a completed turn of the session has
+    known    system  user   assistant                the longest history of a completed turn that the request continues
     prompt   [ known tokens, as sampled ][ new tail ]
 
-Sampled text is never encoded again. The history of a request is compared with those of completed turns, message by
-message. Where they are equal, or equal once the arguments of calls are read as JSON, the prompt continues the known
-tokens. Anything else begins a branch, rendered anew from the last message that can be proven, with a cause:
+Sampled text is never encoded again. The history of a request is compared with the histories of completed turns, message
+by message. If the messages are equal, or equal with the arguments of tool calls compared as JSON, the prompt continues
+the known tokens. Otherwise a branch begins: the messages after the last known ones are rendered anew. Each branch has a
+cause:
 
     again               the same messages once more
     fork                other messages after an earlier reply
@@ -16,12 +17,12 @@ tokens. Anything else begins a branch, rendered anew from the last message that 
     compaction          a long history was replaced by a shorter one
     subagent            a conversation with other instructions
     tools_changed       the same messages with other tools
-    ambiguous           two replies have this text in different tokens: the bridge does not guess which one is meant
+    ambiguous           two replies have this text in different tokens: unknown which one the client means
     drift               the template cannot continue the known tokens with the new messages
 
-The tail is rendered by the model's own chat template after a placeholder for the known reply. It is refused unless the
-template renders the placeholder alike with and without the tail, and unless the tokens of the tail spell exactly the
-tail.
+The tail is rendered by the model's own chat template, after a placeholder for the known reply. The bridge uses it only
+if the template renders the placeholder in the same way with and without the tail, and if the tokens of the tail spell
+its text exactly.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ History = tuple[Message, ...]
 
 
 class ChatTemplate(Protocol):
-    """Tokenizer interface for conversations (implemented by `model.hf.tokenizer.Tokenizer`)."""
+    """Interface of a tokenizer with a chat template (implemented by `model.hf.tokenizer.Tokenizer`)."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
@@ -54,8 +55,9 @@ class ChatTemplate(Protocol):
         ...
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, opening: bool, **arguments: Any) -> str:
-        """Render a conversation; `opening` adds the beginning of a reply. Texts of the messages never become special
-        tokens.
+        """Render a conversation to a text for `encode_rendered`. Texts of the messages never become special tokens.
+
+        `opening`: add the beginning of an assistant's reply. `arguments`: of the chat template.
 
         Raises:
             DataError: the template refuses the messages.
@@ -71,7 +73,8 @@ class ChatTemplate(Protocol):
         ...
 
     def read_rendered(self, text: str) -> str:
-        """A text from `render_chat` without the marks that keep special tokens in messages apart."""
+        """Return a text from `render_chat` without the marks by which `encode_rendered` recognises texts of
+        messages."""
         ...
 
     @property
@@ -85,7 +88,7 @@ class ChatTemplate(Protocol):
         ...
 
     def encode(self, text: str, /) -> Tokens:
-        """Encode a plain prompt.
+        """Encode a plain text.
 
         Raises:
             DataError: the text holds characters that the tokenizer does not know.
@@ -93,7 +96,7 @@ class ChatTemplate(Protocol):
         ...
 
     def decode(self, ids: Sequence[int], /) -> str:
-        """Text of tokens, special ones left out."""
+        """Decode tokens to text, without special tokens."""
         ...
 
     def text_of(self, token: int, /) -> str | None:
@@ -101,15 +104,20 @@ class ChatTemplate(Protocol):
         ...
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Text of tokens, special ones included."""
+        """Decode tokens to text, with special tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class NextPrompt:
-    """Prompt of a turn, the cause of the branch that begins with it ("" if none does), and how the history matched.
+    """The prompt of a turn.
 
-    `history` has the replies as they were sampled; it begins with the messages of the turn `behind`, if there is one.
+    Attributes:
+        tokens: token ids of the whole prompt.
+        cause: why a branch begins with this prompt; "": none begins.
+        history: the messages, with replies as they were sampled.
+        behind: completed turn that the prompt continues; None: it continues none.
+        match: how well the history of the request matched that of `behind`.
     """
 
     tokens: Tokens
@@ -122,8 +130,8 @@ class NextPrompt:
 
 @dataclass(frozen=True)
 class CompletedTurn:
-    """A turn with its reply, which later prompts can continue. `live` is false for a turn of an earlier process that no
-    client has requested since: a request that differs from it begins no branch."""
+    """A turn with its reply, which later prompts can continue. `live`: False for a turn of an earlier process that no
+    client has requested again; a request that differs from such a turn begins no branch."""
 
     id: str
     history: History  # the last message is the reply
@@ -133,7 +141,7 @@ class CompletedTurn:
 
 
 class Bridge:
-    """The completed turns of one session.
+    """Makes the prompts of one session from its completed turns.
 
     Example::
 
@@ -152,10 +160,10 @@ class Bridge:
         self._started: dict[tuple[History, bytes], NextPrompt] = {}
 
     def next(self, history: History, tools: tuple[Tool, ...]) -> NextPrompt:
-        """Make the prompt for the next reply.
+        """Make the prompt for the reply to `history`, the messages of a request.
 
         Raises:
-            DataError: the template refuses the messages, or the tokenizer a character.
+            DataError: the template refuses the messages, or the tokenizer does not know a character.
         """
         if (known := self._started.get((history, msgspec.json.encode(tools)))) is not None:
             return dataclasses.replace(known, cause="again")
@@ -172,21 +180,22 @@ class Bridge:
         return NextPrompt(tokens, cause, history, tools, longest, how)
 
     def begin(self, history: History, prompt: NextPrompt) -> None:
-        """Note that a turn began with `history`: the same messages later have the cause ``again``."""
+        """Note that a turn begins with `prompt`, made from `history`. A later request with the same messages gets the
+        same prompt, with the cause ``again``."""
         self._started.setdefault((history, msgspec.json.encode(prompt.tools)), prompt)
 
     def add(self, turn: CompletedTurn) -> None:
-        """Add a completed turn, in place of the one with its id."""
+        """Add a completed turn; it replaces one with the same id."""
         others = [known for known in self._turns if known.id != turn.id]
         self._turns = sorted((*others, turn), key=lambda known: -len(known.history))
 
     def turn(self, id: str) -> CompletedTurn | None:
-        """The completed turn with this id."""
+        """Return the completed turn with this id, or None."""
         return next((known for known in self._turns if known.id == id), None)
 
     def _longest(self, history: History, tools: tuple[Tool, ...]) -> tuple[CompletedTurn | None, bool]:
-        """Longest completed turn that `history` continues, and whether another turn has the same messages in other
-        tokens."""
+        """Find the longest completed turn that `history` continues; also returns whether another turn has the same
+        messages in other tokens."""
         found: list[CompletedTurn] = []
         for turn in self._turns:
             size = len(turn.history)
@@ -198,7 +207,8 @@ class Bridge:
         return (known[0] if known else None), len({turn.tokens for turn in known}) > 1
 
     def _cause(self, history: History, tools: tuple[Tool, ...], found: CompletedTurn | None) -> str:
-        """Cause of a branch; "" if none begins."""
+        """Return the cause of the branch that `history` begins; "" if none begins. `found`: the completed turn that it
+        continues."""
         size = 0 if found is None else len(found.history)
         longer = [turn for turn in self._turns if turn.live and len(turn.history) > size]
         if not longer:
@@ -206,7 +216,7 @@ class Bridge:
         nearest = max(longer, key=lambda turn: shared(turn.history, history))
         at = shared(nearest.history, history)
         if at < size:
-            return ""  # the longer ones are of another conversation
+            return ""  # the longer turns belong to another conversation
         if nearest.tools != tools and at == min(len(nearest.history), len(history)):
             return "tools_changed"
         if at == size > 0 and (at == len(history) or history[at].role != "assistant"):
@@ -215,7 +225,8 @@ class Bridge:
 
 
 class Renderer:
-    """Renders conversations by a chat template; describes tools in words if the template does not know them."""
+    """Renders conversations by a chat template. If the template has no tools, they are described in the system
+    message."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -223,10 +234,10 @@ class Renderer:
         self._knows_tools = "tools" in template.chat_template
 
     def whole(self, history: Sequence[Message], tools: Sequence[Tool]) -> Tokens:
-        """Tokens of a conversation up to the beginning of the reply.
+        """Render and encode a whole conversation, up to the beginning of the next reply.
 
         Raises:
-            DataError: the template refuses the messages, or the tokenizer a character.
+            DataError: the template refuses the messages, or the tokenizer does not know a character.
         """
         written = self._written(history)
         if tools and not self._knows_tools:
@@ -235,9 +246,18 @@ class Renderer:
         return self._template.encode_rendered(self._render(written, tools, opening=True))
 
     def tail(self, reply: Message, known: Tokens, new: Sequence[Message], tools: Sequence[Tool]) -> Tokens | None:
-        """Tokens of `new` messages after the `known` ones, which end with `reply`; None if it cannot be proven that the
-        template would continue so."""
-        mark = f"(the known reply, {secrets.token_hex(8)})"  # no message holds it
+        """Render and encode the messages that follow a known reply.
+
+        Args:
+            reply: the known reply.
+            known: tokens of the conversation up to the reply's last sampled token.
+            new: messages after the reply.
+
+        Returns:
+            Tokens to append to `known`, up to the beginning of the next reply; None if it is not certain that the
+            template would continue the known tokens so.
+        """
+        mark = f"(the known reply, {secrets.token_hex(8)})"  # random, so that no message has it
         marked = msgspec.structs.replace(reply, text=mark, reasoning="")
         dummy = [Message("user", "?"), marked]
         try:
@@ -254,7 +274,8 @@ class Renderer:
         return tokens if self._template.spell(tokens) == self._template.read_rendered(text) else None
 
     def _closing(self, behind: str, known: Tokens) -> str | None:
-        """Text of the template between the last known token and the next message."""
+        """Return the template's text between the last known token and the next message; None if it is not known.
+        `behind`: text of the template after a reply."""
         ends = [self._template.spell((end,)) for end in self._template.eos_token_ids]
         if known and known[-1] in self._template.eos_token_ids:
             end = self._template.spell(known[-1:])
@@ -267,7 +288,7 @@ class Renderer:
         return self._template.render_chat(written, opening=opening, **offered)
 
     def _written(self, history: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages in the form that the template takes."""
+        """Convert messages to dicts for the template; tool calls and results become text if it has no tools."""
         if self._knows_tools:
             return [_native(message) for message in history]
         written: list[dict[str, Any]] = []
@@ -313,7 +334,7 @@ def _worst(known: History, history: History) -> Match:
 
 
 def _difference(known: History, history: History, at: int) -> str:
-    """Cause of a branch whose history departs from a known one at message `at`."""
+    """Return the cause of a branch whose history first differs from a known one at message `at`."""
     if at == len(history) or not any(message.role != "system" for message in known[:at]):
         replies = sum(message.role == "assistant" for message in known)
         return "compaction" if at and replies > 1 and len(history) < len(known) else "subagent"

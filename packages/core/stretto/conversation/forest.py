@@ -1,11 +1,11 @@
-"""The segments of one trajectory as a forest (a tree for each beginning), and its paths, the training samples.
+"""The segments of one trajectory as a forest, and its paths, which are the training samples.
 
     prompt ─► given ─► sampled ─┬─► given ─► sampled          two turns that follow each other
                                 └─► given ─► sampled          a branch: the history was rewritten
-    (nothing) ─► given ─► sampled                             an own beginning: a subagent with other instructions
+    (nothing) ─► given ─► sampled                             another root: a subagent with other instructions
 
-A path leads from a root to a leaf and is one training sample. Segments shared by several paths are in each of them, so
-that every token has its context; a sampled token is trained only in the first path.
+A path leads from a root to a leaf and is one training sample. A segment that several paths share is in each of them, as
+context of the later tokens; but its sampled tokens are trained on only in the first of these paths.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ class Path:
     Example: the second path of the drawing above: ``Path(behind_prompt=True, segments=(0, 1, 4, 5), trained=(5,))``
     """
 
-    behind_prompt: bool  # else it begins with its first segment
-    segments: tuple[int, ...]  # places, from the root to the leaf
-    trained: tuple[int, ...]  # places of the sampled segments that no earlier path trains
+    behind_prompt: bool  # whether it begins with the prompt; else with its first segment
+    segments: tuple[int, ...]  # indices, from the root to the leaf
+    trained: tuple[int, ...]  # indices of the sampled segments that no earlier path trains
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """Position of a prompt in a forest: its `parent` (index of a segment, PROMPT or NOTHING), and the tokens that are
-    new."""
+    """Position of a turn's prompt in a forest. `parent`: index of the segment that ends the known part, or PROMPT or
+    NOTHING; `tail`: tokens of the prompt after that part."""
 
     parent: int
     tail: Tokens
 
 
 def parent_of(segments: Sequence[Segment], place: int) -> int:
-    """Index of the preceding segment, or PROMPT, or NOTHING."""
+    """Return the index of the segment that precedes segment `place` on its path; PROMPT or NOTHING at a root."""
     found = segments[place].parent
-    return place - 1 if found is None else found  # that of the first is PROMPT
+    return place - 1 if found is None else found  # place 0: PROMPT
 
 
 def way_to(segments: Sequence[Segment], place: int) -> tuple[bool, tuple[int, ...]]:
-    """Path to the segment `place`: whether the prompt is its root, and the indices of its segments."""
+    """Return the path to segment `place`: whether it begins with the prompt, and the indices of its segments from the
+    root on."""
     found: list[int] = []
     while place >= 0:
         found.append(place)
@@ -55,9 +56,10 @@ def way_to(segments: Sequence[Segment], place: int) -> tuple[bool, tuple[int, ..
 
 
 def paths(segments: Sequence[Segment]) -> list[Path]:
-    """Paths of a trajectory, one for each leaf, in order. Leaves without new sampled tokens make no path.
+    """List the paths of a trajectory: one for each leaf, in order of the leaves. A leaf makes no path if earlier paths
+    have all sampled segments on the way to it.
 
-    A linear trajectory has one path with all segments.
+    A trajectory without branches has one path.
     """
     done, found = set[int](), list[Path]()
     for behind_prompt, places in _ways(segments):
@@ -69,15 +71,15 @@ def paths(segments: Sequence[Segment]) -> list[Path]:
 
 
 def _ways(segments: Sequence[Segment]) -> list[tuple[bool, tuple[int, ...]]]:
-    """Path to each leaf, in the form of `way_to`."""
-    if all(segment.parent is None for segment in segments):  # most are linear, and nothing is to be looked up
+    """Return the path to each leaf, in the form of `way_to`."""
+    if all(segment.parent is None for segment in segments):  # the usual case: no branches
         return [(True, tuple(range(len(segments))))]
     parents = {parent_of(segments, place) for place in range(len(segments))}
     return [way_to(segments, leaf) for leaf in range(len(segments)) if leaf not in parents]
 
 
 class Forest:
-    """Append-only forest of the segments of one trajectory; a sampled segment may still grow."""
+    """The segments of one trajectory, in order of their beginning; segments are only appended. `prompt`: token ids."""
 
     def __init__(self, prompt: Tokens, segments: Iterable[Segment] = ()) -> None:
         self.prompt = prompt
@@ -95,18 +97,18 @@ class Forest:
         return place
 
     def children(self, place: int) -> list[int]:
-        """Indices of the segments that follow this one directly, in order."""
+        """Indices of the segments whose parent is segment `place` (or PROMPT or NOTHING), in order."""
         return list(self._children.get(place, ()))
 
     def tokens(self, place: int) -> Tokens:
-        """All tokens from the root to the end of the segment."""
+        """Return all tokens on the path to segment `place`, the segment's own included."""
         behind_prompt, places = way_to(self.segments, place)
         start = self.prompt if behind_prompt else ()
         return sum((self.segments[at].token_ids for at in places), start=start)
 
     def find(self, tokens: Tokens) -> Attachment:
-        """Find the position of `tokens`: after the deepest finished segment whose path is a prefix of them. Of equal
-        segments the first is taken, so that given segments are shared by all turns."""
+        """Find the position of a turn's prompt: after the deepest finished segment whose path is a prefix of `tokens`.
+        Among equal segments the first is taken, so that turns share given segments."""
         starts = [(NOTHING, 0)]
         if self.prompt and tokens[: len(self.prompt)] == self.prompt:
             starts.append((PROMPT, len(self.prompt)))

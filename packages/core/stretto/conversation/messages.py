@@ -1,14 +1,12 @@
-"""Messages of a conversation, independent of any client's dialect; every dialect is read into them and written from
-them.
+"""Messages, tools and requests of a conversation. They are independent of a client's dialect: each dialect is converted
+to them and back.
 
     chat completions ─┐                                          ┌─ chat completions
     responses        ─┼─► ChatRequest ─► tokens ─► SampledTurn ──┼─ responses
     Anthropic's      ─┘   (messages, tools, how to sample)       └─ Anthropic's
 
-Two histories are compared message by message: by texts, reasoning and calls, not by how a client spells them.
-
-Recorded sessions hold these records as JSON, and find the reply to a request by a digest of it. So fields must keep
-their names, and a new field must be `UNSET` where earlier requests did not have it.
+Recorded sessions store these records as JSON, and find the reply to a request by the digest of its JSON. So fields must
+keep their names, and a new field must default to `UNSET`, so that the JSON of earlier requests does not change.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 class ToolCall(Record, frozen=True):
-    """A call of a tool by the assistant. `arguments` is the text of a JSON object, as the model wrote it.
+    """A call of a tool by the assistant. `arguments`: text of a JSON object, exactly as the model wrote it.
 
     Example: ``ToolCall(id="call_0", name="add", arguments='{"a": 1,  "b": 2}')``
     """
@@ -37,8 +35,8 @@ class ToolCall(Record, frozen=True):
 
 
 class Message(Record, frozen=True):
-    """One message. `reasoning` and `calls` belong to the assistant only; `call_id` belongs to a tool and names the call
-    whose result `text` is.
+    """One message. Only the assistant has `reasoning` and `calls`. Only a tool has `call_id`: id of the call whose
+    result is `text`.
 
     Example: ``Message("assistant", "", reasoning="small numbers", calls=(ToolCall(...),))``
     """
@@ -61,7 +59,7 @@ class Tool(Record, frozen=True):
 
     @property
     def function(self) -> dict[str, Any]:
-        """The tool as chat templates take it."""
+        """The tool as a dict for chat templates."""
         told = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": told}
 
@@ -78,8 +76,8 @@ class SamplingOptions(Record, frozen=True):
     stop: tuple[str, ...] = ()
     tool_choice: str = "auto"  # or "none", "required", or the name of a tool
     parallel_calls: bool = True
-    json: bool = False  # the text has to be a JSON object
-    schema: Mapping[str, Any] | None = None  # of that object
+    json: bool = False  # the text must be a JSON object
+    schema: Mapping[str, Any] | None = None  # JSON schema of that object
     logprobs: int | None = None  # number of top log-probabilities for each token; None: no log-probabilities
 
 
@@ -87,10 +85,11 @@ class ChatRequest(Record, frozen=True):
     """One HTTP request for the next message of a conversation.
 
     Attributes:
-        previous: id of the reply that `messages` follow; empty if they are the whole conversation.
+        messages: the whole conversation, or, with `previous`, the messages after that reply.
+        previous: id of the reply that `messages` follow; "": none.
         dialect_fields: data that the dialect needs to write the reply.
         n: number of completions, if the client wants several.
-        limit: the client's own name for `max_tokens`, if it differs.
+        limit: the dialect's own name for `max_tokens`, if it differs; for messages.
     """
 
     model: str
@@ -105,8 +104,8 @@ class ChatRequest(Record, frozen=True):
 
 
 class SampledToken(Record, frozen=True):
-    """A sampled token as text. `likeliest`: top tokens at its position; `offset`: start of its text in that of the
-    completion. Both are set only if a dialect shows them."""
+    """A sampled token as text. `likeliest`: (text, log-probability) of the most likely tokens at its position.
+    `offset`: where its text begins in the text of the completion. Both are set only if the dialect shows them."""
 
     text: str
     logprob: float
@@ -115,7 +114,7 @@ class SampledToken(Record, frozen=True):
 
 
 class SampledTurn(Record, frozen=True):
-    """One sampled message. `stop` is the stop text that ended it, which is not part of the message."""
+    """One sampled message. `stop`: the stop text that ended it, which is not part of the message; "": none."""
 
     id: str  # letters and digits; equal when the turn is replayed
     created: int  # seconds since 1970
@@ -126,7 +125,7 @@ class SampledTurn(Record, frozen=True):
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     reasoning_tokens: int = 0
-    tokens: tuple[SampledToken, ...] = ()  # if the request wants log-probabilities
+    tokens: tuple[SampledToken, ...] = ()  # empty unless the request wants log-probabilities
 
 
 class Match(enum.Enum):
@@ -140,7 +139,7 @@ class Match(enum.Enum):
 def compare(one: Message, other: Message) -> Match:
     """Compare a sampled message with the one that a client sends back.
 
-    Ids of calls and names of authors count. A message without its reasoning is a different one.
+    All fields count, also ids of calls and names of authors. A message without its reasoning is DIFFERENT.
     """
     if one == other:
         return Match.EQUAL
@@ -159,7 +158,7 @@ def compare(one: Message, other: Message) -> Match:
 
 
 def shared(one: Sequence[Message], other: Sequence[Message]) -> int:
-    """Length of the common beginning of two histories, with arguments of calls compared as JSON."""
+    """Count the equal messages at the beginning of two histories; arguments of calls are compared as JSON."""
     alike = (compare(*pair) is not Match.DIFFERENT for pair in zip(one, other, strict=False))
     return next((place for place, same in enumerate(alike) if not same), min(len(one), len(other)))
 

@@ -1,14 +1,13 @@
-"""Session: makes one trajectory durably. Turns and calls are recorded; a program that is started again is answered from
-the record until it deviates from it.
+"""The session: makes one trajectory, and records its turns and calls so that they survive a crash.
 
     turn(prompt) ─► find its position ─► recorded ─► returned, or continued after its last token
                                       └─► new      ─► sampled, and recorded meanwhile
     call(asked)  ─► recorded ─► its reply
                 └─► new      ─► begin recorded, run, end recorded
 
-So after a crash, the workflow or the agent's program is simply started again from its beginning. Records are found by
-content: the tokens of a prompt, or the bytes of a call. Each record is used once: equal prompts of parallel turns take
-the recorded turns in order, whichever asks first.
+After a crash, the workflow or the agent's program is started again from its beginning. Its turns and calls are answered
+from the record until it makes one that is not recorded. Records are found by content: the tokens of a prompt, or the
+bytes of a call. Each record is used once. If parallel turns have equal prompts, each takes the next recorded turn.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from stretto.core.engine import Generate
 from stretto.core.errors import CallInterrupted, EngineLost, StoreError
 from stretto.core.records import PROMPT, GenerateRequest, Sampling, Segment, derive_seed
 
-_ONCE = b"once "  # before what is asked of a call on record that is not repeatable
+_ONCE = b"once "  # prefix of the recorded request of a call that is not repeatable
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A completion in a session, at its place in the forest.
+    """A sampled completion in a session. `node`: index of its segment in the forest.
 
     Example: ``Turn(node=2, segment=Segment.of(token_ids=(4, 4, 2), ..., stop_reason=StopReason.STOP, parent=1))``
     """
@@ -42,10 +41,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """A turn to sample: the segment `node` after `prompt`.
+    """A turn to sample: segment `node` of the forest, after `prompt`.
 
-    `prefix`: tokens of it that are sampled already, with parent and cause; mostly no tokens. `least`: newest version
-    that sampled any token of the prompt, since versions never fall along a path.
+    `prefix`: the tokens of the segment that are sampled already (usually none), with its parent and cause. `least`:
+    oldest version that may sample it: the newest version on its path, since versions never fall along a path.
     """
 
     node: int
@@ -56,14 +55,14 @@ class TurnRequest:
     least: int = 0
 
 
-#: Samples turns, and records their tokens under their nodes, as `loop.engines.in_flight` does. Returns the whole
-#: segment, including the tokens of `TurnRequest.prefix`, with its parent and cause: an interrupted turn continues after
-#: its recorded tokens. Raises EngineLost, RefusedRequest or DeadlineExceeded.
+#: Samples one turn and records its tokens, as `loop.engines.in_flight` does. Returns the whole segment: the tokens of
+#: `TurnRequest.prefix`, then the new ones, with parent and cause. Raises EngineLost, RefusedRequest or
+#: DeadlineExceeded.
 Sampler = Callable[[TurnRequest], Awaitable[Segment]]
 
 
 class RecordedCall(Protocol):
-    """A recorded call; `reply` is None if it had not ended."""
+    """A recorded call. `asked`: encoded request; `reply`: encoded reply, None if none is recorded."""
 
     @property
     def number(self) -> int: ...
@@ -74,21 +73,22 @@ class RecordedCall(Protocol):
 
 
 class SessionRecord(Protocol):
-    """Storage of a session's turns and calls (Protocol)."""
+    """Storage of one session's turns and calls (Protocol)."""
 
     def journal(self, node: int, piece: Segment) -> None:
-        """Append `piece` to the recorded tokens of segment `node`. The first piece also sets its parent and cause."""
+        """Append the tokens of `piece` to segment `node`. The first piece also sets the segment's parent and cause."""
 
     def begin_call(self, number: int, asked: bytes, durable: bool) -> None:
-        """Record that call `number` begins; if `durable`, the record is on disk on return."""
+        """Record that call `number` begins, with its encoded request. If `durable`, the record is in the file on
+        return, and so will be the record of its end."""
 
     def end_call(self, number: int, reply: bytes) -> None:
-        """Record the reply of a call."""
+        """Record the encoded reply of call `number`."""
 
 
 @dataclass
 class CallInMemory:
-    """A call in memory (satisfies `RecordedCall`)."""
+    """A call of a session (satisfies `RecordedCall`)."""
 
     number: int
     asked: bytes
@@ -96,7 +96,7 @@ class CallInMemory:
 
 
 class Session:
-    """One trajectory in the making, with its turns and calls.
+    """Makes one trajectory: samples its turns, and runs its calls.
 
     Example::
 
@@ -108,8 +108,8 @@ class Session:
         segments = session.segments()
 
     Attributes:
-        id: that of its trajectory, or another name.
-        forest: all given and sampled segments, abandoned turns included.
+        id: trajectory id, or another name.
+        forest: all given and sampled segments, including turns that broke off.
     """
 
     def __init__(
@@ -122,42 +122,53 @@ class Session:
         segments: Sequence[Segment] = (),
         calls: Iterable[RecordedCall] = (),
     ) -> None:
-        """`segments`, by node, and `calls` were recorded by an earlier process. A segment without tokens is a turn that
-        had none yet."""
+        """Open a session.
+
+        Args:
+            prompt: token ids of the trajectory's prompt.
+            seed: seed of the trajectory, from which the seed of each turn is derived.
+            sampler: samples a turn and records its tokens.
+            record: stores given segments, and calls.
+            segments: recorded by an earlier process, by index. A segment without tokens is a turn without any yet.
+            calls: recorded by an earlier process.
+        """
         own = [msgspec.structs.replace(one, parent=parent_of(segments, at)) for at, one in enumerate(segments)]
         self.id, self.forest = id, Forest(prompt, own)
         self._seed, self._sampler, self._record = seed, sampler, record
         self._calls = [CallInMemory(call.number, call.asked, call.reply) for call in calls]
         self._claimed = set[int]()
-        self._seeds: dict[int, int] = {}  # of turns, by node
-        self._asked: Counter[Tokens] = Counter()
-        self._broken: dict[int, Sampling] = {}  # how turns were asked for that broke off in this process, by node
-        self._turns: dict[Tokens, deque[int]] = {}  # recorded ones that have answered nobody, by their prompts
+        self._seeds: dict[int, int] = {}  # node: seed of the turn
+        self._asked: Counter[Tokens] = Counter()  # number of turns that began with each prompt
+        self._broken: dict[int, Sampling] = {}  # node of a turn that broke off in this process: its sampling settings
+        self._turns: dict[Tokens, deque[int]] = {}  # prompt: nodes of recorded turns that were not returned yet
         for node, segment in enumerate(own):
             if segment.sampled or not segment.length:
                 prompt = self._before(node)
                 self._seed_of(node, prompt)
                 self._turns.setdefault(prompt, deque()).append(node)
-        self._replies: dict[bytes, deque[CallInMemory]] = {}  # as `_turns`, of calls
+        self._replies: dict[bytes, deque[CallInMemory]] = {}  # request: recorded calls that were not returned yet
         for call in self._calls:
             self._replies.setdefault(call.asked, deque()).append(call)
 
     def again(self) -> Session:
-        """A session for a program that starts again; this one must have no turn or call in progress."""
+        """Return a new session of the same trajectory, for a program that starts again. No turn or call may be in
+        progress in this session."""
         forest = self.forest
         found = Session(self.id, forest.prompt, self._seed, self._sampler, self._record, forest.segments, self._calls)
         found._broken.update(self._broken)
         return found
 
     async def turn(self, prompt: Tokens, sampling: Sampling, cause: str = "") -> Turn:
-        """Sample one turn after `prompt` (token ids of the whole history), or return the recorded one. `cause`: why a
-        branch begins here, if the prompt makes one.
+        """Sample one turn after `prompt` (token ids of the whole history), or return a recorded one with this prompt.
 
-        An interrupted turn stays recorded, and the next turn after an equal prompt continues it, unless that one has a
-        smaller limit, other stop texts, or another grammar.
+        A turn that breaks off stays recorded. The next call with an equal prompt continues it, unless that call has a
+        smaller `max_tokens`, other stop texts, or another grammar.
+
+        Args:
+            cause: why a branch begins with this prompt; "": none begins.
 
         Raises:
-            EngineLost, RefusedRequest, DeadlineExceeded: as its sampler.
+            EngineLost, RefusedRequest, DeadlineExceeded: as the session's sampler.
         """
         node = self._recorded(prompt, sampling)
         if node is None:
@@ -178,14 +189,14 @@ class Session:
 
     @property
     def calls(self) -> Sequence[RecordedCall]:
-        """All calls in the order of their begin."""
+        """All calls of the session, in the order in which they began."""
         return self._calls
 
     def claim(self, node: int) -> Turn:
-        """The recorded turn `node`, which a recorded call has returned already.
+        """Return the recorded turn `node`, which a recorded call refers to, and count it as returned.
 
         Raises:
-            StoreError: it is not recorded, or has not ended.
+            StoreError: the turn is not recorded, or has not ended.
         """
         segments = self.forest.segments
         if node >= len(segments) or segments[node].stop_reason is None:
@@ -195,15 +206,14 @@ class Session:
         return Turn(node, segments[node])
 
     def pass_over(self, node: int) -> None:
-        """Exclude the recorded turn `node` from answers of `turn`: a recorded call holds it, and may still be
-        requested."""
+        """Do not return the recorded turn `node` from `turn`: a recorded call refers to it, and may still claim it."""
         waiting = self._turns.get(self._before(node))
         if waiting and node in waiting:
             waiting.remove(node)
 
     def prefer(self, asked: bytes, own: Callable[[bytes], bool]) -> None:
-        """Let the next `call` with the request `asked` take the first recorded reply for which `own` is true, if there
-        is one."""
+        """Let the next `call` with the request `asked` return the first recorded reply for which `own` returns True, if
+        there is one. `own`: takes an encoded reply."""
         waiting = self._replies.get(asked, deque())
         if call := next((call for call in waiting if call.reply is not None and own(call.reply)), None):
             waiting.remove(call)
@@ -212,18 +222,20 @@ class Session:
     async def call(
         self, asked: bytes, run: Callable[[], Awaitable[bytes]], *, repeatable: bool, durable: bool = False
     ) -> bytes:
-        """Reply to the request `asked`: recorded, or the result of `run`.
+        """Return the reply to the request `asked`: the recorded one, or else the result of `run`, which is recorded.
 
-        Exceptions of `run` are raised and not recorded; failures that the program handles belong into the reply.
+        Exceptions of `run` are raised and not recorded. Failures that the program handles belong into the reply.
 
         Args:
-            repeatable: `run` may be called again if a crash interrupts it; otherwise begin and end are on disk before
-                `run` starts and before this returns.
-            durable: the same guarantee for a repeatable call.
+            asked: encoded request, by which a recorded reply is found.
+            run: makes the call; returns the encoded reply.
+            repeatable: `run` may be called again after a crash. If False, the begin of the call is flushed to the
+                ledger before `run` starts, and its end before this returns.
+            durable: flush begin and end of a repeatable call too.
 
         Raises:
-            CallInterrupted: it began in an earlier process, may have had its effect, and is not repeatable; or
-                `check_calls` raises.
+            CallInterrupted: the call is not repeatable, and an earlier process began it without recording a reply: it
+                may have had its effect. Also as `check_calls`.
         """
         kept = asked if repeatable else _ONCE + asked
         known = self._replies.get(kept) or self._replies.get(asked)
@@ -243,11 +255,11 @@ class Session:
         return call.reply
 
     def check_calls(self) -> None:
-        """Check for interrupted calls that the program has not requested again.
+        """Check that no interrupted call is left which the program has not requested again.
 
         Raises:
-            CallInterrupted: an earlier process began a call that is not repeatable and has no reply, and it was not
-                requested again: the program might repeat its effect in another form.
+            CallInterrupted: an earlier process began a call that is not repeatable, without recording a reply. The
+                program might now repeat its effect by another call.
         """
         for waiting in self._replies.values():
             for call in waiting:
@@ -256,12 +268,15 @@ class Session:
 
     @property
     def returned(self) -> list[int]:
-        """Nodes of the returned turns, in order."""
+        """Nodes of the turns that were returned to the program, in order."""
         return sorted(node for node in self._claimed if self.forest.segments[node].stop_reason is not None)
 
     def segments(self, rewards: Mapping[int, float] | None = None) -> tuple[Segment, ...]:
-        """Forest of the trajectory: the returned turns and their histories. `rewards` are those of turns, by node.
-        Interrupted turns, and turns that only an earlier process requested, are left out."""
+        """Return the segments of the trajectory: the turns that were returned to the program, and all segments on the
+        paths to them. Turns that broke off, or that only an earlier process requested, are left out.
+
+        `rewards`: rewards of single turns, by node.
+        """
         kept = set[int]()
         for node in self.returned:
             kept.update(way_to(self.forest.segments, node)[1])
@@ -277,15 +292,16 @@ class Session:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens of all finished turns, also of those outside of the trajectory."""
+        """Number of tokens of all finished turns, including turns that are not part of the trajectory."""
         return sum(one.length for one in self.forest.segments if one.stop_reason is not None)
 
     def _recorded(self, prompt: Tokens, sampling: Sampling) -> int | None:
-        """First unused recorded turn after `prompt` that fits; it is then marked as used."""
+        """Take the first recorded turn after `prompt` that was not returned yet and fits `sampling`; returns its node,
+        or None."""
         waiting = self._turns.get(prompt, deque())
         for node in waiting:
             segment, before = self.forest.segments[node], self._broken.get(node)
-            # The sampler alone knows the tokens of a turn that broke off in this process: fewer than it might have had.
+            # Only the sampler knows how many tokens a turn has that broke off in this process: at most its max_tokens.
             least = before.max_tokens if before else segment.length + 1
             alike = before is None or (before.stop, before.grammar) == (sampling.stop, sampling.grammar)
             if segment.stop_reason is not None or (least <= sampling.max_tokens and alike):
@@ -302,13 +318,14 @@ class Session:
         return max((stamps[-1][0] for at in places if (stamps := self.forest.segments[at].stamps)), default=0)
 
     def _seed_of(self, node: int, prompt: Tokens) -> None:
-        """Derive the seed of a turn from its prompt and the number of earlier requests with it, so that parallel turns
-        may begin in any order."""
+        """Set the seed of turn `node`, derived from its prompt and the number of earlier turns with this prompt. So it
+        does not depend on the order in which parallel turns begin."""
         self._seeds[node] = derive_seed(self._seed, self._asked[prompt], *prompt)
         self._asked[prompt] += 1
 
     def _begin(self, prompt: Tokens, cause: str) -> int:
-        """Create a node after the prompt; new tokens of the prompt become a given segment."""
+        """Append an empty segment for a turn after `prompt`; returns its node. Tokens of the prompt that are not in the
+        forest become a given segment before it, with `cause` if a branch begins."""
         place = self.forest.find(prompt)
         parent = place.parent
         if place.tail:
@@ -325,7 +342,7 @@ class Session:
 
 
 class MemoryRecord:
-    """Record of a session in memory only."""
+    """Keeps the record of a session in memory only (satisfies `SessionRecord`)."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[int, Segment]] = []
@@ -345,12 +362,13 @@ class MemoryRecord:
 
     @property
     def segments(self) -> list[Segment]:
-        """Recorded segments, by node."""
+        """The recorded segments, by index."""
         return joined_pieces(self.pieces)
 
 
 def joined_pieces(pieces: Iterable[tuple[int, Segment]]) -> list[Segment]:
-    """Join pieces to segments, ordered by node."""
+    """Join the pieces of segments, given as (segment index, piece). Returns the whole segments in order of the
+    index."""
     found: list[Segment] = []
     for node, piece in pieces:
         if node == len(found):
@@ -362,11 +380,11 @@ def joined_pieces(pieces: Iterable[tuple[int, Segment]]) -> list[Segment]:
 
 @dataclass(frozen=True)
 class WholeTurns:
-    """Sampler for an engine without a run; records a turn only when it has ended.
+    """Samples turns on an engine without a run (satisfies `Sampler`). A turn is recorded only when it has ended.
 
     Attributes:
-        name: prefix of its request ids, followed by the node and a number: a turn may be requested again before the
-            engine has abandoned its first request.
+        name: prefix of the request ids. Node and a running number follow: a turn may be requested again before the
+            engine has aborted the first request.
     """
 
     generate: Generate
@@ -375,7 +393,11 @@ class WholeTurns:
     _number: Iterator[int] = field(default_factory=count)
 
     async def __call__(self, request: TurnRequest) -> Segment:
-        """See `Sampler`."""
+        """Sample one turn and record it.
+
+        Raises:
+            EngineLost: the engine ended the request without a completion.
+        """
         id = f"{self.name}#{request.node}.{next(self._number)}"
         asked = GenerateRequest(id, request.prompt, (request.seed,), request.sampling)
         async for completion in self.generate(asked):

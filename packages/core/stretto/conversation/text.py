@@ -1,15 +1,15 @@
-"""Streaming text of a completion: whole characters only, cut off at the first stop text.
+"""Text of a completion while it is sampled: whole characters only, cut off at the first stop text.
 
-A character may be spread over several tokens, and a decoder may treat the first token of a text differently (it drops
-its leading space). So new tokens are decoded together with a few before them, whose text is then cut off::
+A character may consist of several tokens, and a decoder may treat the first token of a text differently (it drops its
+leading space). So new tokens are decoded together with a few tokens before them, whose text is then cut off::
 
-    tokens     ... | base: already sent      | newer ones
+    tokens     ... | base: already sent      | newer tokens
     decoded        --------------------------              sent
     decoded        --------------------------------------- sent + new text + pending
 
-Bytes at the end that are no complete character are pending. When there are none, the newer tokens become the base, so
-the cost of a token does not grow with the completion. Where the decoder gives a token the same text everywhere, nothing
-is decoded twice.
+Bytes at the end that form no complete character are pending. When no bytes are pending, the newer tokens become the
+base, so the cost of a token does not grow with the completion. If a token's text does not depend on its context,
+nothing is decoded twice.
 
 Stop texts are searched in the text, so they may begin and end inside tokens. A server sends text through a
 `StopFinder`, which holds back a possible beginning of a stop text::
@@ -27,8 +27,8 @@ from typing import Protocol
 NO_CHARACTER = "\ufffd"
 
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
-_MOST_UNDECIDED = 32  # tokens after which bytes are taken for what they are: no text
-_OVERLAP = 16  # tokens of the base then: more bytes than what may still be mended, and what stands before it, can have
+_MOST_UNDECIDED = 32  # number of tokens after which incomplete bytes are given out as replacement characters
+_OVERLAP = 16  # tokens of the base in that case: more than a character that is still incomplete can have
 
 
 class Detokenizer(Protocol):
@@ -42,12 +42,12 @@ class Detokenizer(Protocol):
     def decode(self, ids: Sequence[int], /) -> str: ...
 
     def text_of(self, token: int, /) -> str | None:
-        """Text of a token by itself, if the decoder joins such texts, or their bytes, as they are; else None."""
+        """Return the text of a token if it does not depend on the tokens around it; else None."""
         ...
 
 
 class RunningText:
-    """The text of one completion in pieces that never end inside a character; joined, they are the text of its tokens.
+    """Decodes one completion in pieces that never end inside a character. Joined, the pieces are the whole text.
 
     Example, with a tokenizer of bytes::
 
@@ -57,13 +57,13 @@ class RunningText:
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
-        self._tokens: list[int] = []  # the base, then newer ones
-        self._base = 0  # of these tokens
-        self._sent = 0  # characters of their text
+        self._tokens: list[int] = []  # the base, then newer tokens
+        self._base = 0  # number of tokens of the base
+        self._sent = 0  # number of characters of the decoded text that `push` has returned
         self.pending = ""  #: decoded text that later tokens may still change
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Append tokens; returns the characters that they complete."""
+        """Append tokens; returns the new text up to the last complete character."""
         if len(token_ids) == 1 and not self.pending:
             alone = self._detokenizer.text_of(token_ids[0])
             if alone is not None and NO_CHARACTER not in alone:
@@ -85,7 +85,7 @@ class RunningText:
         return text
 
     def end(self) -> str:
-        """Pending text, once no more tokens come."""
+        """Return the pending text, at the end of the completion."""
         rest, self.pending = self.pending, ""
         return rest
 
@@ -97,10 +97,10 @@ class RunningText:
 
 
 class StopFinder:
-    """Cuts a text off at the first stop text.
+    """Cuts a text, which comes in pieces, off at the first stop text.
 
-    The first is the one that is completed first; among those that end at the same position, the longest. The result
-    does not depend on how the text is cut into pieces.
+    The first stop text is the one that ends first; among those that end at the same position, the longest. The result
+    does not depend on how the text is divided into pieces.
 
     >>> finder = StopFinder(("</s>", "\\n\\n"))
     >>> finder.push("a <"), finder.push("b> <"), finder.push("/s> c"), finder.found
@@ -118,7 +118,8 @@ class StopFinder:
         return bool(self._stops)
 
     def push(self, text: str) -> str:
-        """Append text; returns the text that is certainly not part of a stop text."""
+        """Append a piece of text; returns the text that is certainly before any stop text. Sets `found` at a stop
+        text."""
         if not self._stops:
             return text
         if self.found:
@@ -131,7 +132,7 @@ class StopFinder:
         return self._give_out(len(self._held) - max(_overlap(self._held, stop) for stop in self._stops))
 
     def end(self) -> str:
-        """Text held back, once no more comes."""
+        """Return the text that was held back, at the end of the completion."""
         return self._give_out(len(self._held))
 
     def _give_out(self, ready: int) -> str:
@@ -140,6 +141,6 @@ class StopFinder:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Number of characters at the end of a text that may begin a stop text."""
+    """Count the characters at the end of `text` that may be the beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

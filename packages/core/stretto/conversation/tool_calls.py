@@ -1,11 +1,10 @@
-"""Tool calls as models write them, parsed and rendered; reasoning before an answer.
+"""Parsing and writing tool calls in the syntax of model families, and splitting off reasoning.
 
     hermes    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      Qwen, Hermes, ChatML
     llama     {"name": "add", "parameters": {"a": 1}}; {...}                     Llama 3, with or without <|python_tag|>
     mistral   [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]               and [TOOL_CALLS]add[ARGS]{"a": 1}
 
-Parsing is all or nothing: if one call is malformed, the whole message is text. Arguments keep every byte that the model
-wrote.
+If one call of a message is malformed, the whole message is text. Arguments keep every byte that the model wrote.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from stretto.core.engine import json_rule
 from stretto_verify.thoughts import MARKS, with_opening
 
 NameCall = Callable[[int], str]
-"""The id of the call with this number in its message."""
+"""Returns the id for a call, by its number in the message (from 0)."""
 
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 _BETWEEN = re.compile(r"[; \n]*")
 _MISTRAL, _ARGUMENTS, _PYTHON = "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"
-MOST_CALLS = 16  #: in one message made by a grammar
+MOST_CALLS = 16  #: most calls in one message that is sampled with a grammar
 
 
 class _Written(msgspec.Struct):
@@ -39,7 +38,7 @@ class _Written(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Parsed:
-    """Calls of a message, and the text around them."""
+    """A parsed message: its calls, and the text around them."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -49,7 +48,8 @@ class CallForm(Protocol):
     """Syntax of tool calls in one family of models (Protocol)."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
-        """Parse the calls of a message; without any, or with a malformed one, all of it is text."""
+        """Parse the calls in a message. Without calls, or with a malformed one, the whole message is text. `name`:
+        returns the id for a call."""
         ...
 
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -57,24 +57,27 @@ class CallForm(Protocol):
         ...
 
     def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
-        """Grammar (`Sampling.grammar`) that admits only calls of these tools; `word` writes a text that may be one
-        token. With `parallel` there are up to `MOST_CALLS` calls, otherwise one.
+        """Write a grammar (for `Sampling.grammar`) that admits only calls of these tools.
+
+        Args:
+            word: returns the grammar for a text: a single token, if the text is one token of the vocabulary.
+            parallel: admit up to `MOST_CALLS` calls; otherwise exactly one.
 
         Raises:
-            RefusedRequest: a schema cannot be expressed.
+            RefusedRequest: a tool's schema cannot be expressed.
         """
         ...
 
 
 class HermesForm:
-    """Syntax of Qwen 2.5 and 3, Hermes, and other ChatML models."""
+    """Tool calls of Qwen 2.5 and 3, Hermes, and other ChatML models."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
         """See `CallForm`."""
         written, around, at = list[str](), list[str](), 0
         while (begin := text.find(_CALL, at)) >= 0:
             end = text.find(_CALLED, begin)
-            if end < 0:  # no later one has an end either: to look for it each time would be quadratic
+            if end < 0:  # no later call has an end either, and a search for each would take quadratic time
                 return Parsed(text)
             around.append(text[at:begin])
             written.append(text[begin + len(_CALL) : end])
@@ -97,7 +100,7 @@ class HermesForm:
 
 
 class LlamaForm:
-    """Syntax of Llama 3.1 and later: the whole message is calls."""
+    """Tool calls of Llama 3.1 and later: the whole message consists of calls."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
         """See `CallForm`."""
@@ -116,7 +119,7 @@ class LlamaForm:
 
 
 class MistralForm:
-    """Syntax of Mistral: calls after a control token."""
+    """Tool calls of Mistral: after a control token."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
         """See `CallForm`."""
@@ -143,7 +146,7 @@ class MistralForm:
 
 
 def form_of(chat_template: str) -> CallForm:
-    """Syntax that a chat template renders; that of Hermes if it renders none."""
+    """Return the syntax of tool calls that a chat template renders; Hermes' if it renders none."""
     if _MISTRAL in chat_template:
         return MistralForm()
     if "<tool_call>" not in chat_template and (_PYTHON in chat_template or '"parameters": ' in chat_template):
@@ -152,8 +155,8 @@ def form_of(chat_template: str) -> CallForm:
 
 
 def split_reasoning(text: str, opens: str = "") -> tuple[str, str]:
-    """Split a message into reasoning and the rest. If the prompt ends with the mark `opens`, the text begins inside the
-    reasoning. Without an end mark, all of it is reasoning.
+    """Split a message into (reasoning, rest). `opens`: mark of reasoning with which the prompt ends; then the text
+    begins inside the reasoning. If the reasoning has no end mark, all text is reasoning.
 
     >>> split_reasoning("<think>small</think>3"), split_reasoning("small", "<think>")
     (('small', '3'), ('small', ''))
@@ -172,7 +175,8 @@ def knows_reasoning(chat_template: str) -> bool:
 
 
 def instructions(tools: Sequence[Tool]) -> str:
-    """Description of tools for a model whose template knows none, in the words of Qwen's and Hermes' templates."""
+    """Describe tools in a text for the system message, in the words of Qwen's and Hermes' templates. For models whose
+    template has no tools."""
     listed = "\n".join(json.dumps(tool.function, ensure_ascii=False) for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -185,12 +189,13 @@ def instructions(tools: Sequence[Tool]) -> str:
 
 
 def result(text: str) -> str:
-    """Result of a tool in the form that such a model reads."""
+    """Wrap the result of a tool for a model whose template has no tools."""
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
 def _calls(written: Iterator[str] | Sequence[str], name: NameCall) -> tuple[ToolCall, ...] | None:
-    """Parse calls; None if one is malformed."""
+    """Parse calls, each given as the text of a JSON object; None if one is malformed. `name`: returns the id for a
+    call."""
     found = []
     for number, text in enumerate(written):
         try:
@@ -214,7 +219,7 @@ def _several(rule: str, between: str, parallel: bool) -> str:
 
 
 def _tool_rules(tools: Sequence[Tool], field: str) -> str:
-    """Grammar rules for `tool`: a call of one of these tools, as JSON."""
+    """Write grammar rules for ``tool``: a call of one of these tools, as JSON. `field`: key of the arguments."""
     lines = ["tool: " + " | ".join(f"tool_{at}" for at in range(len(tools)))]
     for at, tool in enumerate(tools):
         opening = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{field}": '
@@ -224,7 +229,8 @@ def _tool_rules(tools: Sequence[Tool], field: str) -> str:
 
 
 def _objects(text: str) -> Iterator[str]:
-    """JSON objects in a text, separated by semicolons; last the rest, if one is malformed."""
+    """Yield the JSON objects in a text, which are separated by semicolons; if one is malformed, the rest of the text
+    last."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
         try:
@@ -241,7 +247,7 @@ def _objects(text: str) -> Iterator[str]:
 
 
 def _listed(text: str) -> Iterator[str]:
-    """Objects of a JSON array, as written; the text itself if it is no array."""
+    """Yield the items of a JSON array as they are written; the text itself if it is no array."""
     try:
         yield from (bytes(raw).decode() for raw in msgspec.json.decode(text, type=list[msgspec.Raw]))
     except (msgspec.DecodeError, UnicodeError, RecursionError):

@@ -25,6 +25,7 @@ Staleness = float
 
 def admits(counted: int, version: int, batch_size: int, max_staleness: Staleness) -> bool:
     """Equation 3: whether another group may start. `counted`: groups started so far that have not dropped out.
+    `version`: policy version that would sample the group.
 
     >>> admits(counted=7, version=0, batch_size=4, max_staleness=1)   # the 8th: floor(7 / 4) = 1 <= 0 + 1
     True
@@ -40,7 +41,7 @@ def due(admitted_version: int, max_staleness: Staleness) -> float:
 
 
 class BoundChange(Record, frozen=True, array_like=True):
-    """A change of a bound by the run itself; it applies to groups admitted afterwards.
+    """A bound that the run has changed itself (set to "auto"); it applies to groups admitted afterwards.
 
     Example: ``BoundChange(step=9, name="max_staleness", before=4, after=2, reason="mismatch 1.2 of its limit (...)")``
     """
@@ -54,7 +55,7 @@ class BoundChange(Record, frozen=True, array_like=True):
 
 
 def loss_tokens(batch: Batch) -> Counter[int]:
-    """Number of loss tokens by staleness: the batch's version minus the token's."""
+    """Number of loss tokens of a batch by staleness (the batch's version minus the version that sampled the token)."""
     found = Counter[int]()
     for group in batch.groups:
         oldest = batch.oldest_of(group.id)

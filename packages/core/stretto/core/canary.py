@@ -13,9 +13,9 @@ in units of rounding: the expected error of the text's log-probabilities in the 
     tolerance  units allowed to this make, dtype and version of the engine (`loop.engines.proving`) · unit
 
 In a mixture of experts rounding may send a token to another expert. That moves the log-probability of this token by far
-more than a unit: in float16 more rarely than in bfloat16, but as far. So in half precision its unit and its limit of
-agreement are `_ROUTED` times those of bfloat16, and the mean of n tokens of the text counts √(n / 64) times: the fewer
-the tokens, the more one of them moves their mean.
+more than a unit: in float16 more rarely than in bfloat16, but as far. So in half precision the unit and the limit
+`AGREEING` of such a model are `_ROUTED` times those of bfloat16. The mean over n tokens of the text is multiplied by
+√(n / 64), because a single token moves the mean of few tokens more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FARTHEST = 1e4
 
 #: Allowed mean difference (nats) of sampled tokens' log-probabilities, by the coarser dtype of engine and trainer.
 AGREEING = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.1}
-_ROUTED = 3.0  # times that and the unit of bfloat16, for a mixture in half precision
+_ROUTED = 3.0  # factor on the limit and the unit of bfloat16, for mixtures of experts in half precision
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of config.json
 
 _ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -53,7 +53,7 @@ def coarser(*dtypes: str) -> str:
 
 
 def routes(config: Mapping[str, Any]) -> bool:
-    """Whether a model of this config.json sends tokens to experts.
+    """Whether a model with this `config.json` is a mixture of experts.
 
     >>> routes({"num_experts": 8}), routes({"text_config": {"num_local_experts": 4}}), routes({"num_experts": None})
     (True, True, False)
@@ -64,8 +64,8 @@ def routes(config: Mapping[str, Any]) -> bool:
 
 
 def agreeing(dtype: str, *, routed: bool) -> float:
-    """Allowed mean difference (nats) of sampled tokens' log-probabilities: in the coarser dtype of engine and trainer,
-    for a model that is `routed`, or not.
+    """Allowed mean difference (nats) of sampled tokens' log-probabilities. `dtype`: the coarser dtype of engine and
+    trainer; `routed`: whether the model is a mixture of experts.
 
     >>> agreeing("bfloat16", routed=False), agreeing("float32", routed=True)
     (0.1, 0.001)
@@ -78,9 +78,9 @@ def _jumps(dtype: str, *, routed: bool) -> bool:
 
 
 class TensorDigest(Record, frozen=True):
-    """xxh3 (64 bits, 16 hex digits) of a tensor's values, row-major, contiguous, little endian, in this dtype
-    (safetensors names: F32, BF16). `sums`: of its bits (`weights.sums`), from a trainer on a GPU; an engine on a GPU
-    compares these, which it computes where its weights lie."""
+    """Checksums of a tensor. `dtype`: its name in safetensors (F32, BF16). `checksum`: xxh3 (64 bits, 16 hex digits) of
+    its values in this dtype, row-major and little endian. `sums`: sums of its bits (`weights.sums`), only from a
+    trainer on a GPU; an engine on a GPU compares the sums, since it can compute them on the GPU."""
 
     dtype: str
     checksum: str
@@ -88,9 +88,10 @@ class TensorDigest(Record, frozen=True):
 
 
 class Canary(Record, frozen=True):
-    """The trainer's scores of the text under one version: log-probabilities (nats, temperature 1) of all tokens but the
-    first. `depth`: layers of the model; `dtype`: the trainer's; `digests`: of each published tensor by name, and of the
-    base weights if adapters are published; `routed`: whether the model sends tokens to experts."""
+    """The trainer's scores of the text `token_ids` under one version. `logprobs`: log-probabilities (nats, temperature
+    1) of all tokens but the first. `depth`: layers of the model; `dtype`: the trainer's. `digests`: digest of each
+    published tensor by name, and of the base weights if adapters are published. `routed`: whether the model is a
+    mixture of experts."""
 
     version: int
     token_ids: tuple[int, ...]
@@ -109,9 +110,9 @@ class Canary(Record, frozen=True):
 
 
 class Challenge(Record, frozen=True):
-    """A canary sent with the order to load its version. The engine samples on only if it is within `tolerance` (nats
-    per token), else it must load again. `sampled`: number of its own tokens, of the version before, to recompute before
-    loading."""
+    """A canary sent with the order to load its version. The engine continues to sample only if its distance is within
+    `tolerance` (nats per token); otherwise it must load again. `sampled`: number of tokens that the engine sampled with
+    the previous version and recomputes before loading."""
 
     canary: Canary
     tolerance: float
@@ -122,17 +123,18 @@ class Challenge(Record, frozen=True):
         return not scores.differing and distance(self.canary, scores) <= self.tolerance
 
 
-#: Version -> the challenge to send with it.
+#: Returns the challenge to send with the order to load a version.
 Ask = Callable[[int], Awaitable[Challenge]]
 
 
 class Scores(Record, frozen=True):
     """An engine's scores of the text, right after loading a version.
 
-    `logprobs`: of all tokens but the first; the last `decoded` were computed one at a time over the KV cache, the
-    others together. `pairs`: of further tokens, sampled by a server such as vLLM: (over the cache, computed together).
-    `differing`: tensors in the engine's memory that are not as published; `compared`: number of tensors compared with
-    digests. `sampled`: of tokens it sampled with the version before: (as reported, recomputed).
+    `logprobs`: log-probabilities of all tokens but the first. The last `decoded` of them were computed one token at a
+    time over the KV cache, the others in one forward pass. `pairs`: two log-probabilities of each further token that a
+    server such as vLLM sampled: computed over the cache, and in one forward pass. `differing`: names of tensors in the
+    engine's memory that differ from the publication; `compared`: number of tensors compared with digests. `sampled`:
+    two log-probabilities of each token that the engine sampled with the previous version: as reported, and recomputed.
     """
 
     logprobs: tuple[float, ...]
@@ -144,7 +146,7 @@ class Scores(Record, frozen=True):
 
 
 def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of tensors in `held` (checksums of an engine's memory) that differ from the published ones.
+    """Names of the tensors whose checksum in `held` (an engine's memory, by name) differs from the published digest.
 
     >>> differing({"a": TensorDigest("F32", "12"), "b": TensorDigest("F32", "34")}, {"a": "12", "b": "35"})
     ('b',)
@@ -153,16 +155,17 @@ def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, str]) -> t
 
 
 class Loaded(Record, frozen=True):
-    """An engine's reply to a load order: the version of its next step, and its scores if a challenge was sent."""
+    """An engine's reply to an order to load: the version that samples its next token, and its scores if a challenge was
+    sent."""
 
     version: int
     scores: Scores | None = None
 
 
 def distance(canary: Canary, scores: Scores) -> float:
-    """Mean absolute difference of log-probabilities, nats: the largest of the tokens computed together, the decoded
-    ones, and the pairs, each times √(its tokens / 64) if the model is routed. `FARTHEST` if a number is missing or not
-    finite.
+    """Mean absolute difference (nats) of an engine's log-probabilities from the expected ones. It is the largest of
+    three means: of tokens computed together, of decoded tokens, and of the pairs. If the model is a mixture of experts,
+    each mean is multiplied by √(number of its tokens / 64). `FARTHEST` if a number is missing or not finite.
 
     >>> canary = Canary(version=1, token_ids=(5, 2, 7), logprobs=(-1.0, -2.0), depth=2)
     >>> distance(canary, Scores(logprobs=(-1.0, -2.5), decoded=1))
@@ -183,8 +186,8 @@ def _gap(one: float, other: float) -> float:
 
 
 class Proof(Record, frozen=True):
-    """Result of an engine's proof of a version. `distance`, `tolerance` and `unit` in nats per token; `evidence`:
-    tensors that differ, among `compared` of the version's `tensors`."""
+    """Result of an engine's proof of a version. `distance`, `tolerance` and `unit` are in nats per token. `evidence`:
+    names of tensors that differ, as text. `compared`: number of tensors compared, of `tensors` in the version."""
 
     engine: str
     make: str  # make and dtype of the engine: "native float32"
@@ -214,13 +217,14 @@ class Agreement(Record, frozen=True):
 
 
 def agreement(engine: str, pairs: Collection[tuple[float, float]]) -> Agreement:
-    """The mean absolute difference of (reported, recomputed) log-probabilities, as a record; `pairs` must not be
-    empty."""
+    """An `Agreement` with the mean absolute difference of `pairs`: (reported, recomputed) log-probabilities, at least
+    one pair."""
     return Agreement(engine, len(pairs), fmean(_gap(*pair) for pair in pairs))
 
 
 class MakeTolerance(Record, frozen=True):
-    """Tolerance of a make in rounding units, from its first proof on, and the measurement that set it."""
+    """Tolerance of a make of engine in rounding units (`allowed`), fixed at its first proof, and the distance that was
+    `measured` then."""
 
     make: str
     measured: float
@@ -228,16 +232,16 @@ class MakeTolerance(Record, frozen=True):
 
 
 class Proven(Record, frozen=True):
-    """Versions proven by an engine, as ranges of consecutive loads."""
+    """Versions that an engine has proven, as (first, last) ranges."""
 
     engine: str
     ranges: tuple[tuple[int, int], ...]
 
 
 class CanaryRecord(Record, frozen=True):
-    """State of the canaries in the ledger: first version with a canary (0, except in runs begun by an older stretto),
-    the text, tolerances by make, proven versions, and each engine's newest and worst proof (largest share of its
-    tolerance)."""
+    """State of the canaries, saved in the ledger. `since`: first version with a canary (0, except in runs begun by an
+    older stretto). `token_ids`: the text. `tolerances`: by make. `proven`: versions by engine. `newest` and `worst`:
+    each engine's newest proof, and its proof with the largest share of its tolerance."""
 
     since: int = 0
     token_ids: tuple[int, ...] = ()
@@ -253,7 +257,8 @@ CANARY = "canary"
 
 
 def text(vocabulary: int, context: int, reserved: Collection[int], seed: int) -> tuple[int, ...]:
-    """The canary text of a run: random token ids, drawn by the run's seed, without `reserved` ones.
+    """The canary text of a run: random token ids drawn with the run's seed. `vocabulary`: number of token ids;
+    `context`: tokens that the model can read; `reserved`: token ids that are not drawn.
 
     Random tokens make every part of the model matter: their log-probabilities are far from 0, since a trained model is
     never sure of them.

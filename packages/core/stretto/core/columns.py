@@ -18,10 +18,10 @@ import xxhash
 
 Value = TypeVar("Value")
 
-#: What is said of tokens, in their order, each with the number of tokens that it is said of.
+#: Run-length encoding of one value per token: (value, number of consecutive tokens) pairs in the order of the tokens.
 Counted = tuple[tuple[Value, int], ...]
 
-#: Versions in the order of the tokens, each with the number of tokens that it sampled: ``((6, 2), (7, 1))``.
+#: Run-length encoded versions of tokens: ``((6, 2), (7, 1))`` stands for (6, 6, 7).
 Stamps = Counted[int]
 
 _ID, _SINGLE, _DOUBLE = 4, 4, 8  # bytes
@@ -31,7 +31,7 @@ assert sys.byteorder == "little", "columns are read as they lie in memory"
 
 
 def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> bytes:
-    """Token ids and their log-probabilities (none if given) as bytes.
+    """Pack token ids and their log-probabilities (empty for given tokens) into bytes.
 
     >>> ids_of(pack((4, 2), (-0.5, -0.25)), 2), logprobs_of(pack((4, 2), (-0.5, 0.1)), 2)
     ((4, 2), (-0.5, 0.1))
@@ -48,30 +48,32 @@ def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> bytes:
 
 
 def ids_of(columns: bytes, length: int) -> tuple[int, ...]:
-    """The token ids."""
+    """Unpack the token ids of `length` tokens."""
     return tuple(memoryview(columns)[: _ID * length].cast("i"))
 
 
 def logprobs_of(columns: bytes, length: int) -> tuple[float, ...]:
-    """The log-probabilities; empty if there are none."""
+    """Unpack the log-probabilities of `length` tokens; empty if the tokens are given."""
     return tuple(memoryview(columns)[_ID * length :].cast("d" if _width(columns, length) == _DOUBLE else "f"))
 
 
 def are_whole(columns: bytes, length: int, stamps: Stamps) -> bool:
-    """Whether the bytes are those of `length` tokens, which have versions and log-probabilities, or neither."""
+    """Whether `columns` has exactly the size of `length` tokens: with log-probabilities and one version each if
+    `stamps` is not empty, with neither otherwise."""
     stamped = stamps[0][1] if len(stamps) == 1 else sum([count if count > 0 else length + 1 for _, count in stamps])
     wide = len(columns) in ((_ID + _SINGLE) * length, (_ID + _DOUBLE) * length)
     return (wide and stamped == length > 0) if stamps else len(columns) == _ID * length
 
 
 def rest(columns: bytes, length: int, begin: int) -> bytes:
-    """The columns of the tokens after the first `begin`."""
+    """The columns without the first `begin` tokens."""
     width = _width(columns, length)
     return columns[_ID * begin : _ID * length] + columns[_ID * length + width * begin :]
 
 
 def joined(pieces: Sequence[tuple[bytes, int]]) -> bytes:
-    """The columns of consecutive pieces, each given with its length, as one."""
+    """Join the columns of consecutive (columns, length) pieces. Log-probabilities become float64 if the pieces differ
+    in precision."""
     pieces = [piece for piece in pieces if piece[1]]
     if len(pieces) == 1:
         return pieces[0][0]
@@ -83,12 +85,12 @@ def joined(pieces: Sequence[tuple[bytes, int]]) -> bytes:
 
 
 def begin_alike(columns: bytes, length: int, prefix: bytes, tokens: int) -> bool:
-    """Whether the first `tokens` ids of both are the same."""
+    """Whether the first `tokens` token ids of `columns` equal those of `prefix`; False if `columns` is shorter."""
     return tokens <= length and columns[: _ID * tokens] == prefix[: _ID * tokens]
 
 
 def checksum(columns: bytes, length: int, stamps: Stamps) -> int:
-    """XXH3 checksum (64 bits) of the tokens with their log-probabilities and versions; 0 of no tokens."""
+    """XXH3 checksum (64 bits) of tokens with their log-probabilities and versions; 0 if there are no tokens."""
     if not length:
         return 0
     hashed = xxhash.xxh3_64(_encode((length, stamps)))
@@ -97,7 +99,7 @@ def checksum(columns: bytes, length: int, stamps: Stamps) -> int:
 
 
 def stamps_of(versions: Iterable[int]) -> Stamps:
-    """Versions of tokens, counted.
+    """Run-length encode the version of each token.
 
     >>> stamps_of((6, 6, 7))
     ((6, 2), (7, 1))
@@ -106,12 +108,12 @@ def stamps_of(versions: Iterable[int]) -> Stamps:
 
 
 def versions_of(stamps: Stamps) -> tuple[int, ...]:
-    """The version of each token."""
+    """The version of each token: the inverse of `stamps_of`."""
     return tuple([version for version, count in stamps for _ in range(count)])
 
 
 def after(counted: Counted[Value], tokens: int) -> Counted[Value]:
-    """The counts of the rest after the first `tokens` tokens."""
+    """Remove the first `tokens` tokens from a run-length encoding."""
     ends = tuple(accumulate([count for _, count in counted]))
     return tuple(
         [(value, min(count, end - tokens)) for (value, count), end in zip(counted, ends, strict=True) if end > tokens]
@@ -119,7 +121,8 @@ def after(counted: Counted[Value], tokens: int) -> Counted[Value]:
 
 
 def counts_joined(pieces: Iterable[Counted[Value]]) -> Counted[Value]:
-    """Join the counts of consecutive pieces; equal values at a seam become one entry with the sum of both counts.
+    """Join run-length encodings of consecutive pieces; equal values at a seam become one entry with the sum of both
+    counts.
 
     >>> counts_joined([(("a", 5),), (("a", 2), ("b", 1))])
     (('a', 7), ('b', 1))
@@ -135,5 +138,5 @@ def counts_joined(pieces: Iterable[Counted[Value]]) -> Counted[Value]:
 
 
 def _width(columns: bytes, length: int) -> int:
-    """Bytes of a log-probability; 0 if there are none."""
+    """Bytes of one log-probability in `columns`: 4 or 8; 0 if the tokens are given."""
     return (len(columns) - _ID * length) // length if length else 0

@@ -1,4 +1,4 @@
-"""Waits with an owner and a deadline, listed while they last."""
+"""Deadlines for waits. Open waits are listed with their owners, so that a stalled run can report who waits for what."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ _OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Wait, None]] = WeakKeyD
 
 @asynccontextmanager
 async def deadline(owner: str, awaited: str, seconds: float, detail: Callable[[], str] = str) -> AsyncIterator[None]:
-    """Limit everything awaited inside the block to `seconds`. `detail()` is appended to the error's text.
+    """Limit everything awaited inside the block to `seconds`. `owner` and `awaited` name in the error who waited for
+    what; the text returned by `detail` is appended to it.
 
     Raises:
-        DeadlineExceeded: with owner, awaited event and seconds; a cancellation from outside passes through unchanged.
+        DeadlineExceeded: `seconds` have passed. A cancellation from outside passes through unchanged.
 
     Example::
 
@@ -57,8 +58,8 @@ async def deadline(owner: str, awaited: str, seconds: float, detail: Callable[[]
 async def standstill(
     owner: str, awaited: str, seconds: float, progress: Callable[[], Awaitable[object]]
 ) -> AsyncIterator[None]:
-    """Like `deadline`, but the time restarts whenever the value returned by `progress` changes. `progress` is called a
-    few times per `seconds`; None means no news.
+    """Like `deadline`, but the time restarts whenever the value returned by `progress` changes. `progress` is called
+    six times per `seconds`; a returned None is ignored.
 
     Raises:
         DeadlineExceeded: no change for `seconds`.
@@ -90,7 +91,7 @@ async def _put_off(scope: asyncio.Timeout, seconds: float, progress: Callable[[]
 
 @contextmanager
 def waiting(owner: str, awaited: str, seconds: float) -> Iterator[None]:
-    """List a wait whose deadline is enforced elsewhere."""
+    """List a wait in `open_waits` during the block. The deadline itself must be enforced by the caller."""
     loop = asyncio.get_running_loop()
     wait, waits = Wait(owner, awaited, seconds, loop.time()), _OPEN.setdefault(loop, {})
     waits[wait] = None
@@ -125,10 +126,10 @@ class StallTimer:
 
 
 class Watchdog:
-    """Ends a run without progress.
+    """Ends a run that makes no progress.
 
     Args:
-        progress: returns a value that changes with any work of a role.
+        progress: returns a value that changes whenever any process of the run does work.
         seconds: longest time without a change.
     """
 
@@ -138,7 +139,7 @@ class Watchdog:
         self._stall = StallTimer(_LONGEST_POLL)
 
     def check(self) -> None:
-        """Call every second.
+        """Compare progress with that of the last call. Call it every second.
 
         Raises:
             NothingMoves: no progress for too long.

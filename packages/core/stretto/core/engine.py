@@ -14,17 +14,17 @@ from stretto.core.errors import RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Likeliest, Partials, Record, Segment
 
-MOST_STOPS = 64  #: stop texts of one request
-#: Stop tokens of one request; engines reserve room in every row for the largest number seen.
+MOST_STOPS = 64  #: most stop texts of a request
+#: Most stop tokens of a request; engines reserve room in every row for the largest number seen.
 MOST_STOP_TOKENS = 256
-MOST_COMPLETIONS = 65_536  #: completions of one request
-MOST_INTERRUPTIONS = 2**31 - 1  #: of one completion
-COLDEST = 1e-3  #: temperature; below it logits / temperature leaves the range of float32
-LONGEST_STOP = 256  #: characters of a stop text
-MOST_LIKELIEST = 20  #: top log-probabilities of each token of a completion
-MOST_GRAMMAR = 32_768  #: characters of a grammar; compiling a longer one could stall an engine for seconds
+MOST_COMPLETIONS = 65_536  #: most completions of a request
+MOST_INTERRUPTIONS = 2**31 - 1  #: most interruptions of a completion
+COLDEST = 1e-3  #: lowest temperature above 0; below it logits / temperature leaves the range of float32
+LONGEST_STOP = 256  #: most characters of a stop text
+MOST_LIKELIEST = 20  #: most top log-probabilities of each token of a completion
+MOST_GRAMMAR = 32_768  #: most characters of a grammar; compiling a longer grammar could stall an engine for seconds
 
-#: JSON in the usual style, one spelling per value, so that a model cannot emit spaces for ever.
+#: Options of llguidance: JSON with one spelling per value, so that a model cannot emit spaces for ever.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -43,17 +43,17 @@ class EngineHealth(Record, frozen=True):
     recomputed: int  # tokens computed again because an update or a full KV cache dropped their entries
     interrupted: int  # completions interrupted by an update, counted at each update
     preempted: int  # completions that lost their KV entries because the cache was full, counted each time
-    wasted: int  # tokens sampled for aborted requests, those of ended completions included
+    wasted: int  # tokens sampled for aborted requests, including tokens of completions that had ended
     updates: int  # versions loaded
     busy_seconds: float  # time spent in steps and in loading
-    unfinished: int = 0  # tokens sampled for open requests, those of ended completions included
-    needed: float = 0.0  # demand of open completions over supply, rows or KV cache, the larger; above 1 some wait
-    checked: int = 0  # bytes of versions read so far; grows during a load
-    resident: int = 0  # resident memory of its processes in bytes
+    unfinished: int = 0  # tokens sampled for open requests, including tokens of completions that have ended
+    needed: float = 0.0  # demand of open completions over supply, of rows or KV cache, the larger; above 1 some wait
+    checked: int = 0  # bytes of published versions read so far; grows during a load
+    resident: int = 0  # resident memory of the engine's processes in bytes
 
 
 class Progress(NamedTuple):
-    """New tokens of a completion. The last piece has a stop reason."""
+    """New tokens of a completion. In the last `Progress` of a completion the segment has a stop reason."""
 
     request: str
     member: int
@@ -62,7 +62,7 @@ class Progress(NamedTuple):
 
 
 class NewToken(Record, frozen=True, gc=False):
-    """A token that the last step sampled; `progress` makes the record of it."""
+    """A token that the last step sampled. `progress()` returns it with its log-probability and version."""
 
     request: str
     member: int
@@ -98,7 +98,8 @@ class Engine(Protocol):
         ...
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """Tokens of unfinished completions beyond the `known` ones of each member, by request."""
+        """New tokens of unfinished completions. `known`: by request, the number of tokens of each member that the
+        caller already has; other requests are left out."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -106,7 +107,8 @@ class Engine(Protocol):
         ...
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """The log-probabilities of all tokens but the first of each text by the version in use, at temperature 1."""
+        """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
+        1."""
         ...
 
     async def health(self) -> EngineHealth:
@@ -114,7 +116,7 @@ class Engine(Protocol):
         ...
 
     async def moved(self) -> object:
-        """A value that keeps changing while a version is transferred or loaded; None if unknown."""
+        """A value that changes as long as the transfer or load of a version makes progress; None if unknown."""
         ...
 
     async def spans(self) -> list[Span]:
@@ -126,7 +128,7 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections that are not in use; call it when all calls have ended."""
         ...
 
 
@@ -147,5 +149,5 @@ def json_rule(schema: Mapping[str, Any] | None) -> str:
 
 
 def json_grammar(schema: Mapping[str, Any] | None) -> str:
-    """A grammar for completions that are JSON; see `json_rule`."""
+    """A complete grammar for JSON that follows a schema; any object if None. Raises as `json_rule`."""
     return f"start: {json_rule(schema)}"

@@ -1,13 +1,13 @@
-"""The one tree of errors.
+"""All errors of stretto, in one class tree.
 
     StrettoError
     ├── UserError                a mistake of the user; exit code 2, one message, no traceback
     │   ├── RecipeError          a recipe file or an override; lists every problem of the file at once
     │   ├── DataError            a dataset file or one of its rows
     │   ├── ModelFolderError     a Hugging Face folder that cannot be loaded or written
-    │   ├── RewardFunctionError  a reward that is not what a reward must be
+    │   ├── RewardFunctionError  a reward that cannot be called, or that returns an invalid value
     │   ├── RunFolderError       a run folder that is missing, in use, or of another run
-    │   └── WorkflowError        a workflow that is not what a workflow must be
+    │   └── WorkflowError        a workflow that cannot be used, or most of whose trajectories fail
     ├── RoleError                a process of the run
     │   ├── RoleDied             it ended without being asked to
     │   ├── RoleFailed           it reported an error from which it cannot continue
@@ -15,7 +15,7 @@
     │   ├── CheckpointLost       the trainer ended before a checkpoint was written
     │   ├── EngineLost           an engine that cannot be reached, or that broke off a completion
     │   │   ├── EngineLied       its server returned impossible results, which are dropped
-    │   │   └── EngineLeft       it has left the run; its requests are not to blame
+    │   │   └── EngineLeft       it has left the run; its requests are not the cause
     │   ├── MachineLost          a machine that ran roles no longer answers, or has left
     │   ├── SourceLost           a server of weights that cannot be reached, or that broke off a transfer
     │   ├── DeadlineExceeded     a wait ran past its deadline; names the owner and what was awaited
@@ -23,8 +23,8 @@
     ├── WireError                an incomplete message or publication
     │   ├── TornPublication      weights whose size or checksum does not fit
     │   ├── RefusedRequest       a request the engine will not serve; names the field
-    │   └── HandshakeRefused     a peer that does not prove the shared key, or that does not admit us
-    │       └── HandshakeBroken  a peer that closed the connection, or speaks something else
+    │   └── HandshakeRefused     a peer that did not prove the shared key, or did not admit this process
+    │       └── HandshakeBroken  a peer that closed the connection without a reply, or uses another protocol
     ├── StoreError               the run folder's contents contradict themselves
     ├── CallInterrupted          a call that was interrupted and must not be repeated
     ├── OutOfMemory              a device had no room for a step
@@ -45,7 +45,7 @@ from pathlib import Path
 
 
 class StrettoError(Exception):
-    """Root of the tree.
+    """Base class of all errors that stretto raises. `exit_code`: exit code of a command that ends with the error.
 
     Example::
 
@@ -236,7 +236,7 @@ class EngineLost(RoleError):
 
 
 class EngineLied(EngineLost):
-    """An engine's server returned impossible results; all its results for the request must be dropped."""
+    """The server behind an engine returned impossible results; all its results for the request must be dropped."""
 
 
 class EngineLeft(EngineLost):
@@ -353,7 +353,8 @@ class CallInterrupted(StrettoError):
 
 
 class OutOfMemory(StrettoError):
-    """A device had no room for a step. `who` and `device` name them, `how` is the allocator's sentence."""
+    """A device had no memory for a step. `who`: the role; `doing`: what it did, as "while it generated"; `how`: the
+    allocator's message."""
 
     def __init__(self, who: str, device: str, doing: str, how: str) -> None:
         self.who, self.device, self.doing, self.how = who, device, doing, how
@@ -385,8 +386,8 @@ class BoundViolated(StrettoError):
 
 
 def described(error: OSError) -> str:
-    """An OSError in one line: its file, if any, and the system's message; without a file, the stretto function that
-    failed."""
+    """An OSError in one line: its file and the system's message. If it names no file, the innermost stretto function of
+    its traceback follows the message."""
     place = f"{error.filename}: " if error.filename else ""
     ours = [
         f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
@@ -399,7 +400,7 @@ def described(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(place: Path) -> Iterator[None]:
-    """Context manager: an OSError without a file name is raised again with `place` as the name."""
+    """Context manager: an OSError raised in the block that names no file gets `place` as its file name."""
     try:
         yield
     except OSError as error:
@@ -408,6 +409,7 @@ def naming(place: Path) -> Iterator[None]:
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Remedy for an unknown name: the most similar allowed one, or all of them if none is similar."""
+    """Text of the remedy for an unknown name: the most similar allowed name, or all allowed names if none is
+    similar."""
     close = difflib.get_close_matches(name, names := sorted(allowed), n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else "allowed: " + ", ".join(names)

@@ -16,10 +16,10 @@ class Span(Record, frozen=True):
 
     Example: ``Span(role="engine-0", name="load", start=12.031, end=12.044, version=7)``
 
-    Names in use: ``generate``, ``map``, ``load``, ``recompute`` (engines); ``pull`` (the mirror of a machine);
-    ``proximal``, ``update``, ``again``, ``publish`` (a version is copied), ``write`` (and written, beside other work),
-    ``checkpoint`` (trainer); ``score`` (rewards); ``evaluate`` (conductor). `bytes` is the amount moved, 0 if not
-    applicable.
+    Names in use: ``generate``, ``map``, ``load``, ``recompute``, ``prove`` (engines); ``pull`` (the mirror of a
+    machine); ``proximal``, ``update``, ``again`` (a step that an earlier trainer process has done), ``publish`` (a
+    version is copied), ``write`` (the copy is written, beside other work), ``checkpoint`` (trainer); ``score``
+    (rewards); ``evaluate`` (conductor). `bytes`: amount of data moved, 0 if not applicable.
     """
 
     role: str
@@ -30,5 +30,5 @@ class Span(Record, frozen=True):
     bytes: int = 0
 
     def shifted(self, seconds: float) -> Span:
-        """The span on a clock that is `seconds` ahead, such as another machine's."""
+        """The same span on a clock that is `seconds` ahead, such as the clock of another machine."""
         return msgspec.structs.replace(self, start=self.start + seconds, end=self.end + seconds) if seconds else self

@@ -11,9 +11,9 @@ from stretto.core.errors import WireError
 LENGTH = struct.Struct("<I")
 _ENCODER = msgspec.msgpack.Encoder()
 
-#: Largest frame that a process accepts from one that it does not trust with more.
+#: Largest frame, in bytes, that a receiver accepts by default.
 LARGEST_FRAME = 1 << 30
-#: Largest frame there is: a rank accepts a batch of this size. 12 to 16 bytes a token: 270 million tokens.
+#: Largest possible frame, in bytes; ranks of the trainer accept it. At 12 to 16 bytes per token: 270 million tokens.
 LARGEST_BATCH = (1 << 32) - 1
 
 
@@ -21,7 +21,7 @@ def frame(message: object) -> bytearray:
     """Encode one message as a frame.
 
     Raises:
-        WireError: it is larger than any frame.
+        WireError: the message is larger than `LARGEST_BATCH`.
     """
     body = bytearray(LENGTH.size)
     _ENCODER.encode_into(message, body, LENGTH.size)
@@ -32,7 +32,8 @@ def frame(message: object) -> bytearray:
 
 
 class Unframer:
-    """Splits a byte stream into frame bodies, however it was chopped.
+    """Splits a byte stream, received in pieces of any size, into the bodies of its frames. `largest`: most bytes of a
+    body.
 
     >>> unframer = Unframer()
     >>> unframer.feed(b"\\x02\\x00\\x00"), unframer.feed(b"\\x00ok")
@@ -43,10 +44,10 @@ class Unframer:
         self._rest, self._wanted, self._largest = bytearray(), 0, largest
 
     def feed(self, data: bytes | bytearray) -> list[bytes]:
-        """Feed received bytes; returns the bodies of the frames that they complete.
+        """Feed received bytes; returns the bodies of the frames that are now complete.
 
         Raises:
-            WireError: a frame longer than allowed.
+            WireError: a frame is longer than allowed.
         """
         if self._rest:
             self._rest += data

@@ -1,5 +1,5 @@
-"""JSONL files of the user: one JSON object per line. Bad lines are reported by number: at most twenty mistakes, and for
-many lines with the same mistake the first ones."""
+"""Readers of users' JSONL files: one JSON object per line. Invalid lines are reported by number, with at most twenty
+different mistakes. Up to three lines with the same mistake are listed; of more, the first one and their number."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stretto.core.errors import DataError, Problem, nearest
 #: Most characters of a line; tests of programs may have inputs of many megabytes.
 LARGEST_ROW = 256 << 20
 LARGEST_UNPACKED = 4 << 30  #: bytes of a compressed file after unpacking
-_SHOWN = 20
-_SAME = 3  # rows with one mistake
+_SHOWN = 20  # different mistakes in one error
+_SAME = 3  # rows listed with the same mistake
 _SHOWN_NAMES = 8
 _GZIP = b"\x1f\x8b"
 _OTHERS = {
@@ -58,8 +58,8 @@ class Mistakes:
 
 
 def read_rows(path: Path, read: Callable[[str, int, str], Read]) -> list[Read]:
-    """The results of ``read(line, line number, place)`` for each non-blank line; `read` raises a `mistake` for a bad
-    one. Files named ``.gz`` are unpacked.
+    """The results of ``read(line, line number, place)`` for each non-blank line of a file; `place` is "path:number".
+    `read` raises a DataError (`mistake`) for an invalid line. Files named ``.gz`` are unpacked.
 
     Raises:
         DataError: the file is missing, empty or not text, or lines are invalid.
@@ -69,7 +69,7 @@ def read_rows(path: Path, read: Callable[[str, int, str], Read]) -> list[Read]:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
-    """``(number, place, line)`` of each non-blank line.
+    """Yield ``(number, place, line)`` of each non-blank line of a file; `place` is "path:number".
 
     Raises:
         DataError: the file is missing or not text, or holds one JSON array.
@@ -78,11 +78,11 @@ def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Given, str], Read]) -> list[Read]:
-    """The results of ``read(row, place)`` for each ``(place, row)``. Mistakes of all rows are raised together, up to
-    the first place from which `rows` cannot be read.
+    """The results of ``read(row, place)`` for each ``(place, row)`` of `rows`. Mistakes of all rows are raised
+    together. A DataError of the iterator `rows` itself ends the reading and is raised with them.
 
     Raises:
-        DataError: `name` has no rows, or rows are invalid.
+        DataError: rows are invalid, or there are none; `name` is the file named in the error.
     """
     found: list[Read] = []
     mistakes, alike, hidden = Mistakes(), dict[tuple[str, str, str], list[Problem]](), 0
@@ -107,7 +107,8 @@ def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Give
 
 
 def _told(alike: Sequence[Sequence[Problem]]) -> Iterator[Problem]:
-    """Problems to show: equal ones are listed a few times, then counted."""
+    """Yield the problems to show, from lists of equal problems: up to three equal problems are all shown; of more, the
+    first with their number."""
     for same in alike:
         first, count = same[0], len(same)
         if count <= _SAME:
@@ -119,7 +120,7 @@ def _told(alike: Sequence[Sequence[Problem]]) -> Iterator[Problem]:
 
 
 def mistake(place: str, found: str, remedy: str = "") -> DataError:
-    """The error for one bad row."""
+    """The error to raise for one invalid row."""
     return DataError([Problem(place, found, remedy)])
 
 
@@ -189,7 +190,7 @@ def _unpacked(path: Path, content: bytes) -> bytes:
 def _lines(path: Path) -> list[str]:
     text = read_text(path)
     if text.lstrip()[:1] == "[" and text.rstrip()[-1:] == "]":
-        raise mistake(str(path), "a JSON array in place of an object a line", f"e.g. by: jq -c '.[]' {path.name}")
+        raise mistake(str(path), "a JSON array instead of one object per line", f"e.g. by: jq -c '.[]' {path.name}")
     return text.split("\n")  # a text may hold other ends of lines, such as U+2028
 
 

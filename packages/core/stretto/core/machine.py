@@ -29,8 +29,10 @@ _OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
 
 
 class Gpu(Record, frozen=True):
-    """A GPU of this machine. `id`: its number, or its UUID where the environment names it so. `memory` in bytes, 0 if
-    unknown. Example: ``Gpu(id="0", name="NVIDIA H100 80GB HBM3", memory=80 << 30, free=79 << 30, capability=(9, 0))``
+    """A GPU of this machine. `id`: its number in `nvidia-smi`; for a part of a GPU (MIG), its UUID. `memory` and `free`
+    are in bytes, 0 if unknown.
+
+    Example: ``Gpu(id="0", name="NVIDIA H100 80GB HBM3", memory=80 << 30, free=79 << 30, capability=(9, 0))``
     """
 
     id: str
@@ -69,8 +71,8 @@ def available_memory() -> int:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The NVIDIA GPUs that `CUDA_VISIBLE_DEVICES` shows, in its order; all if it is not set. Asks `nvidia-smi`, so that
-    no CUDA context is made here."""
+    """The NVIDIA GPUs listed in `CUDA_VISIBLE_DEVICES`, in its order; all GPUs if it is not set. Calls `nvidia-smi`, so
+    this process creates no CUDA context. Empty if `nvidia-smi` is missing or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
@@ -83,8 +85,8 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(answer: str) -> tuple[Gpu, ...]:
-    """GPUs from the answer of `nvidia-smi`: a line each, in the order of `_GPU_QUERY`, memory in MiB; "[N/A]", an
-    unknown value, becomes 0."""
+    """Parse the output of `nvidia-smi`: one GPU per line, fields in the order of `_GPU_QUERY`, memory in MiB. An
+    unknown value, "[N/A]", becomes 0."""
     found = []
     for line in answer.splitlines():
         words = [word.strip() for word in line.split(",")]
@@ -99,8 +101,9 @@ def parse_gpus(answer: str) -> tuple[Gpu, ...]:
 
 
 def visible(there: Sequence[Gpu], told: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that `told`, the value of `CUDA_VISIBLE_DEVICES`, shows: numbers or beginnings of UUIDs, in its order.
-    As in CUDA, an entry that names none hides itself and all later ones. A part of a GPU (MIG) has an unknown size.
+    """The GPUs of `there` that are visible to CUDA. `told`: value of `CUDA_VISIBLE_DEVICES`, None if it is not set. Its
+    entries are numbers or beginnings of UUIDs, and give the order of the result. As in CUDA, an entry without a GPU
+    hides itself and all later entries. A part of a GPU (MIG) has memory 0, unknown.
 
     >>> [gpu.id for gpu in visible([Gpu("0"), Gpu("1"), Gpu("2")], "2,0,7,1")]
     ['2', '0']
@@ -118,7 +121,8 @@ def visible(there: Sequence[Gpu], told: str | None) -> tuple[Gpu, ...]:
 
 
 def unusable(there: Sequence[Gpu], cuda: str | None) -> str:
-    """Why torch, built for this CUDA (None: for no GPU), cannot use the GPUs `there`."""
+    """Text of the reason why torch cannot use the GPUs `there` (at least one). `cuda`: CUDA release that torch was
+    built for; None: it was built without CUDA."""
     one = there[0]
     if cuda is None:
         return f"this torch is built for processors alone, and the machine has {len(there)} × {one.name}"
@@ -128,7 +132,8 @@ def unusable(there: Sequence[Gpu], cuda: str | None) -> str:
 
 
 def too_old(drivers: Sequence[str], cuda: str) -> str:
-    """Why a torch for this CUDA needs a newer driver; "" if none of them is known to be too old."""
+    """Text that names a driver too old for a torch built for the release `cuda`; "" if none of `drivers` (releases, as
+    "550.54") is known to be too old."""
     oldest = _OLDEST_DRIVER.get(cuda.partition(".")[0], (0, 0))
     for driver in drivers:
         if (number := tuple(map(int, re.findall(r"\d+", driver)[:2]))) and number < oldest:
@@ -138,7 +143,8 @@ def too_old(drivers: Sequence[str], cuda: str) -> str:
 
 
 def on_gpus(ids: Sequence[str]) -> dict[str, str]:
-    """Environment variables that show a process these GPUs alone; none for no ids. The numbers are `nvidia-smi`'s."""
+    """Environment variables that make only these GPUs visible to a process; empty for no ids. `ids`: as in
+    `nvidia-smi`."""
     return {VISIBLE: ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if ids else {}
 
 
@@ -157,7 +163,7 @@ def use_interface_of(address: str) -> None:
     if (interface := interface_of(address)) is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if interface != _LO:  # NCCL on one machine needs no socket but for its start, and finds its way
+    if interface != _LO:  # on one machine NCCL uses sockets only to start, and finds an interface itself
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 

@@ -1,4 +1,4 @@
-"""Placement of roles on the GPUs of a machine, as a pure function of the GPUs and of what each role needs."""
+"""Placement of roles on the GPUs of a machine: a pure function of the GPUs and of the memory that each role needs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 
 from stretto.core.machine import Gpu
 
-_CONTEXT = 512 << 20  # bytes of a process on a GPU before its first tensor
-_UNKNOWN = 0.9  # of a GPU of unknown size, for the tensors of all roles
-_BUSY = 1 / 32  # part of a GPU in use from which it is not all free: a driver takes some of an idle one
+_CONTEXT = 512 << 20  # bytes that a process takes on a GPU before its first tensor
+_UNKNOWN = 0.9  # part of a GPU of unknown size for the tensors of all roles
+_BUSY = 1 / 32  # part of a GPU in use up to which it counts as free: the driver takes some of an idle GPU
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a role needs: bytes by part on each of its `gpus`. `apart`: no other such role on the same GPU, since
-    collectives of NCCL refuse two ranks on one. `smaller`: words for what makes a part smaller."""
+    """GPU memory that a role needs. `parts`: bytes on each of its GPUs, by purpose (weights, cache). `gpus`: number of
+    GPUs. `apart`: the role shares no GPU with another such role, since NCCL refuses two ranks on one GPU. `smaller`:
+    for each purpose, the advice in messages on how to need less."""
 
     role: str
     parts: Mapping[str, int]
@@ -26,13 +27,14 @@ class Need:
 
     @property
     def bytes(self) -> int:
-        """On each GPU, with the CUDA context of its process."""
+        """Bytes needed on each GPU, including the CUDA context of the process."""
         return sum(self.parts.values()) + _CONTEXT
 
 
 @dataclass(frozen=True)
 class Seat:
-    """The GPUs of a role. `share`: the part of their memory that its tensors may take, 1 where it is alone."""
+    """The GPUs assigned to a role. `share`: part of their memory that its tensors may take; 1 if no other role of the
+    run shares them."""
 
     need: Need
     gpus: tuple[Gpu, ...]
@@ -44,7 +46,8 @@ class Seat:
 
     @property
     def room(self) -> float:
-        """`share`, less what others use where it is alone; 1 if all is free."""
+        """Part of the GPUs' memory that the role can use: `share`, but at most the part not in use now. Less than 1/32
+        in use counts as nothing."""
         used = [1 - gpu.free / gpu.memory for gpu in self.gpus if gpu.memory]
         return min(self.share, 1 - max(used, default=0.0)) if max(used, default=0.0) > _BUSY else self.share
 
@@ -58,12 +61,12 @@ class Seat:
 def place(there: Sequence[Gpu], needs: Sequence[Need]) -> tuple[Seat, ...]:
     """Assign each role its GPUs and its share of their memory; returns a seat for each need, in the order of `needs`.
 
-    Needs that are `apart` come first, on GPUs of one kind if there are enough. The others follow, the largest first,
-    each on the GPUs that it fits on, of these those with the fewest roles, of these those with the most memory left.
-    Roles that share a GPU split its memory in proportion to their needs.
+    Needs that are `apart` come first, on GPUs of one kind if there are enough. The others follow, the largest first.
+    For each, GPUs with enough memory left are preferred, then GPUs with the fewest roles, then GPUs with the most
+    memory left. Roles that share a GPU split its memory in proportion to their needs.
 
     Raises:
-        ValueError: a role needs more GPUs, or more roles need one apart, than there are.
+        ValueError: there are fewer GPUs than one role needs, or fewer than roles that are `apart`.
     """
     apart = [at for at, need in enumerate(needs) if need.apart]
     if len(apart) > len(there) or any(need.gpus > len(there) for need in needs):
@@ -83,7 +86,7 @@ def place(there: Sequence[Gpu], needs: Sequence[Need]) -> tuple[Seat, ...]:
 
 
 def _alike(there: Sequence[Gpu], count: int) -> list[Gpu]:
-    """`count` GPUs of the first kind that has as many; the first ones if no kind has."""
+    """`count` GPUs of the same kind (name and memory); the first `count` GPUs if no kind has as many."""
     kinds = defaultdict[tuple[str, int], list[Gpu]](list)
     for gpu in there:
         kinds[gpu.name, gpu.memory].append(gpu)
@@ -91,7 +94,8 @@ def _alike(there: Sequence[Gpu], count: int) -> list[Gpu]:
 
 
 def _shares(needs: Sequence[Need], taken: Mapping[int, Sequence[Gpu]]) -> list[float]:
-    """The part of its GPUs' memory that each role may fill with tensors: contexts are no tensors."""
+    """For each need, the part of its GPUs' memory that its tensors may take; 1 if it shares no GPU. Room for the CUDA
+    contexts is set aside on GPUs that roles share. `taken`: GPUs by index of the need."""
     on = defaultdict[str, list[int]](list)
     for at, own in taken.items():
         for gpu in own:

@@ -22,11 +22,11 @@ from stretto.core.columns import Counted, Stamps
 
 PROMPT, NOTHING = -1, -2  #: parents of first segments: after the prompt, or with no context at all
 
-#: Tokens with their log-probabilities, the likeliest first.
+#: (token id, log-probability) pairs of one position, the likeliest first.
 Likeliest = tuple[tuple[int, float], ...]
 
-#: Engines in the order in which they sampled tokens, with counts: ``(("engine-0", 37), ("engine-2", 5))``. "" is an
-#: unrecorded engine.
+#: Engines that sampled the tokens of a segment, in the order of the tokens, each with its number of consecutive tokens:
+#: ``(("engine-0", 37), ("engine-2", 5))``. The name "" stands for an engine that was not recorded.
 Writers = Counted[str]
 
 
@@ -75,23 +75,24 @@ class Prompt(Record, frozen=True):
 
 
 class Sampling(Record, frozen=True):
-    """Sampling settings. Engine and trainer have the same ones and evaluate the same distribution.
+    """Sampling settings of a request. Engine and trainer use the same settings, so both evaluate the same distribution.
 
-    `temperature` 0 takes the likeliest token (evaluation only), after any filters. `stop_token_ids` end a completion
-    and are part of it.
+    `temperature` 0 takes the likeliest token (evaluation only). A token of `stop_token_ids` ends a completion and is
+    its last token.
 
-    Filters apply after the temperature, in the order `top_k`, `top_p`, `min_p`, each to the tokens left by the one
-    before; the rest is renormalised. Tokens exactly as likely as the last one kept are kept too. A `grammar` (Lark
-    rules, as in llguidance) is the first filter, also at temperature 0.
+    Filters apply after the temperature, in the order `top_k`, `top_p`, `min_p`. Each acts on the tokens that the
+    previous filter left, and the remaining probabilities are renormalised. Tokens exactly as likely as the last token
+    kept are kept too. A `grammar` (Lark rules, as in llguidance) applies before the other filters, also at temperature
+    0.
     """
 
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
-    top_p: float = 1.0  # smallest set of likeliest tokens with at least this total probability
-    top_k: int = 0  # this many likeliest tokens; 0: all
-    min_p: float = 0.0  # tokens at least this fraction as likely as the likeliest
-    stop: tuple[str, ...] = ()  # texts that end the completion, whose tokens include those of the stop text
+    top_p: float = 1.0  # keeps the smallest set of likeliest tokens with at least this total probability
+    top_k: int = 0  # keeps this many likeliest tokens; 0: all
+    min_p: float = 0.0  # keeps tokens at least this fraction as likely as the likeliest
+    stop: tuple[str, ...] = ()  # texts that end the completion; the stop text is part of the completion
     grammar: str = ""  # grammar of the completion; end of sequence where the grammar ends
 
     @property
@@ -101,30 +102,30 @@ class Sampling(Record, frozen=True):
 
 
 class Segment(Record, frozen=True, array_like=True):
-    """Consecutive tokens of one origin: sampled by the policy, with logged log-probabilities and versions, or given
-    (tool output, a user's turn), without them.
+    """Consecutive tokens of one origin, either sampled or given. Sampled tokens have logged log-probabilities and
+    versions; given tokens (tool output, a user's turn) have neither.
 
-    The tokens are sealed: `columns` (`core.columns`) with their checksum are the same bytes from the engine that
-    sampled them to the ledger and the trainer. What is decided on the way needs `length` and `stamps` alone; the
-    properties decode at each call.
+    The tokens are sealed: the bytes `columns` (`core.columns`) and their checksum pass unchanged from the engine to the
+    ledger and the trainer. Scheduling reads `length` and `stamps` only. The properties `token_ids`,
+    `behavior_logprobs` and `versions` decode the bytes at each call.
 
     A sampled segment without a `stop_reason` is unfinished: another engine, or a resumed run, continues it. Engines
-    return no `engines`; the pool fills them in.
+    leave `engines` empty; the engine pool fills it in.
 
-    Each segment follows the one before it, the first the prompt, unless it names another `parent`: the segments of a
-    trajectory are a forest (`conversation.forest`).
+    The segments of a trajectory are a forest (`conversation.forest`): a segment follows the previous segment, and the
+    first segment follows the prompt, unless `parent` says otherwise.
 
     Example: ``Segment.of(token_ids=(4, 4, 2), behavior_logprobs=(-0.1, -0.7, -0.02), versions=(6, 6, 7))``
     """
 
     columns: bytes = b""  # token ids and log-probabilities of the L tokens
     length: int = 0  # L
-    stamps: Stamps = ()  # versions, never decreasing; empty if given
-    checksum: int = 0  # of the three above
+    stamps: Stamps = ()  # versions, never decreasing; empty if the tokens are given
+    checksum: int = 0  # XXH3 of columns, length and stamps
     interrupted: int = 0  # number of weight updates that interrupted it
     stop_reason: StopReason | None = None
-    engines: Writers = ()  # of all L tokens; empty if given, or not on record
-    parent: int | None = None  # index of the segment it follows, or PROMPT, or NOTHING; None: the previous one
+    engines: Writers = ()  # engines that sampled the L tokens; empty if the tokens are given, or none is recorded
+    parent: int | None = None  # index of the segment that it follows, or PROMPT, or NOTHING; None: the previous segment
     cause: str = ""  # reason for a branch starting here; else empty
     reward: float | None = None  # reward of this turn, if the workflow gives one per turn
 
@@ -141,7 +142,8 @@ class Segment(Record, frozen=True, array_like=True):
         cause: str = "",
         reward: float | None = None,
     ) -> Segment:
-        """Seal tokens.
+        """Make a segment from unpacked tokens: pack them and compute their checksum. Log-probabilities and versions
+        are one per token, or empty for given tokens.
 
         Raises:
             ValueError: log-probabilities and versions are neither as many as the tokens nor none.
@@ -163,28 +165,28 @@ class Segment(Record, frozen=True, array_like=True):
         interrupted: int = 0,
         stop_reason: StopReason | None = None,
     ) -> Segment:
-        """A segment of packed tokens."""
+        """Make a segment from packed `columns` (`core.columns`), and compute its checksum."""
         return cls(columns, length, stamps, packed.checksum(columns, length, stamps), interrupted, stop_reason)
 
     @property
     def intact(self) -> bool:
-        """Whether the tokens are those that were sealed."""
+        """Whether the checksum matches and the columns hold exactly `length` tokens."""
         columns, length, stamps = self.columns, self.length, self.stamps
         return self.checksum == packed.checksum(columns, length, stamps) and packed.are_whole(columns, length, stamps)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """[L]"""
+        """[L] token ids."""
         return packed.ids_of(self.columns, self.length)
 
     @property
     def behavior_logprobs(self) -> tuple[float, ...]:
-        """[L], nats; empty if given."""
+        """[L] log-probabilities at sampling, in nats; empty if the tokens are given."""
         return packed.logprobs_of(self.columns, self.length)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """[L], never decreasing; empty if given."""
+        """[L] policy versions that sampled the tokens, never decreasing; empty if the tokens are given."""
         return packed.versions_of(self.stamps)
 
     @property
@@ -198,7 +200,7 @@ class Segment(Record, frozen=True, array_like=True):
 
     @property
     def writers(self) -> Writers:
-        """`engines`; one unrecorded engine if that is empty."""
+        """The field `engines`; if it is empty, all tokens count for the unrecorded engine ""."""
         return self.engines or ((("", self.length),) if self.length else ())
 
     def __add__(self, other: Segment) -> Segment:
@@ -207,7 +209,8 @@ class Segment(Record, frozen=True, array_like=True):
 
     @classmethod
     def whole(cls, pieces: Sequence[Segment]) -> Segment:
-        """Join the pieces of one completion (at least one), copying every token once."""
+        """Join consecutive pieces of one completion (at least one), copying every token once. The stop reason is the
+        last piece's; parent, cause and reward are the first piece's."""
         columns = packed.joined([(piece.columns, piece.length) for piece in pieces])
         stamps = packed.counts_joined([piece.stamps for piece in pieces])
         length = sum([piece.length for piece in pieces])
@@ -221,7 +224,7 @@ class Segment(Record, frozen=True, array_like=True):
         )
 
     def after(self, tokens: int) -> Segment:
-        """The rest after the first `tokens` tokens."""
+        """The segment without its first `tokens` tokens."""
         if not tokens:
             return self
         columns, stamps = packed.rest(self.columns, self.length, tokens), packed.after(self.stamps, tokens)
@@ -236,7 +239,7 @@ class Segment(Record, frozen=True, array_like=True):
         )
 
     def begins_with(self, prefix: Segment) -> bool:
-        """Whether its first token ids are those of `prefix`."""
+        """Whether this segment starts with all token ids of `prefix`."""
         return packed.begin_alike(self.columns, self.length, prefix.columns, prefix.length)
 
     def written_by(self, engine: str) -> Segment:
@@ -244,14 +247,15 @@ class Segment(Record, frozen=True, array_like=True):
         return msgspec.structs.replace(self, engines=((engine, self.length),) if self.length else ())
 
 
-#: Unfinished completions, or their new tokens: by request, then by member.
+#: Tokens of unfinished completions, by request id, then by member index.
 Partials = dict[str, dict[int, Segment]]
 
 
 class GenerateRequest(Record, frozen=True):
-    """One prompt and a seed per completion; member k draws its randomness from ``seeds[k]`` alone.
+    """One prompt, and a seed for each completion to sample. Member k, the k-th completion, draws all its randomness
+    from ``seeds[k]``.
 
-    `prefixes`: empty, or for each member the segment to continue.
+    `prefixes`: empty, or for each member the unfinished segment to continue (of length 0 to start anew).
 
     Example: ``GenerateRequest(id="0.17.0", prompt_token_ids=(5, 12, 8, 13), seeds=(91, 92), sampling=...)``
     """
@@ -278,7 +282,7 @@ class Completion(Record, frozen=True):
     request: str
     member: int
     segment: Segment  # sampled, with a stop reason
-    top_logprobs: tuple[Likeliest, ...] = ()  # [L], of the sampled distributions; empty if not requested
+    top_logprobs: tuple[Likeliest, ...] = ()  # [L], under the sampled distributions; empty if not requested
 
     def __post_init__(self) -> None:
         if self.segment.stop_reason is None:
@@ -286,17 +290,17 @@ class Completion(Record, frozen=True):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """[L]"""
+        """[L] token ids."""
         return self.segment.token_ids
 
     @property
     def behavior_logprobs(self) -> tuple[float, ...]:
-        """[L], nats."""
+        """[L] log-probabilities at sampling, in nats."""
         return self.segment.behavior_logprobs
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """[L], never decreasing."""
+        """[L] policy versions that sampled the tokens, never decreasing."""
         return self.segment.versions
 
     @property
@@ -306,16 +310,17 @@ class Completion(Record, frozen=True):
 
     @property
     def interrupted(self) -> int:
-        """Number of weight updates that interrupted it."""
+        """Number of weight updates that interrupted the completion."""
         return self.segment.interrupted
 
     @property
     def engines(self) -> Writers:
-        """Those of its segment."""
+        """Engines that sampled the tokens (`Segment.engines`)."""
         return self.segment.engines
 
     def written_by(self, engine: str, prefix: Segment) -> Completion:
-        """A copy that records `engine` as the sampler of the tokens after `prefix`, which others sampled."""
+        """A copy that records `engine` as the sampler of all tokens after `prefix`. The tokens of `prefix` keep the
+        engines recorded in it."""
         whole, new = self.segment, self.segment.length - prefix.length
         written = ((engine, new),) if new > 0 else ()
         engines = packed.counts_joined([prefix.writers, written]) if prefix.length else written
@@ -324,8 +329,8 @@ class Completion(Record, frozen=True):
 
 
 class Verdict(Record, frozen=True):
-    """Judgement of one completion. `reward` is None exactly if undecided. `rewards`: the named, unweighted parts of the
-    reward; empty if it has none."""
+    """Judgement of one completion. `reward` is None if and only if the outcome is undecided. `rewards`: the unweighted
+    parts of the reward by name; empty if it has no named parts."""
 
     outcome: Outcome
     reward: float | None
@@ -352,11 +357,11 @@ class Trajectory(Record, frozen=True):
     segments: tuple[Segment, ...]
     verdict: Verdict
     text: str
-    session: str = ""  # name of the agent's session, if it was one
+    session: str = ""  # name of the agent's session; "" if the trajectory is not from a session
 
     @property
     def member(self) -> int:
-        """Index in its group."""
+        """Index of the trajectory in its group."""
         return int(self.id.rpartition("/")[2])
 
     @property
@@ -384,14 +389,14 @@ class Trajectory(Record, frozen=True):
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Stop reason of its last sampled segment."""
+        """Stop reason of the last sampled segment; None if there is none."""
         if len(self.segments) == 1:
             return self.segments[0].stop_reason
         return next((segment.stop_reason for segment in reversed(self.segments) if segment.stop_reason), None)
 
     @property
     def interrupted(self) -> int:
-        """Number of weight updates that interrupted it."""
+        """Number of weight updates that interrupted the trajectory."""
         return sum(segment.interrupted for segment in self.segments)
 
     @property
@@ -420,16 +425,16 @@ class Group(Record, frozen=True):
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that sampled any token of the group."""
+        """The oldest version that sampled any token of the group; 0 if no token was sampled."""
         sampled = [segment.stamps for trajectory in self.trajectories for segment in trajectory.segments]
         return min([stamps[0][0] for stamps in sampled if stamps], default=0)
 
 
 class Batch(Record, frozen=True):
-    """Input of one training step: B groups, trained at `version`, which publishes ``version + 1``.
+    """Input of one training step: B groups that update the policy `version`. The step publishes ``version + 1``.
 
-    Tokens sampled by versions older than `oldest_trainable` are context only (``beyond_bound = "mask"``).
-    `oldest_by_group` overrides it for groups admitted under a stricter bound, by group id.
+    Tokens sampled by versions older than `oldest_trainable` are context, not in the loss (``beyond_bound = "mask"``).
+    `oldest_by_group` replaces `oldest_trainable` for groups admitted under a stricter bound, by group id.
     """
 
     step: int
@@ -439,7 +444,7 @@ class Batch(Record, frozen=True):
     oldest_by_group: Mapping[str, int] = {}
 
     def oldest_of(self, group: str) -> int:
-        """Oldest version whose tokens are in the loss for this group."""
+        """Oldest version whose tokens are in the loss for the group with this id."""
         return self.oldest_by_group.get(group, self.oldest_trainable)
 
 
@@ -458,12 +463,12 @@ class Update(Record, frozen=True):
 
 
 def trajectory_id(group: str, member: int) -> str:
-    """Id of a trajectory: ``"0.17.0/3"`` is epoch 0, row 17, first attempt, fourth completion."""
+    """Id of a trajectory: ``"0.17.0/3"`` is epoch 0, prompt 17, first attempt, fourth completion."""
     return f"{group}/{member}"
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on all parts alone; equal on every machine.
+    """A 63-bit seed computed from `parts` by a hash; equal on every machine.
 
     >>> derive_seed(1, "0.17.0/3") == derive_seed(1, "0.17.0/3") != derive_seed(2, "0.17.0/3")
     True

@@ -1,5 +1,5 @@
-"""States of a trajectory with their allowed transitions, the journal that gets each of them, and the check of rewards
-from outside. The ledger, the simulator and the audit share these rules.
+"""States of a trajectory, the allowed transitions between them, the `Journal` that records each transition, and the
+check of rewards from users' code. The ledger, the simulator and the audit share these rules.
 
     in_flight ─► buffered ─► trained
         │           └──────► expired
@@ -31,7 +31,8 @@ UNTRAINED = frozenset(FINAL) - {State.TRAINED}  #: ended without training; the p
 
 
 def why_no_reward(value: object) -> str:
-    """Why `value` is not a valid reward (a number within ±`LARGEST_REWARD`), as in ``returned ...``; "" if it is.
+    """Text of the reason why `value` is not a valid reward (a number within ±`LARGEST_REWARD`), to follow the word
+    "returned"; "" if it is valid.
 
     >>> why_no_reward(1.5), why_no_reward(float("nan")), why_no_reward("1"), why_no_reward(1e300)
     ('', 'nan', 'str, not a number', '1e+300; it must lie between ±1e+06')
@@ -47,12 +48,12 @@ def why_no_reward(value: object) -> str:
 
 
 def bounded_reward(value: float) -> float:
-    """The nearest valid reward, for records from before the bound existed."""
+    """The valid reward nearest to `value`, for records written before the bound existed."""
     return min(max(value, -LARGEST_REWARD), LARGEST_REWARD)
 
 
 class Journal(Protocol):
-    """Gets each state change before it takes effect: the ledger, or a simulation's accounts."""
+    """Records each state change before it takes effect. The ledger and the simulator implement it."""
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
         """Record that `members` trajectories of the group are in flight."""

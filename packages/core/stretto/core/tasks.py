@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 async def run_beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -> T:
-    """The result of `work`, or the error of `watch`, which runs meanwhile."""
+    """Await `work` while `watch` runs beside it; returns the result of `work`. If `watch` fails first, its error is
+    raised. Both are cancelled at the end."""
     task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(watch)
     try:
         await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
@@ -20,7 +21,7 @@ async def run_beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -
 
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:
-    """Return when one awaitable is done; none is cancelled. No timeout here: the caller has one."""
+    """Wait until one of the futures is done; none is cancelled. There is no timeout: the caller must set one."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -32,7 +33,8 @@ async def cancel_and_wait(tasks: list[asyncio.Future[Any]]) -> None:
 
 
 async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
-    """The results of all awaitables; the first failure cancels the others and is raised unchanged."""
+    """Run the coroutines concurrently; returns their results in order. The first failure cancels the others and is
+    raised unchanged."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     if not tasks:
         return []
@@ -46,7 +48,8 @@ async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; a cancellation is delayed until it is done."""
+    """Await `work` and return its result. If the caller is cancelled meanwhile, CancelledError is raised only after
+    `work` is done."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -56,7 +59,7 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather_to_the_end(*coroutines: Coroutine[Any, Any, Any]) -> None:
-    """Run all to their end, then raise the first failure unchanged."""
+    """Run all coroutines concurrently to their end, then raise the first failure (in the order given) unchanged."""
     for end in await asyncio.gather(*coroutines, return_exceptions=True):
         if isinstance(end, BaseException):
             raise end
@@ -94,7 +97,8 @@ class NamedTasks:
         self._changed.set()
 
     async def watch(self) -> NoReturn:
-        """Wait for ever; the first failure of a task is raised unchanged. No timeout here: the caller has one."""
+        """Wait for ever, until a task fails; its error is raised unchanged. Tasks that end without an error are
+        dropped. There is no timeout: the caller must set one."""
         while True:
             self._changed.clear()
             change = asyncio.ensure_future(self._changed.wait())

@@ -1,12 +1,14 @@
-"""Doors: extension points of a recipe. A door is one kind of part that a recipe names, built-in or user-defined, with
-its section.
+"""Doors: the extension points of a recipe, such as the loss or the filter. Each door is a recipe key whose value names
+a *part*, built-in or user-defined.
 
-A part is a function or a class. Its numbers are its keyword-only parameters, with their bounds and descriptions::
+A part is a function or a class. Its settings (*numbers*) are its keyword-only parameters, with bounds and
+descriptions::
 
     def clipped(policy_logprobs, tokens, *, clip: Annotated[float, Field(gt=0, description="...")] = 0.2): ...
 
-They become a section of the recipe: ``loss = {kind = "my_losses:clipped", clip = 0.3}``. A built-in differs only by a
-row in its door's table, ``"cispo": "stretto.trainer.objective.surrogates:cispo"``.
+The numbers become keys of a section of the recipe: ``loss = {kind = "my_losses:clipped", clip = 0.3}``. A built-in part
+is defined in the same way, and also has a row in the table of its door:
+``"cispo": "stretto.trainer.objective.surrogates:cispo"``.
 """
 
 from __future__ import annotations
@@ -49,13 +51,13 @@ Declared = TypeVar("Declared", bound=Part)
 
 _FACTS = "stretto_facts"
 _TYPES = "a parameter by name is a number, a text, true or false, or a list of these, each with its type"
-#: In the JSON schema: the name of a part of the user's own.
+#: JSON schema of the name of a user-defined part.
 OWN_NAME: Mapping[str, str] = MappingProxyType({"type": "string", "format": "package.module:name"})
 
 
 def declare(**facts: object) -> Callable[[Declared], Declared]:
-    """Decorator that attaches facts to a part: ``@declare(anchors=("behavior",))``. Each door documents the facts that
-    it reads."""
+    """Return a decorator that attaches facts to a part, as ``@declare(anchors=("behavior",))``. `fact` reads them. Each
+    door documents the facts that it reads."""
 
     def mark(part: Declared) -> Declared:
         setattr(part, _FACTS, {**getattr(part, _FACTS, {}), **facts})
@@ -65,13 +67,13 @@ def declare(**facts: object) -> Callable[[Declared], Declared]:
 
 
 def fact(part: Part, name: str, default: Any) -> Any:
-    """Value of a fact declared on a part, or the default."""
+    """Return the value of the fact `name` that was declared on a part, or the default."""
     return getattr(part, _FACTS, {}).get(name, default)
 
 
 class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
-    """Base class of the section of a part: its kind and its numbers. A door derives a subclass for each part from its
-    signature."""
+    """Base class of recipe sections that name a part: `kind` is its name, and its numbers are further fields. For each
+    part, the door makes a subclass from the part's signature; it sets `part` and `place`, the key in the recipe."""
 
     kind: str
     part: ClassVar[Part]
@@ -79,19 +81,19 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
 
     @classmethod
     def fields_of(cls, part: Part) -> dict[str, Any]:
-        """Keys of the part's section beside `kind`, as pydantic's `create_model` takes them.
+        """Return the fields of a part's section beside `kind`: (type, default) by name, for pydantic's `create_model`.
 
         Raises:
-            ValueError: a recipe could not hold one; with the reason.
+            ValueError: a field cannot be written in a recipe; says why.
         """
         return cls.numbers_of(part)
 
     @classmethod
     def numbers_of(cls, part: Part) -> dict[str, Any]:
-        """The keyword-only parameters of a part as fields.
+        """Return the keyword-only parameters of a part as fields: (type, default) by name.
 
         Raises:
-            ValueError: a recipe could not hold one; with the reason.
+            ValueError: a parameter cannot be written in a recipe; says why.
         """
         parameters = _by_name(part)
         used = {*cls.model_fields, *cls.__class_vars__, *dir(cls)}
@@ -100,7 +102,8 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
         return {name: _field(part, parameter) for name, parameter in parameters.items()}
 
     def bound(self, part: Part) -> Part:
-        """Bind a function to the numbers of this section. Errors of a user-defined function name it and its line."""
+        """Return `part` with the numbers of this section bound as keyword arguments. If it is user-defined, its
+        exceptions become a RecipeError that names the part and the line."""
         numbers = {name: getattr(self, name) for name in _by_name(part)}
         return partial(guarded(self.place, self.kind, part) if is_own(self.kind) else part, **numbers)
 
@@ -123,7 +126,7 @@ def _field(part: Part, parameter: inspect.Parameter) -> tuple[Any, Any]:
         holder = SimpleNamespace(__annotations__={name: kind})
         try:
             kind = typing.get_type_hints(holder, _names_around(part), include_extras=True)[name]
-        except Exception as error:  # whatever the text of an annotation comes to when it is read
+        except Exception as error:  # evaluating an annotation may raise anything
             raise ValueError(f"the type of {name!r} cannot be read: {error}; {_TYPES}") from error
     if kind is parameter.empty:
         if default in (None, ...):
@@ -136,7 +139,7 @@ def _field(part: Part, parameter: inspect.Parameter) -> tuple[Any, Any]:
 
 
 def _names_around(part: Part) -> dict[str, Any]:
-    """Names defined in the module of a part."""
+    """Return the names defined in the module of a part, with their values."""
     inner = inspect.unwrap(part)
     module = sys.modules.get(getattr(inner, "__module__", None) or "")
     found: dict[str, Any] = getattr(inner, "__globals__", None) or (vars(module) if module is not None else {})
@@ -144,7 +147,8 @@ def _names_around(part: Part) -> dict[str, Any]:
 
 
 def guarded(place: str, name: str, part: Part) -> Part:
-    """Wrap a user-defined part: an exception becomes a mistake at `place` that names the part and its line."""
+    """Wrap a user-defined part. The returned function calls it; an exception becomes a RecipeError at `place` (a recipe
+    key) that names the part and the line."""
 
     @wraps(part, updated=())
     def call(*arguments: Any, **numbers: Any) -> Any:
@@ -152,7 +156,7 @@ def guarded(place: str, name: str, part: Part) -> Part:
             return part(*arguments, **numbers)
         except StrettoError:
             raise
-        # The part is the user's: whatever it raises, SystemExit included, belongs into the message.
+        # The part is user-defined: anything it raises, SystemExit included, becomes the message.
         except (Exception, SystemExit) as error:
             raise RecipeError([raised(place, name, error)]) from error
 
@@ -160,7 +164,7 @@ def guarded(place: str, name: str, part: Part) -> Part:
 
 
 def raised(place: str, name: str, error: BaseException) -> Problem:
-    """The problem to report for a part that raised `error`."""
+    """Make the problem that reports an exception of a part. `place`: recipe key; `name`: of the part."""
     module = sys.modules.get(name.partition(":")[0])
     where = where_raised(error, getattr(module, "__file__", None) or "")
     return Problem(place, f"{name!r} raised {type(error).__name__}: {error}", f"in {where}" if where else "")
@@ -168,16 +172,17 @@ def raised(place: str, name: str, error: BaseException) -> Problem:
 
 @dataclass(frozen=True, eq=False)
 class Door(Generic[Kind]):
-    """An extension point: the type of a recipe key that names parts of one kind, as ``loss: Annotated[LossSection,
-    LOSSES]``.
+    """An extension point. It annotates the type of a recipe key, as ``loss: Annotated[LossSection, LOSSES]``, and
+    validates the key's value.
 
-    A key of type ``Annotated[str, MAKES]`` holds only a name, and its parts have no numbers. One of type
-    ``Annotated[str | Section, FILTERS]`` holds a name, or a section if the part has numbers. `words` are further values
-    that name no part, as "auto". With `several`, parts are given as a list.
+    The annotated type says what the key holds. ``Annotated[LossSection, LOSSES]``: a section. ``Annotated[str,
+    MAKES]``: a name only; such parts have no numbers. ``Annotated[str | Section, FILTERS]``: a name, or a section if
+    the part has numbers. `words`: further values that name no part, as "auto". `several`: the key may hold a list of
+    parts.
     """
 
     key: str  # in the recipe
-    what: str  # "loss"
+    what: str  # name of the kind of part, for messages: "loss"
     arguments: tuple[str, ...]  # positional arguments of a part
     built_in: Mapping[str, str]  # name: package.module:name
     section: type[Kind]
@@ -185,27 +190,28 @@ class Door(Generic[Kind]):
     several: bool = False
 
     def __call__(self, kind: str, **numbers: object) -> Kind:
-        """Section of a part, as ``LOSSES("ppo", clip_low=0.1)``."""
+        """Make the section of a part from its name and numbers, as ``LOSSES("ppo", clip_low=0.1)``."""
         return self.model(kind)(kind=kind, **numbers)
 
     def load(self, name: str) -> Part:
         """Load the part called `name`.
 
         Raises:
-            RecipeError: it is unknown, cannot be imported, or cannot be called with the door's arguments.
+            RecipeError: the name is unknown, or the part cannot be imported, or cannot be called with the door's
+                `arguments`.
         """
         found = load(name, self.key, self.what, self.built_in)
         further = tuple(_by_name(found)) if callable(found) else ()
         if why := why_not_called(found, name, self.arguments, further):
             raise RecipeError([Problem(self.key, why, f"it is called with ({', '.join(self.arguments)})")])
-        part: Part = found  # type: ignore[assignment]  # it is callable, as was asked above
+        part: Part = found  # type: ignore[assignment]  # callable, as checked above
         return part
 
     def model(self, kind: str) -> type[Kind]:
-        """Section class of the part called `kind`.
+        """Return the section class of the part called `kind`.
 
         Raises:
-            RecipeError: as `load`, or a recipe could not hold its numbers.
+            RecipeError: as `load`; or its numbers cannot be written in a recipe.
         """
         part = self.load(kind)
         try:
@@ -215,15 +221,15 @@ class Door(Generic[Kind]):
 
     @property
     def models(self) -> list[type[Kind]]:
-        """Section classes of the built-ins."""
+        """Section classes of all built-in parts."""
         return [self.model(kind) for kind in self.built_in]
 
     def bound(self, value: str | Section) -> Part:
-        """Load the part of a key's value and bind its numbers."""
+        """Return the part that a key's value names, with its numbers bound as keyword arguments."""
         section = value if isinstance(value, Section) else self(value)
         return section.bound(section.part)
 
-    # Hook of pydantic for the type of a key.
+    # Hooks that pydantic calls for the type of a key.
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         sections = isinstance(source, type) and issubclass(source, Section)
@@ -236,7 +242,7 @@ class Door(Generic[Kind]):
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         found = handler(schema)
         choices = found.pop("oneOf", None) or [{"enum": found.pop("enum"), "type": found.pop("type")}]
-        found.pop("discriminator", None)  # knows no names of the user's own
+        found.pop("discriminator", None)  # it would not admit user-defined names
         return found | {"anyOf": [*choices, dict(OWN_NAME)]}
 
     def _checked(self, value: Any, built_in: Callable[[Any], Any], *, sections: bool, names: bool) -> Any:
@@ -279,11 +285,11 @@ class Door(Generic[Kind]):
 
 @cache
 def _model(door: Door[Kind], kind: str, part: Part) -> type[Kind]:
-    """Section class of a part, the same for the same object."""
+    """Make the section class of a part; cached, so that a part has one class."""
     fields: dict[str, Any] = {"kind": (Literal[kind], kind)} | door.section.fields_of(part)
     about = inspect.cleandoc(part.__doc__ or "").partition("\n\n")[0]
     try:
-        # By another name, for mypy's plugin would take the model for a class of this file.
+        # `create_model` under another name: otherwise pydantic's mypy plugin takes the result for a class of this file.
         made = _create_model(kind, __base__=door.section, __doc__=about, **fields)
     except PydanticUserError as error:
         raise ValueError(f"{str(error).splitlines()[0]}; {_TYPES}") from error
@@ -294,14 +300,14 @@ def _model(door: Door[Kind], kind: str, part: Part) -> type[Kind]:
 
 @cache
 def _labelled(model: type[Section]) -> SchemaValidator:
-    """Validator of a section that includes the kind in the place of a mistake, as pydantic does for the members of a
-    union."""
+    """Make a validator of a section whose errors have the kind in their location, as pydantic's errors in a union
+    have."""
     kind = model.model_fields["kind"].default
     return SchemaValidator(core_schema.tagged_union_schema({kind: model.__pydantic_core_schema__}, "kind"))
 
 
 def _at(index: int, details: ErrorDetails) -> InitErrorDetails:
-    """A mistake, moved to item `index` of a list."""
+    """Copy the details of a validation error, with `index` in front of its location: it is in that item of a list."""
     kind: str | PydanticCustomError = details["type"]
     if kind == "value_error":
         kind = PydanticCustomError("value_error", "{error}", details["ctx"])

@@ -1,4 +1,5 @@
-"""Loading of parts that a recipe names: built-ins by name, others as ``package.module:name`` from the import path."""
+"""Loading the parts that a recipe names: built-in ones by name, user-defined ones as ``package.module:name`` from the
+import path."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ _OWN = __name__.partition(".")[0]
 
 
 def look_in(folder: str) -> None:
-    """From now on, search modules first in `folder`, then in the working directory, then in the environment.
+    """Make imports search `folder` first, then the working directory, then the environment. Changes `sys.path`.
 
-    A module of the same name from another recipe's folder is unloaded. An empty `folder` changes nothing.
+    Loaded modules from another recipe's folder that have the names of modules in `folder` are unloaded. An empty
+    `folder` changes nothing.
     """
     if not folder:
         return
@@ -34,7 +36,8 @@ def look_in(folder: str) -> None:
 
 
 def _of_others(folder: Path) -> list[str]:
-    """Loaded modules that hide modules of `folder`, without those of the environment."""
+    """List the names of modules in `folder` under which a module of another folder is loaded. Modules of the
+    environment are left out."""
     environment = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
     found = []
     for path in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
@@ -46,7 +49,7 @@ def _of_others(folder: Path) -> list[str]:
 
 
 def is_own(name: object) -> bool:
-    """Whether a name is that of a user-defined part, not of a built-in.
+    """Whether a name is that of a user-defined part: ``module:name``.
 
     >>> is_own("my_losses:clipped"), is_own("ppo")
     (True, False)
@@ -55,7 +58,8 @@ def is_own(name: object) -> bool:
 
 
 def with_colon(name: object) -> str:
-    """Remedy for a name without a colon that may be meant for a user-defined part.
+    """Advice for an unknown name that has a dot and no colon: the user may mean a user-defined part. "" for other
+    names.
 
     >>> with_colon("my_losses.clipped"), with_colon("cispo")
     ("one of your own is written 'my_losses:clipped'", '')
@@ -65,10 +69,15 @@ def with_colon(name: object) -> str:
 
 
 def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> object:
-    """Load the part called `name`; `what` it is ("loss") and the `place` in the recipe are for messages.
+    """Load the part called `name`.
+
+    Args:
+        place: recipe key, for messages.
+        what: name of the kind of part, for messages: "loss".
+        built_in: built-in parts: name: ``package.module:name``.
 
     Raises:
-        RecipeError: no built-in has the name, or the module cannot be imported or lacks it.
+        RecipeError: no built-in part has the name, or the module cannot be imported or does not have it.
     """
     if not is_own(name) and name not in built_in:
         remedy = f"{nearest(name, built_in)}; one of your own is written 'package.module:name'"
@@ -87,7 +96,7 @@ def _imported(place: str, module: str) -> object:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module)
-    # The module is the user's: whatever its import raises, SystemExit included, belongs into the message.
+    # The module is user-defined: anything its import raises, SystemExit included, becomes the message.
     except (Exception, SystemExit) as error:
         found = f"cannot import {module!r}: {type(error).__name__}: {error}"
         raise RecipeError([Problem(place, found, _way_out(module, error))]) from error
@@ -103,7 +112,7 @@ def _attribute(place: str, module: str, attribute: str, found: object) -> object
 
 
 def _way_out(module: str, error: BaseException) -> str:
-    """Remedy for a failed import: of the module itself, of another one in it, or of its own code."""
+    """Advice after a failed import: the module is not found, it imports a missing module, or its code raises."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and f"{module}.".startswith(f"{missing}."):
         return "give a module of the environment, of the recipe's folder or of the folder that stretto is started from"
@@ -114,7 +123,8 @@ def _way_out(module: str, error: BaseException) -> str:
 
 
 def where_raised(error: BaseException, file: str = "") -> str:
-    """``file:line`` of the innermost frame in `file`, by default in any file, of the error's traceback."""
+    """Return ``file:line`` of the innermost frame in the error's traceback; if `file` is given and has frames, of the
+    innermost one in it."""
     frames = traceback.extract_tb(error.__traceback__)
     inner = [one for one in frames if not one.filename.startswith("<frozen") and one.filename not in _IMPORTERS]
     found = [one for one in inner if one.filename == file] or inner
@@ -122,7 +132,13 @@ def where_raised(error: BaseException, file: str = "") -> str:
 
 
 def why_not_called(function: object, name: str, arguments: Sequence[str], further: Sequence[str] = ()) -> str:
-    """Why a part cannot be called with positional `arguments` and keyword arguments `further`; empty if it can."""
+    """Return why a part cannot be called with these arguments; "" if it can.
+
+    Args:
+        name: of the part, for the message.
+        arguments: names of the positional arguments.
+        further: names of the keyword arguments.
+    """
     if not callable(function):
         return f"{name!r} is {type(function).__name__}, which cannot be called"
     try:
@@ -130,13 +146,13 @@ def why_not_called(function: object, name: str, arguments: Sequence[str], furthe
     except TypeError as error:
         return f"{name!r} has another signature: {error}"
     except ValueError:
-        return ""  # some functions written in C have no signature: the first call tells
+        return ""  # some functions written in C have no signature: the first call shows
     return ""
 
 
 def is_generator(function: Callable[..., object]) -> bool:
-    """Whether the function is a generator function."""
-    # Asking for `type(...)`: an instance's own attribute would not be what a call runs.
+    """Whether the function, or the `__call__` method of the object, is a generator function."""
+    # Of the type: a call does not run an attribute of the instance.
     call = getattr(type(function), "__call__", None)  # noqa: B004
     kinds = (inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     return any(kind(one) for kind in kinds for one in (function, call))

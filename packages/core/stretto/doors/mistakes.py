@@ -1,4 +1,4 @@
-"""Problems of a recipe, made of pydantic's errors: place, value found, and what is allowed."""
+"""Turning pydantic's errors into problems of a recipe: place, value found, and what is allowed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from stretto.doors.loading import is_own, with_colon
 Kind = TypeVar("Kind", bound=BaseModel)
 
 _HINT = "; did you mean "
-#: Sections whose keys are meant first.
+#: Sections whose keys are suggested first.
 _COMMON = ("trainer", "rollout", "sampling", "task", "engine", "rewards", "evaluation")
 _MOST_KEYS = 8  # names listed in a message, at most
 _NEAR = 0.85  # similarity of two names (difflib)
 _WORD = re.compile(r"'([^']*)'")
 
-#: Names that other systems give to a key, or to a value.
+#: Names of keys in other systems ("key=value": of values), with the name or advice for stretto.
 _OTHER_NAMES = {
     "lr": "learning_rate",
     "bs": "rollout.batch_size",
@@ -44,10 +44,10 @@ _OTHER_NAMES = {
 
 
 def checked(settings: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
-    """The settings as a model of this kind.
+    """Validate settings and return them as a model of this kind. `place`: where they were given, for messages.
 
     Raises:
-        RecipeError: with one problem for each wrong key; `place` says where they were given.
+        RecipeError: has one problem for each wrong key.
     """
     try:
         return kind.model_validate(settings, strict=True, context=place)
@@ -56,7 +56,14 @@ def checked(settings: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
 
 
 def problems_of(place: str, errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> Iterator[Problem]:
-    """One problem per key; pydantic reports a value that fits no member of a union once per member."""
+    """Yield one problem per key. Pydantic reports a value that fits no member of a union once per member; these errors
+    are joined.
+
+    Args:
+        place: where the settings were given, for messages.
+        errors: of pydantic.
+        kind: model that was validated.
+    """
     problems: dict[str, Problem] = {}
     for problem in (_problem(place, details, kind) for details in errors):
         if (other := problems.get(problem.place)) is not None:
@@ -103,7 +110,7 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
 
 
 def _near(details: ErrorDetails) -> str:
-    """Nearest of the allowed words, if the value is another one."""
+    """Suggest the most similar allowed word for a word that is not allowed; "" if there is none."""
     if details["type"] != "literal_error" or not isinstance(details["input"], str):
         return ""
     near = nearest(details["input"], _WORD.findall(details["ctx"]["expected"]))
@@ -111,7 +118,8 @@ def _near(details: ErrorDetails) -> str:
 
 
 def _alias(keys: Sequence[str], beside: Sequence[str]) -> str:
-    """Remedy for a key that is named so in other systems."""
+    """Suggest the key that has the name `keys[-1]` in other systems; "" if there is none. `beside`: keys allowed in the
+    same section."""
     known = _OTHER_NAMES.get(keys[-1])
     if known is None:
         return ""
@@ -120,7 +128,8 @@ def _alias(keys: Sequence[str], beside: Sequence[str]) -> str:
 
 
 def _elsewhere(keys: Sequence[str], value: object, kind: type[BaseModel]) -> str:
-    """Remedy for a key outside of any section that is named like a key of some sections."""
+    """Suggest the full names of keys in sections for a key that was given outside of any section; "" if none is
+    similar."""
     if len(keys) != 1 or isinstance(value, dict):
         return ""
     sections = {name: _models(field.annotation) for name, field in kind.model_fields.items()}
@@ -137,14 +146,15 @@ def _rank(section: str) -> int:
 
 
 def _guessed(section: object, models: Sequence[type[BaseModel]]) -> str:
-    """Hint at the only kind that has all given keys; "" if there is not exactly one."""
+    """Hint for a section without its kind: names the kind that has all of the given keys, if there is exactly one."""
     given = set(section) if isinstance(section, dict) else set()
     fitting = [model for model in models if given and given <= set(model.model_fields)]
     return f"; its other keys are those of {_kind(fitting[0])!r}" if len(fitting) == 1 else ""
 
 
 def _a_section(value: object, models: Sequence[type[BaseModel]]) -> str:
-    """Remedy for a plain value in place of a section: its kinds, its keys, how to write a weight."""
+    """Advice for a plain value in place of a section: the allowed kinds or keys, and, for a number, how to write it as
+    a weight."""
     kinds = [name for name in map(_kind, models) if name]
     keys = [key for key in models[0].model_fields if key != "kind"]
     with_keys = f" with {', '.join(keys)}" if len(keys) <= _MOST_KEYS else ""
@@ -160,8 +170,9 @@ def _keys(
     """Decode pydantic's `location`.
 
     Returns:
-        Its keys in the file, without labels of union members ("task.jsonl.file"); the keys allowed beside the last one;
-            the sections that the last one may be; and the door of which it is the key.
+        The keys as written in the file, without pydantic's labels of union members; the keys allowed in the same
+            section as the last one; the section classes that the value of the last one may have; and the door of that
+            key, or None.
     """
     keys: list[str] = []
     models: list[type[BaseModel]] = [kind]
@@ -172,9 +183,9 @@ def _keys(
             models = labelled
         elif door is not None and is_own(part):
             models = [door.model(part)]
-        elif models or part.isdecimal():  # a section's key, or a place in a list; behind a plain value: a label
+        elif models or part.isdecimal():  # key of a section, or index in a list; else a label after a plain value
             keys.append(part)
-            if part.isdecimal():  # in a list of sections, which stay the candidates
+            if part.isdecimal():  # item of a list of sections: `models` stays
                 continue
             beside = list(models[0].model_fields) if models else beside
             fields = [model.model_fields[part] for model in models if part in model.model_fields]
@@ -188,7 +199,7 @@ def _doors(field: FieldInfo) -> list[Door[Any]]:
 
 
 def _models_of(field: FieldInfo) -> list[type[BaseModel]]:
-    """Sections that a key may hold; for a door's key, those of its built-ins."""
+    """List the section classes that a key may hold; for the key of a door, those of its built-in parts."""
     found = _models(field.annotation)
     return [model for door in _doors(field) for model in door.models] if found and _doors(field) else found
 

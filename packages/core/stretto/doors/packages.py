@@ -1,4 +1,4 @@
-"""Loading of parts of a run from packages beside the core; errors name a missing package."""
+"""Loading objects from packages beside the core; errors name a missing package and how to install it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto import __version__
 from stretto.core.errors import Problem, RecipeError
 
 _CORE, _APPLICATION = "stretto", "stretto_app"
-#: Packages that `pip install stretto` brings; each other one is an extra of it.
+#: Packages that `pip install stretto` installs; every other package is an extra.
 _ALWAYS = (_APPLICATION, "stretto_report", "stretto_verify")
 
 
@@ -21,10 +21,11 @@ def is_there(*packages: str) -> bool:
 
 
 def check_packages(place: str, *packages: str) -> None:
-    """Check that packages are installed, in the version of the core.
+    """Check that packages are installed, in the version of the core. `place`: the recipe key or command that needs
+    them, for messages.
 
     Raises:
-        RecipeError: one is missing, or has another version; the problem is at `place`.
+        RecipeError: a package is missing, or has another version.
     """
     if missing := [package for package in packages if not is_there(package)]:
         shown, are = " and ".join(map(_distribution, missing)), "is" if len(missing) == 1 else "are"
@@ -38,11 +39,11 @@ def check_packages(place: str, *packages: str) -> None:
 
 
 def from_package(name: str, place: str, *needed: str) -> Any:
-    """Load ``package.module:name``.
+    """Import a module and return the object `name` names, as ``package.module:name``.
 
     Args:
-        place: the key, or the command, that asks for it.
-        needed: packages that its module imports, beside its own.
+        place: the recipe key or command that needs it, for messages.
+        needed: further packages that the module imports.
 
     Raises:
         RecipeError: as `check_packages`.
@@ -57,7 +58,7 @@ def _distribution(package: str) -> str:
 
 
 def _remedy(missing: Sequence[str]) -> str:
-    """Command that installs packages.
+    """Return the command that installs the missing packages.
 
     >>> _remedy(["stretto_app", "stretto_cluster"]), _remedy(["stretto_report"])
     ("pip install 'stretto[cluster]'", 'pip install stretto')

@@ -1,5 +1,5 @@
-"""The generator behind an engine's HTTP server: the model of this process (`engine.native`), or a server such as vLLM
-(`stretto_servers`)."""
+"""Interface of the generator behind an engine's HTTP server. Implemented by the native engine
+(`engine.native.generation`) and by clients of servers such as vLLM (`stretto_servers`)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.engine.wire import Refusal
 
-#: Default reason for completions that break off; follows the engine's name in a message.
+#: Default reason why completions end early; it follows the engine's name in a message.
 ENDED = "ended before the completion did"
 
 
 class Stream:
-    """The completions of requests submitted together, as frames."""
+    """Finished completions of requests that were submitted together, encoded as frames for one HTTP response."""
 
     def __init__(self, completions: int) -> None:
+        """`completions`: number of completions to come."""
         self.missing = completions
         self.broken = False  # the engine failed, or the client went away
         self._ready = bytearray()
@@ -33,7 +34,7 @@ class Stream:
         return bool(self._ready)
 
     def ended(self, completion: Completion) -> None:
-        """Send a finished completion."""
+        """Append a finished completion to the frames."""
         if not self.missing:  # their requests were refused
             return
         self._ready += frame(completion)
@@ -41,21 +42,21 @@ class Stream:
         self._wake.set()
 
     def refuse(self, error: RefusedRequest | EngineLied) -> None:
-        """End the stream because a request turned out to be refused, or its results invalid; finished completions are
-        still delivered."""
+        """End the stream with an error that was found after submission: a refused request, or invalid results. The
+        error is the last frame; completions that finished before are still delivered."""
         if self.missing:
             self._ready += frame([Refusal.of(error)])
             self.missing = 0
             self._wake.set()
 
     def break_off(self, why: str = ENDED) -> None:
-        """End the stream early; finished completions are still delivered."""
+        """End the stream early (`why` is not sent); completions that finished before are still delivered."""
         self.broken = self.missing > 0
         self._wake.set()
 
     async def next(self) -> bytes:
-        """All frames since the last call; waits for at least one, unless the stream is broken. No timeout here: the
-        client has one."""
+        """Wait for frames and return all since the last call; the result may be empty if the stream is broken. There is
+        no timeout: the client has one."""
         await self._wake.wait()
         self._wake.clear()
         chunk, self._ready = bytes(self._ready), bytearray()
@@ -74,38 +75,41 @@ class Backend(Protocol):
         ...
 
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
-        """Submit requests; each completion is streamed when it is whole.
+        """Submit requests that start together; the stream gets each completion when it has ended.
 
         Raises:
-            RefusedRequest: one of them is invalid; none is accepted then.
+            RefusedRequest: a request is invalid; then none is accepted.
             EngineLost: the server is stopping, or too many completions wait.
         """
         ...
 
     def close(self, request: str) -> None:
-        """End a request and abort its unfinished completions. May be called twice."""
+        """End the request with this id and abort its unfinished completions. May be called twice."""
         ...
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """Tokens of unfinished completions beyond the `known` ones, by request and member."""
+        """New tokens of unfinished completions. `known`: by request id, the number of tokens of each member that the
+        caller already has; other requests are left out."""
         ...
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
         """Load a published version, unless it is loaded and proven; returns the version that samples the next token.
-        With a challenge, sampling waits for the answer, and stops if that is outside the tolerance.
+        With a challenge, no token is sampled before the engine has answered it, nor after an answer outside the
+        tolerance, until the version is loaded again.
 
         Raises:
-            WireError: it is not published, or not of this model; the engine goes on with its version.
-            EngineLost: the engine does not answer.
+            WireError: the version is not published, or not of this model; the engine keeps its version.
+            EngineLost: the engine does not reply.
         """
         ...
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """The log-probabilities of all tokens but the first of each text by the version in use, at temperature 1.
+        """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
+        1.
 
         Raises:
-            RefusedRequest: a text is none that the model can read.
-            EngineLost: the engine does not answer.
+            RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
+            EngineLost: the engine does not reply.
         """
         ...
 

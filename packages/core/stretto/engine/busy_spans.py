@@ -1,4 +1,4 @@
-"""Busy times of an engine: one span for many steps."""
+"""Busy times of an engine: consecutive steps are merged into one span."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MOST_SPANS = 16_384
 
 
 class BusySpans:
-    """Collects spans; one that continues the last one (same name and version, no gap) extends it. Only the newest
-    `MOST_SPANS` are kept.
+    """Collects the spans of one role. A span that continues the last one (same name and version, a gap below 20 ms)
+    extends it. Only the newest `MOST_SPANS` are kept.
 
     >>> stretches = BusySpans("engine-0")
     >>> for start in (0.0, 0.002, 0.004): stretches.add("generate", start, start + 0.002, version=3)
@@ -39,7 +39,7 @@ class BusySpans:
         self._last = Span(role=self._role, name=name, start=start, end=end, version=version, bytes=bytes)
 
     def drain(self) -> list[Span]:
-        """All spans since the last call."""
+        """Return all spans since the last call, and forget them."""
         if self._last is not None:
             self._done.append(self._last)
         drained, self._last = list(self._done), None

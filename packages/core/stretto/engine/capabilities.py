@@ -1,4 +1,5 @@
-"""Requirements and limits of inference servers, one row per make; docs/how_to/servers.md shows the same table."""
+"""Requirements and limits of inference servers, one entry per make of server; docs/how_to/servers.md shows the same
+table."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ class Capabilities:
 
     name: str
     packages: tuple[str, ...]  # alternative package names; empty: not a Python package
-    oldest: tuple[int, ...]  # oldest release with the endpoints we need
+    oldest: tuple[int, ...]  # oldest release with the endpoints that stretto needs
     filtered_logprobs: bool  # its log-probabilities follow top_p, top_k and min_p
     cpu_head_dims: tuple[int, ...]  # head sizes of its attention on a CPU; empty: any
     process_bytes: int  # memory of all its processes without a model
@@ -23,7 +24,7 @@ class Capabilities:
 
     @property
     def needed(self) -> str:
-        """The required server and release as text, such as "vllm 0.10 or newer"."""
+        """The required server and release as text, such as "vLLM 0.32 or newer"."""
         return f"{self.name} {'.'.join(map(str, self.oldest))} or newer"
 
 
@@ -49,7 +50,7 @@ CAPABILITIES: Mapping[str, Capabilities] = {
 
 
 def capabilities_of(kind: str) -> Capabilities:
-    """The requirements and limits of a make of server (`engine.kind`).
+    """The requirements and limits of a make of server; `kind`: a value of `engine.kind`.
 
     Raises:
         RecipeError: its package is missing, or it cannot be imported.

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from stretto.doors.door import Door, Section
 from stretto.engine.spec import ENGINE_ROLE, EXTERNAL_ENGINE_ROLE
 
-#: Classes that satisfy `stretto_servers.make.Make`, each for one make of server.
+#: Makes of server that a recipe names in `engine.kind`: classes that implement `stretto_servers.make.Make`.
 MAKES = Door(
     key="engine.kind",
     what="make of inference server",
@@ -26,7 +26,7 @@ MAKES = Door(
 
 _TENSOR_WORDS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
 
-#: A list in TOML; a tuple cannot be changed.
+#: Strings: a list in TOML, stored as a tuple, because a config is immutable.
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 
@@ -105,9 +105,10 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def role(self) -> str:
-        """The module of an engine's process."""
+        """Name of the module that runs as the engine's process."""
         return ENGINE_ROLE if self.kind == "native" else EXTERNAL_ENGINE_ROLE
 
     def in_rounds(self, synchronous: bool) -> bool:
-        """Whether groups start and end together (`batching`), for a run without a workflow."""
+        """Whether groups start and end together (`batching`) in a run without a workflow. `synchronous`: the run has
+        ``max_staleness = 0``."""
         return self.batching == "rounds" or (self.batching == "auto" and synchronous and self.kind == "native")

@@ -1,4 +1,5 @@
-"""An engine's process: ``python -m stretto.engine.role SPEC``. Loads the newest version, then serves."""
+"""Process of a native engine: ``python -m stretto.engine.role SPEC``. Loads the model and the newest published version,
+then serves HTTP."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from stretto.weights.shared_memory import SharedMemorySubscriber
 
 
 def main(arguments: list[str]) -> int:
-    """Run the engine process until the conductor ends it (`processes.run_role`). An error becomes the last line of its
-    log."""
+    """Run the engine process until the conductor ends it (`processes.run_role`); returns its exit code. `arguments`:
+    one `EngineSpec` as JSON. The message of an error becomes the last line of the process's log."""
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()
     torch.set_num_threads(spec.threads)

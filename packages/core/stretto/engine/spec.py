@@ -1,4 +1,4 @@
-"""Spec of an engine process; light, so that the loop can import it without torch."""
+"""Arguments of an engine process. The loop imports this module without torch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from stretto.core.records import Record
 ENGINE_ROLE, EXTERNAL_ENGINE_ROLE = "stretto.engine.role", "stretto_servers.role"
 _LONGEST_SOCKET_FOLDER = 70
 
-#: Environment variable with the key that an engine's clients have to send; unset for none.
+#: Environment variable with the key that clients of an engine must send; unset if no key is needed.
 ENGINE_KEY = "STRETTO_ENGINE_KEY"
 
 
 class EngineSpec(Record, frozen=True):
     """Arguments of an engine process; `config` is the JSON text of an `EngineConfig`.
 
-    `publication_seconds`: how long to wait for the first publication after loading the model; 0: serve the folder as
-    version 0 until something is published. `kernels`: file with the run's choice of kernels. `server`: address of a
+    `publication_seconds`: longest wait for the first publication after the model is loaded; 0: serve the model folder
+    as version 0 until a version is published. `kernels`: file with the run's choice of kernels. `server`: address of a
     running vLLM or SGLang server. `scratch`: a folder for this engine alone. `token_seconds`, `load_seconds`,
     `start_seconds`: timeouts of such a server for the next tokens, for loading a version, and for being ready.
-    `broadcast`: it gets versions by a collective (`weights.broadcast`) instead of a folder. `tls`: folder of
-    certificates (`processes.tls`), for an engine on another machine. `path`: folder searched first for the module of
-    `engine.kind`. `gpus`: ids of the GPUs that it sees; empty: all that the conductor sees. `share`: part of their
-    memory that its tensors may take; `memory`: bytes of the smallest of them, 0 if unknown; `planned`: bytes of weights
-    and cache on each.
+    `broadcast`: the server receives versions by a collective (`stretto_servers.broadcast`) instead of a folder. `tls`:
+    folder of certificates (`processes.tls`), for an engine on another machine. `path`: folder searched first for the
+    module of `engine.kind`. `gpus`: ids of the GPUs that the engine sees; empty: all GPUs that the conductor sees.
+    `share`: part of their memory that its tensors may take; `memory`: bytes of the smallest of these GPUs, 0 if
+    unknown; `planned`: bytes of weights and cache on each GPU.
     """
 
     name: str
@@ -52,6 +52,7 @@ class EngineSpec(Record, frozen=True):
 
 
 def socket_folder() -> Path:
-    """A new folder with a short path: that of a socket has 107 bytes at most."""
+    """Create a temporary folder for Unix sockets and return its path, which is short: a socket's path has at most 107
+    bytes."""
     root = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))

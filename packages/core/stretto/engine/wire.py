@@ -1,17 +1,20 @@
-"""The messages between an engine and its clients, in MessagePack; without torch.
+"""Messages between an engine and its clients, in MessagePack. Imported without torch.
 
     POST /generate         [GenerateRequest] →  frames (`core.frames`) of one Completion each, as they end; all requests
-                                                begin in the same step. A list of one Refusal ends them if the server
-                                                behind the engine refuses one later, or returns invalid results
-    POST /update_weights   UpdateRequest     →  Loaded (`core.canary`), when the weights are loaded and proven or not
+                                                begin in the same step. A frame with a list of one Refusal ends the
+                                                response if the server behind the engine refuses a request later, or
+                                                returns invalid results
+    POST /update_weights   UpdateRequest     →  Loaded (`core.canary`), sent when the weights are loaded and the
+                                                challenge, if any, is answered
     POST /abort            AbortRequest      →  EngineHealth
-    POST /partials         PartialsRequest   →  Partials: the tokens of unfinished completions beyond the known ones
+    POST /partials         PartialsRequest   →  Partials: the tokens of unfinished completions beyond the known tokens
     POST /score            ScoreRequest      →  [[float]]: the log-probability of each token but the first of each text
     GET  /health                             →  EngineHealth
     GET  /spans                              →  [Span] since the last call
 
-Closing the connection of /generate aborts its requests. A refusal has a status of 400 or above and a `Refusal` as its
-body. `stretto serve` has these paths beside OpenAI's; its /health is JSON unless MessagePack is accepted.
+Closing the connection of /generate aborts its requests. A refused request gets a status of 400 or above and a `Refusal`
+as the body. `stretto serve` has these paths in addition to OpenAI's; its /health replies in JSON unless the client
+accepts MessagePack.
 """
 
 from __future__ import annotations
@@ -25,32 +28,33 @@ MSGPACK = "application/msgpack"
 
 
 class UpdateRequest(Record, frozen=True):
-    """Order to load this version from the mailbox and answer the challenge, if any."""
+    """Order to load a version from the mailbox, and to answer the challenge if there is one."""
 
     version: int
     challenge: Challenge | None = None
 
 
 class AbortRequest(Record, frozen=True):
-    """Order to abort this request."""
+    """Order to abort the request with this id."""
 
     request: str
 
 
 class PartialsRequest(Record, frozen=True):
-    """Tokens already known of each member, by request; other requests are left out of the reply."""
+    """Request for new tokens of unfinished completions. `known`: by request id, the number of tokens of each member
+    that the client already has; other requests are left out of the reply."""
 
     known: dict[str, list[int]]
 
 
 class ScoreRequest(Record, frozen=True):
-    """Compute the log-probabilities of the tokens of these texts by the version in use."""
+    """Request for the log-probabilities of texts (token ids) by the version in use."""
 
     texts: tuple[tuple[int, ...], ...]
 
 
 class Refusal(Record, frozen=True):
-    """An error as name and arguments, from which the client raises it again."""
+    """An error as its name and arguments, from which the client raises the same error."""
 
     error: str
     found: str
@@ -66,7 +70,7 @@ class Refusal(Record, frozen=True):
 
 
 def split_address(address: str) -> tuple[str | None, str, int]:
-    """(path of a Unix socket, "", 0), or (None, host, port).
+    """Split an engine's address: (path of a Unix socket, "", 0), or (None, host, port).
 
     >>> split_address("unix:/run/engine-0.sock"), split_address("127.0.0.1:8300")
     (('/run/engine-0.sock', '', 0), (None, '127.0.0.1', 8300))

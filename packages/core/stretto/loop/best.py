@@ -19,8 +19,9 @@ _RECORD = "best.json"
 
 
 class Best(Record, frozen=True):
-    """``best.json``: the best evaluation so far. It began at `step`; training went on meanwhile, so versions `step` to
-    `version` sampled its completions. `policy`: folder of the policy of that step; None if it was not kept."""
+    """``best.json``: the best evaluation so far. The evaluation began at `step`. Training went on meanwhile, so
+    versions `step` to `version` sampled its completions. `policy`: folder of the policy of `step`; None if it was not
+    kept."""
 
     step: int
     version: int
@@ -29,10 +30,11 @@ class Best(Record, frozen=True):
 
 
 class BestPolicy:
-    """Tracks the accuracy on one set of questions; ``policy/best`` holds the policy of the best evaluation if `keeps`.
+    """Tracks the accuracy on one set of questions and decides when training has been long enough.
 
-    `enough` becomes true after `patience` evaluations in a row that were not better by more than `least_gain` (patience
-    0: never), or after `goal_holds` in a row that reached `goal` (0: never).
+    With `keeps`, ``policy/best`` holds the policy of the best evaluation. `enough` becomes true in two cases: the last
+    `patience` evaluations were not better than the best by more than `least_gain` (patience 0: never); or `goal_holds`
+    evaluations in a row reached the accuracy `goal` (0: never).
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class BestPolicy:
         goal_holds: int = 1,
         earlier: Sequence[EvaluationLine] = (),
     ) -> None:
-        """`earlier`: the recorded evaluations of a resumed run."""
+        """`say`: writes a log line. `earlier`: the recorded evaluations of a resumed run; a ``best.json`` of a later
+        step is removed."""
         self.keeps = keeps
         self._folder, self._say, self._patience, self._least_gain = folder, say, patience, least_gain
         self._best: Best | None = None
@@ -75,14 +78,16 @@ class BestPolicy:
         return ""
 
     def hold(self, step: int) -> None:
-        """Keep the policy of `step` while its evaluation runs, even if the policy's own folder is removed."""
+        """Keep a copy of the policy of `step` in ``policy/candidate`` while its evaluation runs: the policy's own
+        folder may be removed meanwhile."""
         if self.keeps and (source := self._folder.policy(step)).is_dir():
             self._drop(_CANDIDATE)
             shutil.copytree(source, self._folder.policies / _CANDIDATE, copy_function=_linked)
             self._held = step
 
     def measured(self, step: int, evaluation: Evaluation) -> None:
-        """Take the result of the evaluation that began at `step`."""
+        """Count the evaluation that began at `step`. If it is the best so far, write ``best.json`` and move the policy
+        kept by `hold` to ``policy/best``; otherwise delete that copy. Log once when `enough` becomes true."""
         before = self.enough
         better = self._follow(step, evaluation.version, evaluation.accuracy)
         if self.enough and not before:  # said once
@@ -102,14 +107,14 @@ class BestPolicy:
         """Count this evaluation; True if it is the best so far."""
         better = self._best is None or accuracy > self._best.accuracy + self._least_gain
         self._since = 0 if better else self._since + 1
-        if self._reached < self._goal_holds:  # once it was reached, the last evaluation takes nothing back
+        if self._reached < self._goal_holds:  # a goal that was reached stays reached
             self._reached = self._reached + 1 if accuracy >= self._goal else 0
         if better:
             self._best = Best(step, version, accuracy)
         return better
 
     def _forget_what_came_later(self, steps: Set[int]) -> None:
-        """Remove a best policy of a later step than the resumed run has; that step is done again."""
+        """Remove ``best.json`` and ``policy/best`` if their step is not among `steps`: the resumed run repeats it."""
         record = self._folder.path / _RECORD
         if record.exists() and msgspec.json.decode(record.read_bytes(), type=Best).step not in steps:
             record.unlink()

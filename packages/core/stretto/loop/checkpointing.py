@@ -1,4 +1,4 @@
-"""Checkpoints, policies and evaluations of a run, each when it is due."""
+"""Saving the checkpoints and policies of a run when they are due."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
 
 
 class Checkpointing:
-    """Saves a policy or a checkpoint, or starts an evaluation, after each step where one is due."""
+    """Saves checkpoints (every `trainer.checkpoint_every` steps) and policies (`trainer.keep_versions`)."""
 
     def __init__(
         self,
@@ -45,8 +45,11 @@ class Checkpointing:
         self._lost = 0  # consecutive checkpoints whose trainer died while writing
 
     async def after(self, update: Update) -> None:
-        """Do what is due after the published and recorded step of `update`. A checkpoint may still be on its way to
-        disk when this returns; the trainer has copied its state by then and continues."""
+        """Save the checkpoint and the policy that are due after the step of `update`, which is published and recorded.
+
+        On return, the trainer has copied its state and can train on. The checkpoint may still be on its way to disk.
+        Raises the error of an earlier checkpoint that failed.
+        """
         if self._saving is not None and self._saving.done():
             self._saving.result()
         due = update.step % self._config.checkpoint_every == 0
@@ -56,13 +59,13 @@ class Checkpointing:
             await self.save_policy(update.version)
 
     async def save_policy(self, version: int) -> None:
-        """Save the policy as ``policy/v...`` and remove the oldest ones beyond the number to keep; version 0 always
-        stays.
+        """Save the policy as ``policy/v...``, then remove the oldest policies beyond `trainer.keep_versions`; version 0
+        always stays. Does nothing if the policy is saved already.
 
         Raises:
             StoreError: the folder of the policies has vanished.
         """
-        if self._folder.policy(version).exists():  # which appears whole
+        if self._folder.policy(version).exists():  # the folder is renamed into place, so it is complete
             return
         if not (self._folder.is_ours() and self._folder.policies.is_dir()):
             raise StoreError(f"{self._folder.policies}: no longer exists")
@@ -73,8 +76,8 @@ class Checkpointing:
                 shutil.rmtree(path)
 
     async def save_checkpoint(self) -> None:
-        """Save the trainer's state, so that earlier batches need not be trained again. Does nothing if this step has
-        one."""
+        """Save a checkpoint of the newest step and wait until it is on disk. Does nothing if this step has one. If the
+        trainer dies meanwhile, the checkpoint is tried again."""
         while True:
             await self._begin_checkpoint()
             await self.end()
@@ -82,7 +85,7 @@ class Checkpointing:
                 return
 
     async def end(self) -> None:
-        """Wait, with a deadline, until the checkpoint in progress is on disk."""
+        """Wait until the checkpoint in progress, if any, is on disk; its writing has a deadline."""
         if self._saving is not None:
             await self._saving
 
@@ -92,7 +95,8 @@ class Checkpointing:
             await cancel_and_wait([self._saving])
 
     async def _begin_checkpoint(self) -> None:
-        """Start a checkpoint, one at a time; returns when the trainer has copied its state."""
+        """Start a checkpoint of the newest step, after the one in progress; returns when the trainer has copied its
+        state."""
         await self.end()
         step = self._controller.published
         if step == self._started_step:
@@ -111,15 +115,18 @@ class Checkpointing:
             self._saving.result()
 
     async def _save(self, step: int, copied: asyncio.Event) -> None:
-        """Write, seal and fsync a checkpoint. If the trainer dies meanwhile, the next step tries again; if every
-        attempt kills it, the run ends."""
+        """Write, seal and fsync a checkpoint; `copied` is set when the trainer has copied its state.
+
+        If the trainer dies meanwhile, the checkpoint is tried again after the next step. After more than
+        `deadlines.trainer_restarts` such attempts in a row, CheckpointLost is raised and the run ends.
+        """
         loop = asyncio.get_running_loop()
 
         def write(folder: Path) -> None:
-            # An order that always ends, because it has deadlines of its own.
+            # No timeout here: save_checkpoint has deadlines of its own.
             asyncio.run_coroutine_threadsafe(self._trainer.save_checkpoint(folder, copied.set), loop).result()
 
-        # The trainer has so long to copy, and to write; the disk has as long again.
+        # One `deadlines.save` for the copy, one for the trainer's writing, one for checksums and fsync.
         async with deadline("conductor", f"the checkpoint of step {step} to be on disk", 3 * self._deadlines.save):
             try:
                 await asyncio.to_thread(self._checkpoints.save, step, write)

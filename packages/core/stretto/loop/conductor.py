@@ -1,4 +1,4 @@
-"""The conductor: the one process that knows all components. They know neither it nor each other.
+"""The conductor: the process that connects all components of a run. Components know neither it nor each other.
 
     loop           consumes              produces                waits for, woken by
     ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -9,8 +9,9 @@
     journaling     tokens so far         the ledger's partials   a second, then the engines
     observing      counters, spans       the run folder's lines  a second
 
-The data goes round: admission ─► groups ─► training ─► loading ─► admission. A loop waits for a slower one only through
-`rollout.controller`, whose decisions these loops carry out. `launch.assemble.roles` replaces processes that die.
+The data flow in a circle: admission ─► groups ─► training ─► loading ─► admission. `rollout.controller` decides what
+these loops do; a loop waits for a slower loop only because the controller says so. `launch.assemble.roles` replaces
+processes that die.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class Conductor:
     """Runs the loops until the last step, the first failure, or a request to stop.
 
     Attributes:
-        poll: returns the spans of all roles since the last poll; its argument is the seconds to wait for replies (None:
-            until all have replied).
-        progress: returns a value that changes with any work of a role.
+        poll: returns the time spans of all roles since the last poll; its argument is the seconds to wait for replies
+            (None: until all roles have replied).
+        progress: returns a value that changes whenever a role has done some work; the watchdog compares it.
         steps: the version at which the run ends.
     """
 
@@ -88,8 +89,10 @@ class Conductor:
         self._finished.set()
 
     async def run(self) -> None:
-        """Train until the last step, or until the end of a step after `request_stop`. Raises the first failure of any
-        loop."""
+        """Train until the last step, until `evaluation.enough`, or until a step has ended after `request_stop`.
+
+        On return, the completions in flight are journaled and aborted. Raises the first failure of any loop.
+        """
         journaling = asyncio.ensure_future(self._journaling())
         loops: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self._training()),
@@ -112,7 +115,7 @@ class Conductor:
 
     async def _give_up(self) -> None:
         """Journal the completions in flight, which a resumed run continues, then abort them so that the engines'
-        counters account for every token. A running evaluation finishes first."""
+        counters account for every token. The requests of a running evaluation are not aborted."""
         self._conducting = False
         await self.in_flight.keep(_POLL_SECONDS)
         await self._poll(_POLL_SECONDS)
@@ -125,7 +128,7 @@ class Conductor:
     # ── admission and groups ────────────────────────────────────────────────────────────────────
 
     def _admit(self, restored: Sequence[Ticket] = ()) -> None:
-        """Start the restored groups, and then as many as the controller admits."""
+        """Start the groups of the tickets `restored`, then as many new groups as the controller admits."""
         tickets = deque(restored)
         while tickets or (self._conducting and not self.stopping):
             ticket = tickets.popleft() if tickets else self.controller.admit()
@@ -156,7 +159,8 @@ class Conductor:
         self._forget(ticket, trajectories)
 
     def _report_filtered(self, groups: int) -> None:
-        """Report filtered groups once they would fill several batches, then at twice as many each time."""
+        """Log the number of filtered groups when it reaches `_SILENT_BATCHES` batches, then each time it has
+        doubled."""
         times, rest = divmod(groups, _SILENT_BATCHES * self.controller.config.batch_size)
         if not rest and times.bit_count() == 1:
             self.recorder.filtered(groups)
@@ -207,7 +211,7 @@ class Conductor:
         await self._before_the_stop_ends(self._until_announced())
 
     def _announce(self, version: int) -> None:
-        """Let the engines load a version once the trainer has written it, beside its next step."""
+        """Publish `version` to the engines as soon as the trainer has written it; training goes on meanwhile."""
         self._announcing = asyncio.ensure_future(self._announced(version, self._announcing))
         self._announcing.add_done_callback(self._noted)
 
@@ -221,12 +225,12 @@ class Conductor:
             await self._announcing
 
     def _noted(self, ended: asyncio.Future[None]) -> None:
-        """End the run with an error that no loop waits for."""
+        """End the run with the error of a publication: no loop awaits its task."""
         if not ended.cancelled() and (error := ended.exception()) is not None and not self._failure.done():
             self._failure.set_exception(error)
 
     async def _next_batch(self) -> Batch | None:
-        """The next batch; None when the run is to stop."""
+        """Wait for the next batch, within `deadlines.batch`; None if a stop is requested first."""
         version = self.controller.published
         async with deadline("trainer", f"a batch at version {version}", self.deadlines.batch, self._queues):
             return await self._batch_unless_stopping()
@@ -241,21 +245,22 @@ class Conductor:
             batch = self.controller.take()
             if batch is not None:
                 return batch
-            self._admit()  # groups that `take` let expire leave room
+            self._admit()  # `take` may have let groups expire, which leaves room
             self._finished.clear()
             await self._finished.wait()
         return None
 
     def _expire_overdue(self) -> None:
         for ticket in self.controller.overdue():
-            if (task := self._groups.get(ticket.group_id)) is not None:  # else it has failed, and the run ends
+            if (task := self._groups.get(ticket.group_id)) is not None:  # else the group has failed, and the run ends
                 task.cancel()
             self.controller.expire(ticket)
             self._forget(ticket)
         self._admit()
 
     async def _before_the_stop_ends(self, order: Coroutine[Any, Any, Result]) -> Result | None:
-        """The result of the order; None if a requested stop times out first."""
+        """Await `order` and return its result. After a requested stop it has `deadlines.stop` seconds; then it is
+        cancelled, and None is returned."""
         task = asyncio.ensure_future(order)
         stop = asyncio.ensure_future(self._stopping.wait())
         try:
@@ -283,8 +288,8 @@ class Conductor:
             watchdog.check()
 
     def _observe_pressure(self) -> None:
-        """Tell the controller how full the engines are. Readings taken during an evaluation are dropped: its
-        completions are not the controller's."""
+        """Report the load of the engines to the controller, for ``max_in_flight = "auto"``. Readings during an
+        evaluation are dropped: the load then includes completions that the controller has not admitted."""
         if self.controller.config.max_in_flight != "auto":
             return
         now, before = self.engines.pressure(), self._evaluated

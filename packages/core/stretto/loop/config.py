@@ -6,26 +6,32 @@ from pydantic import BaseModel, Field
 
 
 class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Seconds. When a wait exceeds its deadline the run ends with an error that names the waiting party and the
-    event."""
+    """Deadlines in seconds for the events below, and restart budgets. When a wait exceeds its deadline, the run ends
+    with an error that names who waited, and for what."""
 
     start: float = Field(180.0, gt=0, description="a role to load its model and to be ready")
     warm_start: float = Field(3600.0, gt=0, description="the whole supervised warm start")
-    answer: float = Field(600.0, gt=0, description="an engine that computes no token to send the next completion")
-    load: float = Field(120.0, gt=0, description="an engine that loads a version, or a server, to read more of it")
-    pull: float = Field(600.0, gt=0, description="another machine to get more of a version, or of the model")
+    answer: float = Field(
+        600.0, gt=0, description="an engine to send the next completion; restarts with each new token"
+    )
+    load: float = Field(120.0, gt=0, description="an engine or server to load a version; restarts with any progress")
+    pull: float = Field(
+        600.0, gt=0, description="another machine to download a version, or the model; restarts with any progress"
+    )
     step: float = Field(1800.0, gt=0, description="the trainer to finish one step")
     batch: float = Field(1800.0, gt=0, description="the next batch to be complete")
     save: float = Field(600.0, gt=0, description="the trainer to write a checkpoint or a policy")
     stop: float = Field(6.0, gt=0, le=60, description="a clean stop to finish the step in progress")
-    hung: float = Field(10.0, gt=0, description="a role's process between two heartbeats; then it is killed")
-    still: float = Field(300.0, gt=0, description="a run without any progress; then it ends")
-    trainer_restarts: int = Field(3, ge=0, description="times that the trainer is replaced within `restart_window`")
-    engine_restarts: int = Field(5, ge=0, description="times that one engine is replaced within `restart_window`")
-    restart_window: float = Field(3600.0, gt=0, description="a role that dies more often in it ends the run")
+    hung: float = Field(10.0, gt=0, description="a role's process to send the next heartbeat; then it is killed")
+    still: float = Field(300.0, gt=0, description="the run to make any progress; then it ends")
+    trainer_restarts: int = Field(3, ge=0, description="how often the trainer may be replaced within `restart_window`")
+    engine_restarts: int = Field(5, ge=0, description="how often one engine may be replaced within `restart_window`")
+    restart_window: float = Field(
+        3600.0, gt=0, description="seconds for which replacements are counted; a role with more of them ends the run"
+    )
 
     @property
     def longest_pull(self) -> float:
-        """The conductor's deadline for another machine's download, longer than the machine's own, so that the machine's
-        error comes first."""
+        """Seconds that the conductor waits for the download of another machine. Longer than `pull`, the machine's own
+        deadline, so that the machine reports its error first."""
         return 1.5 * self.pull

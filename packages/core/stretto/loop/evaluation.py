@@ -36,7 +36,7 @@ _PORTION = 64  # completions of one request; at least one prompt's
 _PORTIONS_IN_FLIGHT = 4
 _PREFIX = "evaluation."
 
-#: (prompt, completion) -> the final answer or None; majorities are counted over these.
+#: Returns the final answer in a completion, or None, by (prompt, completion) as texts; maj@n counts these answers.
 FinalAnswerOf = Callable[[str, str], str | None]
 
 
@@ -45,16 +45,17 @@ def is_evaluation(request: str) -> bool:
     return request.startswith(_PREFIX)
 
 
-#: Runs the workflow once for a prompt, by (id, prompt, member, seed); returns the judged trajectory.
+#: Runs the workflow once for a prompt, by (trajectory id, prompt, member, seed); returns the judged trajectory.
 Converse = Callable[[str, Prompt, int, int], Coroutine[Any, Any, Trajectory]]
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Generates and scores held-out prompts, during training or alone.
+    """Samples and judges completions of held-out prompts, during training or alone.
 
-    `count` gets each completion as it ends, even if the evaluation is cut short. `keep` gets the judged completions of
-    a finished evaluation, `rows` its results by question. `name`: name of a further set; "" for the main one.
+    `count` is called with each completion as it ends, even if the evaluation is cut short later. After a finished
+    evaluation, `keep` is called with its judged completions, and `rows` with its results by question. `name`: name of
+    the set of questions; "" for the main set.
     """
 
     prompts: Sequence[Prompt]
@@ -72,9 +73,10 @@ class Evaluator:
     converse: Converse | None = None  # None: single turns. It counts its tokens itself
 
     async def __call__(self) -> Evaluation:
-        """Generate and judge the completions of every prompt; each wait inside has its own deadline.
+        """Sample and judge `samples` completions of every prompt, and return the combined result.
 
-        Prompts are always split in the same way, so that idle engines compute the same numbers each time.
+        Each wait inside has a deadline of its own. The prompts are always split into the same requests, so that a
+        repeated evaluation on idle engines computes the same numbers.
         """
         free = asyncio.Semaphore(_PORTIONS_IN_FLIGHT)
         size = max(1, _PORTION // self.samples)
@@ -118,7 +120,7 @@ class Evaluator:
         return derive_seed(self.seed, prompt.id), *further
 
     async def _conversed(self, converse: Converse, prompt: Prompt) -> list[Trajectory]:
-        """The judged trajectories of one prompt, made by the workflow."""
+        """Run the workflow `samples` times for one prompt; returns the judged trajectories."""
         ids = [trajectory_id(self._id(prompt), number) for number in range(self.samples)]
         members = enumerate(zip(ids, self._seeds(prompt), strict=True))
         return await gather_or_cancel(*(converse(id, prompt, number, seed) for number, (id, seed) in members))
@@ -136,8 +138,8 @@ class Evaluator:
         )
 
     async def _completions(self, prompts: Sequence[Prompt]) -> dict[str, list[Completion]]:
-        """Completions by prompt id, in the order of their seeds. If an engine is lost all prompts are sampled again
-        together, so that the numbers stay the same."""
+        """Sample the completions of these prompts; returns them by prompt id, in the order of their seeds. If the
+        engine is lost, all of these prompts are sampled again together, so that the batches stay the same."""
         found: dict[tuple[str, int], Completion] = {}
         requests = [self._request(prompt) for prompt in prompts]
         for attempt in attempts():
@@ -150,8 +152,11 @@ class Evaluator:
 
 
 class PeriodicEvaluation:
-    """Evaluates one set of questions during training, one evaluation at a time: every `every` steps, or at the first
-    step after an interval in minutes."""
+    """Evaluates one set of questions while training goes on, one evaluation at a time.
+
+    An evaluation is due every `every` steps (0: never), and at the first step after `minutes` minutes since the last
+    one (0: never). `evaluate` computes the result; `best`, if given, gets it too.
+    """
 
     def __init__(
         self,
@@ -168,13 +173,13 @@ class PeriodicEvaluation:
         self._running: asyncio.Task[None] | None = None
 
     def due(self, update: Update) -> bool:
-        """Whether an evaluation should start after this step; False while one is running."""
+        """Whether an evaluation should start after this step. False while the previous one is running."""
         waited = bool(self._seconds) and time.monotonic() - self._started >= self._seconds
         by_steps = bool(self._every) and update.step % self._every == 0
         return (by_steps or waited) and (self._running is None or self._running.done())
 
     def after(self, update: Update) -> None:
-        """Start an evaluation if one is due."""
+        """Start an evaluation in the background if one is due; raises the error of the previous one."""
         if self.due(update):
             self.check()
             self._started = time.monotonic()
@@ -209,7 +214,7 @@ class PeriodicEvaluation:
 
 
 class Evaluations:
-    """All evaluations of a run: the held-out questions and further sets. `best` tracks one of them."""
+    """All evaluations of a run: the held-out questions and further sets. `best` tracks the accuracy on one set."""
 
     def __init__(self, evaluations: Sequence[PeriodicEvaluation], best: BestPolicy | None = None) -> None:
         self._all, self._best = tuple(evaluations), best
@@ -226,7 +231,7 @@ class Evaluations:
         return self._best.why if self._best is not None else ""
 
     def keeps(self, update: Update) -> bool:
-        """Whether the policy of this step must be saved because an evaluation of it may become the best."""
+        """Whether the policy of this step must be saved: it is about to be evaluated and may become the best."""
         return self._best is not None and self._best.keeps and self.due(update)
 
     def due(self, update: Update) -> bool:
@@ -239,7 +244,7 @@ class Evaluations:
             one.after(update)
 
     async def evaluate(self, step: int) -> None:
-        """Run and record all evaluations, one after the other."""
+        """Evaluate all sets now, one after the other, and record the results under `step`."""
         for one in self._all:
             await one.evaluate(step)
 

@@ -1,8 +1,9 @@
-"""The goodput budget: each token and each second of a run in exactly one category (docs/reference/metrics.md).
+"""The goodput budget: it puts each token and each second of a run into exactly one category
+(docs/reference/metrics.md).
 
-Tokens are counted, and add up exactly: the sum over the categories is what engines have sampled and recomputed. Seconds
-are measured for each role, and add up to its wall time: work goes to the category of the tokens it was for, in
-proportion to their number, and what is left is idle, with its reason.
+Tokens are counted: the sum over all categories is the number of tokens that engines have sampled or recomputed. Seconds
+are measured for each role, and their sum is the role's wall time. Seconds of work are divided among the categories in
+proportion to the tokens that the work was for; the other seconds are idle, each with a reason.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ TRAINED, WAITING, MASKED, EXPIRED, FILTERED, RECOMPUTED, FAILED, IDLE = CATEGORI
     "idle",
 )
 
-_REST = {"trainer": "batch", "rewards": "completions", "conductor": "events"}  # reason for which a role is idle
+_REST = {"trainer": "batch", "rewards": "completions", "conductor": "events"}  # role: what it waits for while idle
 _OF_ENGINES = "admission"
-#: Spans in which no token is made.
+#: Spans of work on no token: name of the span: reason for which the role counts as idle.
 _PAUSES = {"load": "loading", "prove": "proving", "publish": "publishing", "checkpoint": "checkpointing"}
-AGAIN = "again"  #: spans of a trainer that repeats a step which one before it had done
-#: Spans whose seconds are work of their role: `map` is beside the steps of an engine.
+AGAIN = "again"  #: name of a trainer's spans while it repeats a step of an earlier process
+#: Names of spans that count as work of their role. `map` does not: it runs while the engine steps.
 WORK = frozenset({"generate", "recompute", "proximal", "update", AGAIN, *_PAUSES})
-_OUTSIDE = ("starting", "ending")  # reasons that are not of the training
+_OUTSIDE = ("starting", "ending")  # reasons of idle seconds before and after the training
 
 
 class OnRecord(Record, frozen=True):
-    """Sampled tokens of recorded trajectories by fate; those of batches are trained or masked.
+    """Number of sampled tokens in the ledger, by the state of their trajectory. Tokens of a trained batch are either
+    `trained` or `masked` (too old for the loss).
 
-    `expired_unjudged` and `failed_unjudged` count trajectories without recorded tokens: they were aborted.
+    `expired_unjudged` and `failed_unjudged` count trajectories, not tokens: those that were aborted, so that no tokens
+    are recorded.
     """
 
     trained: int = 0
@@ -54,10 +57,10 @@ class OnRecord(Record, frozen=True):
 
 
 class Produced(Record, frozen=True):
-    """Tokens that engines have computed, by their counters.
+    """Tokens that engines have computed, by their own counters.
 
-    `generated` were sampled for training prompts, `aborted` of them for abandoned completions; `recomputed` were
-    prefilled again; `evaluated` were sampled for evaluations and are in no other count.
+    `generated`: sampled for training prompts. `aborted`: the part of these that was sampled for aborted completions.
+    `recomputed`: KV cache computed again. `evaluated`: sampled for evaluations, and in no other count.
     """
 
     generated: int = 0
@@ -67,7 +70,8 @@ class Produced(Record, frozen=True):
 
 
 class Clock(Record, frozen=True):
-    """Seconds of the whole run, of the time until its first prompt was admitted, and from then to the last update."""
+    """Seconds of a run. `wall`: in all; `starting`: until the first prompt was admitted; `rl`: from then to the last
+    update."""
 
     wall: float = 0.0
     starting: float = 0.0
@@ -82,7 +86,7 @@ class Category(Record, frozen=True):
 
 
 class Goodput(Record, frozen=True):
-    """The budget, with seconds by role, and idle seconds of each role by reason.
+    """The budget. `budget`: by category; `roles`: role: category: seconds; `idle`: role: reason: seconds.
 
     Example: ``Goodput(budget={"trained": Category(81.2, 52_310), ...}, roles={"trainer": {"trained": 40.3, ...}, ...},
     idle={"trainer": {"batch": 12.5, "starting": 3.1, ...}, ...})``
@@ -94,11 +98,11 @@ class Goodput(Record, frozen=True):
 
 
 def tokens_by_category(produced: Produced, on_record: OnRecord) -> dict[str, int]:
-    """Token count of each category.
+    """Count the tokens of each category.
 
-    Sampled tokens without a record belong to completions in flight or to aborted ones. Aborted tokens are split between
-    expired and failed in proportion to the trajectories that ended so without a record. Engines that were killed may
-    have counted fewer tokens than are recorded; then the recorded ones are all.
+    Sampled tokens that are not in the ledger belong to completions in flight or to aborted ones. Tokens of aborted
+    completions are divided between expired and failed in proportion to the numbers of unjudged trajectories. If engines
+    were killed, they may have counted fewer tokens than the ledger has; then only the ledger's count.
 
     >>> found = tokens_by_category(Produced(generated=30, aborted=4, recomputed=7), OnRecord(trained=20, buffered=5))
     >>> {name: tokens for name, tokens in found.items() if tokens}
@@ -131,9 +135,12 @@ def goodput(
     """Compute the budget of a run.
 
     Args:
+        produced: counters of the engines.
+        on_record: tokens in the ledger.
+        clock: seconds of the run.
         busy: seconds of work by role, from the first admission to the last update.
-        activities: seconds of spans by role and name; a role without any has one kind of work.
-        engines: names of the engine roles.
+        activities: role: span name: seconds, to divide the work of a role; a role without spans has one kind of work.
+        engines: names of the roles that are engines.
     """
     tokens = tokens_by_category(produced, on_record)
     roles: dict[str, dict[str, float]] = {}
@@ -156,7 +163,8 @@ def goodput(
 
 
 def parts_of_work(spans: Mapping[str, float], worked: float) -> dict[str, float]:
-    """Split `worked` seconds in proportion to the seconds of spans, which may overlap or have gaps."""
+    """Divide `worked` seconds in proportion to the seconds of each span name; spans may overlap or have gaps. Without
+    spans, all seconds have the name ""."""
     whole = sum(spans.values())
     return {name: seconds * worked / whole for name, seconds in spans.items()} if whole > 0 else {"": worked}
 
@@ -164,7 +172,8 @@ def parts_of_work(spans: Mapping[str, float], worked: float) -> dict[str, float]
 def _generation(
     spent: Mapping[str, float], tokens: Mapping[str, int], produced: Produced
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """An engine's seconds by category, and its seconds outside of any category by reason."""
+    """Divide an engine's working seconds `spent` (by span name). Returns (seconds by category, seconds that count as
+    idle by reason)."""
     reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
     again = spent.get("recompute", 0.0)
     stepping = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, "recompute"})
@@ -174,7 +183,8 @@ def _generation(
 
 
 def _training(spent: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[dict[str, float], dict[str, float]]:
-    """The trainer's seconds by category, and its seconds outside of any category by reason."""
+    """Divide the trainer's working seconds `spent` (by span name). Returns (seconds by category, seconds that count as
+    idle by reason)."""
     reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
     updating = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, AGAIN})
     parts = {name: tokens[name] for name in (TRAINED, MASKED)}
@@ -182,19 +192,19 @@ def _training(spent: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[di
 
 
 def _sampled(tokens: Mapping[str, int]) -> dict[str, int]:
-    """Categories of sampled tokens only."""
+    """Return the categories of sampled tokens only, without recomputed and idle."""
     return {name: count for name, count in tokens.items() if name not in (RECOMPUTED, IDLE)}
 
 
 def _shared(seconds: float, parts: Mapping[str, int]) -> dict[str, float]:
-    """Split seconds in proportion to tokens; before any is recorded, all count as waiting."""
+    """Divide seconds among categories in proportion to their tokens; without any tokens, all count as waiting."""
     whole = sum(parts.values())
     return {name: seconds * count / whole for name, count in parts.items()} if whole else {WAITING: seconds}
 
 
 class RoleTime(Record, frozen=True):
-    """Time of one role: share of the training spent working, shares spent idle by reason, and seconds before and after
-    the training."""
+    """Use of one role's time. `working`: share of the training time; `waiting`: idle shares of it by reason; `outside`:
+    seconds before and after the training."""
 
     role: str
     working: float | None  # None: the training has not begun
@@ -203,8 +213,7 @@ class RoleTime(Record, frozen=True):
 
 
 def role_times(roles: Mapping[str, Mapping[str, float]], idle: Mapping[str, Mapping[str, float]]) -> list[RoleTime]:
-    """Time of each role, engines and trainer first. Roles are separate: the work of one does not hide the waiting of
-    another.
+    """Compute the use of time of each role, engines and trainer first. `roles`, `idle`: as in `Goodput`.
 
     >>> role_times({"trainer": {"trained": 3.0, "idle": 7.0}}, {"trainer": {"starting": 6.0, "batch": 1.0}})[0].working
     0.75

@@ -1,14 +1,17 @@
 """Selection bias: do the trained groups differ from the lost ones?
 
-A group is *lost* when it expires, or when all of its tokens are masked. The lost groups of a window are compared with
-the others in three measures: length and latency of their completions, and difficulty. A group that is masked in part
-counts as trained; `MaskedGroups` says how much of the signal such groups carry. The completions of a group share
-prompt, admission and fate, so they are not independent: each group counts once, by its mean. Filtered and failed groups
-are left out, since it was not their age that kept them from training.
+A group is *lost* when it expires, or when all of its tokens are masked. In each window of `WINDOW` groups, lost and
+other groups are compared in three measures: length of the completions, latency, and difficulty.
+
+- A group that is masked in part counts as trained. `MaskedGroups` tells how much of the learning signal such groups
+  carry.
+- The completions of a group are not independent: they have the same prompt and admission. So each group counts once,
+  with its mean.
+- Filtered and failed groups are left out: they were not lost because of their age.
 
 The test is that of Mann and Whitney (Ann. Math. Stat. 18, 1947) in its normal approximation, corrected for ties. The p
-of window k is multiplied by 3 k (k + 1): over three measures and all windows the inverse factors add up to one. So a
-run without bias has a corrected p below 0.01 in at most one of a hundred cases, however long it is.
+value of window k is multiplied by 3 k (k + 1), a Bonferroni correction: the inverse factors of all windows and the
+three measures add up to one. So at most one of a hundred runs without bias ever reports a corrected p below 0.01.
 """
 
 from __future__ import annotations
@@ -25,44 +28,45 @@ from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, T
 from stretto.core.states import Journal
 
 MEASURES = ("length", "difficulty", "latency")
-WINDOW = 256  #: groups that are compared
+WINDOW = 256  #: number of groups in a window
 SIGNIFICANT = 0.01
-_LEAST = 8  # lost groups, and others, that a comparison needs
+_LEAST = 8  # least number of lost groups, and of other groups, for a comparison
 _LOST_ARE = {"length": ("longer", "shorter"), "difficulty": ("easier", "harder"), "latency": ("slower", "faster")}
 
 
 class EndedGroup(Record, frozen=True, array_like=True):
-    """A group that was trained or lost.
+    """Measures of a group that was trained or lost.
 
-    For an aborted group, `length` and `latency` are those until then, and the rest is unknown.
+    For an aborted group, `length` and `latency` are those until the abort, and the other measures are unknown.
     """
 
     lost: bool
     length: float | None = None  # sampled tokens of a completion, on average
     difficulty: float | None = None  # share of right completions
     latency: float | None = None  # seconds from admission until all completions were judged
-    masked: float = 0.0  # share of its sampled tokens that are context only
-    signal: bool = False  # its completions are not all worth the same: it has advantages other than zero
+    masked: float = 0.0  # share of its sampled tokens that are masked
+    signal: bool = False  # its completions have different rewards, so advantages are not all zero
 
 
 class Bias(Record, frozen=True):
-    """Comparison of lost groups with others. `statistic`: probability that a lost one is larger, minus the probability
-    that it is smaller (−1 … 1). `p` is corrected (see the module)."""
+    """Comparison of lost groups with others in one measure. `statistic`: probability that a lost group's value is
+    larger than another group's, minus the probability that it is smaller (−1 … 1). `p`: corrected p value (see the
+    module)."""
 
     statistic: float = 0.0
     p: float = 1.0
 
 
 class MaskedGroups(Record, frozen=True):
-    """Trained groups of a window that are masked in part, and the share (0 to 1) of the learning signal that they
-    carry."""
+    """Trained groups of a window that are masked in part, and the share of the learning signal that they carry. A group
+    has a signal if its rewards differ. Shares are from 0 to 1."""
 
-    groups: int  # groups of the window, without expired ones
-    masked: int  # groups of these with some, but not all, tokens masked
-    tokens: float  # share of masked tokens among the sampled ones of all groups
-    signal: float  # share of the masked groups with a signal (unequal rewards)
-    signal_others: float  # share of the other groups with a signal
-    of_signal: float  # share of partly masked groups among those with a signal
+    groups: int  # number of trained groups in the window
+    masked: int  # number of these with some, but not all, tokens masked
+    tokens: float  # share of masked tokens among all sampled tokens of trained groups
+    signal: float  # share of groups with a signal among the partly masked ones
+    signal_others: float  # share of groups with a signal among the other trained ones
+    of_signal: float  # share of partly masked groups among the trained ones with a signal
 
     def __str__(self) -> str:
         return (
@@ -72,8 +76,8 @@ class MaskedGroups(Record, frozen=True):
 
 
 class SelectionBias(Record, frozen=True):
-    """State of the watch: number of complete windows, comparisons and masked groups of the newest of them, and the
-    groups of the incomplete window."""
+    """State of a `SelectionWatch`. `windows`: number of complete windows; `newest`: comparisons of the newest one, by
+    measure; `open`: groups of the incomplete window; `masked`: partly masked groups of the newest complete window."""
 
     windows: int = 0
     newest: Mapping[str, Bias] = {}
@@ -81,11 +85,12 @@ class SelectionBias(Record, frozen=True):
     masked: MaskedGroups | None = None
 
 
-SELECTION = "selection"  #: the name under which a ledger keeps it
+SELECTION = "selection"  #: name of the ledger's fact with the `SelectionBias`
 
 
 def compare(lost: Sequence[float], others: Sequence[float], factor: int) -> Bias:
-    """Mann-Whitney test, two-sided; its p is multiplied by `factor`.
+    """Compare the values of lost and of other groups by the two-sided Mann-Whitney test; p is multiplied by `factor`.
+    With too few values the result is no bias.
 
     >>> compare([9.0] * 10, [1.0] * 30, factor=1).statistic
     1.0
@@ -107,14 +112,15 @@ def compare(lost: Sequence[float], others: Sequence[float], factor: int) -> Bias
 
 
 def _below(counts: Mapping[float, int]) -> dict[float, int]:
-    """For each value, the number of smaller values."""
+    """Return for each value the number of smaller values. `counts`: how often each value occurs."""
     values = sorted(counts)
     sums = accumulate((counts[value] for value in values), initial=0)
     return dict(zip(values, sums, strict=False))
 
 
 def biases(groups: Sequence[EndedGroup], window: int) -> dict[str, Bias]:
-    """Comparisons of window number `window` of the run, counted from 1."""
+    """Compare the lost groups of a window with its others in each measure. `window`: number of the window in the run,
+    from 1, for the correction of p."""
     found = {}
     for measure in MEASURES:
         known = [(group.lost, value) for group in groups if (value := getattr(group, measure)) is not None]
@@ -124,12 +130,12 @@ def biases(groups: Sequence[EndedGroup], window: int) -> dict[str, Bias]:
 
 
 def report(known: SelectionBias) -> dict[str, Bias]:
-    """Current comparisons: those of the newest complete window."""
+    """Return the comparison of the newest complete window for each measure; no bias before the first."""
     return {name: known.newest.get(name, Bias()) for name in MEASURES}
 
 
 def masked_groups(groups: Sequence[EndedGroup]) -> MaskedGroups | None:
-    """Summary of the partly masked groups of a window; None if there are none.
+    """Summarise the partly masked groups of a window; None if there are none.
 
     >>> groups = [EndedGroup(False, 4.0, masked=0.5, signal=True), EndedGroup(False, 4.0, signal=True)]
     >>> str(masked_groups(groups))[:60]
@@ -156,7 +162,7 @@ def _with_signal(groups: Sequence[EndedGroup]) -> int:
 
 
 class SelectionWatch:
-    """Journal between a controller and the journal of its run; observes all lost and trained groups.
+    """Journal that passes all calls of a controller on to the run's journal, and measures lost and trained groups.
 
     Example: ``Controller(config, prompts, SelectionWatch(ledger, time.monotonic), seed)``
     """
@@ -171,29 +177,32 @@ class SelectionWatch:
         """Start a watch.
 
         Args:
-            known: state of the run before it was resumed; None for a new run.
-            say: gets a sentence for each measure that turns out biased.
+            journal: gets all calls.
+            clock: returns the time in seconds.
+            known: state of an earlier process of the run; None for a new run.
+            say: gets a log line, once for each measure that shows a bias.
         """
         self._journal, self._clock, self._say = journal, clock, say
         self._known = known or SelectionBias()
         self._open = list(self._known.open)
         self._sampled: Callable[[str], int] = lambda group_id: 0
-        # When a group was admitted, which is not known of one before a resume, and its members without an end.
+        # By group: time of its admission (None: before a resume), and number of its members that have not ended.
         self._in_flight: dict[str, tuple[float | None, int]] = {}
-        self._finished: dict[str, EndedGroup] = {}  # as if they were not lost
+        self._finished: dict[str, EndedGroup] = {}  # judged groups, not yet known to be lost
         self._told: set[str] = set()
 
     def ask(self, sampled: Callable[[str], int]) -> None:
-        """Set `sampled`, which returns the number of tokens of a group in flight; 0: unknown."""
+        """Set `sampled`: returns the number of tokens sampled so far for a group in flight, by its id; 0: not known."""
         self._sampled = sampled
 
     @property
     def known(self) -> SelectionBias:
-        """State for a resume and for reports."""
+        """The state, for the ledger and for reports."""
         return msgspec.structs.replace(self._known, open=tuple(self._open))
 
     def restore(self, group_id: str, members: int, trajectories: Sequence[Trajectory]) -> None:
-        """Restore a group that an earlier process admitted; in flight if it has no trajectories."""
+        """Restore a group that an earlier process has admitted and not trained. Without `trajectories` it is in flight,
+        otherwise judged. `members`: number of its trajectories."""
         if trajectories:
             self._finished[group_id] = _measured(trajectories, None)
         else:
@@ -230,7 +239,7 @@ class SelectionWatch:
         self._journal.change_bound(change)
 
     def _lose(self, group: str) -> None:
-        """Note that a member of the group has expired; members expire one by one."""
+        """Count the group as lost, at the first of its members that expires; later ones change nothing."""
         if (ended := self._finished.pop(group, None)) is not None:
             self._ended(msgspec.structs.replace(ended, lost=True))
         elif (found := self._in_flight.pop(group, None)) is not None:
@@ -266,7 +275,7 @@ def _measured(trajectories: Sequence[Trajectory], latency: float | None) -> Ende
 
 
 def _masked(group: Group, oldest: int) -> float:
-    """Share of a group's sampled tokens that are too old for the loss."""
+    """Share of a group's sampled tokens that are older than version `oldest`, and so masked."""
     if group.oldest_version >= oldest:
         return 0.0
     versions = [version for trajectory in group.trajectories for version in trajectory.versions]

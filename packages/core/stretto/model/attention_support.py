@@ -1,12 +1,13 @@
-"""Check that the packed and the cached path support the attention of a model.
+"""Check that the packed path (trainer) and the cached path (engine) support the attention of a model.
 
-    computed   causal, over everything before a token or over a sliding window of it; scores capped by a tanh
+    supported  causal attention, over all earlier tokens or over a sliding window; scores capped by a tanh
     refused    sinks, biases, latent keys and values, keys shared between layers, bidirectional or linear layers;
                rotary frequencies that depend on the longest position of a call: log-probabilities would then depend
                on the rest of the batch
 
-A config does not say what the module passes to its attention function. So the module runs on a single token with an
-attention function that records its arguments. A window in the config that is not passed on is refused.
+The config does not show which arguments the module passes to its attention function. So the module is run on a single
+token with an attention function that records its arguments. A window that is in the config but is not passed to the
+attention function is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
 
 @dataclass(frozen=True)
 class Requested:
-    """Arguments of one layer's attention function; a window of w tokens includes the query's own."""
+    """Arguments that one layer passes to its attention function. A window of w tokens includes the query's token."""
 
     layer: int
     window: int | None
@@ -46,9 +47,10 @@ class Requested:
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of a model; layers differ only by their window.
+    """The attention of a model, whose layers differ only by their window. `windows`: the windows in use, None for full
+    attention.
 
-    Example: ``Attention(layers=26, kv_heads=4, head_dim=256, windows={1024, None})``; None: no window.
+    Example: ``Attention(layers=26, kv_heads=4, head_dim=256, windows={1024, None})``
     """
 
     layers: int
@@ -74,11 +76,11 @@ def check_attention(model: PreTrainedModel) -> Attention:
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
-    """Refuse unsupported attention that the config alone shows.
+    """Refuse unsupported attention that can be seen in the config.
 
     Raises:
-        ModelFolderError: lists layers neither full nor sliding, latent or shared keys, and rotary frequencies that
-            change from call to call.
+        ModelFolderError: lists layers whose attention is neither full nor sliding, latent or shared keys, and rotary
+            frequencies that change from call to call.
     """
     text = config.get_text_config()
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_COMPUTED))
@@ -94,8 +96,9 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
 
 
 def refuse_untrainable(config: PreTrainedConfig) -> None:
-    """Refuse models whose config changes the logits after the output matrix. Engines can serve them, but a trainer
-    computes log-probabilities from the output matrix. `packed.logprobs.check_policy` finds what the config hides.
+    """Refuse a model that, by its config, changes the logits after the output matrix. Engines can serve such a model,
+    but the trainer computes log-probabilities directly from the output matrix. `packed.logprobs.check_policy` finds
+    changes that the config does not show.
 
     Raises:
         ModelFolderError: lists soft caps and scales of the logits.
@@ -116,7 +119,7 @@ def refuse_untrainable(config: PreTrainedConfig) -> None:
 
 
 def _rope_kinds(config: PreTrainedConfig) -> set[str]:
-    """Kinds of rotary frequencies: one for all layers, or one for each kind of layer."""
+    """Kinds of rotary frequencies in the config, which may have one for all layers or one per kind of layer."""
     told = getattr(config, "rope_parameters", None) or {}
     each = [told, *(inner for inner in told.values() if isinstance(inner, dict))]
     return {str(kind) for rope in each if (kind := rope.get("rope_type"))}
@@ -136,7 +139,7 @@ def _mistakes(config: PreTrainedConfig, requested: list[Requested]) -> list[str]
 
 
 def _window(config: PreTrainedConfig, layer: int) -> int | None:
-    """The window of a layer in the config, if shorter than the context."""
+    """The window of a layer by the config; None for full attention or a window not shorter than the context."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not window or window >= config.max_position_embeddings or (kinds and kinds[layer] != "sliding_attention"):
@@ -146,7 +149,7 @@ def _window(config: PreTrainedConfig, layer: int) -> int | None:
 
 @torch.no_grad()
 def _requested(model: PreTrainedModel) -> list[Requested]:
-    """The attention arguments of each layer in a forward over one token."""
+    """Run a forward pass over one token, and return the arguments of each layer's attention function."""
     own, requested = model.config._attn_implementation, list[Requested]()
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     model.set_attn_implementation(_RECORDING)
@@ -187,11 +190,11 @@ AttentionInterface.register(_RECORDING, _recording_attention)
 
 @dataclass(frozen=True)
 class Rule:
-    """Attention settings of a layer, besides causality."""
+    """Attention settings of a layer, which is always causal."""
 
-    scaling: float | None = None  # None: 1 / sqrt(head width)
-    window: int | None = None  # number of tokens attended to, including the own
-    softcap: float | None = None  # softcap * tanh(score / softcap)
+    scaling: float | None = None  # factor of the scores; None: 1 / sqrt(head width)
+    window: int | None = None  # number of tokens attended to, including the query's token; None: all
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap); None: unchanged
     dropout: float = 0.0
 
     @classmethod

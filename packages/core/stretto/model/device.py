@@ -1,4 +1,4 @@
-"""The device of a process: its share of a GPU's memory, and the name of what ran out of memory."""
+"""The device of a process: its share of a GPU's memory, and errors that name the process that ran out of memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from stretto.core.errors import OutOfMemory
 
 _WHOLE = 1.0
 _SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-_LONGEST = 300  # characters of an allocator's sentence
-_SHORT = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")  # of NCCL, cuBLAS, a processor
+_LONGEST = 300  # most characters of an allocator's message
+_SHORT = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")  # messages of NCCL, cuBLAS, the CPU
 
 
 def take_share(share: float) -> None:
-    """Keep the tensors of this process within `share` of its GPU's memory, since other roles have the rest. Its memory
-    grows in place, so that batches of many lengths leave no gaps, unless the environment says otherwise. Comes before
-    the first tensor."""
+    """Limit the tensors of this process to the fraction `share` of its GPU's memory; other roles use the rest. Call it
+    before the first tensor is created. It also enables expandable segments in torch's allocator, so that batches of
+    different lengths leave no gaps, unless the environment configures the allocator. Does nothing without a GPU."""
     if not torch.cuda.is_available():
         return
     if not _SETTINGS & os.environ.keys():
@@ -29,7 +29,8 @@ def take_share(share: float) -> None:
 
 
 def spare(device: torch.device, coming: int) -> int | None:
-    """Bytes that tensors of this process may still take on its GPU, less those that are coming; None on a processor."""
+    """Bytes of the GPU that this process may still allocate, minus `coming` bytes to be allocated soon; None on a
+    CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -41,8 +42,9 @@ def spare(device: torch.device, coming: int) -> int | None:
 
 @contextmanager
 def memory_named(who: str, gpus: Sequence[str], place: int, doing: str) -> Iterator[None]:
-    """Context manager: an allocation that fails, also inside a library, is raised as OutOfMemory. `gpus`: ids of the
-    GPUs that the process sees, `place` its own among them; empty: as CUDA numbers them."""
+    """Context manager: a failed allocation in the block, also inside a library, is raised as OutOfMemory. `who` and
+    `doing` name the process and its activity in the error. `gpus`: ids of the GPUs visible to the process, empty for
+    CUDA's numbers; `place`: index of its GPU among them."""
     try:
         yield
     except RuntimeError as error:

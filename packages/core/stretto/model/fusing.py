@@ -1,12 +1,12 @@
-"""Small calls of a traced forward that are replaced by fused loops (`model.kernels.fused`).
+"""Replace sequences of small calls in a traced forward by fused loops (`model.kernels.fused`).
 
     to pow mean add rsqrt mul to mul      ─► norm            Llama, Qwen, Mistral: weight · (x / √mean x²)
     add, norm of the sum                  ─► norm_of_sum
-    norm? transpose mul neg cat mul add   ─► rotate          rotation by halves of all of a head
+    norm? transpose mul neg cat mul add   ─► rotate          rotary embedding by halves of a whole head
     silu mul                              ─► gate
 
-Calls are recognised by their functions, arguments and numbers; others stay as they are. A trace is compared with its
-module after this, so that a wrong match cannot be used (`model.trace`).
+Calls are recognised by their functions, arguments and constants; other calls are not changed. The trace is compared
+with its module afterwards, so that a wrong match is never used (`model.trace`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class _Norm(NamedTuple):
 
 
 def fuse(graph: Graph, constants: Mapping[Node, Any], dtype: torch.dtype) -> None:
-    """Replace what is recognised, in place; `constants` are the parameters, by their placeholder."""
+    """Replace recognised calls of `graph` in place. `constants`: parameters and other constants by their placeholder
+    node; `dtype`: the model's dtype."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="placeholder"):  # before all calls: a loop stands where its first part was
         first.prepend(node)
@@ -46,7 +47,7 @@ class _Fusing:
         self._graph, self._constants, self._dtype = graph, constants, dtype
 
     def norm(self, node: Node) -> None:
-        """A norm, with the addition before it where there is one."""
+        """If `node` is the result of an RMS norm, replace the norm, together with an addition before it."""
         if (found := self._norm(node)) is None:
             return
         with self._graph.inserting_before(node):
@@ -63,7 +64,7 @@ class _Fusing:
             old.replace_all_uses_with(new)
 
     def rotate(self, node: Node) -> None:
-        """A head's rotation, with the norm before it where there is one."""
+        """If `node` is the result of a rotary embedding, replace the rotation, together with a norm before it."""
         if (parts := _call(node, "add")) is None or not all(isinstance(part, Node) for part in parts):
             return
         plain, turned = (_call(part, "mul") for part in parts)
@@ -85,7 +86,7 @@ class _Fusing:
         node.replace_all_uses_with(new)
 
     def gate(self, node: Node) -> None:
-        """A gated activation."""
+        """If `node` is the result of a gated activation, replace the activation."""
         if (parts := _call(node, "mul")) is None or len(parts) != 2 or not isinstance(parts[0], Node):
             return
         asked = parts[0]
@@ -94,7 +95,7 @@ class _Fusing:
                 node.replace_all_uses_with(self._graph.call_function(gate, (asked.args[0], parts[1])))
 
     def _norm(self, node: Any) -> _Norm | None:
-        """The RMS norm that a node is the result of."""
+        """Input, weight and eps of the RMS norm whose result is `node`; None if it is no such result."""
         parts = _call(node, "mul")
         if parts is None or len(parts) != 2 or not self._is_weight(parts[0]):
             return None
@@ -113,25 +114,26 @@ class _Fusing:
         return isinstance(value, Tensor) and value.dim() == 1 and value.dtype is self._dtype and value.is_contiguous()
 
     def _narrow(self, node: Any) -> Any:
-        """What is rounded to the model's type; in float32 nothing is."""
+        """The argument of a conversion to the model's dtype; `node` itself if it is no such conversion."""
         parts = _call(node, "to")
         return node if parts is None or parts[1:] != (self._dtype,) else parts[0]
 
     def _wide(self, node: Any) -> Node | None:
-        """What is widened to float32; None if that is of another type than the model."""
+        """The argument of a conversion to float32, or `node` itself if it is no such conversion; None if this does not
+        have the model's dtype."""
         parts = _call(node, "to")
         x = node if parts is None or parts[1:] != (torch.float32,) else parts[0]
         return x if isinstance(x, Node) and x.meta.get("dtype") is self._dtype else None
 
     def _alike(self, parts: Any, result: Node) -> bool:
-        """Whether both parts are tensors of the result's shape, in the model's type."""
+        """Whether both parts are tensors with the result's shape and the model's dtype."""
         wanted = (result.meta.get("shape"), self._dtype)
         kinds = [(x.meta.get("shape"), x.meta.get("dtype")) for x in parts if isinstance(x, Node)]
         return kinds == [wanted, wanted]
 
 
 def _call(node: Any, name: str) -> tuple[Any, ...] | None:
-    """The arguments of a call by this name; None if it is another one."""
+    """The arguments of `node` if it is a call of the function or method `name`, without unknown keywords; else None."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
     called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -140,7 +142,8 @@ def _call(node: Any, name: str) -> tuple[Any, ...] | None:
 
 
 def _turned(node: Any) -> Any:
-    """What a node is the turned heads of: its second half, negative, before its first; None if it is something else."""
+    """The heads x of a node cat(-second half of x, first half of x) on the last axis; None if `node` is no such
+    node."""
     parts = _call(node, "cat")
     if parts is None or getattr(node, "kwargs", {}).get("dim") != -1 or len(parts[0]) != 2:
         return None

@@ -5,8 +5,8 @@
                a0 a1 c2                           padded on the right up to the longest of their bucket
                b0 b1 (a bucket of its own)
 
-Sequence c *shares* its first two tokens with a, which are computed once. In a causal model a token depends only on
-earlier ones, so completions can share their prompt without any change of the result.
+Sequence c *shares* its first two tokens with a; they are computed once. In a causal model a token depends only on
+earlier tokens, so completions can share their prompt without a change of the result.
 
 Axes: T packed token, C cell, B row of a bucket, L length of a bucket, S sequence.
 """
@@ -37,14 +37,14 @@ class Packing:
     ``[[0, 1, 2, 0, 1, 2]]``, buckets (2 rows, 3) and (1 row, 2), 8 cells for 6 tokens.
     """
 
-    lengths: tuple[int, ...]  # of the sequences, shared tokens included
-    starts: Tensor  # [S] int64, where each sequence's own tokens begin
-    position_ids: Tensor  # [1, T], of each token in its sequence
+    lengths: tuple[int, ...]  # tokens of each sequence, including shared tokens
+    starts: Tensor  # [S] int64, index of the first own token of each sequence in the row
+    position_ids: Tensor  # [1, T], position of each token in its sequence
     buckets: tuple[tuple[int, int], ...]  # (rows, length) of each bucket, longest first
-    token_of_cell: Tensor  # [C], padding cells repeat the last token of their row
-    cell_of_token: Tensor  # [T], each token's cell in its own sequence
-    shared_cells: Tensor  # [b], cells of shared tokens in other sequences
-    shared_tokens: Tensor  # [b], those tokens
+    token_of_cell: Tensor  # [C], token of each cell; padding cells repeat the last token of their row
+    cell_of_token: Tensor  # [T], cell of each token in its own sequence
+    shared_cells: Tensor  # [b], cells in which sequences share tokens of another sequence
+    shared_tokens: Tensor  # [b], token of each of these cells
 
     @property
     def tokens(self) -> int:
@@ -59,7 +59,8 @@ class Packing:
         return len(self.shared_tokens) > 0
 
     def boundaries(self) -> Tensor:
-        """[S + 1] int32 cumulative lengths, for flash attention; only without shared prefixes."""
+        """[S + 1] int32, cumulative lengths of the sequences, for flash attention. Only valid without shared
+        prefixes."""
         return functional.pad(self.starts, (0, 1), value=self.tokens).to(torch.int32)
 
 
@@ -68,13 +69,13 @@ def pack(
     device: torch.device | str = "cpu",
     prefixes: Sequence[tuple[int, int]] | None = None,
 ) -> Packing:
-    """Lay out sequences of these lengths one after the other.
+    """Lay out sequences of these lengths one after the other in a row.
 
-    ``prefixes[s] = (source, n)``: the first n tokens of sequence s are those of sequence `source`, which must not share
-    any itself; sequence s adds ``lengths[s] - n`` own tokens to the row.
+    ``prefixes[s] = (source, n)``: the first n tokens of sequence s are the first n tokens of sequence `source`, which
+    must not share a prefix itself. Sequence s then adds ``lengths[s] - n`` own tokens to the row.
 
     Raises:
-        ValueError: there is no sequence, one has no own token, or a prefix is longer than its source.
+        ValueError: there is no sequence, a sequence has no own token, or a prefix is longer than its source.
     """
     prefixes = prefixes or [(s, 0) for s in range(len(lengths))]
     _refuse_impossible(lengths, prefixes)
@@ -110,9 +111,10 @@ def pack(
 
 
 def round_length(tokens: int) -> int:
-    """Round a length up to one that repeats: from 128 on, 16 lengths between two powers of two, at most 1/16 longer.
+    """Round a number of tokens up, so that few different lengths occur: from 128 on, 16 lengths between two powers of
+    two. The result is at most 1/16 longer.
 
-    oneDNN compiles code for every new shape, in about 0.3 ms; without rounding it would do so in every step.
+    oneDNN compiles code for every new shape, in about 0.3 ms. Without rounding it would do so in every step.
 
     >>> [round_length(tokens) for tokens in (5, 127, 129, 1000, 2100)]
     [5, 127, 136, 1024, 2176]
@@ -124,7 +126,7 @@ def round_length(tokens: int) -> int:
 
 
 def _counting(sizes: Ints) -> Ints:
-    """0, 1, ... for each size in turn: [2, 3] gives 0 1 0 1 2."""
+    """Concatenate 0, 1, ..., size - 1 of each size: [2, 3] gives 0 1 0 1 2."""
     return np.arange(sizes.sum()) - (sizes.cumsum() - sizes).repeat(sizes)
 
 

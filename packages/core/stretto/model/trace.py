@@ -6,11 +6,11 @@ module are traced once, on a few tokens, and then run as one straight function::
     module    modeling_qwen3.py -> nn.Module.__call__ -> ... -> torch        traced with 5 and with 11 tokens
     trace     token_ids -> embedding -> norm -> linear -> attention -> ...   equal but for numbers of tokens
 
-The two traces may differ only in the sizes of a step. Parameters are the module's own tensors, so weights copied into
-them take effect; linear layers use their chosen kernels.
+The two traces may differ only in the number of tokens and rows. The trace uses the module's own parameter tensors, so
+weights copied into them take effect; linear layers use their chosen kernels.
 
-A trace is compared with its module before use. Modules with control flow on tensor values (a mixture of experts) or
-in-place writes, or whose trace differs by more than rounding, run untraced.
+A trace is compared with its module before use. A module runs untraced if it has control flow on tensor values (a
+mixture of experts) or in-place writes, or if its trace differs by more than rounding.
 
 Axes: T packed token, R row, V vocabulary.
 """
@@ -51,23 +51,24 @@ _SHAPE_QUESTIONS = frozenset(
 
 
 class NotTracedError(Exception):
-    """A module's forward cannot be traced; the text says why."""
+    """The forward of a module cannot be traced; the text is the reason."""
 
 
 class Attends(Protocol):
-    """Attention of one step (`model.decode.steps.StepPlan`), or that of some of its rows."""
+    """Attention of one step (`model.decode.steps.StepPlan`), or of some rows of a step."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule, /) -> Tensor:
         """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
         ...
 
 
-#: (token ids [1, T], positions [1, T], plan, T, -R) -> logits [1, R, V] of the last R tokens.
+#: Called with (token ids [1, T], positions [1, T], plan, T, -R); returns the logits [1, R, V] of the last R tokens.
 Forward = Callable[[Tensor, Tensor, Attends, int, int], Tensor]
 
 
 def trace(model: PreTrainedModel) -> Forward:
-    """The fastest forward equivalent to the module's: its trace, or `module_forward`."""
+    """The fastest function equivalent to the model's forward: its trace on the CPU, or `module_forward` on other
+    devices and for models that cannot be traced."""
     if model.device.type != "cpu":
         return module_forward(model)
     own = model.config._attn_implementation
@@ -85,7 +86,7 @@ def trace(model: PreTrainedModel) -> Forward:
 
 
 def module_forward(model: PreTrainedModel) -> Forward:
-    """The module's own forward, with the plan passed to its attention function."""
+    """The module's own forward, untraced. It passes the plan to the module's attention function."""
 
     def forward(token_ids: Tensor, positions: Tensor, plan: Attends, tokens: int, last: int) -> Tensor:
         inputs = {"input_ids": token_ids, "position_ids": positions, "stretto_step": plan}
@@ -96,7 +97,8 @@ def module_forward(model: PreTrainedModel) -> Forward:
 
 
 class _Recorder(TorchFunctionMode):
-    """Records every call that makes a tensor, with its arguments."""
+    """While active as a context manager, records every torch call that makes a tensor, with its arguments, in
+    `graph`."""
 
     def __init__(self, token_ids: Tensor, positions: Tensor) -> None:
         super().__init__()
@@ -154,7 +156,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class _StandIn:
-    """A fake plan for tracing and comparing: some function of query, key and value."""
+    """A fake plan for tracing and comparing: its attention is an arbitrary function of query, key and value."""
 
     def __init__(self, recorder: _Recorder | None = None) -> None:
         self._recorder = recorder
@@ -203,16 +205,17 @@ def _record(model: PreTrainedModel, tokens: int, rows: int) -> _Recorder:
 
 
 def _made_up(model: PreTrainedModel, tokens: int) -> tuple[Tensor, Tensor]:
-    """Token ids and positions [1, T], spread over their ranges."""
+    """Made-up token ids and positions, [1, tokens] each, spread over their ranges."""
     config, places = model.config.get_text_config(), torch.arange(tokens)
     return places[None] * 7 % config.vocab_size, places[None] * 5 % config.max_position_embeddings
 
 
 def _unite(first: _Recorder, second: _Recorder) -> Graph:
-    """The first graph, with the step's sizes as variables where the two differ.
+    """The graph of the first recording, changed in place: numbers that differ between the recordings become the step's
+    number of tokens or rows.
 
     Raises:
-        NotTracedError: they differ in anything else.
+        NotTracedError: the recordings differ in anything else.
     """
     nodes = list(zip(first.graph.nodes, second.graph.nodes, strict=False))
     (tokens, rows), (tokens_2, rows_2) = _TRACED
@@ -250,10 +253,10 @@ def _united(one: Any, two: Any, sizes: Mapping[tuple[int, int], Node], twins: Ma
 
 @torch.inference_mode()
 def _compare(model: PreTrainedModel, traced: Forward) -> None:
-    """Run both on made-up tokens.
+    """Run module and trace on made-up tokens, and compare their logits.
 
     Raises:
-        NotTracedError: they differ by more than rounding.
+        NotTracedError: the logits differ by more than rounding.
     """
     for tokens, rows in _COMPARED:
         token_ids, positions = _made_up(model, tokens)

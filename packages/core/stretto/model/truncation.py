@@ -1,14 +1,16 @@
-"""A grammar's tokens, top-k, top-p and min-p, in this order, on logits after the temperature.
+"""The filters of the sampling distribution: grammar, top-k, top-p and min-p, in this order, on logits after the
+temperature.
 
-Engine and trainer both call `truncate`: there is one definition of the sampling distribution.
+Engine and trainer both call `truncate`, so there is one definition of the sampling distribution.
 
-Each filter keeps the tokens whose logit reaches a *cutoff*; the highest of the three cutoffs decides. Hence
+Top-k, top-p and min-p each keep the tokens whose logit is at least a *cutoff*; the highest of the three cutoffs
+decides. Hence
 
-- tokens exactly as likely as the last one kept are kept too: the result depends on probabilities alone, never on token
-  ids or the sort order of equals;
+- tokens exactly as likely as the last token kept are kept too: the result depends only on probabilities, never on token
+  ids or the sort order of equal logits;
 - at least the likeliest token is kept, whatever the settings.
 
-Axes: R row, S tokens ranked from the likeliest on, V vocabulary, W words of 32 tokens.
+Axes: R row, S likeliest tokens in descending order, V vocabulary, W words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -23,23 +25,23 @@ from torch import Tensor
 
 from stretto.core.records import Sampling
 
-#: A nucleus is searched among the `_FIRST_RANKED` likeliest tokens, and if it is larger, among `_MORE` times more:
-#: ranking a whole row of 8,192 takes ten times as long as its first 128.
+#: A nucleus is searched among the `_FIRST_RANKED` likeliest tokens, and if it is larger, among `_MORE` times as many.
+#: Sorting a full row of 8,192 takes ten times as long as finding its first 128.
 _FIRST_RANKED = 128
 _MORE = 16
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """Filter settings of each row, or one setting [1] for all rows."""
+    """Settings of top-k, top-p and min-p for each row, or arrays of length 1 for all rows."""
 
-    top_k: npt.NDArray[np.int64]  # [R], 0: all
-    top_p: npt.NDArray[np.float64]  # [R]
-    min_p: npt.NDArray[np.float64]  # [R]
+    top_k: npt.NDArray[np.int64]  # [R], 0: off
+    top_p: npt.NDArray[np.float64]  # [R], 1: off
+    min_p: npt.NDArray[np.float64]  # [R], 0: off
 
     @classmethod
     def of(cls, sampling: Sampling) -> Self:
-        """One setting for all rows."""
+        """The settings of `sampling`, for all rows."""
         return cls(np.array([sampling.top_k]), np.array([sampling.top_p]), np.array([sampling.min_p]))
 
     def rows(self, rows: npt.NDArray[np.int64]) -> Self:
@@ -57,7 +59,7 @@ def truncate(
 ) -> Tensor:
     """Set the logits [R, V] of excluded tokens to the lowest finite number, so that their probability is zero.
 
-    Differentiable; the set of kept tokens is treated as constant. (Infinity would make entropies NaN.)
+    Differentiable; the set of kept tokens is treated as constant. Minus infinity would make entropies NaN.
 
     Args:
         logits_RV: float32, after the temperature. NaN stays NaN.
@@ -74,7 +76,7 @@ def truncate(
 
 
 def cutoffs(logits_RV: Tensor, truncation: Truncation) -> Tensor:
-    """The lowest kept logit of each row, [R, 1]."""
+    """The cutoff of each row, [R, 1]: tokens with lower logits are excluded by top-k, top-p or min-p."""
     highest_R1 = logits_RV.amax(-1, keepdim=True)
     cutoff_R1 = highest_R1 + _column(truncation.min_p, logits_RV).log().to(logits_RV.dtype)
     if truncation.top_k.any():
@@ -87,7 +89,8 @@ def cutoffs(logits_RV: Tensor, truncation: Truncation) -> Tensor:
 
 
 def _ranked_cutoffs(logits_RV: Tensor, shares_RV: Tensor, truncation: Truncation, ranked: int) -> Tensor:
-    """Cutoffs of top-k and top-p, [R, 1], from the `ranked` likeliest tokens, or more if these are too few."""
+    """Cutoffs of top-k and top-p, [R, 1]. Only the `ranked` likeliest tokens are sorted, and more where a nucleus is
+    larger. `shares_RV`: softmax of the logits."""
     size = min(ranked, logits_RV.shape[1])
     logits_RS, tokens_RS = logits_RV.topk(size)
     top_k_R1, top_p_R1 = _column(truncation.top_k, logits_RV), _column(truncation.top_p, logits_RV)

@@ -23,17 +23,18 @@ Received = TypeVar("Received")
 
 
 class ConductorGone(Exception):
-    """The conductor closed its end of the channel: nobody waits for this role any more."""
+    """Raised in a role when the conductor has closed its end of the channel, so that the role should end."""
 
 
 class RoleEnd(Generic[Received]):
-    """The role's end of a channel, blocking. The wait for the next order has no deadline: when the conductor ends, the
-    socket closes and `receive` returns None."""
+    """The role's end of a channel, blocking. `receive` has no deadline: when the conductor ends, the socket closes and
+    `receive` returns None."""
 
     def __init__(
         self, descriptor: int, decoder: msgspec.msgpack.Decoder[Received], largest: int = LARGEST_FRAME
     ) -> None:
-        """`largest`: most bytes of a message that the conductor accepts; a larger one is not sent."""
+        """`descriptor`: the role's socket. `decoder`: of received messages. `largest`: most bytes of a message that the
+        conductor accepts; a larger one is not sent."""
         self._socket = socket.socket(fileno=descriptor)
         self._decoder, self._largest = decoder, largest
         self._unframer = Unframer(LARGEST_BATCH)  # the conductor is trusted
@@ -41,11 +42,11 @@ class RoleEnd(Generic[Received]):
         self._sending = threading.Lock()
 
     def receive(self) -> Received | None:
-        """The next message; None when the conductor has closed its end."""
+        """Wait for the next message and return it; None when the conductor has closed its end."""
         while not self._bodies:
             try:
                 data = self._socket.recv(_READ_BYTES)
-            except ConnectionResetError:  # it closed with something unread
+            except ConnectionResetError:  # closed before it had read everything
                 data = b""
             if not data:
                 return None
@@ -72,14 +73,15 @@ class RoleEnd(Generic[Received]):
 class ConductorEnd(Generic[Received]):
     """The conductor's end of a channel: each wait is bounded, and errors name the role.
 
-    The role's end may also be open in another process (a child of the role, or a fork server that hangs). So the
-    channel is closed when the role's process ends too; messages that it sent before can still be read.
+    A child of the role, or a fork server that hangs, may hold the role's end open. So the channel also closes when the
+    role's process ends. Messages that the role has sent before can still be read.
     """
 
     def __init__(
         self, role: str, decoder: msgspec.msgpack.Decoder[Received], log: str = "", largest: int = LARGEST_FRAME
     ) -> None:
-        """`largest`: most bytes of a message from the role; a larger one is a WireError."""
+        """`role` and `log`: name and log path of the role, for errors. `decoder`: of received messages. `largest`: most
+        bytes of a message from the role; reading a larger one raises WireError."""
         self.role = role
         self._log = log
         self._decoder = decoder
@@ -92,7 +94,7 @@ class ConductorEnd(Generic[Received]):
         self._parting: asyncio.Task[None] | None = None
 
     async def open(self, ended: Callable[[], Awaitable[object]]) -> None:
-        """Start reading; call it after the role has received its end. `ended` returns when the role's process has
+        """Start reading; call it after the role has received its end. `ended` waits until the role's process has
         ended.
 
         Raises:
@@ -131,7 +133,7 @@ class ConductorEnd(Generic[Received]):
             raise RoleDied(self.role, "closed its connection", self._log) from None
 
     async def receive(self, awaited: str, seconds: float) -> Received:
-        """Next message. `awaited` describes it in errors; waits at most `seconds`.
+        """Wait for the next message, at most `seconds`, and return it. `awaited` describes the message in errors.
 
         Raises:
             DeadlineExceeded: nothing came in time.
@@ -141,7 +143,7 @@ class ConductorEnd(Generic[Received]):
             return await self.next()
 
     async def next(self) -> Received:
-        """Same as `receive`, without a deadline, for readers that last as long as the role."""
+        """Same as `receive`, without a deadline, for a task that reads as long as the role runs."""
         assert self._reader is not None, "open() comes first"
         while not self._bodies:
             try:
@@ -159,6 +161,6 @@ class ConductorEnd(Generic[Received]):
             self._parting.cancel()
         if self._writer is not None:
             self._writer.close()
-        elif not self._opening:  # else the event loop is about to read from it, and would never hear of its end
+        elif not self._opening:  # while `open` runs, the event loop uses the socket; `open` then closes it
             self._near.close()
             self.far.close()

@@ -4,9 +4,10 @@
        ▲                              │                              │
        └────── Exited, on the wire ───┴──── Spawned, on the wire ────┘
 
-Each child has a wire of its own. If the command closes it, the child ends. If the other side closes it, the fork server
-has ended, and the kernel ends its children with it; from then on roles start in fresh interpreters. The server is a
-copy of the command after it has imported what its roles need (see `fork_server_role`).
+Each child has a wire of its own. The server kills a child when the command closes the wire. If the other side closes
+it, the fork server has ended; the kernel kills its children with it, and further roles start in fresh interpreters.
+The server is a forked copy of the command, which has imported the modules of its roles before (see
+`fork_server_role`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ROLES = ("stretto.engine.role", "stretto.trainer.roles.trainer", "stretto.traine
 LONGEST_MESSAGE = 1 << 18
 COMMAND_LINE_BYTES = 8192  # children write their command line over the server's, for `ps`
 _START_SECONDS = 60.0
-_STALL_SECONDS = 5.0  # in which the server does not even compute
+_STALL_SECONDS = 5.0  # without CPU use, after which the server counts as hanging
 _POLL_SECONDS = 0.5
 _EXIT_CODE_SECONDS = 2.0
 _END_SECONDS = 5.0
@@ -133,8 +134,8 @@ class ForkServer:
         return self._process.pid
 
     async def start(self, spawn: Spawn) -> RunningProcess:
-        """Start a process, as `Spawner.start`. A server that hangs is not asked again; it is killed once it has no
-        children, which would end with it."""
+        """Start a process, as `Spawner.start`; in a fresh interpreter if the server has ended or hangs. A server that
+        hangs is used no more. It is killed once it has no children, because they would end with it."""
         if self._usable:
             try:
                 return await self._fork(spawn)
@@ -170,11 +171,11 @@ class ForkServer:
                     return process
 
     async def _reply(self, wire: socket.socket) -> Spawned | NotSpawned | Exited:
-        """First message about a child.
+        """Wait for the first message about a child and return it.
 
         Raises:
             ConnectionError: the server has ended.
-            DeadlineExceeded: it hangs.
+            DeadlineExceeded: the server hangs (no CPU use for five seconds), or takes more than a minute.
         """
         awaited = "the fork server to start a process"
         message = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(wire, LONGEST_MESSAGE))
@@ -204,14 +205,14 @@ class ForkServer:
         """End the server; the kernel ends its children."""
         self._usable = False
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
             self._process.wait(_END_SECONDS)
         self._wire.close()
 
 
 class ForkedProcess:
-    """A child of the fork server. Its end is seen through the kernel, its exit code comes from the server; if the
-    server hangs, the child counts as killed."""
+    """A child of the fork server. A pidfd reports its end, the server its exit code. If the server does not send the
+    code in time, the child counts as killed by SIGKILL."""
 
     def __init__(self, pid: int, wire: socket.socket) -> None:
         self.pid = pid

@@ -1,5 +1,5 @@
-"""Process of the fork server: a copy of the one that starts roles (`fork_here`), or a fresh interpreter, ``python -m
-stretto.processes.fork_server_role WIRE``. See `fork_server`."""
+"""Process of the fork server: a forked copy of the process that starts roles (`fork_here`), or a fresh interpreter,
+``python -m stretto.processes.fork_server_role WIRE``. See `fork_server`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Server:
         self._events = selectors.DefaultSelector()
 
     def serve(self) -> int:
-        """Serve until the command has ended; returns the exit code. A child does not return.
+        """Serve until the command has ended; returns the exit code. In a forked child this call does not return.
 
         The wait has no deadline: when the command ends, the wire closes.
         """
@@ -87,7 +87,8 @@ class Server:
                     os.kill(child.pid, signal.SIGKILL)
 
     def _fork(self, wire: int) -> int:
-        """Same as `os.fork`; -1 if there is no room for another process."""
+        """Fork, and watch the child; returns as `os.fork`. If the system has no room for another process, it sends
+        `NotSpawned` on `wire` and returns -1."""
         try:
             pid = os.fork()
         except OSError as error:
@@ -126,8 +127,13 @@ def send(wire: int, message: Spawned | NotSpawned | Exited) -> bool:
 
 
 def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> NoReturn:
-    """Become the process that `spawn` describes; the first descriptor is the wire to the command."""
-    # Above the numbers that inherited descriptors are to have: nothing is in their way then.
+    """Become the process that `spawn` describes, in a forked child; sends `Spawned` or `NotSpawned` to the command.
+
+    Args:
+        descriptors: the wire to the command, then the descriptors to inherit.
+        server: process id of the fork server, with which this process ends.
+    """
+    # Duplicates lie above all target numbers, so that no `dup2` below overwrites a descriptor that is still needed.
     least = max((2, *spawn.inherited)) + 1
     wire, *inherited = (fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least) for descriptor in descriptors)
     try:
@@ -152,13 +158,14 @@ def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> NoReturn
     with contextlib.suppress(OSError):  # it keeps the server's command line then
         show_as([sys.executable, "-m", spawn.module, spawn.spec])
     if not send(wire, Spawned(os.getpid())):
-        os._exit(0)  # the start was cancelled, and what the role was to read may be gone
+        os._exit(0)  # the start was cancelled, and files for the role may be deleted
     os.close(wire)
     leave_after(lambda: importlib.import_module(spawn.module).main([spawn.spec]))
 
 
 def leave_after(part: Callable[[], int]) -> NoReturn:
-    """Run `part` in a forked copy, then end the process. An exception never reaches the original's callers."""
+    """Run `part` in a forked process, then end the process with the returned exit code. An exception is printed and
+    gives exit code 1; it does not reach the caller, whose frames are copies of the parent's."""
     try:
         code = part()
     except SystemExit as end:
@@ -182,13 +189,13 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
-    """Context manager: a spawner for the roles of one command, with `modules` imported too; all of its processes have
-    ended afterwards.
+    """Context manager: a spawner for the roles of one command. On leaving it ends all processes that it has started.
 
-    Enter it before the command has threads or opens anything of its own. It imports what its roles need, and the fork
-    server is a copy of it, so nothing is imported twice. A process with threads cannot be copied: it starts an
-    interpreter as fork server. Roles start in fresh interpreters beside an accelerator, since a process cannot use CUDA
-    if its parent has looked for a device, and where there is no room for a fork server.
+    It imports the modules of all roles, and `modules`, into this process, and forks the fork server from it. Enter it
+    before the command starts threads or opens files of its own. A process with threads cannot be forked safely: it
+    starts a fresh interpreter as fork server. Without a fork server, each role starts in a fresh interpreter. This is
+    so where the system has no room for one, and on a machine with an accelerator, because a process cannot use CUDA if
+    its parent has looked for a device.
     """
     spawner: Spawner = FRESH
     wanted = (*ROLES, *modules)
@@ -205,7 +212,7 @@ def fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
 def _copied(modules: Sequence[str]) -> Spawner:
     with imports_of_roles():
         for module in modules:
-            with contextlib.suppress(ImportError):  # the role that needs it says what is missing
+            with contextlib.suppress(ImportError):  # the role that needs it reports the error
                 importlib.import_module(module)
     return fork_here(apart=True)
 
@@ -241,11 +248,12 @@ class ForkedHere:
 
 
 def fork_here(*, apart: bool = False) -> Spawner:
-    """Start a fork server that is a copy of this process as it is now, so that it need not import anything.
+    """Fork this process as a fork server, which then need not import anything; returns its spawner, or `FRESH` if there
+    is an accelerator or the system cannot fork.
 
-    Call it before this process has threads or begins as a role. It does not return in the copy and its children. The
-    copy keeps only the standard streams of all descriptors. With `apart` it keeps none, and has its own session, so
-    that Ctrl-C does not reach it.
+    Call it before this process has threads or begins as a role. It does not return in the copy and its children. Of
+    all descriptors the copy keeps the standard streams only. With `apart` these lead to /dev/null, and the copy has a
+    session of its own, so that Ctrl-C does not reach it.
     """
     if accelerated():
         return FRESH
@@ -297,14 +305,15 @@ def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apar
 
 
 def main(arguments: list[str]) -> int:
-    """Import the modules, then serve."""
+    """Run a fork server in a fresh interpreter: receive the names of modules, import them, and serve. `arguments[0]`:
+    descriptor of the wire. Returns the exit code."""
     wire = socket.socket(fileno=int(arguments[0]))
     begin_role()
     os.close(end_of(os.getpid()))  # a system without these has no fork server
     with quick_imports():
         for module in msgspec.msgpack.decode(wire.recv(LONGEST_MESSAGE), type=tuple[str, ...]):
             importlib.import_module(module)
-        gc.freeze()  # existing objects stay in memory shared with all children, as long as nobody touches them
+        gc.freeze()  # keeps the collector off existing objects, so that their memory stays shared with children
     return Server(wire).serve()
 
 

@@ -1,4 +1,4 @@
-"""Two processes prove to each other that they have the same key, which neither sends.
+"""Mutual authentication of two processes by a shared key, which is never sent.
 
     caller                                    listener
       │ Hello: a random number, who it is ───────► │
@@ -6,9 +6,9 @@
       │ Proof: HMAC over all of this ────────────► │   a wrong one, or a caller that is not wanted: Refusal, and the end
       │ ◄────── Welcome: who it is, HMAC over that │
 
-The caller proves first, so a stranger learns nothing that the key was part of. A proof holds for its side of
-one connection only. The handshake encrypts nothing and guards nothing that comes after it: on a network that others can
-read, it goes inside TLS.
+The caller proves first, so a stranger receives nothing that was computed with the key. A proof is valid for one side of
+one connection only. The handshake does not protect later messages: on a network that others can read, use it inside
+TLS.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _Message = _Hello | _Challenge | _Proof | _Welcome | _Refusal
 _MESSAGE: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 _Kind = TypeVar("_Kind", _Hello, _Challenge, _Proof, _Welcome)
 
-#: Why a caller with this introduction is not wanted; "" if it is.
+#: Function of a caller's introduction: returns why the caller is refused, "" to accept it.
 Judge = Callable[[bytes], str]
 
 
@@ -71,13 +71,13 @@ def new_key() -> str:
 async def call(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str, ours: bytes, *, peer: str, seconds: float
 ) -> bytes:
-    """Perform the handshake with the listener `peer`; returns its introduction. `ours`: our introduction (MessagePack,
-    say).
+    """Perform the handshake with a listener; returns its introduction. `ours`: our introduction, bytes of any format.
+    `peer` names the listener in errors.
 
     Raises:
-        HandshakeRefused: it refused, or did not prove the key; the connection is unusable.
-        HandshakeBroken: it went away meanwhile.
-        DeadlineExceeded: it took longer than `seconds`.
+        HandshakeRefused: the listener refused, or did not prove the key; the connection is unusable.
+        HandshakeBroken: it closed the connection meanwhile.
+        DeadlineExceeded: the handshake took longer than `seconds`.
     """
     async with _line(reader, writer, peer, seconds) as line:
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -100,7 +100,8 @@ async def admit(
     peer: str,
     seconds: float,
 ) -> bytes:
-    """Perform the handshake with a caller; returns its introduction, which `judge` has accepted. Raises as `call`."""
+    """Perform the handshake with a caller; returns its introduction, which `judge` has accepted. `ours` is the
+    listener's introduction, which the caller gets. Raises as `call`, and HandshakeRefused if `judge` refuses."""
     async with _line(reader, writer, peer, seconds) as line:
         hello = await line.receive(_Hello)
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -135,10 +136,11 @@ class _Line:
         await self.writer.drain()
 
     async def receive(self, kind: type[_Kind]) -> _Kind:
-        """Next message.
+        """Receive the next message, which must be of this kind.
 
         Raises:
-            HandshakeRefused: it is of another kind.
+            HandshakeRefused: it is a refusal, or of another kind.
+            WireError: it is too long.
         """
         (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
         if length > _LARGEST:
@@ -147,7 +149,7 @@ class _Line:
         if isinstance(message, _Refusal):
             raise HandshakeRefused(self.peer, f"refused: {message.why}")
         if not isinstance(message, kind):
-            raise HandshakeRefused(self.peer, "speaks out of turn")
+            raise HandshakeRefused(self.peer, "sent a message out of order")
         return message
 
 

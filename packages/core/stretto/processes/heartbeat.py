@@ -29,20 +29,22 @@ def die_with_parent(parent: int) -> None:
 
 
 def begin_role() -> None:
-    """Set the parent-death signal and start heartbeats; a role that was started by hand does neither."""
+    """Set up a role's process: `end_with_conductor`, and heartbeats from a thread. A role started by hand, without
+    `PARENT` and `HEARTBEAT` in its environment, sends no heartbeats and outlives its parent."""
     end_with_conductor()
     send_heartbeats()
 
 
 def end_with_conductor() -> None:
-    """Same as `begin_role`, for a role that sends its heartbeats itself (`own_heartbeat`)."""
+    """Make this process end with its parent, and its output survive a full disk. A role that sends its heartbeats
+    itself (`own_heartbeat`) calls this in place of `begin_role`."""
     survive_a_full_disk()
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with_parent(int(parent))
 
 
 def survive_a_full_disk() -> None:
-    """Let standard output and error drop what the disk cannot take, instead of raising."""
+    """Replace standard output and error by streams that drop data if the disk is full, instead of raising."""
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(io.BufferedWriter(_Forgiving(number)), encoding="utf-8", errors="replace", line_buffering=True)
         for number in (1, 2)
@@ -89,7 +91,8 @@ def send_heartbeats() -> None:
 
 
 def own_heartbeat() -> Callable[[], None]:
-    """Function that sends one heartbeat, for a role whose loop calls foreign code and must be seen to hang with it."""
+    """Return a function that sends one heartbeat; it does nothing if the role has no pipe for it. For a role whose main
+    loop calls foreign code: without a thread, its heartbeats stop when that code hangs."""
     descriptor = os.environ.pop(HEARTBEAT, None)
     return (lambda: None) if descriptor is None else partial(_send, int(descriptor))
 

@@ -41,8 +41,9 @@ _LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch asks the kernel for them, for ten
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import within the block without the garbage collector, which would traverse all modules again and again (a fifth
-    of the time). transformers and torch, if imported now, read fewer files, and dataclasses compile less."""
+    """Context manager for imports: turns off the garbage collector, which would traverse all modules again and again (a
+    fifth of the time). transformers and torch, if imported in the block, read fewer files, and dataclasses compile
+    less."""
     collecting, finder = gc.isenabled(), _Finder()
     gc.disable()
     sys.meta_path.insert(0, finder)
@@ -57,8 +58,8 @@ def quick_imports() -> Iterator[None]:
 
 @contextmanager
 def imports_of_roles() -> Iterator[None]:
-    """`quick_imports` with the environment of a role, which libraries read on import; it is restored afterwards.
-    Libraries get one thread each, since a process with threads cannot be forked."""
+    """Context manager: `quick_imports` with the environment variables of a role, which libraries read on import; they
+    are restored afterwards. Libraries get one thread each, because a process with threads cannot be forked."""
     further = {"OPENBLAS_NUM_THREADS": "1", _LARGE_PAGES: os.environ.get(_LARGE_PAGES, "1")}
     wanted = {name: value for name, value in (settings(1) | further).items() if name != OFFLINE}
     before = {name: os.environ.get(name) for name in wanted}
@@ -194,7 +195,8 @@ def read_once(module: ModuleType) -> None:
 
 
 def _names_of(names: Any, text: str) -> Any:
-    """Result of transformers' `names` on the part of the text from its last line with ``__all__`` on."""
+    """Call transformers' function `names` on the part of a file's text from its last line with ``__all__`` on; returns
+    its result, [] if there is no such line."""
     start = text.rfind("\n__all__") + 1
     return names(text[start:]) if start or text.startswith("__all__") else []
 

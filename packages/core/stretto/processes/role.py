@@ -44,12 +44,12 @@ class RoleProcess:
         spawner: Spawner = FRESH,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`environment`: further variables of every start. `hung`: seconds without a heartbeat after which it is
-        killed. The first heartbeat comes once the role has imported its modules; until then only seconds without CPU
-        use count, and ten are allowed."""
+        """`environment`: further variables of every start. `hung`: seconds without a heartbeat after which the process
+        is killed. The first heartbeat comes once the role has imported its modules; until then only seconds without
+        CPU use count, and at least ten are allowed."""
         self.name = name
         self.log = log
-        self.clock_offset = 0.0  # its clock is ours
+        self.clock_offset = 0.0  # same machine, same clock
         self._module, self._environment = module, environment
         self._hung = hung
         self._spawner = spawner
@@ -97,8 +97,8 @@ class RoleProcess:
             self._end = asyncio.create_task(self._watched(self._process, heartbeat), name=f"watch {self.name}")
 
     async def _watched(self, process: RunningProcess, heartbeat: Heartbeat) -> str:
-        """Watch the process until its end; returns how it ended. Without heartbeats it is killed; processes left in its
-        group are killed too."""
+        """Watch the process until its end; returns how it ended. It is killed if heartbeats stop for too long (`hung`).
+        After its end, processes left in its process group are killed."""
         end = asyncio.ensure_future(process.wait())
         try:
             while not end.done():
@@ -131,7 +131,7 @@ class RoleProcess:
 
     @property
     def killed(self) -> bool:
-        """Whether a signal ended it. A process that ends by itself may do so again."""
+        """Whether a signal ended the process; False if it runs, or has exited by itself."""
         return self._process is not None and (self._process.returncode or 0) < 0
 
     def cpu_seconds(self) -> float:
@@ -145,7 +145,8 @@ class RoleProcess:
         return await asyncio.shield(self._end)
 
     async def last_words(self) -> str:
-        """How a role ended that has closed its connection; it is killed if it still runs."""
+        """Wait a few seconds for the end of a role that has closed its connection; returns how it ended. A role that
+        still runs is killed."""
         try:
             async with deadline("conductor", f"{self.name} to end", _END_SECONDS):
                 return await self.ended()
@@ -224,7 +225,7 @@ class ReplaceableProcess(Protocol):
 
     @property
     def clock_offset(self) -> float:
-        """Difference of its machine's clock to ours, in seconds."""
+        """Seconds by which the clock of its machine differs from ours."""
         ...
 
     @property

@@ -16,8 +16,8 @@ _LAST_BYTES = 1 << 16  # of a log
 
 
 def run_role(part: Callable[[], None], tell: Callable[[Failed], None]) -> int:
-    """Run `part`; returns the exit code. The traceback of an error goes to the role's log, `tell` sends it to the
-    conductor."""
+    """Run `part`; returns the exit code, 0 also if the conductor is gone. For a StrettoError or OSError, the traceback
+    goes to the role's log, and `tell` is called with the message for the conductor."""
     try:
         part()
     except ConductorGone:
@@ -37,8 +37,8 @@ def _failed(problem: str, exit_code: int, tell: Callable[[Failed], None], *, aga
 
 
 def users_mistake(death: RoleDied) -> RoleFailed | None:
-    """The problem of a role that ended with the exit code of a user's mistake, read from the last line of its log,
-    ``ROLE: PROBLEM``; None if there is none."""
+    """Error of a role that ended with the exit code of a user's mistake, as the end of its log tells it after
+    ``ROLE: ``; None for any other end, and if the log has no such line."""
     if death.how != describe_exit(UserError.exit_code):
         return None
     try:

@@ -17,20 +17,20 @@ from stretto.processes.heartbeat import PARENT
 from stretto.processes.kernel.memory import set_memory
 
 TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
-#: Tensors come and go in every step. Large pages, kept instead of given back to the kernel each time, make a step of
-#: training 10 % faster on the processor. Other C libraries than glibc do not look at this.
+#: Memory settings of glibc's allocator (other C libraries ignore them). Tensors are allocated and freed in every step:
+#: large pages that are kept, not returned to the kernel each time, make a training step on the CPU 10 % faster.
 _MEMORY = {"mmap_threshold": 32 << 20, "trim_threshold": 256 << 20, "top_pad": 64 << 20}
 _TUNABLES, _LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 _OPTIONS = {"trim_threshold": -1, "top_pad": -2, "mmap_threshold": -3}  # of mallopt
 OFFLINE = "HF_HUB_OFFLINE"
-_MOST_LOG_BYTES = 8 << 20  # beyond them the newer half is dropped
+_MOST_LOG_BYTES = 8 << 20  # a longer log is cut to the first half of this
 
 
 class Spawn(Record, frozen=True):
     """A process to start: ``python -m MODULE SPEC``, with its output in `log`.
 
-    `spec` is JSON text; `environment` extends that of every role with `threads`; `inherited` descriptors keep their
-    numbers. `folder`: its working directory, by default that of the requesting process.
+    `spec` is JSON text. `environment`: variables beside those of every role (`environment(threads)`). `inherited`
+    descriptors keep their numbers. `folder`: its working directory, by default that of the requesting process.
     """
 
     module: str

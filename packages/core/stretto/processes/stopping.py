@@ -31,7 +31,7 @@ class StopSignal:
         self._main = asyncio.current_task()
         for number in _SIGNALS:
             if signal.getsignal(number) is signal.SIG_IGN:
-                continue  # our parent process wants it so, such as nohup
+                continue  # ignored by the parent process, such as nohup
             asyncio.get_running_loop().add_signal_handler(number, self._hear, number)
 
     @property

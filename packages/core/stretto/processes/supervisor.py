@@ -1,5 +1,5 @@
-"""Supervision of roles: the end of one is reported, counted against a restart budget, and after a pause it is started
-again.
+"""Supervision of roles: a role that ends is reported, counted against a restart budget, and started again after a
+pause.
 
 ended ─► reported ─► counted ─► pause ─► start ─► it serves
             ▲           │ too often: RoleDied        │
@@ -17,7 +17,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from stretto.core.errors import RoleDied
 
-RESTART_DELAY_SECONDS = 0.5  #: memory or room for a process that was missing may be free then
+RESTART_DELAY_SECONDS = 0.5  #: time for the system to free memory, or room for a process
 
 T = TypeVar("T")
 
@@ -25,9 +25,9 @@ T = TypeVar("T")
 class RestartBudget:
     """Limit on replacements of a role, and the pauses between them.
 
-    The role may be replaced `allowed` times within `window` seconds, and as often in a row without progress: a role
-    that dies of the same work every time ends the run. The first replacement starts at once, the second after `delay`
-    seconds, each further one after `factor` times as long, up to `longest` seconds.
+    The role may be replaced `allowed` times within `window` seconds, and at most `allowed` times in a row without
+    progress, so that a role that always dies of the same work ends the run. The first replacement in a row starts at
+    once, the second after `delay` seconds, each further one after `factor` times as long, up to `longest` seconds.
 
     Example::
 
@@ -52,7 +52,7 @@ class RestartBudget:
         self._in_a_row = 0
 
     def exceeded_by_one_more(self) -> bool:
-        """Count one more death; returns whether that is too many."""
+        """Count one more death of the role; returns whether the budget is exceeded."""
         now = self._clock()
         self._in_a_row += 1
         if math.isfinite(self._window):

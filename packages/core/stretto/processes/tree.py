@@ -23,12 +23,13 @@ def cpu_ticks(pid: int) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and all its descendants; 0 once it has ended. Shared pages count for each."""
+    """Resident memory of a process and all its descendants, in bytes; 0 once it has ended. A page that several of them
+    share counts once for each."""
     return sum(own_resident_bytes(one) for one in (pid, *descendants(pid)))
 
 
 def own_resident_bytes(pid: int | None = None) -> int:
-    """Resident memory of one process alone, by default this one; 0 once it has ended."""
+    """Resident memory of one process, by default this one, without descendants, in bytes; 0 once it has ended."""
     try:
         return int(Path(f"/proc/{pid or os.getpid()}/statm").read_text().split()[1]) * _PAGE
     except (OSError, IndexError):  # it has ended
@@ -36,7 +37,7 @@ def own_resident_bytes(pid: int | None = None) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Child processes that have not been waited for."""
+    """Process ids of the children that have not been waited for."""
     found = list[int]()
     with contextlib.suppress(OSError):  # it has ended meanwhile
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -45,7 +46,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, each followed by its own descendants."""
+    """Process ids of all descendants: each child, followed by its own descendants."""
     return [below for child in children(pid) for below in (child, *descendants(child))]
 
 

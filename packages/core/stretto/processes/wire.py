@@ -24,7 +24,7 @@ from stretto.processes.heartbeat import HEARTBEAT_SECONDS
 
 _READ_BYTES = 1 << 17
 _PIECE_BYTES = 1 << 20
-_UNSENT = 8 << 20  # bytes: the other side does not read any more
+_UNSENT = 8 << 20  # more unsent bytes mean that the other side has stopped reading
 _POLL_SECONDS = 0.25
 _CONNECT_SECONDS = 10.0
 _HANDSHAKE_SECONDS = 10.0
@@ -53,7 +53,8 @@ class Wire(Generic[Received]):
         decoder: msgspec.msgpack.Decoder[Received],
         largest: int = LARGEST_FRAME,
     ) -> None:
-        """`largest`: most bytes of a received message."""
+        """`peer`: name of the other side, for errors. `decoder`: of received messages. `largest`: most bytes of a
+        received message."""
         self.peer = peer
         self._reader, self._writer, self._decoder = reader, writer, decoder
         self._unframer = Unframer(largest)
@@ -61,7 +62,7 @@ class Wire(Generic[Received]):
         self._heard = self._piecemeal = False
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send without waiting. A peer that has stopped reading is disconnected."""
+        """Send a message without waiting. The connection is closed if the peer has stopped reading."""
         assert not self._piecemeal, "a frame is under way"
         if not self._writer.is_closing():
             self._writer.write(frame(message))
@@ -69,7 +70,7 @@ class Wire(Generic[Received]):
                 self.cut()
 
     async def send_all(self, message: msgspec.Struct) -> None:
-        """As `send_frame`, of a message."""
+        """Encode a message and send it as `send_frame`."""
         await self.send_frame(frame(message))
 
     async def send_frame(self, whole: bytes | bytearray) -> None:
@@ -87,12 +88,12 @@ class Wire(Generic[Received]):
                 await self._writer.drain()
                 if self._writer.is_closing():
                     raise ConnectionResetError("the connection was given up")
-                await asyncio.sleep(0)  # others have their turn where the peer is as quick as this side
+                await asyncio.sleep(0)  # `drain` does not yield to other tasks if the peer reads fast enough
         finally:
             self._piecemeal = False
 
     async def receive(self) -> Received | None:
-        """Next message; None once the connection is closed. `watch` bounds the wait.
+        """Wait for the next message and return it; None once the connection is closed. No deadline: `watch` sets one.
 
         Raises:
             WireError, msgspec.MsgspecError: the peer speaks another protocol.
@@ -109,8 +110,8 @@ class Wire(Generic[Received]):
         return self._decoder.decode(self._bodies.popleft())
 
     async def watch(self, lease: float) -> str:
-        """Return, with the reason, once nothing was received for `lease` seconds; time in which this process itself was
-        stopped does not count."""
+        """Wait until nothing was received for `lease` seconds; returns this as a reason. Time in which this process
+        itself was stopped does not count."""
         stall = StallTimer(2 * _POLL_SECONDS)
         while stall.poll(moved=self._heard) < lease:
             self._heard = False
@@ -118,9 +119,9 @@ class Wire(Generic[Received]):
         return f"sent no heartbeat for {lease:g} s"
 
     async def listen(self, take: Callable[[Received], None], lease: float) -> str:
-        """Pass every message to `take`, and send heartbeats, until the peer is gone; closes the connection and returns
-        the reason: ``"closed its connection"``. No deadline, since a healthy connection lasts as long as its processes.
-        Raises as `receive`."""
+        """Send heartbeats and pass each received message to `take` until the peer is gone; closes the connection and
+        returns the reason: ``"closed its connection"``, or that of `watch`. No deadline, because a healthy connection
+        lasts as long as its processes. Raises as `receive`."""
         beats, silence = asyncio.create_task(self._beat()), asyncio.create_task(self.watch(lease))
         taken = asyncio.create_task(self._take_all(take))
         try:
@@ -137,7 +138,7 @@ class Wire(Generic[Received]):
 
     async def _beat(self) -> None:
         with contextlib.suppress(OSError):  # the listener hears of the end
-            while True:  # a message that is under way is as good
+            while True:  # a message under way serves as a heartbeat
                 if not (self._piecemeal or self._writer.transport.get_write_buffer_size()):
                     self._writer.write(_HEARTBEAT)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -147,7 +148,7 @@ class Wire(Generic[Received]):
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Close after everything is sent; waits a moment at most."""
+        """Close the connection after everything is sent; waits for at most a second."""
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(1.0):
@@ -161,8 +162,8 @@ class Wire(Generic[Received]):
 
 
 class Reception:
-    """Admission of callers that prove a key, inside TLS if there is a context. The number of those that have not proved
-    it yet is bounded: one more replaces the oldest."""
+    """Admission of callers that prove a key, inside TLS if `context` is given. The number of callers that have not
+    proved it yet is bounded: a further one replaces the oldest."""
 
     def __init__(self, key: str, context: ssl.SSLContext | None = None) -> None:
         self._key, self._context = key, context
@@ -172,7 +173,7 @@ class Reception:
         """Note that a caller has connected; call it at once, before any await."""
         if len(self._strangers) >= _STRANGERS:
             oldest = next(iter(self._strangers))
-            del self._strangers[oldest]  # its task ends later, and the next caller must not meet it here
+            del self._strangers[oldest]  # now, because its task ends only later
             oldest.transport.abort()
         self._strangers[writer] = None
 
@@ -202,7 +203,7 @@ async def connect(address: str, context: ssl.SSLContext | None) -> Stream:
     """Open a connection to ``host:port`` or ``unix:/path``.
 
     Raises:
-        MachineLost: nobody answers there.
+        MachineLost: the connection is refused, or the address cannot be reached.
         HandshakeRefused: the listener does not accept our TLS.
         DeadlineExceeded: no reply in time.
         RecipeError: the address is malformed.

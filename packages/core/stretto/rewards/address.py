@@ -1,6 +1,7 @@
-"""HTTP client of rewards that ask another server; retries while it is busy or unreachable, up to a deadline.
+"""HTTP client of the rewards `judge` and `reward_model`; retries while the server is busy or unreachable, up to a
+deadline.
 
-Any failure leaves the completion undecided, with the reason; it is never scored zero.
+After any failure the completion is undecided, with the reason; it is never scored zero.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from stretto.rewards.functions import Undecided
 
 Read = TypeVar("Read")
 
-_AGAIN = frozenset({408, 409, 425, 429})  # and all from 500 on: the same question may be answered later
+_AGAIN = frozenset({408, 409, 425, 429})  # statuses to retry, beside all from 500 on
 _LARGEST_REPLY = 1 << 22
 _PIECE = 1 << 16
 
@@ -49,7 +50,7 @@ class AddressConfig(BaseModel, extra="forbid", frozen=True):
 
 
 class _Busy(Exception):
-    """The server may reply later; `seconds` is its Retry-After."""
+    """The request may succeed later. `seconds`: the server's Retry-After, 0 if it sent none."""
 
     def __init__(self, reason: str, seconds: float = 0.0) -> None:
         super().__init__(reason)
@@ -57,14 +58,16 @@ class _Busy(Exception):
 
 
 class Asker:
-    """Posts requests to one path of an address; `who` names the server in reasons."""
+    """Posts requests to `path` below the configured address. `who` names the server in the reasons of undecided
+    completions ("the judge")."""
 
     def __init__(self, config: AddressConfig, path: str, who: str) -> None:
         self._config, self._url = config, config.address.rstrip("/") + path
         self._who = f"{who} at {config.address}"
 
     def ask(self, question: bytes, read: Callable[[bytes], Read]) -> Read:
-        """Post `question` and return ``read(reply)``.
+        """Post `question`, a JSON body, with retries; returns ``read(body of the reply)``. Waits of up to
+        `config.seconds` block the caller.
 
         Raises:
             Undecided: no reply in time, or the server refuses the request.
@@ -81,10 +84,10 @@ class Asker:
         raise Undecided(f"{self._who}: {reason}")
 
     def _reply(self, body: bytes, until: float) -> bytes:
-        """Reply to one request.
+        """Send one request; returns the body of the reply. `until`: deadline, in seconds of `time.monotonic`.
 
         Raises:
-            _Busy: the server has none now.
+            _Busy: the request failed for a reason that may pass.
             Undecided: the server refuses the request.
         """
         headers = {"Content-Type": "application/json"}
@@ -95,7 +98,7 @@ class Asker:
                 read = b""
                 while len(read) <= _LARGEST_REPLY and (piece := reply.read1(_PIECE)):
                     read += piece
-                _left(until)  # else the reply may have been cut off
+                _left(until)  # raises if the timer may have cut the reply off
                 return read
         except HTTPError as refusal:
             said = f"{refusal.code} {refusal.reason}"
@@ -111,8 +114,8 @@ class Asker:
 
 @contextmanager
 def _opened(request: Request, until: float) -> Iterator[HTTPResponse]:
-    """Open a request; its connection is shut down at the time `until`. A socket timeout applies to each read and would
-    never expire with a server that sends one byte at a time."""
+    """Context manager: the open reply to a request. A timer shuts the connection down at the time `until`, because a
+    socket timeout applies to each read and never expires with a server that sends one byte at a time."""
     used: list[socket.socket] = []
 
     def end() -> None:
@@ -133,7 +136,7 @@ def _opened(request: Request, until: float) -> Iterator[HTTPResponse]:
 
 
 class _Noted(HTTPConnection):
-    """HTTP connection that keeps its socket for `_opened`."""
+    """HTTP connection that appends its socket to `used`, for `_opened` to shut down."""
 
     def __init__(self, used: list[socket.socket], *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -145,7 +148,7 @@ class _Noted(HTTPConnection):
 
 
 class _NotedSecure(_Noted, HTTPSConnection):
-    """HTTPS connection that keeps its socket for `_opened`."""
+    """HTTPS connection that appends its socket to `used`."""
 
 
 class _Plain(HTTPHandler):

@@ -15,9 +15,9 @@ _ANSWER_SECONDS = 1.0
 class BuiltIn:
     """A built-in reward: its ``package.module:function``, and its hard limit for one completion in seconds.
 
-    `gold`: a function of the same form that checks each gold answer when the data is loaded; undecided means that no
-    completion could be right. `configured`: `function` names a factory that makes the reward from the recipe's section
-    of the reward's name.
+    `gold`: a function called like a reward that checks each gold answer when the data is loaded. It raises `Undecided`
+    for a gold answer that no completion could match. `configured`: `function` is a factory; it gets the section of the
+    recipe that has the reward's name, as JSON, and returns the reward.
     """
 
     function: str
@@ -46,5 +46,5 @@ BUILT_IN: Mapping[str, BuiltIn] = {
 
 
 def timeout_of(function: str) -> float:
-    """Default seconds per completion: a built-in's own limit, else one second."""
+    """Default time limit for one completion, in seconds: a built-in's own limit, otherwise one second."""
     return BUILT_IN[function].timeout if function in BUILT_IN else _ANSWER_SECONDS

@@ -14,7 +14,7 @@ from stretto.rewards.judge import JudgeConfig
 from stretto.rewards.reward_model import RewardModelConfig
 from stretto_verify.sandbox.config import SandboxConfig
 
-_AFTER_PROGRAMS = 15.0  #: seconds in which a sandbox that failed is started again
+_AFTER_PROGRAMS = 15.0  #: seconds for the restart of a failed sandbox
 
 
 def _as_tuple(value: Any) -> Any:
@@ -25,8 +25,8 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidat
 
 
 class RewardPart(BaseModel, extra="forbid", frozen=True):
-    """One of several rewards (a table of `functions`). The reward of a completion is the weighted sum of the parts that
-    judge it. The first of them decides whether it is right; if one is undecided, the whole is.
+    """One of several rewards (a table of `functions`). The reward of a completion is the weighted sum of the parts for
+    its source. The first of these decides whether the completion is right; one undecided part makes it undecided.
 
     Example: ``RewardPart(name="form", function="my_rewards:has_box", weight=0.2)``
     """
@@ -117,7 +117,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def parts(self) -> tuple[RewardPart, ...]:
-        """Rewards to add up; a single `function` is a sum of one."""
+        """Rewards to add up: `functions`, or the single `function`."""
         return self.functions or (RewardPart(function=self.function),)
 
     @property
@@ -127,20 +127,21 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def deciding(self) -> str:
-        """Function that decides what is right; empty if it differs between sources."""
+        """Name of the function that decides whether a completion is right; "" if it differs between sources."""
         return "" if self.parts[0].sources else self.parts[0].function
 
     @property
     def seconds_per_completion(self) -> float:
-        """Hard limit for one completion: the recipe's, else the rewards' own."""
+        """Time limit for one completion in seconds: the recipe's `timeout`, otherwise the sum of the rewards' own
+        limits."""
         return self.timeout or sum(timeout_of(part.function) for part in self.parts)
 
     def alone(self, part: RewardPart) -> Self:
-        """The same settings with `part` as the single reward."""
+        """Copy the settings with `part` as the only reward."""
         return self.model_copy(update={"function": part.function, "functions": ()})
 
     def section(self, function: str) -> str:
-        """The recipe's section of a built-in that has one, as JSON."""
+        """Settings of the reward `function` as JSON: its section of the recipe, ``{}`` if it has none."""
         configured = function in BUILT_IN and BUILT_IN[function].configured
         section: BaseModel | None = getattr(self, function) if configured else None
         return "{}" if section is None else section.model_dump_json()
@@ -162,7 +163,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def asked(self) -> dict[str, AddressConfig]:
-        """Addresses that the rewards ask, by section."""
+        """Server settings of the rewards in use that ask a server, by section: ``judge``, ``reward_model``."""
         sections: dict[str, AddressConfig] = {"judge": self.judge, "reward_model": self.reward_model}
         return {name: section for name, section in sections.items() if self.has(name)}
 

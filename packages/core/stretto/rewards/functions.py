@@ -1,4 +1,4 @@
-"""The interface of reward functions, and the simplest ones: comparisons of texts and numbers."""
+"""Interface of reward functions, and the simplest built-in rewards: comparisons of texts and numbers."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ class RewardFunction(Protocol):
     `prompt` is the question as text, `completion` what the policy generated (special tokens removed), `answer` the
     gold answer of the data row.
 
-    It may be asynchronous; then its worker waits for each verdict before it asks for the next.
+    The function may be asynchronous; its worker still judges one completion at a time.
 
-    A function with further parameters, or with ``**fields``, gets the row's other fields of these names.
+    Further named parameters get the row's other fields of these names; ``**fields`` gets all other fields.
 
-    Returns True or False for right and wrong (the recipe says what they are worth), or a finite number that is the
-    reward itself; the completion then counts as right above the middle of ``rewards.right`` and ``rewards.wrong``.
+    Returns True or False for right and wrong (worth ``rewards.right`` and ``rewards.wrong``), or a finite number that
+    is the reward itself. With a number, the completion counts as right if it lies above the middle of the two.
 
-    Anything else makes the completion *undecided*: it is never trained on and never a zero. So does raising `Undecided`
-    or any other exception, returning None, NaN or a number beyond ±1e6, or running longer than ``rewards.timeout``.
+    Any other result makes the completion *undecided*: it is not trained on, and never scored zero. The same holds for
+    a function that raises `Undecided` or another exception, returns a number beyond ±1e6, or runs longer than
+    ``rewards.timeout``.
     """
 
     def __call__(self, prompt: str, completion: str, answer: str, /) -> float | bool: ...
 
 
 def final_answer(prompt: str, completion: str, answer: str) -> bool:
-    """Whether the text after the last ``=``, thoughts left out, is the gold answer. Integers are compared as numbers,
-    else texts.
+    """Whether the text after the last ``=`` is the gold answer; thoughts are removed first. Integers are compared as
+    numbers, anything else as text.
 
     >>> final_answer("3+8+5=", "3+8=11;11+5=16", "16"), final_answer("3+8+5=", "3+8=11;11+5=16=", "16")
     (True, False)
@@ -46,13 +47,14 @@ def final_answer(prompt: str, completion: str, answer: str) -> bool:
 
 
 def exact_match(prompt: str, completion: str, answer: str) -> bool:
-    """Whether the completion is the gold answer, apart from surrounding spaces. A completion that never leaves the
-    prompt's thought is wrong."""
+    """Whether the completion is the gold answer, apart from surrounding spaces. If the prompt opens a thought, a
+    completion without text after the thought is wrong."""
     return completion.strip() == answer.strip() and not (opened(prompt) and not said(completion, prompt))
 
 
 def last_number(prompt: str, completion: str, answer: str) -> bool:
-    """Whether the last number after all thoughts (``-12``, ``3.50``, ``1,000``) is that of the gold answer.
+    """Whether the last number of the completion (``-12``, ``3.50``, ``1,000``) equals the gold answer's; thoughts are
+    removed first.
 
     >>> last_number("How many?", "First 3, then 4.50", "4.5"), last_number("How many?", "none", "4.5")
     (True, False)
@@ -68,10 +70,10 @@ def last_number(prompt: str, completion: str, answer: str) -> bool:
 
 
 def number_gold(prompt: str, completion: str, answer: str) -> bool:
-    """Whether `answer` can be a gold answer of `last_number`.
+    """Check that `answer` can be a gold answer of `last_number`; returns True.
 
     Raises:
-        Undecided: it cannot; the reason says why.
+        Undecided: it holds no number; the reason says so.
     """
     return bool(_number_of(answer))
 
@@ -82,14 +84,14 @@ def _number_of(gold: str) -> str:
     boxes = _BOXED.findall(final)
     match = _GOLD_NUMBER.fullmatch((boxes[-1] if boxes else final).strip())
     if match is None:
-        raise Undecided(f"the gold answer {gold[-60:]!r} is no number, and ends in none behind '####'")
+        raise Undecided(f"the gold answer {gold[-60:]!r} is not a number, and has none after '####'")
     return _canonical_decimal(match[1])
 
 
 def _canonical(text: str) -> str:
-    """One spelling per integer; other text without the spaces around it.
+    """Normalized text: integers without leading zeros and plus sign, other text without surrounding spaces.
 
-    Done on the text: a hostile completion of a million digits costs a scan, not an integer.
+    Works on the text, because converting a hostile completion of a million digits to an integer takes long.
     """
     text = text.strip()
     match = _INTEGER.fullmatch(text)
@@ -100,7 +102,7 @@ def _canonical(text: str) -> str:
 
 
 def _canonical_decimal(text: str) -> str:
-    """One spelling per decimal number: ``+4.50`` is ``4.5``, ``4.0`` is ``4``."""
+    """Normalized text of a decimal number: ``+4.50`` is ``4.5``, ``4.0`` is ``4``."""
     whole, _, fraction = text.strip().replace(",", "").partition(".")
     fraction = fraction.rstrip("0")
     if not fraction:

@@ -1,7 +1,7 @@
 """Judge: a model behind an OpenAI-compatible address that grades completions.
 
-It gets question, completion and gold answer, and must end its reply with ``Score: N``. If it is late, refuses or ends
-otherwise, the completion is undecided, never zero.
+It gets question, completion and gold answer, and must end its reply with ``Score: N``. If it is late, refuses, or its
+reply ends otherwise, the completion is undecided, never scored zero.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ class _Reply(msgspec.Struct):
 
 
 def judge_reward(settings: str) -> Judge:
-    """The built-in reward ``judge``; `settings` is a `JudgeConfig` as JSON."""
+    """Make the built-in reward ``judge``; `settings` is a `JudgeConfig` as JSON."""
     return Judge(JudgeConfig.model_validate_json(settings))
 
 
 class Judge:
-    """Grades completions between 0 and 1, one at a time."""
+    """Reward function: grades one completion at a time, from 0 to 1."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config, self._asker = config, Asker(config, "/chat/completions", "the judge")
 
     def __call__(self, prompt: str, completion: str, answer: str) -> float:
-        """Score of a completion, divided by the highest possible one.
+        """Score of a completion divided by the best possible score: 0 to 1. Asks the server, with retries.
 
         Raises:
-            Undecided: the judge gave no score.
+            Undecided: the judge gave no valid score in time.
         """
         config = self._config
         given = {"prompt": prompt, "completion": completion, "answer": answer, "full": f"{config.full:g}"}
@@ -95,7 +95,7 @@ class Judge:
         found = _SCORE.search(said)
         if found is None:
             raise Undecided(f"the judge's reply does not end with a score: {said[-80:]!r}")
-        score, full = float(found[1]), float(found[2] or self._config.full)  # 4/5 is four of five, whatever was asked
+        score, full = float(found[1]), float(found[2] or self._config.full)  # "4/5" counts out of 5, not of `full`
         if not 0 <= score <= full or not full:
             raise Undecided(f"the judge's score {score:g} is not between 0 and {full:g}")
         return score / full

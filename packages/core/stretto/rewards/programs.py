@@ -11,20 +11,21 @@ from stretto_verify.verdicts import SandboxRefused
 
 
 def code_reward(settings: str) -> CodeReward:
-    """The reward; `settings` is a `SandboxConfig` as JSON.
+    """Make the built-in reward ``code``; `settings` is a `SandboxConfig` as JSON. Probes the sandboxes of this machine.
 
     Raises:
-        RewardFunctionError: no sandbox that is safe enough can be made here.
+        RewardFunctionError: this machine has no sandbox at the level that the settings require.
     """
     config = SandboxConfig.model_validate_json(settings)
     return CodeReward(config, *safe_walls(config))
 
 
 def safe_walls(config: SandboxConfig) -> tuple[Walls, Report]:
-    """Same as `probe`, but errors name the section of the recipe.
+    """Choose the sandbox with `stretto_verify`'s `probe`; returns its walls and the report of the choice. Errors name
+    the section of the recipe.
 
     Raises:
-        RewardFunctionError: no sandbox that is safe enough can be made here.
+        RewardFunctionError: this machine has no sandbox at the level that `config` requires.
     """
     try:
         return probe(config)

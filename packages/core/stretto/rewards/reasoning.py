@@ -1,11 +1,11 @@
 """Tasks of the package reasoning-gym, judged by their own scorers.
 
-A gold answer holds how to generate its question again (task, parameters, seed, index), since a scorer needs the whole
-entry.
+A scorer needs the whole dataset entry of a question. So a gold answer holds task, parameters, seed and index, from
+which the entry is generated again.
 
-Many scorers give some points to nonsense, which a policy could exploit. So the score of nonsense is measured once per
-task, on its first questions, and subtracted: ``(score - floor) / (1 - floor)``, not below 0. A task whose floor is too
-high is refused. A scorer that raises leaves the completion undecided.
+Many scorers give some points to nonsense, which a policy could exploit. So the highest score of nonsense, the *floor*,
+is measured once per task, on its first questions. The reward is ``(score - floor) / (1 - floor)``, at least 0. A task
+whose floor is above `HIGHEST_FLOOR` is refused. If a scorer raises, the completion is undecided.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stretto.rewards.functions import Undecided
 from stretto_verify.thoughts import said
 
 _PACKAGE = "reasoning_gym"  # of the extra `reasoning`
-HIGHEST_FLOOR = 0.5  #: a task whose nonsense earns more is refused
+HIGHEST_FLOOR = 0.5  #: a task in which nonsense scores more is refused
 _MEASURED = 8  # questions
 _NONSENSE = ("nonsense", "", "None", "I do not know.", "[]", "{}")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -33,7 +33,8 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Gold:
-    """How to generate a question again, and a digest of its text to check that it is the same."""
+    """A parsed gold answer: the values that generate a question again, and a digest of its text to check that it is
+    the same. `place` is its index in the dataset of `size` questions."""
 
     task: str
     seed: int
@@ -50,11 +51,12 @@ class Gold:
                 row["task"], row["seed"], row["size"], row["place"], json.dumps(row["parameters"]), row["digest"]
             )
         except (ValueError, KeyError, TypeError):
-            raise Undecided("the gold answer is none of a reasoning-gym source") from None
+            raise Undecided("the gold answer is not from a reasoning-gym source") from None
 
 
 def reasoning_gym(prompt: str, completion: str, answer: str) -> float:
-    """Score above the floor, of the content of the last ``<answer>...</answer>``, else of all text after the thoughts.
+    """Score of a completion above the task's floor, scaled to 0 … 1. The content of the last ``<answer>...</answer>``
+    is scored; without one, all text after the thoughts.
 
     Raises:
         Undecided: the question cannot be generated again, its scorer raises, or the task's floor is too high.
@@ -70,10 +72,10 @@ def reasoning_gym(prompt: str, completion: str, answer: str) -> float:
 
 
 def gold(prompt: str, completion: str, answer: str) -> bool:
-    """Whether the question can be generated again and its task's floor is low enough.
+    """Check a gold answer: generates its question again and measures the task's floor. Returns True.
 
     Raises:
-        Undecided: it cannot; the reason says why.
+        Undecided: the question is not the same, or the floor is too high; the reason says which.
     """
     asked = Gold.of(answer)
     _entry(asked)
@@ -82,11 +84,11 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
 
 @lru_cache(maxsize=64)
 def floor_of(task: str, parameters: str) -> float:
-    """Highest score of nonsense in a task, over its first questions. Nonsense that is a question's true answer does not
-    count.
+    """Measure the floor of a task: the highest score of nonsense over its first questions. Nonsense that equals a
+    question's true answer does not count. `parameters`: of the task, as JSON.
 
     Raises:
-        Undecided: it is above `HIGHEST_FLOOR`.
+        Undecided: the floor is above `HIGHEST_FLOOR`, or the task cannot be made.
     """
     floor = 0.0
     for place in range(_MEASURED):
@@ -96,7 +98,7 @@ def floor_of(task: str, parameters: str) -> float:
             if text.strip() != str(entry["answer"]).strip():
                 try:
                     floor = max(floor, _score(asked, text, entry))
-                except Undecided:  # it earns nothing
+                except Undecided:  # the scorer raised: no points
                     continue
     if floor > HIGHEST_FLOOR:
         raise Undecided(f"the scorer of reasoning-gym's {task} gives nonsense {floor:g}, more than {HIGHEST_FLOOR:g}")
@@ -113,7 +115,7 @@ def _entry(asked: Gold) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=64)
 def _made(task: str, seed: int, size: int, parameters: str) -> Any:
-    """Dataset of the task; questions are generated on access.
+    """Make the dataset of a task; its questions are generated on access.
 
     Raises:
         Undecided: the package is missing, or refuses the parameters.
@@ -134,7 +136,7 @@ def _score(asked: Gold, text: str, entry: Mapping[str, Any]) -> float:
     random.seed(0)  # a scorer may draw
     try:
         score = float(_made(asked.task, asked.seed, asked.size, asked.parameters).score_answer(text, entry))
-    # The scorers are programs of many authors, and what they raise tells nothing of the completion.
+    # The scorers are programs of many authors, and may raise anything.
     except Exception as error:
         raise Undecided(f"the scorer of {asked.task} raised {type(error).__name__}: {error}") from None
     if not math.isfinite(score):

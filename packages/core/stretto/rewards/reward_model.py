@@ -1,6 +1,6 @@
 """Reward model behind an address: a model that gives a prompt and its completion one number.
 
-Requests have one of the forms in which vLLM serves such models, and of the reply only that form's number is used:
+A request has one of three forms, in which vLLM serves such models. Of the reply one number is used:
 
     form       path       the question                    the number
     classify   /classify  a text, or messages             data[0].probs, of one class
@@ -46,12 +46,13 @@ class RewardModelConfig(AddressConfig, extra="forbid", frozen=True):
 
 
 def reward_model(settings: str) -> RewardModel:
-    """The built-in reward ``reward_model``; `settings` is a `RewardModelConfig` as JSON."""
+    """Make the built-in reward ``reward_model``; `settings` is a `RewardModelConfig` as JSON."""
     return RewardModel(RewardModelConfig.model_validate_json(settings))
 
 
 class RewardModel:
-    """Requests the number of one completion at a time; the server batches the requests of several workers."""
+    """Reward function: asks the server for the score of one completion at a time. The server batches the requests of
+    several workers."""
 
     def __init__(self, config: RewardModelConfig) -> None:
         self._config = config
@@ -59,10 +60,10 @@ class RewardModel:
         self._asker = Asker(server, f"/{config.form}", _WHO)
 
     def __call__(self, prompt: str, completion: str, answer: str) -> float:
-        """The model's number for the completion, times `scale`.
+        """Score of the completion times `scale`; the gold `answer` is not used. Asks the server, with retries.
 
         Raises:
-            Undecided: the model gave none.
+            Undecided: the server gave no valid score in time.
         """
         question = json.dumps({"model": self._config.model, **self._asked(prompt, completion)}).encode()
         return self._asker.ask(question, self._number) * self._config.scale
@@ -78,10 +79,10 @@ class RewardModel:
         return {"input": re.sub(r"\{(prompt|completion)\}", lambda name: given[name[1]], self._config.text)}
 
     def _number(self, reply: bytes) -> float:
-        """The number in a reply.
+        """Read the score from a reply.
 
         Raises:
-            Undecided: the reply does not have the form, or its number cannot be a reward.
+            Undecided: the reply lacks the configured form, or its number is not finite or beyond ±1e6.
         """
         key = _NUMBERS[self._config.form]
         try:

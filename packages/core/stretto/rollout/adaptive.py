@@ -48,13 +48,14 @@ LIMITS: Mapping[str, MismatchLimit] = {
 
 
 class AdaptiveBound(Record, frozen=True):
-    """The adaptive staleness bound after the measurements of `step`.
+    """State of the adaptive staleness bound after the measurements of `step`.
 
     Attributes:
-        mismatch: smoothed; 1 is the limit.
+        bound: the staleness bound for groups admitted now.
+        mismatch: smoothed mismatch s, relative to its limit of 1.
         held: steps until the bound may change again.
-        probing: whether it has never been lowered.
-        worst: metric nearest to its limit, with its value.
+        probing: whether the bound has never been lowered.
+        worst: name and value of the metric nearest to its limit.
     """
 
     bound: int
@@ -84,9 +85,10 @@ def mismatch(metrics: Mapping[str, float | None]) -> tuple[float, str] | None:
 def adapted(
     state: AdaptiveBound, step: int, metrics: Mapping[str, float | None], starved: bool, lowest: int, highest: int
 ) -> AdaptiveBound:
-    """The state after the measurements of `step`; unchanged if `step` is not newer than the state's.
+    """The state after the measurements of `step`. It is unchanged if `step` is not newer than the state's, or if no
+    metric of `LIMITS` was measured.
 
-    `starved`: there was no second batch when the step's batch was taken.
+    `starved`: no second batch was ready when the step's batch was taken. `lowest`, `highest`: limits of the bound.
     """
     if step <= state.step or (measured := mismatch(metrics)) is None:
         return state

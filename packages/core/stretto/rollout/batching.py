@@ -1,20 +1,21 @@
 """Batch formation: choose the finished groups of the next batch, and treat tokens beyond the staleness bound.
 
-The paper admits by equation 3 and then trains on the finished groups, oldest first; a straggler is overtaken, and
-trained on far beyond eta. The four policies of ``rollout.beyond_bound`` are pure functions of the same facts:
+The paper admits by equation 3 and then trains on the finished groups, oldest first. A slow group is overtaken by other
+groups, and may be trained on far beyond eta. The four policies of ``rollout.beyond_bound`` are pure functions of a
+`QueueState`:
 
     train    the paper's rule
-    wait     no batch leaves a group that would pass its bound
-    mask     as train; tokens beyond the bound of their group are context only
-    expire   groups beyond their bound leave, their prompts are tried again
+    wait     no batch is taken while it would leave a group that cannot be trained within its bound
+    mask     as train; tokens beyond the bound of their group are context, not in the loss
+    expire   groups beyond their bound are dropped, and their prompts are tried again
 
-The bound of a group is the one in force when it was admitted. **Why "wait" is always possible.** At version b, call a
+The bound of a group is the bound in force when it was admitted. **Why "wait" is always possible.** At version b, call a
 group due by d if it was admitted at version d - eta. The invariant is: for every d >= b - 1, at most (d - b + 1) * B
 untrained groups are due by d (so none is overdue). Admission keeps it, because a new group is due by i + eta and
-equation 3 leaves at most (i + eta + 1 - b) * B untrained ones in all, whatever bounds the others have. A batch keeps it
-if among those left, finished or not, at most (d - b) * B are due by d, for every d >= b; then the same invariant holds
-at b + 1. Taking the B groups with the earliest due versions always satisfies this, so at worst the trainer waits for
-those to finish, and in-flight groups always end: nothing gets stuck. (docs/explanation/staleness.md)
+equation 3 leaves at most (i + eta + 1 - b) * B untrained groups in all, whatever bounds the others have. A batch keeps
+it if, for every d >= b, at most (d - b) * B of the groups left, finished or not, are due by d; then the same invariant
+holds at b + 1. Taking the B groups with the earliest due versions always satisfies this. So at worst the trainer waits
+until these have finished, and in-flight groups always end: nothing gets stuck. (docs/explanation/staleness.md)
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from stretto.rollout.config import BeyondBound
 class QueueState:
     """Inputs of batch formation.
 
-    `finished`: groups in the order of their due versions, then of admission (oldest first under one bound);
-    `in_flight`: due versions of unfinished groups; `version`: the version that will train the batch.
+    `finished`: judged groups that wait for a batch, ordered by due version, then by admission (`core.admission.due`).
+    `in_flight`: due versions of unfinished groups. `version`: the version at which the batch will be trained.
+    `batch_size`: groups per batch (B).
     """
 
     finished: Sequence[Group]
@@ -45,7 +47,8 @@ class QueueState:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """Groups to train on now (none if the batch must wait), and groups that expire."""
+    """Groups of the next batch (empty if it must wait), and groups that expire now. `oldest_trainable` and
+    `oldest_by_group` become the fields of the `Batch`."""
 
     groups: tuple[Group, ...] = ()
     expired: tuple[Group, ...] = ()
@@ -54,20 +57,19 @@ class BatchChoice:
 
 
 def choose(policy: BeyondBound, facts: QueueState) -> BatchChoice:
-    """The next batch under `policy`."""
+    """Choose the groups of the next batch under the policy `rollout.beyond_bound`; nothing is changed."""
     return POLICIES[policy](facts)
 
 
 def train_whatever_is_finished(facts: QueueState) -> BatchChoice:
-    """The paper's rule: the oldest finished groups, however stale (section 5.1)."""
+    """The paper's rule (section 5.1): take the first B finished groups, however stale; none if fewer are finished."""
     if len(facts.finished) < facts.batch_size:
         return BatchChoice()
     return BatchChoice(groups=tuple(facts.finished[: facts.batch_size]))
 
 
 def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
-    """The oldest finished groups; none while that would leave more groups due by some version than the batches until
-    then can take."""
+    """Take the first B finished groups if all groups left can still be trained within their bounds; otherwise none."""
     choice = train_whatever_is_finished(facts)
     left = [due(group.admitted_version, group.max_staleness) for group in facts.finished[facts.batch_size :]]
     if choice.groups and can_all_be_trained_in_time([*left, *facts.in_flight], facts):
@@ -76,7 +78,7 @@ def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
 
 
 def mask_what_is_stale(facts: QueueState) -> BatchChoice:
-    """Batch of the oldest finished groups, with tokens older than the bound masked out of the loss."""
+    """Take the first B finished groups; tokens older than the bound of their group are masked out of the loss."""
     groups = train_whatever_is_finished(facts).groups
     oldest = {group.id: int(max(0, facts.version - group.max_staleness)) for group in groups}
     least = min(oldest.values(), default=0)
@@ -85,7 +87,8 @@ def mask_what_is_stale(facts: QueueState) -> BatchChoice:
 
 
 def expire_what_is_stale(facts: QueueState) -> BatchChoice:
-    """The oldest finished groups without stale tokens; groups with stale tokens expire."""
+    """Take the first B finished groups without stale tokens, none if there are fewer; finished groups with stale tokens
+    expire."""
     fresh: list[Group] = []
     expired: list[Group] = []
     for group in facts.finished:
@@ -103,14 +106,14 @@ POLICIES = {
 
 
 def is_fresh(group: Group, facts: QueueState) -> bool:
-    """Whether every token of the group may be trained on at this version."""
+    """Whether no token of the group is staler than the group's bound at `facts.version`."""
     return facts.version - group.oldest_version <= group.max_staleness
 
 
 def can_all_be_trained_in_time(left: Iterable[float], facts: QueueState) -> bool:
-    """Whether all remaining groups can be trained in time, after a batch at `facts.version`.
+    """Whether all groups that remain after a batch at `facts.version` can be trained within their bounds.
 
-    `left`: due versions. For each version d, at most ``(d - version) * B`` groups may be due by d: as many as the
+    `left`: their due versions. For each version d, at most ``(d - version) * B`` groups may be due by d: as many as the
     batches until then can hold.
     """
     due_by = 0

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from stretto.doors.door import Door, Section
 
-#: Filters that a recipe names in `filter`; the others of `rollout.filters` have their own keys.
+#: Filters that a recipe names in `rollout.filter`. The other functions of `rollout.filters` have keys of their own.
 FILTERS = Door(
     key="rollout.filter",
     what="filter",
@@ -19,7 +19,7 @@ FILTERS = Door(
     words=("none",),
     several=True,
 )
-#: The policies of admission.
+#: Admission policies that a recipe names in `rollout.pacing`.
 PACINGS = Door(
     key="rollout.pacing",
     what="admission policy",

@@ -4,11 +4,11 @@ The controller owns no task, no socket and no clock, so a simulation drives the 
 two groups and ``max_staleness = 1``::
 
     admit, admit, admit, admit     four groups start: (0 + 1 + 1) * 2 = 4
-    admit -> None                  the fifth has to wait (equation 3)
-    finish, finish                 the completions of two groups are there and judged
-    take -> Batch(version=0)       the trainer has work
-    publish(1); load(1)            version 1 is published, then every engine has it
-    admit, admit                   room for two more
+    admit -> None                  the fifth group must wait (equation 3)
+    finish, finish                 the completions of two groups have ended and are judged
+    take -> Batch(version=0)       the trainer gets a batch
+    publish(1); load(1)            version 1 is published, then loaded by every engine
+    admit, admit                   two more groups may start
 
 The journal gets every state change before it takes effect. A controller is restored from the journal's unfinished
 groups (`restore`) and its own saved state (`state`).
@@ -32,7 +32,7 @@ from stretto.rollout.pacing import Continuous, Pacing
 from stretto.rollout.pressure import AdaptiveInFlight, Pressure, decided, measured
 from stretto.rollout.prompts import Draw, Position, PromptStream
 
-CONTROLLER = "standing"  #: the fact of a ledger that holds the `ControllerState`
+CONTROLLER = "standing"  #: key of the ledger under which the `ControllerState` is saved
 
 
 class TooManyFailures(StrettoError):
@@ -40,19 +40,18 @@ class TooManyFailures(StrettoError):
 
 
 class ControllerState(Record, frozen=True):
-    """Controller state that the trajectories' records do not hold: position in the prompts, failed attempts by
-    unfinished group (if any), and the state of adaptive bounds."""
+    """State of a controller that cannot be rebuilt from the records of trajectories: position in the prompts, number of
+    failed attempts by unfinished group (if not 0), and the state of adaptive bounds."""
 
     position: Position = Position()
     failures: Mapping[str, int] = {}
     staleness: AdaptiveBound | None = None  # None: the bound is fixed
-    starved: bool = True  # no second batch was ready when the newest one was taken
+    starved: bool = True  # no second batch was ready when the newest batch was taken
     in_flight: AdaptiveInFlight | None = None  # None: the number is fixed
 
 
 class Ticket(Record, frozen=True):
-    """A group in flight: its prompt, the version and the bound under which it was admitted, and one random seed for
-    each member.
+    """A group in flight: its prompt, version and bound at its admission, and a random seed for each member.
 
     Example::
 
@@ -84,8 +83,8 @@ class Ticket(Record, frozen=True):
 class Controller:
     """Admission, filters, buffer and batches; see the module for an example.
 
-    `published`: newest version of the trainer; batches are trained at it. `live`: newest version that every engine has
-    loaded; groups are admitted at it.
+    `published`: newest version of the trainer, at which the next batch is trained. `live`: newest version that every
+    engine has loaded, at which new groups are admitted.
     """
 
     def __init__(
@@ -98,7 +97,8 @@ class Controller:
         pacing: Pacing | None = None,
         state: ControllerState | None = None,
     ) -> None:
-        """`state`: of an earlier process of the run; add the journal's groups by `restore`."""
+        """`version`: newest published version. `state`: the state saved by an earlier process of the run; its
+        unfinished groups are added afterwards by `restore`."""
         self.config = config
         state = state or ControllerState()
         lowest, _ = config.staleness_bounds
@@ -137,13 +137,13 @@ class Controller:
 
     @property
     def queues(self) -> dict[str, float]:
-        """Numbers of groups in flight and buffered, and the current limit in flight if that is adaptive."""
+        """Numbers of groups in flight and buffered, by name, and the current limit in flight if it is adaptive."""
         sizes = {"in_flight": float(self.in_flight), "buffered": float(self.buffered)}
         return sizes | ({} if self._number is None else {"max_in_flight": float(self._number.number)})
 
     @property
     def counted(self) -> int:
-        """N of equation 3: groups started so far, without those that dropped out."""
+        """Number of groups that are trained, buffered or in flight: N of equation 3, before a new group."""
         return self._taken + len(self._buffer) + len(self._in_flight)
 
     @property
@@ -157,8 +157,9 @@ class Controller:
         return self._number.number if self._number is not None else self.config.in_flight_bounds[0]
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Adapt the staleness bound to the metrics of a step; repeated steps are ignored. Call it before the update is
-        recorded, so that a resume misses none."""
+        """Adapt the staleness bound to the metrics of a step, and record a change in the journal; repeated steps are
+        ignored. Call it before the step is recorded, so that a resume misses no measurement. Does nothing if the bound
+        is fixed."""
         if (before := self._staleness) is None:
             return
         lowest, highest = map(int, self.config.staleness_bounds)
@@ -168,7 +169,8 @@ class Controller:
             self._journal.change_bound(BoundChange(step, "max_staleness", before.bound, now.bound, reason))
 
     def observe_pressure(self, now: Pressure) -> None:
-        """Adapt the limit of groups in flight to a reading of the engines' load."""
+        """Adapt the limit of groups in flight to a reading of the engines' load, and record a change in the journal.
+        Does nothing if the limit is fixed."""
         if self._number is None:
             return
         window, self._ended = measured(self._number, now, self._ended), 0
@@ -181,15 +183,15 @@ class Controller:
             self._journal.change_bound(change)
 
     def admit(self) -> Ticket | None:
-        """Start one more group if the pacing policy allows it; None otherwise. Built-in policies follow equation 3 and
-        `max_in_flight`; the latter holds under any policy."""
+        """Start one more group if the pacing policy allows it: draw its prompt, record it in the journal, and return
+        its ticket; otherwise None. Built-in policies keep equation 3; `max_in_flight` holds under any policy."""
         opens = self._pacing.opens(self._may_start(), self.in_flight)
         if not opens or self.in_flight >= self.max_in_flight:
             return None
         config = self.config
         draw = self._prompts.take()
         ticket = self._ticket(draw, self.live, self.max_staleness)
-        self._in_flight[ticket.group_id] = ticket  # before the journal, which may write `state` beside the group
+        self._in_flight[ticket.group_id] = ticket  # before the journal, which may save `state` with the group
         self._journal.issue(ticket.group_id, draw.prompt, config.group_size, self.live)
         return ticket
 
@@ -208,11 +210,12 @@ class Controller:
         failures: int = 0,
         max_staleness: Staleness | None = None,
     ) -> Ticket:
-        """Restore an untrained group of an earlier process, which the journal holds. Call it in the order of admission,
-        before any new admission. `max_staleness`: its bound; None: the initial one.
+        """Restore an untrained group that an earlier process recorded in the journal; returns its ticket. Call it for
+        the groups in the order of admission, before any new admission. `max_staleness`: the group's bound; None: the
+        initial bound.
 
-        Returns its ticket. A group without `trajectories` is in flight, and the caller requests its completions again;
-        a group with them is back in the buffer.
+        A group without `trajectories` is in flight again, and the caller must request its completions. A group with
+        `trajectories` is buffered again.
         """
         draw = self._prompts.named(group_id, failures)
         bound = self.config.staleness_bounds[0] if max_staleness is None else max_staleness
@@ -237,12 +240,16 @@ class Controller:
         return ticket
 
     def finish(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group | None:
-        """Buffer a judged group, filter it, or fail it if too few completions are decided.
+        """Buffer a judged group, filter it, or fail it if too few completions are decided. The journal records each
+        trajectory's new state.
 
-        Trajectories are ordered by member. Results of a group that is not in flight (duplicate or late) are refused and
-        counted.
+        Results of a group that is not in flight (duplicate or late) are refused and counted in `refused`.
 
-        Returns the group if it was buffered or filtered, None if it failed or was refused.
+        Returns the group with all decided trajectories, ordered by member, if it was buffered or filtered; None if it
+        failed or was refused.
+
+        Raises:
+            TooManyFailures: too many groups in a row have failed.
         """
         if self._in_flight.get(ticket.group_id) is not ticket:
             self.refused += 1
@@ -284,13 +291,18 @@ class Controller:
         return Group(ticket.group_id, prompt, version, tuple(trajectories), ticket.max_staleness)
 
     def lose(self, ticket: Ticket, reason: str) -> None:
-        """Fail a group whose engine was lost. Its prompt is retried without limit, since it is not to blame."""
+        """Fail a group whose engine was lost. Its prompt is tried again, without limit, since the prompt is not the
+        cause."""
         self._settle_unanswered(ticket, State.FAILED, reason)
         self._end(ticket)
         self._prompts.give_back(ticket.draw)
 
     def fail(self, ticket: Ticket, reason: str) -> None:
-        """Fail a group whose request was refused. Its prompt is tried `max_attempts` times in all."""
+        """Fail a group whose request was refused. Its prompt is tried at most `max_attempts` times in all.
+
+        Raises:
+            TooManyFailures: too many groups in a row have failed.
+        """
         self._settle_unanswered(ticket, State.FAILED, reason)
         self._leave_for_another_attempt(ticket)
 
@@ -306,7 +318,8 @@ class Controller:
             )
 
     def take(self) -> Batch | None:
-        """The next batch, trained at `published` and committed to the journal; None if it must wait."""
+        """Take the next batch, to be trained at `published`, from the buffer and commit it to the journal; None if it
+        must wait. Under ``beyond_bound = "expire"`` finished groups with stale tokens expire first."""
         choice = choose(self.config.beyond_bound, self._facts(self.published))
         self._expire_finished(choice.expired)
         if not choice.groups:
@@ -343,7 +356,7 @@ class Controller:
             self._prompts.give_back(ticket.draw)
 
     def _leave_buffer(self, groups: Sequence[Group]) -> list[Ticket]:
-        """Remove the groups from the buffer; returns their tickets."""
+        """Remove groups from the buffer; returns their tickets."""
         if not groups:
             return []
         ids = {group.id for group in groups}
@@ -352,13 +365,14 @@ class Controller:
         return tickets
 
     def overdue(self) -> list[Ticket]:
-        """Groups in flight that are certain to expire: the caller aborts them and then calls `expire`."""
+        """Groups in flight that can no longer be trained within their bound; empty unless ``beyond_bound = "expire"``.
+        The caller aborts their requests and then calls `expire` for each."""
         if self.config.beyond_bound != "expire":
             return []
         return [ticket for ticket in self._in_flight.values() if ticket.due < self.published]
 
     def expire(self, ticket: Ticket) -> None:
-        """Record an overdue group, aborted in flight, as expired; its prompt is tried again."""
+        """Record an overdue group, whose requests were aborted, as expired. Its prompt is tried again."""
         reason = f"admitted at version {ticket.admitted_version}, still in flight at {self.published}"
         self._settle_unanswered(ticket, State.EXPIRED, reason)
         self._end(ticket)
@@ -377,10 +391,11 @@ class Controller:
         self.published = version
 
     def load(self, version: int) -> None:
-        """Note that every engine has `version` or newer; new groups are admitted at it."""
+        """Note that every engine has loaded `version` or a newer one. New groups are admitted at `live`, the highest
+        version noted."""
         self.live = max(self.live, version)
 
 
 def _order_of_training(entry: tuple[Ticket, Group]) -> tuple[float, int]:
-    """Earliest due first, then order of admission."""
+    """Sort key: due version, then order of admission."""
     return entry[0].due, entry[0].order

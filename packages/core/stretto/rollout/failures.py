@@ -11,7 +11,7 @@ _COUNTED = 64  # window of trajectories for `max_failed`
 
 
 class RecentFailures:
-    """Counts trajectories without a verdict among a workflow's last 64.
+    """Ends a run when more than the share `max_failed` of its last 64 trajectories is undecided.
 
     Example: with ``max_failed=0.5`` the 33rd failure among 64 ends the run.
     """
@@ -26,7 +26,7 @@ class RecentFailures:
         """Count a trajectory.
 
         Raises:
-            WorkflowError: too many recent ones failed; with this one's reason.
+            WorkflowError: too many of the last 64 trajectories failed; it quotes the reason of this trajectory.
         """
         self.ended += 1
         self._failed.append(trajectory.verdict.outcome is Outcome.UNDECIDED)

@@ -1,7 +1,7 @@
 """Filters choose trajectories of a group that are not trained on, each with a reason.
 
-Each filter sees the group as the previous ones left it. A group with too few trajectories left is replaced: the next
-admission draws another prompt. `rollout.config.FILTERS` has the names of a recipe.
+Each filter gets the group without the trajectories that earlier filters refused. A group with too few trajectories left
+is replaced: the next admission draws another prompt. `rollout.config.FILTERS` lists the filters that a recipe can name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from stretto.core.records import Group, Outcome, StopReason, Trajectory
 from stretto.rollout.config import FILTERS, RolloutConfig
 
-#: Group -> reason for each refused trajectory, by its id.
+#: Returns the refused trajectories of a group: the reason by trajectory id.
 Filter = Callable[[Group], Mapping[str, str]]
 
 
@@ -53,7 +53,8 @@ def filters(config: RolloutConfig) -> tuple[Filter, ...]:
 
 
 def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, str]:
-    """Refused trajectories of the group, with reasons; all of them if fewer than `fewest` would be left."""
+    """Apply the filters `chosen`; returns the reason of each refused trajectory by id. If fewer than `fewest`
+    trajectories would be left, all are refused."""
     reasons: dict[str, str] = {}
     for refuses in chosen:
         left = tuple(t for t in group.trajectories if t.id not in reasons)

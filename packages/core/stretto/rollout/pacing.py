@@ -14,7 +14,7 @@ from stretto.rollout.config import PACINGS, RolloutConfig
 
 
 class Pacing(Protocol):
-    """Decides when groups start. Each run makes one; its state is not kept over a resume.
+    """Decides when groups start. Each run creates one instance; its state is not saved, so a resumed run starts anew.
 
     `max_in_flight` holds under any policy. Equation 3 does not: a policy that opens while `may_start` is False admits
     groups that will be trained beyond the bound. `stretto check` reports that by its law `no group starts before its
@@ -22,7 +22,8 @@ class Pacing(Protocol):
     """
 
     def opens(self, may_start: bool, in_flight: int) -> bool:
-        """Whether a group starts now. `may_start`: equation 3 and `max_in_flight` allow it."""
+        """Whether a group starts now. `may_start`: equation 3 and `max_in_flight` allow it; `in_flight`: number of
+        groups in flight. Called before each possible start."""
 
 
 class Continuous:
@@ -33,7 +34,7 @@ class Continuous:
 
 
 class InRounds:
-    """Starts groups together: as many as possible once none is in flight; then waits until all have left."""
+    """Starts groups in rounds: as many as possible once no group is in flight, then none until all have ended."""
 
     def __init__(self) -> None:
         self._opening = True  # the round still admits groups
@@ -44,7 +45,8 @@ class InRounds:
 
 
 def pacing_of(config: RolloutConfig, in_rounds: bool) -> Pacing:
-    """The pacing policy of a run; "auto" follows its engines (`in_rounds`)."""
+    """Create the pacing policy of a run. "auto" means "rounds" if the engines work `in_rounds`, else "continuous". The
+    calls of a user's policy are guarded: its errors name the policy (`doors.door.guarded`)."""
     chosen = config.pacing if config.pacing != "auto" else "rounds" if in_rounds else "continuous"
     policy: Pacing = PACINGS.bound(chosen)()
     name = chosen.kind if isinstance(chosen, Section) else chosen

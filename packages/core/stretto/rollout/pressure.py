@@ -6,8 +6,8 @@ window (Chiu and Jain 1989, Computer Networks 17). It is decided at the end of a
 
     needed     demand of the fullest engine's open completions over its supply, rows or KV cache, the larger share;
                above 1 some of them wait
-    lowered    n <- max(n - n / 4, max_in_flight_min)    if some waited throughout, or more than one completion was
-                                                         preempted for every four groups
+    lowered    n <- max(n - n / 4, max_in_flight_min)    if completions waited at every reading of the window, or more
+                                                         than one was preempted for every four groups
     raised     n <- min(n + max(1, n / 16), most)        if only n holds admission back, and the mean of `needed`,
                                                          times (new n / old n), is at most 9/10
                n <- min(2 n, most)                       likewise, until it has been lowered for the first time
@@ -37,7 +37,7 @@ class Pressure(Record, frozen=True):
     Attributes:
         needed: demand of the fullest engine's open completions over its supply; rows or KV cache, the larger share.
         preempted: completions that lost their KV entries since the previous reading.
-        engines: number that take groups.
+        engines: number of engines that take groups.
     """
 
     needed: float
@@ -50,10 +50,10 @@ class AdaptiveInFlight(Record, frozen=True):
 
     Attributes:
         number: the limit.
-        probing: the limit has never been lowered.
-        settling: the limit was lowered or doubled after the last window, so this window does not count.
-        ended: groups ended in this window.
-        moments: readings of the engines' load (`Pressure`) in this window.
+        probing: whether the limit has never been lowered.
+        settling: whether the limit was lowered or doubled after the last window, so that this window does not count.
+        ended: groups that ended in this window.
+        moments: number of readings of the engines' load (`Pressure`) in this window.
         needed: mean of `Pressure.needed` over these readings: demand over supply of the fullest engine.
         least: smallest `Pressure.needed` of these readings.
         preempted: completions preempted in this window.
@@ -76,7 +76,7 @@ class AdaptiveInFlight(Record, frozen=True):
 
 
 def measured(state: AdaptiveInFlight, now: Pressure, ended: int) -> AdaptiveInFlight:
-    """The state with one more reading; `ended`: groups ended since the previous one."""
+    """The state with one more reading in its window. `ended`: groups that ended since the previous reading."""
     moments = state.moments + 1
     return AdaptiveInFlight(
         state.number,
@@ -91,9 +91,10 @@ def measured(state: AdaptiveInFlight, now: Pressure, ended: int) -> AdaptiveInFl
 
 
 def decided(state: AdaptiveInFlight, engines: int, short: bool, lowest: int, most: int) -> AdaptiveInFlight:
-    """The new number at the end of a window, with a new window; the same state while the window is open.
+    """The state with the next limit and an empty window; unchanged while fewer groups have ended than the limit.
 
-    `short`: only this number holds admission back. `most`: largest number allowed or useful.
+    `engines`: number of engines that take groups. `short`: whether this limit alone holds admission back. `lowest`,
+    `most`: smallest and largest number to choose.
     """
     if state.ended < state.number or not state.moments:
         return state
@@ -111,7 +112,8 @@ def _step(number: int) -> int:
 
 
 def _raised(state: AdaptiveInFlight, engines: int, most: int) -> int:
-    """The largest number to try such that the fullest engine has room if groups are spread evenly."""
+    """The largest next limit for which the fullest engine has room, with groups spread evenly over the engines; the
+    present limit if there is none."""
     steps = [state.number + _step(state.number), *([2 * state.number] if state.probing else [])]
     tried = [max(state.number, min(step, most)) for step in steps]
     before = -(-state.number // engines)

@@ -1,8 +1,9 @@
 """The order of prompts: seeded, endless, resumable; prompts given back are drawn again.
 
 Without weights an epoch has every prompt of every source once. With weights each source has its share, and the epoch is
-as long as possible without repeating a prompt: the scarcest source for its weight is used up. Others rotate: a source
-of 10 prompts that gives 4 to an epoch is shuffled every 2 epochs, leaving out 2 (different ones) each time.
+as long as possible without repeating a prompt: it uses all prompts of the source that is scarcest for its weight. Other
+sources rotate: a source of 10 prompts that gives 4 to an epoch is shuffled every 2 epochs, and leaves out 2 prompts in
+these, different ones after each shuffle.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from stretto.core.records import Prompt, Record, derive_seed
 
 
 class PromptSource(Record, frozen=True):
-    """Consecutive prompts of one origin; `weight`: its share of an epoch, None to use all prompts of every source."""
+    """A dataset: a run of consecutive prompts. `prompts`: their number. `weight`: relative share of an epoch; if it is
+    None for any source, every source gives all its prompts."""
 
     name: str
     prompts: int
@@ -23,7 +25,7 @@ class PromptSource(Record, frozen=True):
 
 
 def shares(sources: Sequence[PromptSource]) -> list[int]:
-    """Number of prompts that each source gives to an epoch.
+    """Number of prompts that each source gives to an epoch, in the order of `sources`.
 
     >>> shares([PromptSource("a", 4, 1.0), PromptSource("b", 10, 1.0)])
     [4, 4]
@@ -39,7 +41,7 @@ def shares(sources: Sequence[PromptSource]) -> list[int]:
 
 
 def epoch_order(sources: Sequence[PromptSource], seed: int, epoch: int) -> list[int]:
-    """Indices of the epoch's prompts, in drawing order."""
+    """Indices of an epoch's prompts, in the order in which they are drawn. Prompts are numbered through all sources."""
     order: list[int] = []
     start = 0
     for source, taken in zip(sources, shares(sources), strict=True):
@@ -50,7 +52,8 @@ def epoch_order(sources: Sequence[PromptSource], seed: int, epoch: int) -> list[
 
 
 def _places(source: PromptSource, taken: int, seed: int, epoch: int) -> list[int]:
-    """Indices of the prompts that a source gives to this epoch; a different part each time, until all were used."""
+    """Indices, within the source, of the `taken` prompts that it gives to this epoch. Successive epochs get different
+    prompts until fewer than `taken` are unused; then the source is shuffled."""
     places = list(range(source.prompts))
     portions = source.prompts // taken
     if taken < source.prompts:
@@ -62,7 +65,8 @@ def _places(source: PromptSource, taken: int, seed: int, epoch: int) -> list[int
 class Draw(Record, frozen=True):
     """One attempt at a prompt. Its group is named ``epoch.prompt.attempt``, e.g. ``0.17.0``.
 
-    `failures`: earlier attempts that could not be generated or judged; the others were lost, expired or filtered.
+    `failures`: number of earlier attempts that could not be generated or judged. The other earlier attempts were lost
+    or expired.
     """
 
     prompt: Prompt
@@ -76,7 +80,7 @@ class Draw(Record, frozen=True):
 
 
 class Again(Record, frozen=True):
-    """A `Draw` given back, to be repeated before any new one; it names its prompt by id."""
+    """A `Draw` that was given back and will be repeated before any new draw. It refers to its prompt by id."""
 
     epoch: int
     prompt_id: str
@@ -85,7 +89,7 @@ class Again(Record, frozen=True):
 
 
 class Position(Record, frozen=True):
-    """Position in the stream; with the dataset and the seed it determines all later draws."""
+    """Saved position of a `PromptStream`; with the dataset and the seed it determines all later draws."""
 
     epoch: int = 0
     index: int = 0
@@ -95,9 +99,9 @@ class Position(Record, frozen=True):
 
 
 class PromptStream:
-    """Draws every prompt of an epoch once, in that epoch's order (`epoch_order`); prompts given back come first.
+    """Draws every prompt of an epoch once, in the order of `epoch_order`; prompts that were given back come first.
 
-    `rests`: decides by a prompt's share of right completions whether it is left out of the next epoch.
+    `rests`: gets a prompt's share of right completions, and returns whether the prompt is left out of the next epoch.
 
     >>> stream = PromptStream([Prompt(id=str(i), token_ids=(i,), text="", answer="") for i in range(3)], seed=1)
     >>> first, second = stream.take(), stream.take()
@@ -134,7 +138,7 @@ class PromptStream:
         return [at for at in epoch_order(self._sources, self._seed, epoch) if self._prompts[at].id not in left_out]
 
     def take(self) -> Draw:
-        """The next draw."""
+        """Return the next draw and advance the stream."""
         if self._given_back:
             return self._given_back.popleft()
         if self._index == len(self._order):
@@ -144,7 +148,7 @@ class PromptStream:
         return draw
 
     def _begin_next_epoch(self) -> None:
-        """Start the next epoch; if every prompt would be left out, none is."""
+        """Start the next epoch. If it would leave out every prompt, it leaves out none."""
         self._epoch, self._index = self._epoch + 1, 0
         self._resting, self._rest_next = tuple(self._rest_next), {}
         self._order = self._shuffled(self._epoch)
@@ -153,7 +157,8 @@ class PromptStream:
             self._order = self._shuffled(self._epoch)
 
     def judged(self, draw: Draw, rate: float) -> None:
-        """Note the share of right completions of a draw; ignored once its epoch is over."""
+        """Note `rate`, the share of right completions of a draw, which may leave its prompt out of the next epoch.
+        Ignored if the epoch of the draw is over."""
         if draw.epoch == self._epoch and self._rests(rate):
             self._rest_next[draw.prompt.id] = None
 
@@ -169,12 +174,12 @@ class PromptStream:
         return Draw(prompt=self._by_id[prompt], epoch=int(epoch), attempt=int(attempt), failures=failures)
 
     def give_back(self, draw: Draw, failures: int = 0) -> None:
-        """Draw this prompt again, as the next attempt, before any new one. `failures`: to add to its failed
-        attempts."""
+        """Queue the next attempt at this prompt; `take` returns it before any new draw. `failures`: number to add to
+        its failed attempts."""
         self._given_back.append(_next_attempt(draw, failures))
 
     def position(self) -> Position:
-        """Position of the stream; draws in progress are not part of it."""
+        """Position of the stream, to save. Draws that were taken and not given back are not part of it."""
         again = tuple(Again(draw.epoch, draw.prompt.id, draw.attempt, draw.failures) for draw in self._given_back)
         return Position(
             epoch=self._epoch,

@@ -1,4 +1,5 @@
-"""Test a filter or pacing policy on made-up groups before a run; each fault is one sentence."""
+"""Test a filter or pacing policy on made-up groups before a run. A fault is a phrase that follows the name of the
+filter or policy in a message."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from stretto.rollout.pacing import Pacing, pacing_of
 
 
 def filter_faults(refuses: Filter) -> Iterator[str]:
-    """Faults of a filter; errors raised by it pass through."""
+    """Call a filter on made-up groups and yield the faults of its results. Errors raised by the filter pass through."""
     for rewards in ((1.0, 0.0, 0.0, 1.0), (0.0, 0.0), (1.0,)):
         group = _made_up(rewards)
         ids = {trajectory.id for trajectory in group.trajectories}
@@ -25,7 +26,7 @@ def filter_faults(refuses: Filter) -> Iterator[str]:
 
 
 def _made_up(rewards: Sequence[float]) -> Group:
-    """A group whose last completion was truncated."""
+    """A group with one trajectory per reward, the last of them truncated."""
     ends = [StopReason.STOP] * (len(rewards) - 1) + [StopReason.LENGTH]
     trajectories = []
     for member, (reward, end) in enumerate(zip(rewards, ends, strict=True)):
@@ -36,7 +37,7 @@ def _made_up(rewards: Sequence[float]) -> Group:
 
 
 def pacing_faults(config: RolloutConfig) -> Iterator[str]:
-    """Faults of a pacing policy; errors raised by it pass through."""
+    """Create and call the recipe's pacing policy, and yield the faults found. Errors raised by it pass through."""
     if not callable(getattr(PACINGS.bound(config.pacing)(), "opens", None)):
         yield "has no method opens(may_start, in_flight) (docs/how_to/doors/pacing.md)"
         return

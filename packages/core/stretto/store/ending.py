@@ -1,12 +1,12 @@
 """State of a run (running, finished, stopped, failed), kept as a fact of its ledger.
 
-    running   written when a process of the run begins; a run in this state that no process writes was killed
+    running   since a process of the run began; if no process holds the folder's lock, the run was killed
     finished  after the last step, or earlier, with the reason
     stopped   by a signal
     failed    with an error
 
-Runs of earlier versions have no such fact: `_ending_of_log` infers it from the end of their log, and nothing else reads
-logs for it.
+Runs of earlier versions of stretto have no such fact; for these, `_ending_of_log` infers the state from the end of the
+log.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.schema import reading
 from stretto.store.series.follower import open_plain
 
-#: The fact of the ledger.
+#: Name of the fact in the ledger.
 ENDING = "ending"
-_LARGEST_LOG = 1 << 16  # bytes of its end that are read
+_LARGEST_LOG = 1 << 16  # bytes that are read from the end of the log
 _LONGEST_REASON = 600
 _FACT = "SELECT value FROM meta WHERE name = ?"
 _STARTED = re.compile(r"^[\d-]{10} [\d:]{8}  starts at version \d+$", re.MULTILINE)
@@ -40,8 +40,8 @@ _FAILED = re.compile(r"^[\d-]{10} [\d:]{8}  failed: (.*)", re.MULTILINE | re.DOT
 
 
 class Ending(Record, frozen=True):
-    """How the newest process of a run ended, or that it still runs; `reason` of a stop, a
-    failure, or an end before the last step."""
+    """State that the newest process of a run has recorded. `reason`: why it stopped, failed, or finished before the
+    last step."""
 
     how: Literal["running", "finished", "stopped", "failed"]
     reason: str = ""
@@ -62,20 +62,21 @@ class Ending(Record, frozen=True):
 
     @classmethod
     def of_error(cls, error: BaseException, told: str = "") -> Ending:
-        """Ending of a process that raised `error`; `told` replaces the error's own message."""
+        """Ending of a process that raised `error`. `told`: message to record in place of the error's own."""
         return cls("failed", cut(told or str(error)) or type(error).__name__)
 
 
 def record_end(ledger: Ledger, code: int) -> None:
-    """Record the ending of a process with this exit code. An ending of the same kind that is on record stays, with its
-    reason."""
+    """Record in the ledger how a process with this exit code has ended. If the same `how` is on record already, it
+    stays with its reason."""
     ending, known = Ending.of_code(code), ledger.get(ENDING, Ending)
     if known is None or known.how != ending.how:
         ledger.put(ENDING, ending)
 
 
 class Condition(Record, frozen=True):
-    """State of a run (``running``, ``finished``, ``stopped`` by a signal, ``dead``) and, unless it runs, the reason."""
+    """State of a run, as a reader of its folder sees it: ``running``, ``finished``, ``stopped`` (by a signal) or
+    ``dead`` (failed or killed). `reason`: why it is not running, if known."""
 
     state: str
     reason: str = ""
@@ -92,10 +93,14 @@ def condition(path: str | Path) -> Condition:
 
 
 def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callable[[], str]) -> Condition:
-    """Same as `condition`, with the caller's own access to the ledger and to the end of the log.
+    """Determine the state of the run in `folder`.
+
+    Args:
+        ending: reads the ending from the ledger; None: there is none.
+        log: reads the end of the log.
 
     Raises:
-        Exception: what `ending` and `log` raise.
+        Exception: as `ending` and `log`.
     """
     if lock.is_held(folder):
         return Condition("running")
@@ -113,7 +118,7 @@ def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callabl
 
 
 def read_ending(ledger: Path) -> Ending | None:
-    """The ending in a ledger; None if an earlier version wrote the ledger.
+    """Read the ending from a ledger; None if there is no ledger, or an earlier version of stretto wrote it.
 
     Raises:
         StoreError: the ledger cannot be read.
@@ -131,7 +136,7 @@ def ending_of(connection: sqlite3.Connection) -> Ending | None:
 
 
 def cut(text: str) -> str:
-    """A reason, shortened at its end if it is very long."""
+    """Shorten a text to at most `_LONGEST_REASON` characters and an ellipsis."""
     text = text.strip()
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
 

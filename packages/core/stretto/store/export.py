@@ -1,4 +1,4 @@
-"""Export of a run: every trajectory as one row, in a common file format."""
+"""Export of a run: each trajectory is one row of a JSON-lines, parquet or CSV file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import check_rows
 from stretto.store.series.lines import iterate_lines
 
-#: Named here, not by SQLite: a flipped bit in the schema may change the case of a name.
+#: Names of the columns of `_ROWS`. SQLite's own names are not used: a flipped bit in the schema may change a letter.
 _NAMES: tuple[str, ...] = (
     "id",
     "group",
@@ -44,8 +44,11 @@ _NO_PAYLOAD = Payload(segments=(), text="")
 
 
 class ExportedSegment(Record, frozen=True, omit_defaults=True):
-    """Consecutive tokens of one origin (sampled or given). `parent`: index of the segment before it, -1 for the prompt,
-    -2 for none; left out if it is the preceding one. `cause` and `reward` are left out if there is none."""
+    """Consecutive tokens of a trajectory that are all sampled or all given.
+
+    `parent`: index of the segment that these tokens follow; -1: the prompt; -2: nothing; left out if it is the
+    preceding segment. `cause`: why a new branch began here. `cause` and `reward` are left out if there is none.
+    """
 
     sampled: bool
     token_ids: tuple[int, ...]
@@ -57,9 +60,13 @@ class ExportedSegment(Record, frozen=True, omit_defaults=True):
 
 
 class ExportedTrajectory(Record, frozen=True):
-    """One row. `token_ids` are those of all segments, concatenated; log-probabilities and versions are those of the
-    sampled tokens. `given`: spans of `token_ids` that were given, not sampled. `engines`: the engines that sampled
-    tokens, in order. Token fields are empty if nothing was sampled, or ``store.keep_payloads`` kept none."""
+    """One trajectory, as a row of the export.
+
+    `token_ids`: of all segments, concatenated. `behavior_logprobs` and `versions`: one number per sampled token.
+    `given`: spans (start, end) of `token_ids` that were given, not sampled. `engines`: names of the engines that
+    sampled tokens, in order. Fields of tokens are empty if nothing was sampled, or if ``store.keep_payloads`` did not
+    keep them.
+    """
 
     id: str
     group: str
@@ -80,11 +87,11 @@ class ExportedTrajectory(Record, frozen=True):
     text: str
     prompt: str | None = None  # None: the run has no record of its questions
     answer: str | None = None  # the gold answer
-    row: str | None = None  # FILE:LINE of the question, where it is a row of a file
-    source: str = ""  # the name of the source that the question is from, in a task of several
+    row: str | None = None  # FILE:LINE of the question, if it is a row of a file
+    source: str = ""  # name of the question's source, if the task has several
     segments: tuple[ExportedSegment, ...] = ()
-    rewards: Mapping[str, float] = {}  # the named parts of the reward, before their weights
-    session: str = ""  # the name of the agent's session that it was, if it was one
+    rewards: Mapping[str, float] = {}  # with several rewards: the value of each, by name, before its weight
+    session: str = ""  # name of the agent's session that made it; "": none
 
 
 class ExportedQuestion(Record, frozen=True):
@@ -100,7 +107,7 @@ class ExportedQuestion(Record, frozen=True):
 _QUESTIONS = msgspec.json.Decoder(ExportedQuestion)
 
 
-#: By its name, which is also the suffix of its files.
+#: Writers by the name of the format, which is also its file suffix; each takes an open file and the record type.
 FORMATS: Mapping[str, Callable[[BinaryIO, type[msgspec.Struct]], JsonLines | Parquet | Csv]] = {
     "jsonl": JsonLines,
     "parquet": Parquet,
@@ -109,11 +116,11 @@ FORMATS: Mapping[str, Callable[[BinaryIO, type[msgspec.Struct]], JsonLines | Par
 
 
 def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
-    """Read all trajectories of a run in the order of their issue, one at a time.
+    """Read all trajectories of the run in the folder `path`, one at a time, in the order of their issue.
 
     Raises:
-        RunFolderError: there is no run.
-        StoreError: its ledger cannot be read, or is damaged.
+        RunFolderError: the folder holds no run.
+        StoreError: the ledger cannot be read, or is damaged.
     """
     folder = RunFolder.open(path)
     with _questions(folder.questions) as question_of, reading(folder.ledger) as connection:
@@ -127,7 +134,7 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
     """Write all trajectories of a run to `file`, one per row; returns their number. The file is complete or absent.
 
     Args:
-        format: one of `FORMATS`; None: that of the file's suffix, else JSON lines.
+        format: one of `FORMATS`; None: the format of the file's suffix, or JSON lines for other suffixes.
 
     Raises:
         RunFolderError: there is no run, or `file` cannot be written or is no regular file.
@@ -141,7 +148,7 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
 
 
 def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
-    """Write all trajectories of a run to an open file, as `export_run` does."""
+    """Write all trajectories of a run to the open file `output`; returns their number. `format`: one of `FORMATS`."""
     count = 0
     with closing(FORMATS[format](output, ExportedTrajectory)) as writer:
         for trajectory in read_trajectories(path):
@@ -152,10 +159,11 @@ def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
 
 @contextmanager
 def _questions(path: Path) -> Iterator[Callable[[str], ExportedQuestion | None]]:
-    """Lookup of a run's questions by id, in a temporary SQLite file that vanishes when closed: they may exceed memory.
+    """Yield a function that returns the question with an id, or None. The questions of ``questions.jsonl`` are held in
+    a temporary SQLite database on disk, which is removed at the end of the block: they may exceed memory.
 
     Raises:
-        StoreError: a line cannot be read.
+        StoreError: a line of the file cannot be read.
     """
     with closing(sqlite3.connect("", isolation_level=None)) as table:
         table.execute("CREATE TABLE questions (id TEXT PRIMARY KEY, question BLOB) WITHOUT ROWID")

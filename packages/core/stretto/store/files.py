@@ -1,4 +1,5 @@
-"""Files that are complete or absent at any moment, and synced to disk; and removal of unfinished ones after a kill:
+"""Writing files that are complete or absent at any moment, and synced to disk. A kill may leave temporary files;
+`sweep` removes them:
 
 .NAME.part   .NAME.<pid>.part   .NAME.<pid>.partial      unfinished: `NAME` does not exist, or is older
 .NAME.old    .NAME.<pid>.replaced                        complete: moved aside for its successor
@@ -20,7 +21,7 @@ from typing import BinaryIO
 
 from stretto.core.errors import Problem, RunFolderError, naming
 
-#: Errors of a file system that lacks an operation, as mounts of object buckets lack renames.
+#: Errors of a file system that lacks an operation: a mounted object bucket cannot rename.
 _LACKING = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EPERM, errno.EMFILE})
 _UNFINISHED = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(part|partial)")
 _ASIDE = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(old|replaced)")
@@ -33,8 +34,8 @@ def is_lacking(error: OSError) -> bool:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that appears at `path`, replacing an older one, once the block has ended and the contents are on
-    disk. If the block raises, nothing is left."""
+    """Open a temporary file for writing. At the end of the block it is synced to disk and renamed to `path`, replacing
+    an older file. If the block raises, nothing has changed."""
     temporary = _part(path)
     try:
         with naming(path), temporary.open("wb") as file:
@@ -52,11 +53,11 @@ def _part(path: Path) -> Path:
 
 @contextmanager
 def users_file(target: Path) -> Iterator[BinaryIO]:
-    """Same as `whole_file`, for a path that a user has given: a link is followed. An OSError of the block's own reading
-    is raised unchanged, since it names another file.
+    """Same as `whole_file`, for a path that a user has given: a link is followed. An OSError of the block that concerns
+    another file is raised unchanged.
 
     Raises:
-        RunFolderError: the path is no regular file, or it cannot be written.
+        RunFolderError: the path exists and is no regular file, or it cannot be written.
     """
     path, remedy = Path(os.path.realpath(target)), "give a file in a folder of your own"
     try:
@@ -82,7 +83,7 @@ def _kind(path: Path) -> str | None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary file, sync it to disk, rename it: readers see the old file or the new one."""
+    """Write `data` to the file `path` and sync it to disk. Readers see the old file or the new one, never a part."""
     with whole_file(path) as file:
         file.write(data)
     sync_folder(path.parent)
@@ -115,8 +116,8 @@ def sync_file(path: Path) -> None:
 
 
 def sweep(folders: Iterable[Path]) -> None:
-    """Remove leftovers of earlier processes from these folders; a file moved aside for a successor that never came gets
-    its name back. The caller must hold the run folder's lock.
+    """Remove the temporary files that killed processes have left in these folders. A file that was moved aside gets its
+    name back if its successor does not exist. The caller must hold the run folder's lock.
 
     A leftover that cannot be removed stays; it does no harm.
     """

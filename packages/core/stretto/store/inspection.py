@@ -1,4 +1,4 @@
-"""Summary of a run in one record, printed by ``stretto inspect RUN --json``."""
+"""The summary of a run in one record. ``stretto inspect RUN --json`` prints it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from stretto.store.totals import ENGINES, TOTALS, Carried, Membership, Totals, b
 
 
 class TokenCounts(Record, frozen=True):
-    """Token counts. Wasted tokens are those never trained on: of aborted or untrained completions, and masked ones."""
+    """Token counts. `recomputed`: KV cache computed again after an interruption. `wasted`: sampled tokens that are
+    never trained on: of aborted or untrained completions, and masked ones."""
 
     generated: int
     trained: int
@@ -60,9 +61,12 @@ class EngineRecord(Record, frozen=True):
 
 
 class WeightsSummary(Record, frozen=True):
-    """Weight transfers to the engines: medians over the newest `NEWEST_TRANSFERS`, None without any. `bytes`: size of
-    one version. `copies` of each of its bytes in host memory, from the trainer's parameters to the mailbox; each engine
-    adds one. `seconds_publish_median`: from the copy until the version was whole."""
+    """Weight transfers to the engines: medians over the newest `NEWEST_TRANSFERS`; None if there are none.
+
+    `medium`: shared_memory or http. `bytes`: size of one version. `seconds_pause_median`: pause of generation for a
+    load. `copies`: how often each byte is copied in host memory between the trainer's parameters and the mailbox; each
+    engine adds one copy. `seconds_publish_median`: from the trainer's copy until the version could be loaded.
+    """
 
     medium: str | None
     bytes: int | None
@@ -82,7 +86,7 @@ class StalenessSummary(Record, frozen=True):
 
 
 class ChangedBound(Record, frozen=True):
-    """A bound that the run changed after a step; `name` is its key in ``[rollout]``."""
+    """A change of a bound by the run itself, after `step`. `name`: key of the bound in ``[rollout]``."""
 
     step: int
     name: str
@@ -92,23 +96,26 @@ class ChangedBound(Record, frozen=True):
 
 
 class CanaryProof(Record, frozen=True, omit_defaults=True):
-    """Check of an engine's weights after it loaded a version: difference of its log-probabilities of the canary from
-    the trainer's, in nats per token. `which`: newest of the engine, or worst of the run relative to its tolerance.
-    `compared` of the version's `tensors` were compared in memory with the trainer's digests."""
+    """Check of an engine's weights after it has loaded a version.
+
+    `distance`: difference between its log-probabilities of the canary text and the trainer's, in nats per token.
+    `which`: "newest" of the engine, or "worst" of the run relative to its tolerance. `tensors`: number of tensors of
+    the version; `compared`: how many of these were compared in the engine's memory with the trainer's digests.
+    """
 
     engine: str
     version: int
     distance: float
     tolerance: float
     proven: bool
-    which: str = ""  # newest or worst; empty in a row of the five fields above
+    which: str = ""  # newest or worst; empty in `Inspection.canary`
     compared: int = 0
     tensors: int = 0
 
 
 class Inspection(Record, frozen=True):
-    """A run in numbers. `state`: running, finished, stopped (by a signal) or dead; `reason`: why it does not run.
-    `busy`: share of `rl_seconds` in which each role worked."""
+    """A run in numbers. `state`: running, finished, stopped (by a signal) or dead; `reason`: why it is not running.
+    `busy`: role: share of `rl_seconds` in which it worked."""
 
     steps: int
     version: int
@@ -130,9 +137,7 @@ class Inspection(Record, frozen=True):
     goodput_roles: Mapping[str, Mapping[str, float]] = {}  # role: category: seconds
     idle: Mapping[str, Mapping[str, float]] = {}  # role: reason: seconds
     selection_bias: Mapping[str, Bias] = {}  # length, difficulty, latency: lost groups against the others
-    masked_groups: MaskedGroups | None = (
-        None  # of the newest whole window; None: there is none, or none is masked in part
-    )
+    masked_groups: MaskedGroups | None = None  # of the newest complete window; None: no window, or no such group
     bounds: tuple[ChangedBound, ...] = ()  # changes made by the run itself
     canary: tuple[CanaryProof, ...] = ()  # newest of each engine, then the worst; empty for a run of an earlier stretto
     canary_proofs: tuple[CanaryProof, ...] = ()  # the same with all fields
@@ -141,11 +146,11 @@ class Inspection(Record, frozen=True):
 
 
 def inspect_run(path: str | Path) -> Inspection:
-    """Summary of a running, finished or dead run.
+    """Summarise the running, finished or dead run in the folder `path`.
 
     Raises:
-        RunFolderError: there is no run.
-        StoreError: its ledger cannot be read, or is damaged.
+        RunFolderError: the folder holds no run.
+        StoreError: the ledger cannot be read, or is damaged.
     """
     folder = RunFolder.open(path)
     with reading(folder.ledger) as connection:
@@ -156,7 +161,8 @@ def inspect_run(path: str | Path) -> Inspection:
 
 
 def _gateway(folder: RunFolder) -> str | None:
-    """Address of the run's gateway while the run is running; a killed run leaves the file behind."""
+    """Address of the run's gateway; None if the run has none or is not running (a killed run leaves the file
+    behind)."""
     try:
         address = folder.gateway.read_text()
     except OSError:
@@ -165,7 +171,7 @@ def _gateway(folder: RunFolder) -> str | None:
 
 
 def inspection_of(connection: sqlite3.Connection) -> Inspection:
-    """Summary from an open ledger, without checking its seals."""
+    """Summarise a run from its open ledger, without checking seals. Gateway, state and reason are left empty."""
     totals = fact(connection, TOTALS, Totals) or Totals(max_staleness=None)
     steps, version, masked = connection.execute(
         "SELECT count(published_version), coalesce(max(published_version), 0), coalesce(sum(masked_tokens), 0)"
@@ -218,7 +224,8 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
 
 
 def fact(connection: sqlite3.Connection, name: str, kind: type[Value]) -> Value | None:
-    """Value of a ledger's fact, without checking its seal; None if there is none of this name."""
+    """Read the fact `name` from an open ledger and decode it as `kind`, without checking its seal; None if there is
+    none."""
     found = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
     return msgspec.json.decode(found[0], type=kind) if found else None
 

@@ -1,4 +1,4 @@
-"""Lock of a run folder, for a single writer; the kernel releases it when its owner dies."""
+"""The lock of a run folder: one process at a time may write. The kernel releases it when the process dies."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from stretto.core.errors import Problem, RunFolderError
 
 NAME = "lock"
 
-#: `is_held` shares the lock for an instant, so a writer tries again before it reports another writer.
+#: `is_held` takes a shared lock for an instant, so a writer tries several times before it reports another writer.
 _TRIES, _PAUSE = 25, 0.01
 
 
 def acquire(folder: Path) -> int:
-    """Lock the folder; returns the descriptor, which releases the lock when closed.
+    """Lock the folder; returns a file descriptor. Closing the descriptor releases the lock.
 
     Raises:
-        RunFolderError: another process holds it, or the folder cannot be written.
+        RunFolderError: another process holds the lock, or the folder cannot be written.
     """
     try:
         lock = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -44,11 +44,11 @@ def acquire(folder: Path) -> int:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process holds the lock now; True if that cannot be determined."""
+    """Whether a process holds the lock of the folder now; True if the lock file cannot be opened."""
     try:
         lock = os.open(
             folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # in a strange folder it may be a pipe
+        )  # any folder may be asked about: the file may be a pipe
     except FileNotFoundError:
         return False
     except OSError:

@@ -1,4 +1,5 @@
-"""Facts that only the conductor knows and writes to the ledger: totals of the run, and its engines."""
+"""Facts about a run that only its conductor knows. It writes them to the ledger: totals, judged completions,
+engines."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from stretto.measures.goodput import Clock, Goodput, OnRecord, Produced, goodput
 
 
 class Carried(Record, frozen=True):
-    """Weight transfers to the engines: bytes and seconds of each of the newest `NEWEST_TRANSFERS`, and the seconds for
-    which generation paused; of the newest publications the bytes that the trainer copied while training waited, and
-    those that it wrote, with the seconds."""
+    """Weight transfers to the engines. Each field has the newest `NEWEST_TRANSFERS` values.
+
+    `medium`: shared_memory or http. `pulls`: (bytes, seconds) of each transfer to an engine. `pauses`: seconds for
+    which generation paused for a load. `copied`: bytes that the trainer copied for a publication, while training
+    waited. `written`: (bytes, seconds) of each publication that the trainer wrote.
+    """
 
     medium: str
     pulls: tuple[tuple[int, float], ...] = ()
@@ -24,8 +28,9 @@ NEWEST_TRANSFERS = 99
 
 
 class Judged(Record, frozen=True):
-    """Completions judged since the last step, and the share of right ones before it. The conductor writes it to the
-    ledger under ``JUDGED``, together with the completions that it counts; a resumed run continues the count."""
+    """Numbers of right and wrong completions judged since the last step; `accuracy`: share of right ones in the
+    interval before it. It is the ledger's fact ``JUDGED``, written in one transaction with these completions, so that a
+    resumed run continues the count."""
 
     right: int = 0
     wrong: int = 0
@@ -36,15 +41,15 @@ JUDGED = "judged"
 
 
 class Totals(Record, frozen=True):
-    """Totals that only the conductor knows; it writes them to the ledger, under ``TOTALS``, after every step.
+    """Totals of a run, over all of its processes. The ledger's fact ``TOTALS``, written after every step.
 
     Example: ``Totals(max_staleness=4, generated=81920, recomputed=9120, busy={"trainer": 88.1}, wall_seconds=161.0,
     rl_seconds=96.2, initial_accuracy=0.41, final_accuracy=0.96)``
     """
 
-    max_staleness: float | None  # None (also what JSON makes of an infinity): no bound
+    max_staleness: float | None  # None: no bound; JSON turns infinity into None
     generated: int = 0  # tokens sampled by all engines for training prompts
-    stopped: int = 0  # tokens of completions that were aborted, and do not go on
+    stopped: int = 0  # tokens of completions that were aborted for good
     unfinished: int = 0  # tokens of completions in flight when the run ended; a resume may continue them
     recomputed: int = 0  # tokens whose KV cache was computed again after an interruption
     busy: Mapping[str, float] = {}  # role: seconds of work since the first prompt was admitted
@@ -64,8 +69,8 @@ TOTALS = "totals"
 
 
 class Membership(Record, frozen=True):
-    """One engine of a run; `joined_step` and `left_step` are the newest finished step at that moment. The conductor
-    writes those of all engines to the ledger, under ``ENGINES``.
+    """One engine of a run. `joined_step` and `left_step`: the newest finished step when it joined and left. The
+    ledger's fact ``ENGINES`` has one for each engine.
 
     Example: ``Membership("engine-0", "native", "node-3", version=12, joined_step=0)``
     """
@@ -75,15 +80,15 @@ class Membership(Record, frozen=True):
     host: str  # the name of its machine
     version: int  # version that it serves, or served last
     joined_step: int
-    left_step: int | None = None  # None: it was there to the end, or still is
-    reason: str = ""  # why it left, or last left and came back
+    left_step: int | None = None  # None: it has not left
+    reason: str = ""  # why it left the last time; kept if it has come back
 
 
 ENGINES = "engines"
 
 
 def budget(totals: Totals, on_record: OnRecord) -> Goodput:
-    """The goodput budget of a run."""
+    """Compute the goodput budget of a run from its totals and the tokens in its ledger."""
     return goodput(
         Produced(totals.generated, totals.stopped, totals.recomputed, totals.evaluated),
         on_record,

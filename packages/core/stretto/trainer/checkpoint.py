@@ -1,17 +1,17 @@
-"""A trainer's checkpoint: all of its state (it draws no random numbers).
+"""Checkpoints of a trainer. They hold all of its state; a trainer draws no random numbers.
 
     shard-00001-...safetensors   the part of rank 0: parameters, AdamW's two moments and its step counts, by name, in
                                  files of about 64 MiB
     shard-00002-...safetensors   the part of rank 1, and so on
     trainer.json                 version, bad steps in a row
-    critic/                      the same of a critic, if there is one
+    critic/                      the same files for the critic, if there is one
 
-Written and read by torch's distributed checkpoints in safetensors form: any number of ranks can load what any other
-number wrote, without pickle. A `TrainerState` is written while training continues. `store.folder.checkpoints` forces a
-checkpoint to disk, seals it and switches it in.
+Written and read as torch distributed checkpoints in safetensors files, without pickle. Any number of ranks can load a
+checkpoint that any other number has written. A `TrainerState` is written while training continues.
+`store.folder.checkpoints` forces a checkpoint to disk, seals it and makes it the run's newest.
 
-Ranks on other machines may not see the folder; this is tested each time. If they do not, rank 0 reads and writes alone,
-and the parts go over the network, file by file.
+Ranks on other machines may not see the folder, which is tested each time. If a rank does not see it, rank 0 alone reads
+and writes, and the shards go over the network, file by file.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _LISTED_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _PARAMETER, _STEPS = "parameter", "steps"
 
-#: Errors of torch and safetensors for an invalid file, or one that cannot be written.
 _SHOWN = 4  # names in a message
+#: Errors of torch and safetensors for an invalid file, or a file that cannot be written.
 _ERRORS = (OSError, RuntimeError, ValueError, SafetensorError, CheckpointException)
 
 
@@ -65,7 +65,7 @@ class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """A copy of this rank's state on the CPU, unaffected by further training."""
+    """A copy of this rank's training state on the CPU, unaffected by further training."""
 
     position: TrainerPosition
     state: dict[str, Tensor]
@@ -73,7 +73,7 @@ class TrainerState:
 
     @classmethod
     def of(cls, optimizer: Optimizer, version: int) -> Self:
-        """Copy the optimizer's state."""
+        """Copy the parameters and the optimizer's state to the CPU; `version`: version of the policy."""
         position = TrainerPosition(version=version, bad_steps_in_a_row=optimizer.bad_steps_in_a_row)
         ranks = optimizer.ranks
         return cls(position, {name: ranks.copy_to_cpu(tensor) for name, tensor in _state(optimizer).items()}, ranks)
@@ -108,13 +108,13 @@ class TrainerState:
         # torch builds a file in memory before it writes it: small files, so that the copy is small.
         writer = HuggingFaceStorageWriter(str(folder), dict(files), save_distributed=True)
         writer.sync_files = False  # the store does
-        writer.per_thread_copy_ahead = 0  # what is written is in host memory: no stream, and no CUDA in this thread
+        writer.per_thread_copy_ahead = 0  # the copies are in host memory: no stream, and no CUDA in this thread
         group = None if alone else self.ranks.second_group
         state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
 
 
 def _files(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
-    """The file number of each tensor, by name: the same on all ranks, files of about equal size."""
+    """Assign each tensor a file number, by name, so that files have about 64 MiB per rank. Equal on all ranks."""
     numbers, number, size = dict[str, int](), 1, 0
     for name, tensor in state.items():
         part = tensor.nbytes // ranks
@@ -131,8 +131,8 @@ def _by_file(files: Mapping[str, int]) -> list[list[str]]:
 
 
 def _all_see(folder: Path, ranks: Ranks) -> bool:
-    """Whether every rank sees rank 0's new folder at this path; tested with a fresh file, so no cached listing can have
-    it."""
+    """Whether every rank sees rank 0's folder at this path. Rank 0 creates a file with a random name for the test, so
+    that no cached directory listing can contain it."""
     (number,) = ranks.broadcast([secrets.randbits(62)])
     seen = folder / f".seen-{number:x}"
     if ranks.rank == 0:
@@ -148,7 +148,7 @@ def _wait_for_files(folder: Path, ranks: Ranks) -> None:
     """Wait until rank 0's machine lists the files written by other ranks; a network file system may lag.
 
     Raises:
-        OSError: it does not in time.
+        OSError: not all files are listed in time.
     """
     written = ranks.all_reduce_number(len(list(folder.glob(f"shard-{ranks.rank + 1:05d}-*"))))
     end = time.monotonic() + _LISTED_SECONDS
@@ -159,7 +159,7 @@ def _wait_for_files(folder: Path, ranks: Ranks) -> None:
 
 
 def _all_read(folder: Path, ranks: Ranks) -> bool:
-    """Whether every rank has the files of rank 0 at this path, or a copy of them."""
+    """Whether every rank finds the same files at this path as rank 0: names, sizes and ``trainer.json`` are equal."""
     files = sorted((path.name, path.stat().st_size) for path in folder.glob("*") if path.is_file())
     position = (folder / _POSITION).read_bytes() if files else b""
     number = int.from_bytes(hashlib.sha256(repr((files, position)).encode()).digest()[:7])
@@ -168,18 +168,19 @@ def _all_read(folder: Path, ranks: Ranks) -> bool:
 
 
 def _described(error: BaseException) -> str:
-    """The error in one line; torch wraps the errors of ranks in one with tracebacks."""
+    """An error in one line, without the tracebacks with which torch wraps errors of ranks."""
     if isinstance(error, CheckpointException):
         return "; ".join(sorted({_described(found) for found, _ in error.failures.values()}))
     return described(error) if isinstance(error, OSError) else str(error)
 
 
 def load(folder: Path, optimizer: Optimizer) -> int:
-    """Load parameters and optimizer state in place; returns the version. All ranks call it, with rank 0's folder.
+    """Load parameters and optimizer state in place; returns the version. All ranks must call it, with rank 0's folder.
 
     Raises:
-        StoreError: the folder is incomplete, or of another model, and nothing has changed; or, of several ranks or on a
-            GPU, a file could not be read to its end, and they cannot go on.
+        StoreError: the folder is incomplete, or of another model; nothing has changed. With several ranks or on a GPU
+            also if a file cannot be read to its end; then the state is partly overwritten and training cannot
+            continue.
     """
     ours, ranks = _state(optimizer), optimizer.ranks
     try:
@@ -212,7 +213,7 @@ def _read(folder: Path, found: dict[str, Tensor]) -> TrainerPosition:
 
 @torch.no_grad()
 def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks) -> TrainerPosition:
-    """Fill `found` in place; rank 0 reads everything, about a file at a time, and sends each rank its part."""
+    """Fill `found` in place. Rank 0 reads all files, about one at a time, and sends each rank its shard."""
     reader, position = _checked(folder, found) if ranks.rank == 0 else (None, TrainerPosition(0, 0))
     version, bad_steps = ranks.broadcast([position.version, position.bad_steps_in_a_row])
     for names in _by_file(_files(found, 1)):
@@ -238,7 +239,7 @@ def _trained(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
 
 
 def _state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """All state by name, wherever it is."""
+    """The parameters, the optimizer's moments and its step counts by name; on their device, not copied."""
     state, counts = dict[str, Tensor](), list[Tensor]()
     for name, parameter in _trained(optimizer):
         own = optimizer.state_of(parameter)
@@ -252,7 +253,7 @@ def check(folder: Path, policy: nn.Module) -> None:
     """Check that a trainer of `policy` can load a checkpoint, by names and shapes only.
 
     Raises:
-        StoreError: it is incomplete, or of another model or format.
+        StoreError: the checkpoint is incomplete, or of another model or format.
     """
     trained = {f"model.{name}": p for name, p in policy.named_parameters() if p.requires_grad}
     wanted = {f"{kind}.{name}": p.shape for kind in (_PARAMETER, *MOMENTS) for name, p in trained.items()}
@@ -264,7 +265,11 @@ def check(folder: Path, policy: nn.Module) -> None:
 
 
 def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Mapping[str, torch.Size]) -> None:
-    """Raise StoreError unless the checkpoint has exactly our tensors in our shapes."""
+    """Check that a checkpoint has exactly the wanted tensors, in their shapes. `theirs`: metadata of its tensors.
+
+    Raises:
+        StoreError: it has not.
+    """
     if not any(folder.glob("shard-*.safetensors")):
         raise StoreError(f"checkpoint {folder} is of another format: it has no shards")
     found = {name: _whole_shape(meta) for name, meta in theirs.items()}

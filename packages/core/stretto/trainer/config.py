@@ -1,4 +1,5 @@
-"""`[trainer]` of a recipe: the optimizer and the run's steps. The objective is `[algorithm]` (`algorithm.py`).
+"""`[trainer]` of a recipe: the optimizer and the run's steps. The objective is `[algorithm]`
+(`trainer.objective.algorithm`).
 
 Defaults are the paper's (AReaL, appendix B.1, table 3) where the paper has a number.
 """
@@ -50,7 +51,7 @@ class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
 
 
 def as_tuple(value: object) -> object:
-    """A TOML list as a tuple; pydantic refuses anything else."""
+    """Convert a TOML list to a tuple; other values stay, for pydantic to refuse."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -64,7 +65,7 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     )
 
     def targets(self, layer: str) -> bool:
-        """Whether the linear layer of this name gets an adapter."""
+        """Whether the linear layer with this name gets an adapter."""
         return not self.target_modules or layer.rsplit(".", 1)[-1] in self.target_modules
 
 
@@ -126,17 +127,17 @@ class TrainerConfig(OptimizerConfig):
 
     @property
     def together(self) -> int:
-        """Number of ranks that divide matrices or tokens, and compute one part of a minibatch together."""
+        """Number of ranks that compute one share of a minibatch together, dividing its matrices or tokens."""
         return self.tensor_parallel * self.context_parallel
 
     @property
     def shares(self) -> int:
-        """Number of parts of a minibatch."""
+        """Number of shares into which a minibatch is divided."""
         return self.ranks // self.together
 
     @property
     def local_ranks(self) -> int:
-        """Number of ranks on the conductor's machine: the first ones; remote ranks are the last."""
+        """Number of ranks on the conductor's machine. They have the lowest numbers, remote ranks the highest."""
         return self.ranks - self.remote_ranks
 
 

@@ -1,7 +1,7 @@
-"""A critic: the value of the state before each token, learnt from the returns.
+"""A critic: estimates the value of the state before each token, and learns from the returns.
 
-Its body is a copy of the policy at the start; its head, one linear map to a number, begins as zero, so the first step
-has the advantages of a run without a critic.
+Its body starts as a copy of the initial policy. Its head, a linear map to one number, starts as zero, so the advantages
+of the first step are those of a run without a critic.
 
 Axes: T packed token, N loss token, W width of the model.
 """
@@ -51,7 +51,8 @@ class Critic(Optimizer):
     def __init__(
         self, model: PreTrainedModel, config: TrainerConfig, settings: CriticConfig, ranks: Ranks = ALONE
     ) -> None:
-        """`model`: the initial policy, loaded with packed attention, for the critic alone."""
+        """`model`: a copy of the initial policy for the critic alone, loaded with packed attention. `config`: optimizer
+        settings, except for the learning rate of `settings`."""
         self._values, self._steps = StateValues(model, config, ranks), config.steps
         self._clip, self._truncated = settings.clip, settings.truncated
         optimizer = config.model_copy(update={"learning_rate": settings.learning_rate})
@@ -62,8 +63,8 @@ class Critic(Optimizer):
         return self._values(packed)  # type: ignore[no-any-return]
 
     def token_values(self, batch: Batch) -> dict[str, Doubles]:
-        """V before each sampled token of the batch, including masked ones, by path id. With ``truncated =
-        "bootstrap"``, truncated paths also have V after the last token."""
+        """V of the state before each sampled token of the batch, including masked tokens, by path id. With ``truncated
+        = "bootstrap"``, truncated paths also have V of the state after the last token, as their last entry."""
         capacity = self.config.micro_batch_tokens
         return score_tokens(batch, capacity, self.device, self.values, self._continues, self.ranks)
 
@@ -72,8 +73,9 @@ class Critic(Optimizer):
         return path.stop_reason is StopReason.LENGTH and self._truncated == "bootstrap"
 
     def fit(self, part: Minibatch, step: int, *, version: int) -> tuple[Tensor, OptimizerStep]:
-        """One optimizer step towards the returns of a minibatch; returns the loss of this rank's share (averaged like
-        the policy's) and the step.
+        """Take one optimizer step towards the returns of a minibatch; returns the loss of this rank's share (averaged
+        as the policy's loss) and the step. `version`: the policy's version before the step, for the learning-rate
+        schedule.
 
         Raises:
             TrainingDiverged: too many non-finite gradients in a row.
@@ -90,7 +92,7 @@ class Critic(Optimizer):
 
 
 class StateValues(nn.Module):
-    """A value model: the body of `model` with a value head in place of the output matrix."""
+    """A value model: the body of `model` with a linear map to one number in place of the output matrix."""
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
@@ -124,7 +126,8 @@ class _ValueHead(nn.Linear):
 
 
 def explained_variance(values: Column, returns: Column) -> float:
-    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one; NaN where the returns are all equal.
+    """1 - Var(R - V) / Var(R) for values V and returns R of the same tokens: 1 for a perfect critic, 0 for a constant
+    one; NaN if the returns are all equal.
 
     >>> explained_variance([1.0, 1.0], [0.0, 2.0]), explained_variance([0.5, 1.5], [0.0, 2.0])
     (0.0, 0.75)

@@ -1,7 +1,7 @@
-"""The gradient of a loss, accumulated micro-batch by micro-batch; what a step of a recipe and a caller of the verbs
-share.
+"""The gradient of a loss, accumulated micro-batch by micro-batch. Used by the trainer of a recipe and by the verbs of
+the Python API (`stretto.verbs`).
 
-Axes: N loss token, M scored token.
+Axes: N loss token, M scored token (a token whose log-probability is wanted, in the loss or not).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from stretto.trainer.optimizer import Learner
 from stretto.trainer.outcomes import TokenMeter
 from stretto.trainer.reference import Reference
 
-#: Of each trained parameter.
+#: Gradient of each trained parameter, in the model's order; None where there is none.
 Gradient = list[Tensor | None]
 
 
 def gradient_of(model: nn.Module) -> Gradient:
-    """The gradient as it is now."""
+    """The gradients now held by the model's trained parameters, not copied."""
     return [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
 
 
 def set_gradient(model: nn.Module, gradient: Gradient) -> None:
-    """Put another gradient in its place."""
+    """Replace the gradients of the model's trained parameters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter, one in zip(trained, gradient, strict=True):
         parameter.grad = one
@@ -40,8 +40,8 @@ def set_gradient(model: nn.Module, gradient: Gradient) -> None:
 
 @contextmanager
 def whole_gradient(model: nn.Module) -> Iterator[None]:
-    """Add the gradient that the block computes to the one before it. An error of the block, or what interrupts it,
-    leaves that one as it was."""
+    """Context manager: the gradient computed in the block is added to the gradient before it. If the block raises, the
+    gradient before it is restored."""
     held = gradient_of(model)
     try:
         set_gradient(model, [None] * len(held))
@@ -65,14 +65,14 @@ class Gradients:
     """
 
     def __init__(self, learner: Learner, algorithm: AlgorithmConfig, reference: Reference | None = None) -> None:
-        """`reference`: where the loss has a KL term."""
+        """`reference`: the reference policy, if the loss has a KL term."""
         self._learner, self._anchor, self._reference = learner, algorithm.loss.anchor, reference
         self._objective = objective(algorithm)
         self._entropy = algorithm.entropy or algorithm.entropy_bonus > 0
 
     @torch.no_grad()
     def evaluated(self, part: Minibatch) -> list[Tensor]:
-        """log-probs [M] of each micro-batch by the policy as it is now."""
+        """Log-probabilities [M] of each micro-batch by the present policy, without a gradient."""
         return [self._learner.logprobs(micro.packed).logprobs for micro in part.micro_batches]
 
     def accumulate(
@@ -84,12 +84,15 @@ class Gradients:
         proximal: Sequence[Tensor] | None = None,
         kept: TokenMeter | None = None,
     ) -> list[Tensor]:
-        """Add the gradient of one minibatch; returns the log-probs [M] of each micro-batch, detached.
+        """Add the gradient of one minibatch to the parameters' gradients; returns the log-probabilities [M] of each
+        micro-batch, detached.
 
         Args:
-            first: nothing has been updated yet in this step, so the policy is the proximal one.
-            proximal: log-probs [N] of each micro-batch by the policy before the step; None where `first`, or where the
-                loss is anchored elsewhere.
+            meter: gets the metrics.
+            first: no parameter has been updated in this step, so the present policy is the proximal policy.
+            proximal: log-probabilities [N] of each micro-batch by the policy before the step; None if `first`, or if
+                the loss has another anchor.
+            kept: gets the per-token results.
         """
         selected, found = self._selected(part), list[Tensor]()
         for index, micro in enumerate(part.micro_batches):
@@ -118,7 +121,7 @@ class Gradients:
         return found
 
     def _selected(self, part: Minibatch) -> Sequence[Tensor | None]:
-        """The tokens of each micro-batch that stay in a loss with a selection."""
+        """For each micro-batch, the tokens [N] (bool) that the loss's selection keeps; None if it has no selection."""
         if self._objective.selection is None:
             return [None] * len(part.micro_batches)
         ranks = self._learner.ranks
@@ -132,5 +135,5 @@ class Gradients:
 
 
 def of_loss(micro: MicroBatch, scored: Tensor) -> Tensor:
-    """Select the values of the loss tokens [N] from those of all scored tokens [M]."""
+    """Select the values of the loss tokens [N] from the values of all scored tokens [M]."""
     return scored if micro.chosen is None else scored.index_select(0, micro.chosen)

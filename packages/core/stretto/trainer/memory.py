@@ -1,25 +1,25 @@
-"""Memory and traffic of one rank in a training step: the one estimate of `--dry-run`, `stretto plan` and the check
-before a start.
+"""Estimate of the memory and traffic of one rank in a training step. `--dry-run`, `stretto plan` and the check before a
+start use this estimate.
 
-    stays        weights, gradients and AdamW's two moments in float32, shared out to the ranks (ZeRO, arXiv
-                 1910.02054), the moments perhaps in the machine's memory (arXiv 2101.06840)
-    peaks        the larger of two moments: the output matrix (its gradient forms chunk by chunk), and the backward pass
-                 of a layer (its activations, the weights of two layers, gradients on their way to the other ranks)
+    constant     weights, gradients and AdamW's two moments in float32, sharded over the ranks (ZeRO, arXiv
+                 1910.02054); the moments may be in host memory (arXiv 2101.06840)
+    peak         the larger of two points in time: the output matrix (its gradient is computed chunk by chunk), and the
+                 backward pass of a layer (its activations, the weights of two layers, gradients sent to other ranks)
 
-`tests/trainer/scale` counts a step of the trainer at real shapes; the estimate agrees within a tenth. Of mixtures it
-counts the activations of all experts, an upper bound. Ranks that divide tokens (C) have 1 / C of the activations; those
-that divide matrices (T) have 1 / T of the heads and of the MLP, and share embedding and output matrix with ranks / T.
-Traffic is the least that these divisions need:
+`tests/trainer/scale` measures a step of the trainer at real shapes; the estimate agrees within a tenth. For mixtures of
+experts it counts the activations of all experts, an upper bound. With C ranks dividing tokens a rank has 1 / C of the
+activations. With T ranks dividing matrices a rank has 1 / T of the heads and of the MLP, and its embedding and output
+matrix are sharded over ranks / T. Traffic is the minimum that these divisions need:
 
-    gather      parameters in the dtype that is computed in, forward and backward (FSDP2); an embedding of its own goes
-                backward without
-    reduce      gradients in `reduce_dtype`, once a micro-batch or once a minibatch
-    sum         results of two matrices of each layer, and gradients of the inputs of two (Megatron-LM, arXiv
-                1909.08053, section 3); the first input of a model with adapters has none
-    exchange    query, key and value of each layer for heads, the attention's result for tokens, and back (DeepSpeed-
-                Ulysses, arXiv 2309.14509, section 3)
+    gather      parameters in the dtype of computation, forward and backward (FSDP2); an embedding that is not tied is
+                gathered forward only
+    reduce      gradients in `reduce_dtype`, once per micro-batch or once per minibatch
+    sum         outputs of two matrices of each layer, and gradients of the inputs of two (Megatron-LM, arXiv
+                1909.08053, section 3); the first input of a model with adapters has no gradient
+    exchange    all-to-all of each layer: query, key and value from tokens to heads, the attention's result from heads
+                to tokens, and their gradients back (DeepSpeed-Ulysses, arXiv 2309.14509, section 3)
 
-Activation checkpointing repeats what goes forward in a layer, but for its last result.
+Activation checkpointing repeats the forward pass of a layer except for its last result.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from stretto.model.hf.shape import BYTES, ModelShape
 from stretto.trainer.config import TrainerConfig
 
 _MASTER = 4  # bytes of a weight, a gradient, a moment
-_CHUNK_LOGITS = 1 << 28  # as `model.packed.logprobs` computes at a time on a GPU
-_BLOCK_LOGITS = 1 << 26  # and in float32, `model.kernels.fused_logprobs`
+_CHUNK_LOGITS = 1 << 28  # logits that `model.packed.logprobs` computes at a time on a GPU
+_BLOCK_LOGITS = 1 << 26  # logits that `model.kernels.fused_logprobs` holds in float32 at a time
 #: Bytes of a communicator of NCCL: for each of its 32 channels at most the buffers of its three protocols, 4 MiB, 4.7
 #: MiB and 0.5 MiB (NCCL_BUFFSIZE, NCCL_LL128_BUFFSIZE, NCCL_LL_BUFFSIZE).
 _COMMUNICATOR = 32 * ((4 << 20) + 4_915_200 + (1 << 19))
 _SAVING, _SMALL_BATCHES = "trainer.activation_checkpointing = true", "a smaller trainer.micro_batch_tokens"
 _HALF_SUMS, _EACH = 'trainer.reduce_dtype = "bfloat16"', 'trainer.reduce_every = "micro_batch"'
 _TOKENS, _MATRICES, _SHORT = "trainer.context_parallel", "trainer.tensor_parallel", "a smaller sampling.max_tokens"
-#: Keys that make a part smaller.
+#: For each part of the memory, changes to the recipe that make it smaller.
 _SMALLER: Mapping[str, tuple[str, ...]] = {
     "weights": ("trainer.ranks",),
     "gradients": ("trainer.ranks", "trainer.lora"),
@@ -54,8 +54,9 @@ _SMALLER: Mapping[str, tuple[str, ...]] = {
 
 
 def smaller(config: TrainerConfig, longest: int) -> Mapping[str, str]:
-    """What makes each part smaller, without what the recipe has done already. A sequence is never divided, so that
-    batches no larger than the longest one need shorter ones."""
+    """For each part of the memory, advice on how to make it smaller, as text; changes that the recipe has already made
+    are left out. `longest`: tokens of the longest sequence. A sequence is never split between micro-batches, so if it
+    fills a micro-batch, only shorter sequences help."""
     whole = longest >= config.micro_batch_tokens
     done = {
         _SAVING: config.activation_checkpointing,
@@ -69,8 +70,8 @@ def smaller(config: TrainerConfig, longest: int) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank at the peak of a step, by part. `smaller`: what would shrink each. `host`: those of moments in
-    the machine's memory beside a GPU."""
+    """Memory of one rank at the peak of a step. `parts`: bytes by part; `smaller`: advice on how to shrink each part;
+    `host`: bytes of optimizer moments in host memory beside a GPU."""
 
     parts: Mapping[str, int]
     smaller: Mapping[str, str]
@@ -82,7 +83,7 @@ class RankMemory:
 
     @property
     def largest(self) -> str:
-        """The largest part."""
+        """Name of the largest part."""
         return max(self.parts, key=lambda name: self.parts[name])
 
     def __str__(self) -> str:
@@ -103,15 +104,15 @@ def rank_memory(
     reference: bool = False,
     critic: bool = False,
 ) -> RankMemory:
-    """Memory of one rank of `ranks`.
+    """Estimate the memory of one rank of `ranks`.
 
     Args:
-        longest: tokens of the longest sequence, which is never divided.
-        reference: the algorithm has a second model for it (not one with the adapters disabled).
-        critic: the algorithm has one.
+        longest: tokens of the longest sequence, which is never split between micro-batches.
+        reference: whether a reference policy is loaded as a second model (not the policy with adapters disabled).
+        critic: whether the algorithm has a critic.
     """
     adapters = 0 if config.lora is None else adapter_weights(shape, config)
-    ends = shape.parameters - shape.body  # whole on each rank that divides matrices
+    ends = shape.parameters - shape.body  # embedding and output matrix, undivided on each rank that divides matrices
     base = shape.body + ends * config.tensor_parallel
     trained = adapters or base
     weights = _MASTER * (base + adapters) // ranks
@@ -136,15 +137,15 @@ def rank_memory(
 
 
 def collective_bytes(config: TrainerConfig) -> int:
-    """Bytes that NCCL holds on the GPU of a rank: for all ranks, those of its shares, tokens and matrices, and for FSDP
-    beside the last."""
+    """Bytes that NCCL's communicators take on the GPU of a rank. There is one communicator for all ranks, and one for
+    each division in use: shares, tokens, and two for matrices (one of them for FSDP)."""
     groups = 1 + (config.shares < config.ranks) + (config.context_parallel > 1) + 2 * (config.tensor_parallel > 1)
     return _COMMUNICATOR * groups if config.ranks > 1 else 0
 
 
 def adapter_weights(shape: ModelShape, config: TrainerConfig) -> int:
-    """Weights of adapters on the linear layers that the recipe names, on all ranks that divide matrices together. Each
-    has the side of an adapter that is not divided whole."""
+    """Number of adapter weights on the linear layers that the recipe names, summed over the ranks that divide matrices.
+    Each of these ranks holds the undivided matrix (A or B) of an adapter as a whole."""
     assert config.lora is not None
     w, q, k, inner = shape.hidden_size, shape.width, shape.kv_width, shape.inner
     divided = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": q, "gate_proj": inner, "up_proj": inner}
@@ -153,8 +154,9 @@ def adapter_weights(shape: ModelShape, config: TrainerConfig) -> int:
 
 
 def step_traffic(shape: ModelShape, config: TrainerConfig, tokens: int, micro_batches: int = 1) -> Mapping[str, int]:
-    """Bytes that one of several ranks gathers, reduces, sums and exchanges in an optimizer step. A tensor counts whole,
-    however many ranks share it. `tokens`: of one micro-batch."""
+    """Bytes that one of several ranks gathers, reduces, sums and exchanges in an optimizer step, by kind. A tensor
+    counts as a whole, however many ranks share it. `tokens`: tokens of one micro-batch; `micro_batches`: their number
+    per step."""
     tensor, context, item = config.tensor_parallel, config.context_parallel, BYTES[config.dtype]
     adapters = 0 if config.lora is None else adapter_weights(shape, config) // tensor
     whole = shape.body // tensor + (shape.parameters - shape.body) + adapters
@@ -175,7 +177,7 @@ def step_traffic(shape: ModelShape, config: TrainerConfig, tokens: int, micro_ba
 
 @dataclass(frozen=True)
 class _Step:
-    """Bytes beside the state in a forward and backward pass of `tokens` tokens."""
+    """Memory, in bytes, of a forward and backward pass over `tokens` tokens, without weights, gradients and moments."""
 
     shape: ModelShape
     config: TrainerConfig
@@ -184,17 +186,18 @@ class _Step:
 
     @property
     def item(self) -> int:
-        """Bytes of a number that is computed in."""
+        """Bytes of a number in the dtype of computation."""
         return BYTES[self.config.dtype]
 
     @property
     def autocast(self) -> bool:
-        """Whether a rank alone computes in bfloat16: what lies between its matrices stays in float32."""
+        """Whether a single rank computes in bfloat16 by autocast: matmuls are in bfloat16, the other operations in
+        float32."""
         return self.ranks == 1 and self.item < _MASTER
 
     @property
     def stream(self) -> int:
-        """Bytes of what goes from layer to layer."""
+        """Bytes of the hidden states between two layers."""
         return self.tokens * self.shape.hidden_size * (_MASTER if self.autocast else self.item)
 
     @property
@@ -202,12 +205,13 @@ class _Step:
         return self.config.lora is None
 
     def own(self, size: int) -> int:
-        """A rank's part of what is divided with the matrices."""
+        """A rank's part of a size that is divided with the matrices."""
         return size // self.config.tensor_parallel
 
     def layer(self) -> int:
-        """Activations that one layer keeps for its backward pass: two norms in float32, their results, queries, keys
-        and values before and after their norms and rotation, the attention's result, four of the MLP's."""
+        """Bytes of activations that one layer keeps for its backward pass: the inputs of two norms in float32 and their
+        results; queries, keys and values before and after norms and rotation; the attention's result; four tensors of
+        the MLP."""
         shape = self.shape
         w, (q, k, inner) = shape.hidden_size, map(self.own, (shape.width, shape.kv_width, shape.inner))
         results = 2 * w + 2 * (q + k) + 4 * inner
@@ -216,8 +220,8 @@ class _Step:
         return self.tokens * (self.item * results + 4 * (2 * w + q + k) + 4 * self.own(shape.heads))
 
     def peak(self) -> tuple[int, int, int]:
-        """Bytes of activations, of one layer that is computed again, and of gathered weights and gradients on their
-        way, where their sum is largest."""
+        """Bytes of (activations, one recomputed layer, gathered weights with gradients in transit), at the point of the
+        step where their sum is largest."""
         shape, tokens = self.shape, self.tokens
         stream = self.stream
         checkpointed = self.config.activation_checkpointing
@@ -233,14 +237,14 @@ class _Step:
         return max(at_a_layer, at_head, key=sum)
 
     def _moving(self, layer: int) -> int:
-        """Weights of two layers, and the gradients of one, in the dtype that is computed in. One rank alone has the
-        weights; in bfloat16 autocast keeps a copy of all."""
+        """Bytes of the gathered weights of two layers and of gradients in transit. `layer`: weights of one layer. A
+        single rank gathers nothing; in bfloat16 autocast keeps a copy of all weights."""
         if self.ranks == 1:
             return self.shape.body * self.item if self.item == 2 else 0
         return (2 * layer + (layer // 3 if self.trains_all else 0)) * self.item + self._unreduced()
 
     def _unreduced(self) -> int:
-        """Whole gradients on each rank, where they are summed once a minibatch."""
+        """Bytes of unsharded gradients that each rank holds if gradients are summed once per minibatch."""
         each = self.config.reduce_every == "micro_batch" or not self.trains_all
         whole = self.shape.parameters - self.shape.body + self.own(self.shape.body)
         return 0 if each else whole * BYTES[self.config.reduce_dtype]
@@ -249,8 +253,8 @@ class _Step:
         return copies * self.shape.embedding * self.item if self.trains_all else 0
 
     def _ends(self, *, at_head: bool) -> int:
-        """The output matrix gathered with its gradient, at its own time; later its gradient on the way to the other
-        ranks. Tied matrices stay gathered, with their gradient."""
+        """Bytes of the output matrix. `at_head`: while it is computed, it is gathered, with its gradient. Later only
+        its gradient is in transit to other ranks; a tied matrix stays gathered, with its gradient."""
         if self.ranks == 1:
             return self._head_gradient(2) if at_head else 0
         if at_head:

@@ -14,8 +14,8 @@ from stretto.trainer.spec import RANK_KEY, RankSpec, TrainerSpec
 
 
 class Train(Record, frozen=True, tag=True):
-    """Order: train on this batch and publish the next version; reply `Trained`, then the notice `Published`. Steps
-    repeated to restore a trainer are not published."""
+    """Order: train on this batch and publish the next version; reply `Trained`, then the notice `Published`. `publish`:
+    False for steps that are repeated to restore a trainer."""
 
     batch: Batch
     publish: bool = True
@@ -27,7 +27,7 @@ class Publish(Record, frozen=True, tag=True):
 
 class SaveCheckpoint(Record, frozen=True, tag=True):
     """Order: copy the trainer's state; reply `Copied`. The copy is written to this folder while other orders run; then
-    `CheckpointSaved` or `CheckpointFailed` comes as an extra message."""
+    the notice `CheckpointSaved` or `CheckpointFailed` follows."""
 
     folder: str
 
@@ -43,8 +43,8 @@ class Stop(Record, frozen=True, tag=True):
 
 
 class RanksAwaited(Record, frozen=True, tag=True):
-    """Request to start ranks on other machines, to join rank 0 at this address with this key (`trainer.roles.rank`).
-    Valid for one trainer; a replacement sends a new one."""
+    """Request to the conductor: start these ranks on other machines. They join rank 0 at this address with this key
+    (`trainer.roles.rank`). Valid for one trainer process; a replacement sends a new request."""
 
     host: str
     port: int
@@ -54,8 +54,9 @@ class RanksAwaited(Record, frozen=True, tag=True):
     def spec(
         self, rank: int, trainer: TrainerSpec, model: str, reference: str | None = None, gpu: int = 0, tls: str = ""
     ) -> RankSpec:
-        """The spec of one of these ranks, to be started as the role `RANK_ROLE` with `secrets`. `model`, `reference`
-        and `tls` are folders on its machine; `gpu` is its index among the GPUs visible to it."""
+        """The spec of one of these ranks, to be started as the role `RANK_ROLE` with the environment `secrets`.
+        `trainer`: spec of rank 0. `model`, `reference` and `tls`: folders on the rank's machine. `gpu`: index among the
+        GPUs visible to the rank."""
         assert rank in self.ranks, f"rank {rank} is not awaited"
         return RankSpec(
             rank=rank,
@@ -76,14 +77,14 @@ class RanksAwaited(Record, frozen=True, tag=True):
 
 
 class Ready(Record, frozen=True, tag=True):
-    """The process is up and holds this version."""
+    """Message: the trainer is ready for orders and holds this version."""
 
     version: int
 
 
 class Published(Record, frozen=True, tag=True):
-    """Notice: engines can load the version. `canary`: the text by which they prove it, if the run has one. `span`: time
-    and bytes of the writing, which later work did not wait for."""
+    """Notice: engines can load the version. `canary`: expected scores by which they prove it, if the run has a canary.
+    `span`: time and bytes of the writing, which ran beside other work."""
 
     version: int
     canary: Canary | None = None
@@ -95,7 +96,7 @@ class Trained(Record, frozen=True, tag=True):
 
     update: Update
     spans: tuple[Span, ...]
-    agreement: tuple[Agreement, ...] = ()  # for each engine with tokens of the version before the step
+    agreement: tuple[Agreement, ...] = ()  # one per engine with tokens sampled by the version before the step
 
 
 class Copied(Record, frozen=True, tag=True):
@@ -119,6 +120,8 @@ class CheckpointFailed(Record, frozen=True, tag=True):
 
 
 class PolicySaved(Record, frozen=True, tag=True):
+    """Reply to `SavePolicy`: the policy is written to its folder."""
+
     folder: str
     span: Span
 
@@ -130,10 +133,10 @@ class RankLost(Record, frozen=True, tag=True):
 
 
 class RankStart(Record, frozen=True, tag=True):
-    """Sent by rank 0 to a joined rank: join the process group at rank 0's store and carry out orders. `trainer`: JSON
-    text of rank 0's `TrainerSpec`."""
+    """Order of rank 0 to a rank that has joined: join the process group at rank 0's store, then carry out orders.
+    `trainer`: JSON text of rank 0's `TrainerSpec`."""
 
-    store: int  # its port
+    store: int  # port of the store
     trainer: str
 
 
@@ -159,6 +162,8 @@ FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(Fro
 
 
 class Demonstrations(Record, frozen=True, tag=True):
+    """Demonstrations for supervised fine-tuning."""
+
     examples: tuple[Demonstration, ...]
 
 
@@ -184,7 +189,7 @@ class SupervisedProgress(Record, frozen=True, tag=True):
 
 
 class SupervisedDone(Record, frozen=True, tag=True):
-    """The trained policy is in its folder."""
+    """Message: training has ended, and the trained policy is saved in its folder."""
 
 
 FromSupervised = SupervisedProgress | SupervisedDone | Failed
@@ -195,7 +200,7 @@ FROM_SUPERVISED: msgspec.msgpack.Decoder[FromSupervised] = msgspec.msgpack.Decod
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt and the completion to learn, with its end-of-sequence token.
+    """A prompt and the completion to learn, both as token ids; the completion includes its end-of-sequence token.
 
     Example: ``Demonstration(prompt_ids=(5, 12, 8), completion_ids=(4, 4, 1))``
     """

@@ -32,16 +32,17 @@ _SUMS = ("tokens", "loss", *DIAGNOSTICS, "entropy", "kl_reference", "error", "ag
 
 
 class Meter:
-    """Accumulates metrics; means are over loss tokens unless `docs/reference/metrics.md` says otherwise.
+    """Accumulates the metrics of one step; means are over loss tokens unless `docs/reference/metrics.md` says
+    otherwise.
 
-    Unmeasured metrics are absent, never zero: `behavior_logprob_error` and its maximum without on-policy tokens,
-    `entropy` and `kl_reference` if the recipe has none, all loss metrics if no token was trained on.
+    Metrics that were not measured are absent, never zero: `behavior_logprob_error` and its maximum without on-policy
+    tokens, `entropy` and `kl_reference` if the recipe does not ask for them, all loss metrics if no token was trained.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {name: [] for name in _SUMS}
-        self._errors: list[Tensor] = []  # the largest of each micro-batch
-        self._by_sequence: list[tuple[tuple[str, ...], Tensor]] = []  # engines [S]; errors and tokens compared [S, 2]
+        self._errors: list[Tensor] = []  # largest error of each micro-batch
+        self._by_sequence: list[tuple[tuple[str, ...], Tensor]] = []  # engines [S]; sum of errors, tokens [S, 2]
         self._steps: list[OptimizerStep] = []
         self._critic_steps: list[OptimizerStep] = []
         self._explained = math.nan
@@ -59,7 +60,8 @@ class Meter:
             self._sums["entropy"].append(entropy.detach().sum())
 
     def compared(self, micro: MicroBatch, proximal_logprobs: Tensor) -> None:
-        """Compare log-probabilities of engines and trainer on tokens of the version before the step."""
+        """Compare the log-probabilities of engines and trainer for tokens sampled by the version before the step.
+        `proximal_logprobs`: [N], by the trainer."""
         on_policy = micro.staleness == 0
         difference = (micro.behavior_logprobs - proximal_logprobs).abs().masked_fill(~on_policy, 0.0)
         sums_S = micro.sequences.sums(torch.stack([difference, on_policy.to(difference.dtype)], dim=1))
@@ -72,15 +74,15 @@ class Meter:
         self._steps.append(step)
 
     def valued(self, values: Column, returns: Column) -> None:
-        """Take the critic's values of the batch before the step, and their targets."""
+        """Add the critic's values of the batch's tokens before the step, and their targets."""
         self._explained = explained_variance(values, returns)
 
     def kl_in_reward(self, divergence: float) -> None:
-        """Take the mean KL that was subtracted from the rewards."""
+        """Set the mean KL that was subtracted from the rewards."""
         self._kl_in_reward = divergence
 
     def fitted(self, loss: Tensor, step: OptimizerStep) -> None:
-        """Take a step of the critic and its loss over this rank's share."""
+        """Add a step of the critic and its loss over this rank's share."""
         self._sums["value_loss"].append(loss)
         self._critic_steps.append(step)
 
@@ -109,8 +111,8 @@ class Meter:
         return {name: value for name, value in measured.items() if math.isfinite(value)}
 
     def agreement(self, ranks: Ranks, engines: Sequence[str]) -> tuple[Agreement, ...]:
-        """Log-probability error of each engine on tokens of the version before the step. `engines`: those of the whole
-        batch, the same on every rank; all ranks must call it."""
+        """Mean log-probability error of each engine, for tokens sampled by the version before the step. `engines`: all
+        engines of the batch, the same on every rank. All ranks must call it."""
         own = {name: [0.0, 0.0] for name in engines}
         for names, sums_S in self._by_sequence:
             for name, (error, tokens) in zip(names, sums_S.tolist(), strict=True):

@@ -1,5 +1,5 @@
-"""Parameters with AdamW (`Optimizer`), a model that returns log-probabilities (`Policy`), and both together
-(`Learner`), which RL, fine-tuning and preferences train."""
+"""AdamW over a module's parameters (`Optimizer`), a model that returns log-probabilities (`Policy`), and both combined
+(`Learner`). RL, supervised fine-tuning and DPO train a `Learner`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from stretto.trainer.parallel.moments import state_of, step_from_host
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.parallel.sharding import by_mesh, clip, shard
 
-#: The model's own distribution; `max_tokens` makes no difference to it.
+#: Sampling settings of the model's unchanged distribution; `max_tokens` has no effect on log-probabilities.
 UNCHANGED = Sampling(max_tokens=1)
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Global gradient norm before clipping, and whether it was finite, so that the step was taken."""
+    """Result of an optimizer step: the global gradient norm before clipping. `taken`: whether the norm was finite;
+    otherwise the step was skipped."""
 
     grad_norm: float
     taken: bool
@@ -39,7 +40,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class AdamNumbers:
-    """The numbers of one step of AdamW beside its learning rate; a largest norm of infinity clips nothing."""
+    """Hyperparameters of one AdamW step except for the learning rate. `max_grad_norm` infinity: no clipping."""
 
     betas: tuple[float, float]
     eps: float
@@ -48,7 +49,7 @@ class AdamNumbers:
 
     @classmethod
     def of(cls, config: OptimizerConfig) -> Self:
-        """Those of the recipe."""
+        """The hyperparameters of a recipe."""
         return cls((config.beta1, config.beta2), config.eps, config.weight_decay, config.max_grad_norm)
 
 
@@ -66,7 +67,8 @@ class Optimizer:
         ranks: Ranks = ALONE,
         exact: Iterable[nn.Module] = (),
     ) -> None:
-        """`trained`: a module around `model`; `exact`: as in `shard`."""
+        """Shards the parameters over the ranks. `trained`: the module to train, which contains `model`. `exact`: parts
+        of it that compute in float32 (see `parallel.sharding.shard`)."""
         shard(trained, model, ranks, exact)
         self.trained = trained
         self.config = config
@@ -80,7 +82,7 @@ class Optimizer:
         return next(self.trained.parameters()).device
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """AdamW's state of a parameter: `MOMENTS`, and "step", the number of steps."""
+        """AdamW's state of a parameter: the two `MOMENTS`, and "step", the number of steps taken. Created if needed."""
         return state_of(self.adamw, parameter, self.ranks, on_host=self._on_host)
 
     def step(
@@ -90,14 +92,16 @@ class Optimizer:
         numbers: AdamNumbers | None = None,
         before: Callable[[], None] | None = None,
     ) -> OptimizerStep:
-        """Clip the accumulated gradient by its global norm, update the parameters, clear the gradient. `numbers`: of
-        this step; None: those of the recipe. `before` is called between; parameters whose gradient it clears are left
-        to it.
+        """Clip the accumulated gradient by its global norm, update the parameters, and clear the gradient. The step is
+        skipped if the norm is not finite. The norm is over all ranks, so all take the step or none.
 
-        The gradient is summed over the ranks, so all take the step or none.
+        Args:
+            training_step: number of the training step, for the error.
+            numbers: hyperparameters of this step; None: those of the recipe.
+            before: called after clipping; AdamW skips parameters whose gradient it clears (`muon.Muon`).
 
         Raises:
-            TrainingDiverged: this was the last bad step in a row that the recipe allows.
+            TrainingDiverged: as many steps in a row were skipped as `max_bad_steps`.
         """
         parameters = [parameter for group in self.adamw.param_groups for parameter in group["params"]]
         numbers = numbers or AdamNumbers.of(self.config)
@@ -121,17 +125,17 @@ class Optimizer:
 
 
 class Policy(nn.Module):
-    """A model with its sampling settings. All computation is in `forward`, where FSDP gathers parameters.
+    """A model with its sampling settings. All computation is in `forward`, because FSDP gathers parameters there.
 
-    The model stays in evaluation mode: with dropout it would not be the policy that sampled.
+    The model stays in evaluation mode, because with dropout its distribution would differ from the engines'.
     """
 
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
-        """`model` must be loaded with packed attention; one without memory is checked by `check`, once it is filled.
-        With several `ranks`, FSDP chooses the dtype of matmuls. Raises ModelFolderError if `check_policy` refuses the
-        model, ValueError for a temperature of 0 or less."""
+        """`model` must be loaded with packed attention. A model on the meta device is checked later, by `check`, after
+        it was filled. With several `ranks`, FSDP chooses the dtype of matmuls. Raises ModelFolderError if
+        `check_policy` refuses the model, ValueError for a temperature of 0 or less."""
         if sampling.temperature <= 0:
             raise ValueError(f"log-probabilities need a temperature above 0, not {sampling.temperature}")
         super().__init__()
@@ -146,7 +150,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Check a model that had no memory when the policy was made.
+        """Check a model that was on the meta device when the policy was made; otherwise do nothing.
 
         Raises:
             ModelFolderError: `check_attention` or `check_policy` refuses it.
@@ -157,8 +161,9 @@ class Policy(nn.Module):
     def forward(
         self, packed: PackedTokens | None, *, entropy: bool = False, sampling: Sampling | None = None
     ) -> TokenLogprobs | None:
-        """log p of the wanted tokens, [N], under the sampling distribution (`sampling` overrides it). Matmuls run in
-        `config.dtype`, logarithms in float32. Without tokens the model is checked, where FSDP gathers its parameters.
+        """Log-probabilities [N] of the wanted tokens under the sampling distribution, and with `entropy` the entropies
+        [N]. `sampling`: overrides the policy's settings. Matmuls run in `config.dtype`, logarithms in float32. If
+        `packed` is None, the model is checked instead (`check`), because FSDP gathers its parameters here.
         """
         if packed is None:
             check_attention(self.model)
@@ -183,7 +188,7 @@ class Learner(Optimizer):
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling = UNCHANGED, ranks: Ranks = ALONE
     ) -> None:
-        """Raises as `Policy`."""
+        """Arguments and errors are those of `Policy`. Activation checkpointing and sharding are applied to `model`."""
         self._policy = Policy(model, config, sampling, ranks)
         if config.activation_checkpointing:
             checkpoint_activations(model)
@@ -194,12 +199,14 @@ class Learner(Optimizer):
     def logprobs(
         self, packed: PackedTokens, *, entropy: bool = False, sampling: Sampling | None = None
     ) -> TokenLogprobs:
-        """log p of the wanted tokens, [N], under the sampling distribution (`sampling` overrides it)."""
+        """Log-probabilities [N] of the wanted tokens, differentiable, under the sampling distribution; with `entropy`
+        also the entropies [N]. `sampling`: overrides the learner's settings."""
         return self._policy(packed, entropy=entropy, sampling=sampling)  # type: ignore[no-any-return]
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The learning rate of step 0, 1, ..., steps - 1: linear warm-up to the top, then constant or decaying to 0.
+    """The learning rate of `step`, which counts from 0 to ``steps - 1``: linear warm-up to the peak, then constant or
+    decaying to 0.
 
     >>> config = OptimizerConfig(learning_rate=1.0, warmup_steps=2, schedule="linear")
     >>> [learning_rate(config, step, 6) for step in range(6)]

@@ -1,7 +1,7 @@
-"""Results of a training step for each token, for the record (`store.series.tokens`).
+"""Per-token results of a training step, to be stored in the run folder (`store.series.tokens`).
 
-The numbers are those used by the loss. They stay on the device until the step's end and are copied once; the writer
-does the rest.
+The numbers are the inputs and intermediate values of the loss. They stay on the device until the end of the step, and
+are then copied once to the CPU.
 
 Axes: N loss token of all ranks, S sampled token of a trajectory.
 """
@@ -31,17 +31,17 @@ _NUMBERS = 4  # columns of a loss token
 
 
 class TokenSink(Protocol):
-    """Receives the tokens of training steps; one on every rank, all in agreement."""
+    """Receives the per-token results of training steps. Every rank has a sink; `keeps` must be equal on all ranks."""
 
     def keeps(self, step: int) -> bool: ...
 
     def take(self, tokens: TrainedTokens) -> None:
-        """Store the tokens; must not delay training."""
+        """Store the results of a step; must not delay training."""
         ...
 
 
 class TokenMeter:
-    """Collects the loss tokens' numbers, micro-batch by micro-batch, on each rank."""
+    """Collects the per-token results of one step, micro-batch by micro-batch, on each rank."""
 
     def __init__(self) -> None:
         self._columns: list[Tensor] = []
@@ -69,14 +69,15 @@ def outcomes(loss: Loss) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """A step's batch with the numbers of its loss tokens."""
+    """The batch of a step with the per-token results of its loss tokens. `samples`: in the order of `numbers`."""
 
     batch: Batch
     samples: Sequence[Sample]
     numbers: Tensor  # [N, 4] on the CPU, in the samples' order: log proximal, ratio, advantage, outcome
 
     def sampled(self) -> tuple[dict[str, int], SampledTokens]:
-        """Number of sampled tokens of each trajectory by id, and the numbers of all of them."""
+        """Number of sampled tokens of each trajectory by id, and the results of all sampled tokens of the batch in this
+        order. Tokens outside of the loss have NaN and outcome 0."""
         lengths, places = dict[str, int](), dict[str, Sequence[int]]()
         first = 0
         for group in self.batch.groups:
@@ -94,8 +95,8 @@ class TrainedTokens:
 
 
 def _loss_tokens(trajectory: Trajectory, first: int, oldest: int) -> dict[str, Sequence[int]]:
-    """Positions of each path's loss tokens, by path id. `first`: position of the trajectory's first sampled token.
-    Given tokens have no version."""
+    """Positions of each path's loss tokens among the sampled tokens of the batch, by path id. `first`: position of the
+    trajectory's first sampled token. `oldest`: oldest version whose tokens are in the loss."""
     segments = trajectory.segments
     if len(segments) == 1:  # nearly all are single turns
         return {trajectory.id: _young(segments[0], first, oldest)}
@@ -109,7 +110,7 @@ def _loss_tokens(trajectory: Trajectory, first: int, oldest: int) -> dict[str, S
 
 
 def _young(segment: Segment, begin: int, oldest: int) -> Sequence[int]:
-    """Positions of the tokens that are fresh enough; a shortcut covers the common case of all."""
+    """Positions, counted from `begin`, of the sampled tokens of version `oldest` or newer; a range if these are all."""
     whole = range(begin, begin + segment.sampled_length)
     if min((stamp for stamp, _ in segment.stamps), default=oldest) >= oldest:
         return whole

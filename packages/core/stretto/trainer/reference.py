@@ -1,4 +1,4 @@
-"""The reference policy of a KL term: evaluated like the policy that is trained, and never changed."""
+"""The reference policy of a KL term: it is evaluated in the same way as the trained policy, and never trained."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from stretto.trainer.parallel.sharding import shard
 
 
 class ReferencePolicy:
-    """A separate model, with the engines' sampling settings."""
+    """A reference policy that is a separate model, evaluated with the engines' sampling settings."""
 
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
-        """`model` must be loaded with packed attention. Raises ModelFolderError if `check_policy` refuses it.
+        """Shards `model` over the ranks; it must be loaded with packed attention. Raises ModelFolderError if
+        `check_policy` refuses it.
 
-        Several ranks hold its parameters in the dtype in which they gather them, to the same numbers."""
+        Several ranks hold its parameters in the dtype of computation, in which they would be gathered anyway, so the
+        results are the same."""
         if ranks.count > 1 and config.dtype != "float32":
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(getattr(torch, config.dtype))
@@ -36,32 +38,33 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logprobs(self, packed: PackedTokens) -> Tensor:
-        """log p of the wanted tokens, [N], without a gradient."""
+        """Log-probabilities [N] of the wanted tokens, without a gradient."""
         return self._policy(packed).logprobs  # type: ignore[no-any-return]
 
     def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
-        """log p of each sampled token of the batch, including masked ones, by path id."""
+        """Log-probability of each sampled token of the batch, including masked tokens, by path id."""
         device = self._policy.model.device
         return score_tokens(batch, self._config.micro_batch_tokens, device, self.logprobs, ranks=self._ranks)
 
 
 class WithoutAdapters:
-    """The trained model with its adapters disabled: the initial policy, without a second model in memory."""
+    """A reference policy that is the trained model with its adapters disabled: the initial policy, without a second
+    model in memory."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
 
     @torch.no_grad()
     def logprobs(self, packed: PackedTokens) -> Tensor:
-        """log p of the wanted tokens, [N], without a gradient."""
+        """Log-probabilities [N] of the wanted tokens, without a gradient."""
         with without_adapters(self._learner.model):
             return self._learner.logprobs(packed).logprobs
 
     def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
-        """log p of each sampled token of the batch, including masked ones, by path id."""
+        """Log-probability of each sampled token of the batch, including masked tokens, by path id."""
         config, device = self._learner.config, self._learner.model.device
         return score_tokens(batch, config.micro_batch_tokens, device, self.logprobs, ranks=self._learner.ranks)
 
 
-#: A reference policy, as the trainer uses it.
+#: A reference policy of the trainer.
 Reference = ReferencePolicy | WithoutAdapters

@@ -1,4 +1,4 @@
-"""Specs of training processes; light, so that the loop can import them without torch."""
+"""Arguments of training processes. The loop imports this module without torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from stretto.core.records import Record, Sampling
 
 
 class TokensSpec(Record, frozen=True):
-    """Where per-token results are stored; `config` is the JSON text of a `TokensConfig`."""
+    """Folder in which per-token results are stored; `config` is the JSON text of a `TokensConfig`."""
 
     folder: str
     config: str
 
 
 class TrainerSpec(Record, frozen=True):
-    """Arguments of the trainer; `trainer` and `algorithm` are JSON texts of their pydantic models.
+    """Arguments of the trainer's process; `trainer` and `algorithm` are JSON texts of their pydantic models.
 
-    `sampling`: the engines' settings, so that both sides have one distribution. `kernels`: file with the run's choice
-    of kernels, if any. `published`: dtype of published numbers; None: the trainer's.
+    `sampling`: the engines' settings, so that engines and trainer evaluate the same distribution. `kernels`: file with
+    the run's choice of kernels, if any. `published`: dtype of published floating-point numbers; None: the trainer's
+    dtype.
     """
 
     model: str
@@ -28,15 +29,15 @@ class TrainerSpec(Record, frozen=True):
     threads: int
     checkpoint: str | None = None
     descriptor: int = -1
-    log: str = "trainer.txt"  # log file of this process; other ranks write beside it
+    log: str = "trainer.txt"  # log file of this process; other ranks have log files in the same folder
     kernels: str | None = None
     published: str | None = None
     held: str = "float32"  # dtype in which engines hold weights
-    hung: float = 10.0  # seconds without a heartbeat after which another rank is given up
+    hung: float = 10.0  # seconds without a heartbeat after which another rank counts as hung
     rank_host: str = ""  # address of this machine at which other ranks join; "": loopback
     collective: float = 1800.0  # most seconds that ranks wait for each other
     assembly: float = 90.0  # seconds for ranks on other machines to join
-    tls: str = ""  # folder of certificates (`processes.tls`) for the orders of ranks; "": no TLS
+    tls: str = ""  # folder of certificates (`processes.tls`) for connections between ranks; "": no TLS
     tokens: TokensSpec | None = None  # None: no per-token results
     path: str = ""  # folder searched first for the user's modules
     canary: tuple[int, ...] = ()  # the text by which engines prove each version (`core.canary`)
@@ -45,9 +46,10 @@ class TrainerSpec(Record, frozen=True):
 
 
 class RankSpec(Record, frozen=True):
-    """Arguments of ranks 1, 2, ...: where rank 0 is, and settings that differ between machines. Rank 0 sends the rest.
+    """Arguments of the process of rank 1, 2, ...: the address of rank 0, and settings that differ between machines.
+    Rank 0 sends the other settings after the rank has joined.
 
-    The key is in the environment variable `RANK_KEY`, since other users of a machine can read command lines.
+    The key is in the environment variable `RANK_KEY`, because other users of a machine can read command lines.
     """
 
     rank: int
@@ -55,9 +57,9 @@ class RankSpec(Record, frozen=True):
     port: int
     threads: int
     hung: float = 10.0  # seconds without a heartbeat of rank 0 after which the rank ends
-    gpu: int = 0  # index of its GPU among the visible ones
+    gpu: int = 0  # index of its GPU among the visible GPUs
     model: str | None = None  # the model folder on this machine; None: the same path as rank 0's
-    reference: str | None = None  # the folder of `algorithm.reference.path`, likewise
+    reference: str | None = None  # `algorithm.reference.path` on this machine; None: the same path as rank 0's
     tls: str = ""  # the folder of certificates on this machine; "": no TLS
 
 
@@ -66,8 +68,8 @@ RANK_KEY = "STRETTO_RANK_KEY"
 
 
 class SupervisedSpec(Record, frozen=True):
-    """Arguments of supervised learning. `examples`: file of `Examples`; `config`: JSON text of their config; `gpus`:
-    ids of its GPUs, empty for all."""
+    """Arguments of the process of supervised learning. `examples`: file with `Examples` in MessagePack. `config`: JSON
+    text of a `SupervisedConfig` or `PreferenceConfig`. `gpus`: ids of the GPUs that it sees; empty: all."""
 
     model: str
     examples: str

@@ -1,4 +1,4 @@
-"""One training step: a batch in, the next version out.
+"""The trainer: trains the policy on one batch per step, and publishes each new version.
 
     batch ─► samples ─► minibatches ─► micro-batches            (samples, packing)
                             │
@@ -6,9 +6,9 @@
                             │
                             └─ for each minibatch: forward, loss, backward per micro-batch; then one optimizer step
 
-The proximal policy is the one before the step's first update (AReaL, section 5.2). The training forward of the first
-minibatch is by that policy, so its log-probs, detached, are the proximal ones to the last bit; only the later
-minibatches need a forward of their own before the first update, and only where the loss is anchored there.
+The proximal policy is the policy before the step's first update (AReaL, section 5.2). The training forward of the first
+minibatch is computed by that policy, so its detached log-probs are exactly the proximal ones. Only the later
+minibatches need an extra forward before the first update, and only if the loss is anchored at the proximal policy.
 
 Axes: T packed token, N loss token.
 """
@@ -50,7 +50,7 @@ from stretto.weights.shared_memory import digest_of_tensor
 
 
 class Trainer:
-    """Holds the trained policy and its version.
+    """Holds the trained policy with its optimizer and version, and trains, publishes and saves it.
 
     Example: a trainer at version 6 takes the batch of version 6 and holds version 7::
 
@@ -75,12 +75,16 @@ class Trainer:
         """Every rank has a trainer; all must call the same methods with the same arguments.
 
         Args:
-            model: float32, loaded with packed attention.
-            sampling: settings of the engines.
-            reference: exactly if the algorithm has one; a model with adapters is its own reference to the initial
-                policy.
-            critic: exactly if the algorithm has one.
-            sink: receives per-token results of the steps it keeps.
+            model: the policy in float32, loaded with packed attention.
+            sampling: sampling settings of the engines.
+            version: version of the policy.
+            reference: required if the algorithm has a reference policy, otherwise None. A model with adapters can be
+                its own reference to the initial policy; then None.
+            critic: required if the algorithm has a critic, otherwise None.
+            sink: receives the per-token results of the steps that it keeps.
+
+        Raises:
+            ValueError: a reference or critic is missing, or is given without need.
         """
         self.learner = Learner(model, config, sampling, ranks)
         self._ranks, self._sink, self._adapted = ranks, sink, adapted_layers(model)
@@ -108,10 +112,10 @@ class Trainer:
         self.agreement: tuple[Agreement, ...] = ()  #: agreement of engines and trainer in the last step
 
     def train(self, batch: Batch) -> Update:
-        """Train one step on the whole batch; afterwards `version` is one higher.
+        """Train one step on the whole batch: one optimizer step per minibatch. Afterwards `version` is one higher.
 
         Raises:
-            BoundViolated: the batch is not of this version, or holds tokens of a later one.
+            BoundViolated: the batch is for another version, or has tokens of a later version.
             TrainingDiverged: too many optimizer steps in a row had non-finite gradients.
         """
         if batch.version != self.version:
@@ -165,18 +169,20 @@ class Trainer:
     def publish(
         self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
     ) -> Canary | None:
-        """Copy the policy and publish the copy, before returning. Arguments: see `copied`."""
+        """Publish the policy as `version`, and return its canary when engines can load it. Arguments: see `copied`."""
         canary, _ = self.copied(publisher, text, held)()
         return canary
 
     def copied(
         self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
     ) -> Callable[[], tuple[Canary | None, Span]]:
-        """Copy the policy as `version`: all parameters, or only the adapters if it has any. Returns a function that
-        publishes the copy, in any thread, while training continues; optimizer steps wait for the copy alone.
+        """Start to copy the policy as `version`: all parameters, or only the adapters if it has any. Returns a function
+        that publishes the copy. It may run in any thread while training continues; the next optimizer step waits only
+        until the copy is complete.
 
-        It returns a canary for engines to prove the version (log-probabilities of `text` and tensor digests; None
-        without a text) and the span of the writing. `held`: dtype of the engines' base weights under adapters.
+        The function returns a canary and the span of the writing. The canary has the log-probabilities of `text` (token
+        ids) and the digests of the tensors, by which engines prove the version; it is None without a text. `held`:
+        dtype in which the engines hold base weights under adapters.
         """
         began = time.monotonic()
         canary = self._canary(text) if text else None
@@ -213,7 +219,8 @@ class Trainer:
         return Canary(self.version, tuple(text), found, depth, self._config.dtype, routed=routed)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's parameters by name, one at a time, with adapters merged in."""
+        """Yield the policy's full parameters by name, one at a time, gathered from the ranks and with adapters merged
+        in. All ranks must iterate to the end."""
         for name, parameter in plain_parameters(self.learner.model):
             whole = self._ranks.full_tensor(parameter.detach())
             layer = self._adapted.get(name.removesuffix(".weight"))
@@ -221,13 +228,13 @@ class Trainer:
             yield name, merged(layer, whole, self._ranks) if layer is not None and adapted else whole
 
     def _gathered(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gather a parameter, or an adapter with its scale, in `dtype`. Each rank rounds its shard before it sends
-        it."""
+        """Gather a parameter in `dtype`; B of an adapter is multiplied by the scale. Each rank rounds its shard before
+        sending it."""
         return self._ranks.full_tensor(scaled(self._adapted, name, parameter.detach()).to(dtype))
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Copy the full training state, for a bitwise resume; returns a function that writes the copy to a folder, in
-        any thread, while training continues."""
+        """Copy the full training state, from which training continues bit for bit. Returns a function that writes the
+        copy to a folder; it may run in any thread while training continues."""
         began = time.monotonic()
         snapshots = {"": checkpoint.TrainerState.of(self.learner, self.version)}
         if self._critic is not None:
@@ -241,7 +248,7 @@ class Trainer:
         return write
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Write a snapshot now.
+        """Write the full training state to `folder`.
 
         Raises:
             StoreError: the folder cannot be written.
@@ -260,7 +267,7 @@ class Trainer:
         self.version = checkpoint.load(folder, self.learner)
 
     def drain_spans(self) -> list[Span]:
-        """The spans since the last call."""
+        """Return the spans since the last call, and forget them."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -272,13 +279,14 @@ class Trainer:
         return [each([samples[i] for i in part], ranks=self._ranks, trajectories=trajectories) for part in parts]
 
     def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor] | None]:
-        """Proximal log-probabilities of all minibatches but the first, if the loss needs them; the first uses its
-        training forward."""
+        """Proximal log-probabilities of each minibatch, if the loss needs them. None for the first minibatch, which
+        uses its training forward."""
         needed = self._algorithm.loss.anchor == "recomputed"
         return [self._gradients.evaluated(part) if needed and index else None for index, part in enumerate(parts)]
 
     def _step(self, part: Minibatch, rate: float, step: int, meter: Meter) -> bool:
-        """One optimizer step of the policy and one of the critic; False if a gradient was not finite."""
+        """Take one optimizer step of the policy and one of the critic; False if a gradient was not finite and its step
+        was skipped."""
         self._publication.hold()
         try:
             steps = [self.learner.step(rate, step)]

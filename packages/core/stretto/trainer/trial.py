@@ -1,4 +1,5 @@
-"""Test a loss, a correction or an estimator on made-up tokens before a run; each fault is one sentence.
+"""Test a loss, a correction or an advantage estimator on made-up tokens before a run. A fault is a phrase that follows
+the name of the part in a message.
 
 Axes: N loss token, S sequence.
 """
@@ -22,7 +23,8 @@ _BATCHES = (((1.0, 0.0, 0.5), (0.0, 0.0)), ((1.0,),))  # rewards of each group
 
 
 def loss_faults(loss: LossSection) -> Iterator[str]:
-    """Faults of a loss; errors raised by the loss pass through."""
+    """Call a loss, its selection and its gradient on made-up tokens, and yield the faults of their results. Errors
+    raised by the loss pass through."""
     for lengths in _LENGTHS:
         policy, tokens = _made_up(lengths)
         if (selection := loss.selection) is not None:
@@ -47,7 +49,7 @@ def loss_faults(loss: LossSection) -> Iterator[str]:
 
 
 def correction_faults(correction: Correction) -> Iterator[str]:
-    """Faults of a correction; errors raised by it pass through."""
+    """Call a correction on made-up tokens, and yield the faults of its results. Errors raised by it pass through."""
     for lengths in _LENGTHS:
         policy, tokens = _made_up(lengths)
         weights = correction(tokens)
@@ -59,14 +61,16 @@ def correction_faults(correction: Correction) -> Iterator[str]:
 
 
 def estimator_faults(estimator: EstimatorSection) -> Iterator[str]:
-    """Faults of an advantage estimator; errors raised by it pass through."""
+    """Call an advantage estimator on made-up rewards, and yield the faults of its results. Errors raised by it pass
+    through."""
     for rewards in _BATCHES:
         groups = [[RewardedCompletion(one, 2 + at, (0, 1 + at)) for at, one in enumerate(group)] for group in rewards]
         yield from estimate_faults(estimator, groups, ESTIMATORS.bound(estimator)(groups))
 
 
 def _made_up(lengths: Sequence[int]) -> tuple[Tensor, LossTokens]:
-    """Log-probabilities [N] of a policy, differentiable, and N tokens sampled by an older one."""
+    """Made-up sequences of these lengths: the log-probabilities [N] of a policy, differentiable, and the N tokens as
+    sampled by an older policy."""
     place_N = torch.arange(float(sum(lengths)))
     behavior_N = -0.2 - 0.3 * place_N
     sign_N = 1 - 2 * (place_N % 2)  # every other token has become less likely, or has a negative advantage
@@ -81,7 +85,7 @@ def _made_up(lengths: Sequence[int]) -> tuple[Tensor, LossTokens]:
 
 
 def _column(name: str, found: object, tokens: int, dtype: torch.dtype) -> Iterator[str]:
-    """The fault of a result that should be one number (or bool) per token."""
+    """Yield the fault, if any, of the result `found`, which should have one number (or bool) per token."""
     if not isinstance(found, Tensor):
         yield f"{name} is {type(found).__name__}, and not a tensor"
     elif found.shape != (tokens,):

@@ -1,4 +1,4 @@
-"""What a verb may be given: an argument of another kind is refused by its name, before anything begins."""
+"""Check of the arguments of `stretto.Engine`, `stretto.Trainer` and the others, before they start any work."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from stretto.core.records import Sampling
 #: A text, or token ids: a list, a tuple, or an array of numpy or torch.
 Asked = Any
 _PROMPT = "a prompt is a text, or a list of token ids; `chat` takes messages"
-#: Completions of one call; more are more calls.
+#: Most completions of one call.
 MOST_COMPLETIONS = 65_536
 
 
 @dataclass(frozen=True)
 class ArgumentKind:
-    """What is allowed, in words, and the test for it."""
+    """A kind of argument: a phrase for messages, and a function that tells whether a value is allowed."""
 
     allowed: str
     fits: Callable[[Any], bool]
 
     @property
     def or_none(self) -> ArgumentKind:
-        """The same, or left out."""
+        """The same kind, or None."""
         return ArgumentKind(self.allowed, lambda given: given is None or self.fits(given))
 
 
 def instance(kind: type | tuple[type, ...], allowed: str) -> ArgumentKind:
-    """Objects of a class."""
+    """Return the kind of argument that is an instance of `kind`; `allowed`: phrase for messages."""
     return ArgumentKind(allowed, lambda given: isinstance(given, kind))
 
 
 def integer(least: int, most: int | None = None) -> ArgumentKind:
-    """Whole numbers in a range."""
+    """Return the kind of argument that is a whole number from `least` to `most` (None: no limit)."""
     allowed = f"a whole number of at least {least}" + ("" if most is None else f" and at most {most}")
     return ArgumentKind(allowed, lambda one: _is_integer(one) and one >= least and (most is None or one <= most))
 
@@ -63,10 +63,10 @@ TOKENIZER = ArgumentKind("engine.tokenizer", lambda given: hasattr(given, "encod
 
 
 def check(place: str, **given: tuple[object, ArgumentKind]) -> None:
-    """Refuse arguments of another kind.
+    """Check arguments, given by name as (value, allowed kind). `place`: name of the called function, for messages.
 
     Raises:
-        DataError: with each of them; `place` names the verb.
+        DataError: a value is not of its kind; names each of them.
     """
     found = [
         Problem(f"{place}: {name}", f"{value!r:.80}", f"give {kind.allowed}")
@@ -78,10 +78,11 @@ def check(place: str, **given: tuple[object, ArgumentKind]) -> None:
 
 
 def prompts_of(given: Asked | Sequence[Asked]) -> list[str | tuple[int, ...]]:
-    """All prompts; a text, or a list that begins with a token, is one.
+    """Convert one prompt, or a list of prompts, to a list. A text is one prompt, and so is a list that begins with a
+    token id.
 
     Raises:
-        RefusedRequest: something is no prompt.
+        RefusedRequest: a prompt is neither a text nor token ids.
     """
     found = plain(given)
     if isinstance(found, str):
@@ -94,10 +95,10 @@ def prompts_of(given: Asked | Sequence[Asked]) -> list[str | tuple[int, ...]]:
 
 
 def prompt_of(place: str, given: Asked) -> str | tuple[int, ...]:
-    """One prompt.
+    """Convert one prompt to a text or a tuple of token ids. `place`: name of the argument, for messages.
 
     Raises:
-        RefusedRequest: it is none; `place` says where it was given.
+        RefusedRequest: it is neither a text nor token ids.
     """
     given = plain(given)
     if isinstance(given, str):
@@ -109,7 +110,7 @@ def prompt_of(place: str, given: Asked) -> str | tuple[int, ...]:
 
 
 def plain(given: Any) -> Any:
-    """An array of numpy or torch as lists of numbers."""
+    """Convert an array of numpy or torch to numbers or nested lists; return anything else unchanged."""
     return given.tolist() if hasattr(given, "tolist") else given
 
 
@@ -118,10 +119,11 @@ def _no_prompt(place: str, given: object) -> RefusedRequest:
 
 
 def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
-    """The distribution of the completions that are trained on.
+    """Return the sampling settings of the completions that a trainer is trained on. `given`: the settings that differ
+    from the defaults.
 
     Raises:
-        RecipeError: there is no such setting, or it is out of its range.
+        RecipeError: a setting does not exist, or is out of range.
     """
     settings = {"max_tokens": 1, **(given or {})}
     allowed = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
@@ -129,6 +131,6 @@ def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
         raise RecipeError([Problem(f"Trainer: sampling.{unknown[0]}", "unknown key", f"allowed: {', '.join(allowed)}")])
     sampling = Sampling(**settings)
     if not sampling.temperature > 0:
-        told, remedy = f"{sampling.temperature}", "greater than 0: nothing is learnt of what is certain"
+        told, remedy = f"{sampling.temperature}", "greater than 0: greedy completions are not sampled"
         raise RecipeError([Problem("Trainer: sampling.temperature", told, remedy)])
     return sampling

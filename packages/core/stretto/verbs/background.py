@@ -1,4 +1,5 @@
-"""The thread in which engines of this process sample, and from which those of other processes are asked."""
+"""A background thread with an event loop. Engines in this process sample in it, and requests to engines in other
+processes are sent from it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _END_SECONDS = 5.0
 
 
 class Background:
-    """An event loop in a thread of its own, which ends with the process."""
+    """An event loop in a daemon thread; both end with the process."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -30,28 +31,29 @@ class Background:
         self.loop.run_forever()
 
     def _end(self) -> None:
-        """Let the step in progress end: an interpreter that goes away under a thread of torch may crash."""
+        """Stop the loop and wait for the step in progress: an interpreter that exits while torch computes may crash."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_END_SECONDS)
 
     @property
     def here(self) -> bool:
-        """Whether the caller is in this thread."""
+        """Whether the caller runs in this thread."""
         return threading.current_thread() is self._thread
 
     def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Begin to work on it."""
+        """Start a coroutine in the thread; returns a future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of it; what interrupts the caller ends the work.
+        """Run a coroutine in the thread and wait for its result. If the caller is interrupted, the coroutine is
+        cancelled.
 
         Raises:
-            StrettoError: the caller is in this thread itself, such as a callback of a future, and would wait for ever.
+            StrettoError: the caller runs in this thread itself, as a callback of a future does, and would wait forever.
         """
         if self.here:
             work.close()
-            raise StrettoError("an engine was asked to wait in its own thread; ask by `submit`, or from another thread")
+            raise StrettoError("an engine was called, with a wait, in its own thread; use `submit`, or another thread")
         future = self.start(work)
         try:
             return future.result()
@@ -65,7 +67,7 @@ _making = threading.Lock()
 
 
 def background() -> Background:
-    """That of this process; a process that was forked has one of its own."""
+    """Return the background thread of this process, created at the first call. A forked process gets its own."""
     with _making:
         if (process := os.getpid()) not in _known:
             _known[process] = Background()

@@ -1,5 +1,5 @@
-"""A completion as text, and as tokens with the numbers that a trainer needs of them; and the mark of its tokenizer, by
-which parts with another one refuse it."""
+"""A completion as `stretto.Engine` returns it: text, tokens, and the numbers that training needs. It carries the *mark*
+of its tokenizer, a hash, so that an engine, scheduler or trainer with another tokenizer refuses it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from stretto.core.records import Batch, Likeliest, Record, Segment, StopReason
 
-if TYPE_CHECKING:  # which loads transformers; a scheduler of token ids needs none
+if TYPE_CHECKING:  # the import loads transformers, which a scheduler of token ids does not need
     from stretto.model.hf.tokenizer import Tokenizer
 
 
 class TextCompletion(Record, frozen=True):
-    """What followed a prompt; `text` is without special tokens, `logprobs` are of the distribution sampled from.
+    """One sampled completion. `text`: without special tokens. `logprobs`: log-probability of each token under the
+    distribution that it was sampled from.
 
     Example::
 
@@ -26,37 +27,37 @@ class TextCompletion(Record, frozen=True):
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    stop_reason: str  # "stop": it came to its end; "length": it was cut off
-    versions: tuple[int, ...] = ()  # of the weights that sampled each token
-    interrupted: int = 0  # times that weights were changed meanwhile
-    top_logprobs: tuple[Likeliest, ...] = ()  # likeliest tokens at each place, where they were asked for
-    tokenizer: str = ""  # the mark of the engine's tokenizer; "": not known
+    stop_reason: str  # "stop": it ended with a stop token or text; "length": it was cut off at max_tokens
+    versions: tuple[int, ...] = ()  # version of the weights that sampled each token
+    interrupted: int = 0  # number of weight updates while it was sampled
+    top_logprobs: tuple[Likeliest, ...] = ()  # most likely tokens at each position, if they were requested
+    tokenizer: str = ""  # mark of the engine's tokenizer; "": not known
 
     @property
     def segment(self) -> Segment:
-        """It as a part of a trajectory."""
+        """The completion as a segment of a trajectory."""
         reason = StopReason(self.stop_reason)
         return Segment.of(self.token_ids, self.logprobs, self.versions, self.interrupted, reason)
 
 
 class _MarkedBatch(Batch, frozen=True):
-    """A batch, and the mark of the tokenizer of its tokens."""
+    """A batch with the mark of its tokenizer."""
 
     tokenizer: str = ""
 
 
 def marked(batch: Batch, mark: str) -> Batch:
-    """The batch with the mark of the tokenizer of its tokens."""
+    """Return a copy of the batch that carries the mark of its tokenizer."""
     columns = {name: getattr(batch, name) for name in batch.__struct_fields__}
     return _MarkedBatch(**{**columns, "tokenizer": mark})
 
 
 def mark_on(batch: Batch) -> str:
-    """The mark of the tokenizer of a batch; "": not known."""
+    """Return the mark of the tokenizer of a batch; "": not known."""
     return batch.tokenizer if isinstance(batch, _MarkedBatch) else ""
 
 
 def mark_of(tokenizer: Tokenizer) -> str:
-    """A text that is the same for tokenizers with the same vocabulary, and another one for others."""
+    """Compute the mark of a tokenizer: a hash of its vocabulary, in hexadecimal digits."""
     vocabulary = json.dumps(sorted(tokenizer.vocabulary.items()))
     return hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()

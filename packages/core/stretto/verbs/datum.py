@@ -1,4 +1,4 @@
-"""One sequence to learn from, and its numbers position by position."""
+"""`stretto.Datum`: one sequence to train on, with a target and further numbers for each position."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from stretto.trainer.batch.samples import Sample
 from stretto.verbs.arguments import plain
 from stretto.verbs.completion import mark_on
 
-#: One number for each position, or a row of K: one for each of its targets.
+#: A number for each of the T positions, or a row of K numbers: one for each target of the position.
 Targets = tuple[int, ...] | tuple[tuple[int, ...], ...]
 Factors = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
 class Datum:
-    """Tokens as the model reads them, and for each of them the token that is to follow. A position whose weight is 0 is
-    no part of a loss. Where each position has K targets, as in a teacher's likeliest tokens, a target and its weight
-    are rows of K, and the loss is "cross_entropy" or a function of yours.
+    """One sequence to train on: the tokens that the model reads, and the target token that should follow each.
+
+    A position with weight 0 does not count in the loss. For distillation, each position may have K targets (the
+    teacher's most likely tokens): then targets and weights are rows of K, and the loss must be "cross_entropy" or a
+    function.
 
     Example::
 
@@ -38,10 +40,10 @@ class Datum:
 
     token_ids: tuple[int, ...]  # [T]
     targets: Targets  # [T] or [T, K]
-    weights: Factors = ()  # as the targets; empty: all 1
-    logprobs: tuple[float, ...] = ()  # [T], of the policy that sampled; empty: not known
+    weights: Factors = ()  # shape of `targets`; empty: all 1
+    logprobs: tuple[float, ...] = ()  # [T], under the policy that sampled the targets; empty: not known
     advantages: tuple[float, ...] = ()  # [T]; empty: none
-    staleness: tuple[int, ...] = ()  # [T], versions since the token was sampled; empty: none
+    staleness: tuple[int, ...] = ()  # [T], versions between sampling and training; empty: all 0
 
     @classmethod
     def of(
@@ -53,14 +55,20 @@ class Datum:
         logprobs: Sequence[float] = (),
         advantages: float | Sequence[float] | None = None,
     ) -> Self:
-        """A completion behind its prompt; `logprobs` and `advantages` are those of the completion's tokens.
+        """Make the datum of a prompt and its completion; the prompt's positions have weight 0.
+
+        Args:
+            prompt, completion: token ids.
+            weight: of each token of the completion.
+            logprobs: of the completion's tokens, under the policy that sampled them.
+            advantages: of the completion's tokens; a number: the same for all.
 
         Raises:
             DataError: the prompt is empty.
         """
         prompt, completion, logprobs = plain(prompt), plain(completion), plain(logprobs)
         if not len(prompt):
-            remedy = "give a token at least: nothing foretells the first one"
+            remedy = "give at least one token: the first token cannot be predicted"
             raise DataError([Problem("Datum.of: prompt", "0 tokens", remedy)])
         before = len(prompt) - 1
         whole = (*prompt, *completion)
@@ -77,22 +85,23 @@ class Datum:
 
     @property
     def trained(self) -> list[int]:
-        """The positions that are part of a loss."""
+        """Indices of the positions that count in the loss (with a weight other than 0)."""
         return [at for at in range(len(self.token_ids)) if not self.weights or any(_row(self.weights[at]))]
 
     @property
     def width(self) -> int:
-        """Targets of each position."""
+        """Number of targets of each position."""
         return len(_row(self.targets[0])) if self.targets else 1
 
 
-#: What is learnt from: groups of completions with rewards, or sequences with numbers of their own.
+#: Training data: a batch of groups with rewards, or sequences with their own weights and advantages.
 Data = Batch | Sequence[Datum]
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The log-probabilities of the data by the policy as it was, the loss, and its metrics (docs/reference/metrics.md).
+    """Result of `Trainer.forward` and `forward_backward`: log-probabilities under the policy before the step, the loss
+    (NaN for `forward`), and metrics (docs/reference/metrics.md).
 
     Example::
 
@@ -100,7 +109,7 @@ class Forward:
         assert len(found.logprobs[0]) == 4  # of each target: 3, 4, 5, 1
     """
 
-    # Of every target of a datum, those of one position side by side; of the loss tokens of a path of a batch.
+    # For a datum: one number per target, position by position. For a batch: one per loss token of each path.
     logprobs: tuple[tuple[float, ...], ...]
     loss: float = math.nan
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -108,10 +117,11 @@ class Forward:
 
 
 def listed(data: Any, place: str) -> Data:
-    """The data, as often as they are read.
+    """Return a batch unchanged, and any other iterable of data as a tuple, which can be read several times. `place`:
+    name of the called method, for messages.
 
     Raises:
-        DataError: there are none.
+        DataError: there is no datum, or `data` is not iterable.
     """
     if isinstance(data, Batch):
         return data
@@ -123,8 +133,8 @@ def listed(data: Any, place: str) -> Data:
 
 
 def sample_of(datum: Datum, number: int, *, sampled: bool) -> Sample:
-    """A datum as the trainer has it. `sampled`: the loss is one over sampled tokens; else log-probabilities and
-    advantages play no part."""
+    """Convert a datum to the trainer's `Sample`, with `number` as its id. `sampled`: the loss needs log-probabilities
+    and advantages; otherwise these are left out."""
     trained, width = datum.trained, datum.width
     as_read = width == 1 and datum.targets[:-1] == datum.token_ids[1:]
     return Sample(
@@ -142,7 +152,8 @@ def sample_of(datum: Datum, number: int, *, sampled: bool) -> Sample:
 
 
 def datum_of(sample: Sample) -> Datum:
-    """A path of a batch as a datum: its loss tokens have the weight 1, and their numbers at their positions."""
+    """Convert a sample of a batch to a datum. Its loss tokens get weight 1, their log-probabilities, advantages and
+    staleness; all other positions get zeros."""
     positions, at = len(sample.token_ids) - 1, np.asarray(sample.loss_positions) - 1
 
     def spread(values: Sequence[float] | np.ndarray[Any, Any], kind: type) -> tuple[Any, ...]:
@@ -162,20 +173,25 @@ def datum_of(sample: Sample) -> Datum:
 
 
 def _row(value: Any) -> Sequence[Any]:
-    """The numbers of one position."""
+    """Return the numbers of one position as a sequence."""
     return value if isinstance(value, Sequence) else (value,)
 
 
 def _flat(values: Iterable[Any]) -> tuple[Any, ...]:
-    """The numbers of all positions, one after the other."""
+    """Return the numbers of all positions, one after the other."""
     return tuple(number for value in values for number in _row(value))
 
 
 def check_data(data: Sequence[Datum], vocabulary: int, longest: int, place: str) -> None:
-    """Refuse what the model cannot read, or what does not fit together.
+    """Check that tokens, lengths and shapes of the data are valid for the model.
+
+    Args:
+        vocabulary: number of the model's tokens.
+        longest: the model's context length in tokens.
+        place: name of the called method, for messages.
 
     Raises:
-        DataError: with every datum that is wrong.
+        DataError: names every mistake in every datum.
     """
     problems = [problem for at, one in enumerate(data) for problem in _problems(one, vocabulary, longest, at, place)]
     if problems:
@@ -183,10 +199,11 @@ def check_data(data: Sequence[Datum], vocabulary: int, longest: int, place: str)
 
 
 def check_sampled(data: Sequence[Datum], loss: str, place: str) -> None:
-    """Refuse data without the numbers that a loss over sampled tokens needs.
+    """Check that the data have log-probabilities, advantages and one target per position, as a loss over sampled tokens
+    needs. `loss`: its name, for messages.
 
     Raises:
-        DataError: with every datum that lacks some.
+        DataError: names every datum that lacks something.
     """
     needed = {"logprobs": "those that the engine gave with the tokens", "advantages": "a number for each token"}
     problems = [
@@ -205,17 +222,23 @@ def check_sampled(data: Sequence[Datum], loss: str, place: str) -> None:
 
 
 def check_batch(batch: Batch, version: int, vocabulary: int, mark: str, place: str) -> None:
-    """Refuse a batch that a trainer at this version cannot have: of later versions, or of another tokenizer.
+    """Check that a trainer can train on a batch.
+
+    Args:
+        version: the trainer's version; the batch must not be of a later one.
+        vocabulary: number of the model's tokens.
+        mark: mark of the trainer's tokenizer, which must be that of the batch; "": not known.
+        place: name of the called method, for messages.
 
     Raises:
-        DataError: with everything that is wrong.
+        DataError: names every mistake.
     """
     problems = list[Problem]()
     if mark not in ("", mark_on(batch)) and mark_on(batch):
         told = "its tokens are of another tokenizer than this trainer's model"
         problems.append(Problem(f"{place}: batch", told, "engine, scheduler and trainer begin with one model folder"))
     if batch.version > version:
-        told = f"is for version {batch.version}, and this trainer has come to version {version}"
+        told = f"is for version {batch.version}, and this trainer is at version {version}"
         problems.append(Problem(f"{place}: batch", told, "load the checkpoint of that version first"))
     for group in batch.groups:
         tokens = [*group.prompt.token_ids]
@@ -223,12 +246,13 @@ def check_batch(batch: Batch, version: int, vocabulary: int, mark: str, place: s
             tokens += trajectory.token_ids
             where = f"{place}: trajectory {trajectory.id}"
             if (newest := max(trajectory.versions, default=0)) > version:
-                told = f"was sampled by version {newest}, which this trainer, at {version}, has not made yet"
+                told = f"was sampled by version {newest}, and this trainer is at version {version}"
                 problems.append(Problem(where, told, "give it to the trainer whose weights the engine has"))
             if len(trajectory.behavior_logprobs) != len(trajectory.versions):
                 problems.append(Problem(where, "lacks log-probabilities", "keep those that the engine gave"))
         if outside := [token for token in tokens if not 0 <= token < vocabulary]:
-            told, remedy = f"token {outside[0]} is none of this model's {vocabulary}", "encode prompts by its tokenizer"
+            told = f"token {outside[0]} is not in this model's vocabulary of {vocabulary} tokens"
+            remedy = "encode prompts by its tokenizer"
             problems.append(Problem(f"{place}: group {group.id}", told, remedy))
     if problems:
         raise DataError(problems)
@@ -244,7 +268,7 @@ def _problems(one: object, vocabulary: int, longest: int, number: int, place: st
     for name in ("token_ids", "targets"):
         values = _flat(getattr(one, name)) if name == "targets" else one.token_ids
         if outside := [token for token in values if not _is_token(token, vocabulary)]:
-            told = f"token {outside[0]!r} is none of this model's"
+            told = f"token {outside[0]!r} is not in this model's vocabulary"
             remedy = f"tokens are 0 to {vocabulary - 1}: encode by the tokenizer of the model that is trained"
             found.append(Problem(f"{where}.{name}", told, remedy))
     for name in ("targets", "weights", "logprobs", "advantages", "staleness"):
@@ -262,7 +286,7 @@ def _problems(one: object, vocabulary: int, longest: int, number: int, place: st
 
 
 def _is_wide(value: object, datum: Datum) -> bool:
-    """Whether it is of the shape of the first target."""
+    """Whether `value` has the shape of the datum's first target: a number, or a row of as many numbers."""
     first = datum.targets[0] if datum.targets else 0
     if not isinstance(first, Sequence):
         return not isinstance(value, Sequence)

@@ -1,4 +1,4 @@
-"""`stretto.Engine`: completions of a policy, whose weights may change while they are sampled."""
+"""`stretto.Engine`: sampling completions from a policy, whose weights may be updated meanwhile."""
 
 from __future__ import annotations
 
@@ -64,26 +64,26 @@ _SETTINGS: Mapping[str, ArgumentKind] = {
 }
 _CHAT = 'a conversation is a list of messages such as {"role": "user", "content": "3+4="}'
 
-#: What samples: the engine of this process, or engines of their own.
+#: The sampler behind an engine: the native engine in this process, or engines in processes of their own.
 CompletionSource = SourceHere | SourceApart
 
 
 class SamplingSettings(TypedDict, total=False):
-    """Keywords of `Engine.sample`, all of which may be left out."""
+    """Keyword arguments of `Engine.sample`; all are optional."""
 
-    max_tokens: int  # 256
-    temperature: float  # 1; 0 takes the likeliest token
+    max_tokens: int  # default 256
+    temperature: float  # default 1; 0 always takes the most likely token
     top_p: float
     top_k: int
     min_p: float
     stop: str | Sequence[str]  # texts that end a completion
-    stop_token_ids: Sequence[int]  # tokens that end it; by default those of the model
+    stop_token_ids: Sequence[int]  # tokens that end a completion; default: the model's end-of-sequence tokens
     grammar: str
-    top_logprobs: int  # likeliest tokens to return at each place
+    top_logprobs: int  # number of most likely tokens to return at each position
 
 
 class LocalEngine:
-    """The policy of a Hugging Face folder, ready to sample: in this process, or in processes of their own.
+    """Samples completions from the policy of a Hugging Face folder, in this process or in processes of its own.
 
     Example::
 
@@ -93,8 +93,9 @@ class LocalEngine:
         later = engine.submit("3+4=", n=4, max_tokens=8)  # goes on while this program does something else
         print(len(later.result()), engine.version)
 
-    A ticket of `Scheduler.admit` may be given in place of a prompt: it brings its seeds. With the scheduler's ledger
-    its tokens are on record while they are sampled, and after a kill they are gone on with.
+    A ticket of `Scheduler.admit` may be given in place of a prompt; its seeds are used. If the engine has the
+    scheduler's ledger, sampled tokens are recorded while a ticket is sampled, and sampling continues after them once a
+    killed program has been started again.
     """
 
     def __new__(cls, *given: Any, **named: Any) -> Self:
@@ -121,21 +122,23 @@ class LocalEngine:
         deadlines: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Self:
-        """An engine for a model folder, or for one model in memory that several engines share.
+        """Load an engine.
 
         Args:
-            lora: the rank of the adapters that `update` will bring, for a shared model.
-            ledger: that of the scheduler whose tickets are sampled. A kill loses the tokens of the last second or two;
-                the same ticket, admitted again, goes on after those before, whose top log-probabilities alone are lost.
-            apart: in a process of its own; so are several (`count`), and servers of other makes (`kind="vllm"`,
-                `python=...`; docs/how_to/servers.md).
-            deadlines: keys of a recipe's section ``[deadlines]``, for engines that are apart.
+            model: a model folder, or a `stretto.SharedModel`: one model in memory that several engines share.
+            lora: for a shared model: the rank of the adapters that `update` will bring, or their settings.
+            ledger: ledger of the scheduler whose tickets are sampled. After a kill, sampling of a ticket continues
+                after its recorded tokens; the tokens of the last one or two seconds are lost, and all top
+                log-probabilities.
+            apart: run the engine in a process of its own. Several engines (`count`) and servers of other makes
+                (`kind="vllm"`, `python=...`; docs/how_to/servers.md) always run so.
+            deadlines: keys of a recipe's section ``[deadlines]``, for engines in processes of their own.
             **settings: keys of a recipe's section ``[engine]``, such as ``slots``.
 
         Raises:
             ModelFolderError: the folder cannot be loaded.
-            RecipeError: a setting is not what it should be.
-            RoleError: an engine that is apart has not come up.
+            RecipeError: a setting is invalid.
+            RoleError: an engine in a process of its own did not start.
         """
         check("Engine.load", model=(model, MODEL), ledger=(ledger, _LEDGER))
         config = checked(settings, "Engine.load", EngineConfig)
@@ -153,20 +156,21 @@ class LocalEngine:
 
     @property
     def version(self) -> int:
-        """Of the weights that sample the next token; 0 are those of the folder."""
+        """Version of the weights that sample the next token; 0: the weights of the model folder."""
         return background().call(self._source.version())
 
     def update(self, weights: PolicyWeights) -> int:
-        """Sample by these weights from the next token on, in completions under way too; returns their version.
+        """Load new weights; returns their version. Completions that are being sampled continue with the new weights
+        from their next token on.
 
         Raises:
-            DataError: they are no weights of a trainer, or of a model with another tokenizer.
-            RefusedRequest: they are older than those in use.
-            TornPublication: they are of another model.
+            DataError: `weights` is not from a trainer, or from a trainer whose model has another tokenizer.
+            RefusedRequest: the weights are older than those in use.
+            TornPublication: the weights belong to another model.
         """
         check("update", weights=(weights, _WEIGHTS))
         if weights.tokenizer and weights.tokenizer != self._mark:
-            remedy = "engine and trainer begin with one model folder"
+            remedy = "load engine and trainer from the same model folder"
             raise DataError([Problem("update", "these weights are of a model with another tokenizer", remedy)])
         background().call(self._source.update(weights))
         return weights.version
@@ -180,22 +184,22 @@ class LocalEngine:
         seeds: Sequence[int] | None = None,
         **sampling: Unpack[SamplingSettings],
     ) -> list[TextCompletion]:
-        """Several completions of one prompt.
+        """Sample `n` completions of one prompt; waits until all have ended.
 
         Args:
             prompt: a text, token ids, or a ticket of a scheduler.
-            n: how many.
-            seed: equal seeds give equal completions; without one, each call gives other ones.
+            n: number of completions.
+            seed: makes the completions reproducible; None: a random seed.
             seeds: one seed for each completion, in place of `n` and `seed`.
-            **sampling: `max_tokens` (256), `temperature` (1; 0 takes the likeliest token), `top_p`, `top_k`, `min_p`,
-                `stop` (texts that end a completion), `stop_token_ids` (by default those of the model), `grammar`,
-                `top_logprobs` (likeliest tokens to return at each place).
+            **sampling: `max_tokens` (256), `temperature` (1; 0 always takes the most likely token), `top_p`, `top_k`,
+                `min_p`, `stop` (texts that end a completion), `stop_token_ids` (default: the model's end-of-sequence
+                tokens), `grammar`, `top_logprobs` (number of most likely tokens to return at each position).
 
         Raises:
-            DataError: the prompt holds characters that the tokenizer does not know, an argument is of the wrong kind,
-                or there is no such setting.
-            RefusedRequest: the prompt is something else, a number is out of its range, or the prompt has no room in the
-                context.
+            DataError: the prompt has characters that the tokenizer does not know, an argument has the wrong type, or a
+                setting does not exist.
+            RefusedRequest: the prompt is neither text nor token ids, a number is out of range, or the prompt does not
+                fit into the context.
             EngineLost: the engine is closed.
             StrettoError: the model's logits are not finite.
         """
@@ -210,8 +214,8 @@ class LocalEngine:
         seeds: Sequence[int] | None = None,
         **sampling: Unpack[SamplingSettings],
     ) -> Future[list[TextCompletion]]:
-        """As `sample`, without waiting: the result of the future are the completions. In a coroutine, wait for it by
-        ``await asyncio.wrap_future(engine.submit(...))``."""
+        """Start sampling as `sample` does, without waiting; returns a future of the completions. In a coroutine, wait
+        for it with ``await asyncio.wrap_future(engine.submit(...))``."""
         return background().start(self._sampled(self._asked(prompt, n, seed, seeds, sampling)))
 
     async def _sampled(self, request: GenerateRequest) -> list[TextCompletion]:
@@ -245,22 +249,21 @@ class LocalEngine:
         seed: int | None = None,
         stop: str | Sequence[str] = (),
     ) -> list[TextCompletion]:
-        """One completion for each prompt, in their order.
+        """Sample one completion for each prompt; returns them in the order of the prompts.
 
         Args:
-            prompts: one, or several; a prompt is a text, or token ids, which are taken as they are (also as an array of
-                numpy or torch).
-            temperature: 0 takes the likeliest token.
-            top_p: as in a recipe's section ``[sampling]``, like the next two.
-            top_k: number of likeliest tokens that are kept; 0 keeps all.
-            min_p: least probability of a token, as a fraction of the likeliest one's.
-            seed: equal seeds give equal completions; without one, each call gives other ones.
-            stop: a text that ends a completion, or several.
+            prompts: one prompt, or a list; a prompt is a text, or token ids (a list, or an array of numpy or torch).
+            temperature: 0 always takes the most likely token.
+            top_p: as in a recipe's section ``[sampling]``, as are the next two.
+            top_k: number of most likely tokens that are kept; 0: all.
+            min_p: least probability of a token, as a fraction of the most likely token's.
+            seed: makes the completions reproducible; None: a random seed.
+            stop: a text that ends a completion, or a list of texts.
 
         Raises:
-            DataError: a prompt holds characters that the tokenizer does not know.
-            RefusedRequest: a prompt is something else, a number is out of its range, or a prompt has no room in the
-                context.
+            DataError: a prompt has characters that the tokenizer does not know.
+            RefusedRequest: a prompt is neither text nor token ids, a number is out of range, or a prompt does not fit
+                into the context.
             StrettoError: the model's logits are not finite.
         """
         sampling: SamplingSettings = {
@@ -284,10 +287,10 @@ class LocalEngine:
         template_arguments: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> list[TextCompletion]:
-        """One completion for each conversation, by the chat template of the model folder.
+        """Sample the next message of each conversation, rendered by the chat template of the model folder.
 
         Args:
-            messages: one conversation, or several; each is a list of messages with ``role`` and ``content``.
+            messages: one conversation, or a list; a conversation is a list of messages with ``role`` and ``content``.
             template_arguments: arguments of the chat template, such as ``{"enable_thinking": False}``.
             **settings: as for `generate`.
 
@@ -308,10 +311,11 @@ class LocalEngine:
         return self.generate([self.tokenizer.encode_chat(one, **given) for one in conversations], **settings)
 
     def score(self, texts: Asked | Sequence[Asked]) -> list[tuple[float, ...]]:
-        """The log-probability of every token but the first of each text, by the weights in use, at temperature 1.
+        """Compute the log-probability of every token but the first of each text, under the current weights at
+        temperature 1. Returns one tuple for each text.
 
         Args:
-            texts: one, or several; each a text or token ids, as for `generate`.
+            texts: one text, or a list; each is a text or token ids, as for `generate`.
 
         Raises:
             RefusedRequest, DataError: as for `generate`.
@@ -320,7 +324,7 @@ class LocalEngine:
         return background().call(self._source.score(tokens))
 
     def close(self) -> None:
-        """Give up what is sampled, and the memory of the engine."""
+        """Abort all completions, and free the engine's memory or end its processes."""
         ending = self._end()
         if ending is not None and not background().here:
             ending.result(_END_SECONDS)
@@ -354,13 +358,13 @@ class LocalEngine:
         return GenerateRequest(name, self._tokens(prompt), tuple(seeds), sampling, top_logprobs=likeliest)
 
     def _texts(self, requests: Sequence[GenerateRequest], found: Sequence[Completion]) -> list[TextCompletion]:
-        """The completions in the order of the requests and of their members."""
+        """Convert completions to text, in the order of the requests, and of the members in each."""
         places = {request.id: at for at, request in enumerate(requests)}
         return [self._text(one) for one in sorted(found, key=lambda one: (places[one.request], one.member))]
 
     def _text(self, found: Completion) -> TextCompletion:
         likeliest = found.top_logprobs
-        unknown = found.segment.length - len(likeliest) if likeliest else 0  # sampled before a kill
+        unknown = found.segment.length - len(likeliest) if likeliest else 0  # tokens that were sampled before a kill
         return TextCompletion(
             text=self.tokenizer.decode(found.token_ids),
             token_ids=found.token_ids,
@@ -378,24 +382,26 @@ def _are(given: object, kind: type) -> bool:
 
 
 def _end(source: CompletionSource, keeping: Future[None] | None) -> Future[None] | None:
-    """End an engine; not waited for, since the collector may call this in any thread."""
+    """Begin to end an engine; returns a future of its end. Does not wait, since the garbage collector may call this in
+    any thread."""
     if keeping is not None:
         keeping.cancel()
     return source.close()
 
 
 def _beside(model: SharedModel, lora: LoraConfig | None, config: EngineConfig) -> NativeEngine:
-    """An engine whose adapters are beside the weights of a shared model; B is published with its scale."""
+    """Create a native engine on the weights of a shared model, with adapters of its own (None: none). Their scale is 1
+    (alpha = rank), since a trainer publishes B already scaled."""
     own = None if lora is None else lora.model_copy(update={"alpha": lora.rank})
     view, tokenizer = model.view(own, CACHED_ATTENTION), model.tokenizer
     return NativeEngine(view, config, detokenizer=lambda: tokenizer, grammars=partial(Grammars, lambda: tokenizer))
 
 
 def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool) -> None:
-    """Refuse settings that do not go together.
+    """Check that the settings of `Engine.load` can be combined.
 
     Raises:
-        RecipeError: with each of them.
+        RecipeError: some cannot; names each of them.
     """
     found = list[Problem]()
     if shared and apart:
@@ -415,16 +421,16 @@ def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool)
         remedy = f"name the interpreter of an environment that has {make.needed}, or give addresses"
         found.append(Problem("Engine.load: python", f'missing, and kind is "{config.kind}"', remedy))
     elif config.python is not None and not os.access(config.python, os.X_OK):
-        found.append(Problem("Engine.load: python", f"{config.python!r} is no program", "give that of an interpreter"))
+        found.append(Problem("Engine.load: python", f"{config.python!r} is no program", "give the path of a Python"))
     if found:
         raise RecipeError(found)
 
 
 def _check_settings(settings: SamplingSettings) -> None:
-    """Refuse sampling settings that there are not, or of the wrong kind.
+    """Check names and types of sampling settings.
 
     Raises:
-        DataError: with each of them.
+        DataError: a setting does not exist, or has the wrong type; names each of them.
     """
     if unknown := [name for name in settings if name not in _SETTINGS]:
         raise DataError([Problem(f"sample: {name}", "unknown key", nearest(name, _SETTINGS)) for name in unknown])
@@ -432,7 +438,7 @@ def _check_settings(settings: SamplingSettings) -> None:
 
 
 def _seeds(n: int, seed: int | None, seeds: Sequence[int] | None) -> tuple[int, ...]:
-    """One for each completion."""
+    """Return one seed for each completion: `seeds`, or `n` seeds derived from `seed` (None: a random one)."""
     if seeds is not None:
         return tuple(seeds)
     first = secrets.randbits(63) if seed is None else seed

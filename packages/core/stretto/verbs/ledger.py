@@ -1,4 +1,5 @@
-"""`stretto.Ledger`: every trajectory of a run on record, so that a run that was killed trains nothing twice."""
+"""`stretto.Ledger`: a record of every trajectory of a loop, so that a loop that was killed and started again trains on
+nothing twice."""
 
 from __future__ import annotations
 
@@ -28,9 +29,8 @@ _KEEP_SECONDS = 1.0
 
 
 class _AnyThread(Ledger):
-    """A ledger that several threads call: one makes changes, another one writes the tokens in flight.
-
-    `lock` is held while changes are made that belong together.
+    """A ledger that several threads may call. The scheduler's thread makes changes; the background thread journals the
+    tokens in flight. A caller holds `lock` while it makes several changes that belong together.
     """
 
     def __init__(self, path: Path, config: StoreConfig) -> None:
@@ -38,33 +38,37 @@ class _AnyThread(Ledger):
         super().__init__(path, config)
 
     def check_open(self) -> None:
-        """Refuse further use of a ledger that was closed.
+        """Check that the ledger is open.
 
         Raises:
-            RunFolderError: it was.
+            RunFolderError: it was closed.
         """
         if self.closed:
             raise RunFolderError([Problem(str(self._path.parent), "the ledger is closed", "make it again")])
 
     def awaits(self, group: str) -> bool:
-        """Whether the group is in flight, and no result of it is on record."""
+        """Whether the group is in flight and its results are not recorded yet."""
         row = self._live.get(trajectory_id(group, 0))
         return not self.closed and row is not None and row.state is State.IN_FLIGHT
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None:
-        """As in a run; of a trajectory that is no longer in flight, nothing."""
+        """Same as in a run; ignored for a trajectory that is no longer in flight."""
         with self.lock:
             if self.awaits(id.rpartition("/")[0]):
                 super().journal(id, piece, node)
 
     def retract(self, id: str, count: int, node: int = 0) -> None:
-        """As in a run; of a trajectory that is no longer in flight, nothing."""
+        """Same as in a run; ignored for a trajectory that is no longer in flight."""
         with self.lock:
             if self.awaits(id.rpartition("/")[0]):
                 super().retract(id, count, node)
 
     def put(self, name: str, value: object) -> None:
-        """Keep a JSON value under a name, beside the changes around it."""
+        """Store a value as JSON under a name, in one transaction with the changes since the last flush.
+
+        Raises:
+            DataError: the value cannot be written as JSON.
+        """
         with self.lock:
             self.check_open()
             try:
@@ -75,7 +79,11 @@ class _AnyThread(Ledger):
             super().put(name, value)
 
     def get(self, name: str, kind: type[Value]) -> Value | None:
-        """The value kept under `name`, or None."""
+        """Return the value stored under `name`, decoded as `kind`; None if there is none.
+
+        Raises:
+            DataError: the value is of another type.
+        """
         with self.lock:
             self.check_open()
             try:
@@ -85,20 +93,20 @@ class _AnyThread(Ledger):
                 raise DataError([Problem(f"get: {name}", told, "ask for the type that was put")]) from None
 
     def event(self, name: str, detail: str) -> None:
-        """Record an event, such as a step that was skipped."""
+        """Record an event for readers of the ledger, such as a skipped step."""
         with self.lock:
             self.check_open()
             super().event(name, detail)
 
     def flush(self) -> None:
-        """Write all changes in one transaction."""
+        """Write all buffered changes in one transaction."""
         with self.lock:
             self.check_open()
             super().flush()
 
 
 class FolderLedger(_AnyThread):
-    """The ledger of a folder, which one process writes at a time; one that is there is gone on with.
+    """The ledger in a folder, which only one process at a time can open. An existing ledger is continued.
 
     Example::
 
@@ -109,18 +117,19 @@ class FolderLedger(_AnyThread):
             ledger.put("note", "one group is in flight")
             print(ledger.balance().in_flight, ledger.get("note", str))
 
-    Any thread may call it. A kill loses no batch that was taken and no group that was finished. Of completions in
-    flight it loses the tokens of the last second or two where an engine has this ledger and samples the scheduler's
-    tickets (`Engine.load(..., ledger=...)`); others are sampled again from their first token.
+    Any thread may call it. A kill loses no batch that was taken and no group that was finished. If an engine has this
+    ledger (`Engine.load(..., ledger=...)`) and samples the scheduler's tickets, a kill loses only the tokens of the
+    last one or two seconds. Other completions in flight are sampled again from their first token.
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:
-        """`settings` are keys of a recipe's section ``[store]``.
+        """Open or create the ledger in `folder`, and lock the folder. `settings`: keys of a recipe's section
+        ``[store]``.
 
         Raises:
-            RunFolderError: another process writes there, or the folder cannot be made.
-            StoreError: what is there is no ledger, or is damaged.
-            RecipeError: a setting is not what it should be.
+            RunFolderError: another process has it open, or the folder cannot be created.
+            StoreError: the file in the folder is no ledger, or is damaged.
+            RecipeError: a setting is invalid.
         """
         check("Ledger", folder=(folder, FOLDER))
         self.folder = Path(folder).expanduser()
@@ -131,7 +140,7 @@ class FolderLedger(_AnyThread):
             found = f"cannot be created: {error.strerror}"
             raise RunFolderError([Problem(str(folder), found, "give another folder")]) from error
         self._release = weakref.finalize(self, os.close, lock.acquire(self.folder))
-        self.scheduler: object = None  # the newest one that has this ledger; its changes alone are taken
+        self.scheduler: object = None  # the newest scheduler with this ledger; older ones may make no changes
         self._file_of_all = self.folder / "ledger.sqlite"
         try:
             super().__init__(self._file_of_all, config)
@@ -140,25 +149,25 @@ class FolderLedger(_AnyThread):
             raise
 
     def batches(self, after: int) -> Sequence[Batch]:
-        """The batches of the steps after `after`, as they were trained on.
+        """Read the recorded batches of all steps after step `after`.
 
         Raises:
-            StoreError: one of them is not on record with every token.
+            StoreError: a batch is not recorded completely.
         """
         self.flush()
         return list(read_batches(self._file_of_all, after, self.last_step() or after))
 
     def unfinished(self) -> Sequence[UnfinishedGroup]:
-        """The groups in flight and in the buffer, in the order of their admission.
+        """Read the groups that are in flight or buffered, in the order of their admission.
 
         Raises:
-            StoreError: one of them is not whole.
+            StoreError: a group is not recorded completely.
         """
         self.flush()
         return read_unfinished(self._file_of_all)
 
     def close(self) -> None:
-        """Write what is left, and let other processes in."""
+        """Flush, close the file, and release the lock of the folder."""
         with self.lock:
             try:
                 if not self.closed:
@@ -175,10 +184,11 @@ class FolderLedger(_AnyThread):
 
 
 class TicketsInFlight:
-    """Samples the tickets of a scheduler as the loop of a recipe does (`loop.engines.in_flight`): their tokens are on
-    record each second, and a completion goes on after those on record. All of it is called in one event loop.
+    """Samples the tickets of a scheduler and journals their tokens each second, as the loop of a recipe does
+    (`loop.engines.in_flight`). A completion that was cut off by a kill continues after its journaled tokens.
 
-    A ticket that is asked again is answered from the record, until its scheduler has finished it.
+    A ticket that is sampled again, before its scheduler has finished it, gets the same completions from memory. All
+    methods must be called in one event loop.
     """
 
     def __init__(self, engines: Engines, ledger: FolderLedger) -> None:
@@ -188,14 +198,14 @@ class TicketsInFlight:
         self._known, self._open = set(known), set[str]()
 
     def __contains__(self, group: str) -> bool:
-        """Whether the group is in flight: the tokens of others are not kept."""
+        """Whether the group with this id is in flight in the ledger; tokens of other groups are not journaled."""
         return self._ledger.awaits(group)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """All completions of a group.
+        """Sample all completions of a group; returns them in the order of its members.
 
         Raises:
-            RefusedRequest: it is being sampled already, or an engine refused it.
+            RefusedRequest: the group is being sampled already, or an engine refused it.
             EngineLost: as for `stretto.Engine.sample`.
         """
         if request.id in self._open:
@@ -209,8 +219,8 @@ class TicketsInFlight:
             self._open.discard(request.id)
 
     async def keep(self) -> None:
-        """Put new tokens on record, each second, until the ledger is closed or cannot be written: then each further
-        call of it says so."""
+        """Journal new tokens each second. Returns when the ledger is closed or cannot be written; its other methods
+        then raise the error."""
         while True:
             await asyncio.sleep(_KEEP_SECONDS)
             try:

@@ -1,5 +1,4 @@
-"""What `Trainer.forward_backward` is asked to minimise: a built-in loss by its name, or a function over
-log-probabilities."""
+"""The loss of `Trainer.forward_backward`: a built-in one by its name, or a user's function of log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import Learner
 from stretto.verbs.arguments import plain
 
-#: Maximum likelihood, for which nothing but tokens and weights is needed.
+#: Maximum likelihood: needs only tokens and their weights.
 CROSS_ENTROPY = "cross_entropy"
 
-#: Called with the log-probabilities of each sequence, [T] or [T, K], and the sequences; returns the loss, and metrics
-#: if it likes.
+#: A user's loss: called with (log-probabilities of each sequence, [T] or [T, K]; the sequences, as `Datum`s). Returns
+#: the loss, or a pair of the loss and a dict of metrics.
 LossFunction = Callable[..., Tensor | tuple[Tensor, Mapping[str, float]]]
 #: A name, a section such as ``{"kind": "ppo", "clip_low": 0.1}``, or a function.
 Loss = str | Mapping[str, Any] | LossFunction
@@ -32,7 +31,7 @@ Loss = str | Mapping[str, Any] | LossFunction
 
 @dataclass(frozen=True)
 class Wanted:
-    """A loss with its settings; `own` is the user's function, in whose place the algorithm says nothing."""
+    """A loss with its settings. `own`: the user's function; then the loss of `algorithm` is not used."""
 
     name: str
     algorithm: AlgorithmConfig
@@ -41,15 +40,19 @@ class Wanted:
 
     @property
     def sampled(self) -> bool:
-        """Whether it is a loss over sampled tokens, with the log-probabilities and advantages of these."""
+        """Whether the loss needs the log-probabilities and advantages of sampled tokens."""
         return self.own is None and self.name != CROSS_ENTROPY
 
 
 def wanted(loss: Loss, settings: Mapping[str, Any], place: str) -> Wanted:
-    """The loss that a caller asks for; `settings` are further keys of `[algorithm]`.
+    """Check the loss that a caller gives, with its settings.
+
+    Args:
+        settings: further keys of ``[algorithm]``.
+        place: name of the called method, for messages.
 
     Raises:
-        RecipeError: there is no such loss, or a setting is not what it should be.
+        RecipeError: the loss does not exist, needs a critic, or a setting is invalid.
     """
     settings = dict(settings)
     aggregation = settings.pop("aggregation", "token_mean")
@@ -63,17 +66,26 @@ def wanted(loss: Loss, settings: Mapping[str, Any], place: str) -> Wanted:
     config = checked({"loss": given, **settings}, place, AlgorithmConfig)
     if config.critic is not None:
         remedy = "choose other advantages, or train by a recipe, which has critics"
-        raise RecipeError([Problem(f"{place}: advantages", "needs a critic, which a Trainer has not", remedy)])
+        raise RecipeError([Problem(f"{place}: advantages", "needs a critic, which a Trainer does not have", remedy)])
     return Wanted(name, config, aggregation)
 
 
 def as_likelihood(samples: Sequence[Sample]) -> list[Sample]:
-    """Samples whose tokens are to become likelier, whatever their rewards were."""
+    """Return the samples for maximum likelihood: with advantages of 1, and without behaviour log-probabilities."""
     return [replace(one, behavior_logprobs=(), advantages=(1.0,) * len(one.loss_positions)) for one in samples]
 
 
 def by_sample(part: Minibatch, samples: Mapping[str, Sample], found: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The log-probabilities of the scored tokens of each sample, by its id, of those of each micro-batch."""
+    """Split the log-probabilities of each micro-batch by sample.
+
+    Args:
+        part: the minibatch, with the ids of the samples in each micro-batch.
+        samples: by id.
+        found: for each micro-batch, the log-probabilities of its samples' scored tokens, one after the other.
+
+    Returns:
+        For each sample id, the log-probabilities of its scored tokens.
+    """
     columns = dict[str, Tensor]()
     for micro, logprobs in zip(part.micro_batches, found, strict=True):
         sizes = [len(scored_of(samples[id])) for id in micro.ids]
@@ -84,10 +96,22 @@ def by_sample(part: Minibatch, samples: Mapping[str, Sample], found: Sequence[Te
 def own_gradient(
     learner: Learner, part: Minibatch, samples: Sequence[Sample], data: Sequence[object], loss: Wanted, place: str
 ) -> tuple[float, dict[str, float], list[Tensor]]:
-    """Add the gradient of the user's function; returns its value, its metrics and the log-probabilities of each sample.
+    """Add the gradient of a user's loss to the learner's parameters.
 
-    One micro-batch is computed once. Several are computed twice, so that one of them is in memory at a time: first for
-    the gradient with respect to the log-probabilities, then for that of the parameters.
+    A single micro-batch is computed once. Several micro-batches are computed twice, so that only one at a time is in
+    memory: first to get the gradient with respect to the log-probabilities, then the gradient of the parameters.
+
+    Args:
+        learner: holds the model.
+        part: the samples as micro-batches.
+        data: the sequences that the function is called with.
+        place: name of the called method, for messages.
+
+    Returns:
+        Value of the loss, its metrics, and the log-probabilities of each sample.
+
+    Raises:
+        RecipeError: the function returns no tensor with a gradient, or metrics that are not numbers.
     """
     by_id, once = {sample.id: sample for sample in samples}, len(part.micro_batches) == 1
     with torch.set_grad_enabled(once):
@@ -113,7 +137,7 @@ def own_gradient(
 
 
 def _by_position(logprobs: Tensor, sample: Sample) -> Tensor:
-    """[T], or [T, K] where each position has K targets."""
+    """Reshape the log-probabilities of a sample to [T], or to [T, K] if each position has K targets."""
     positions = len(sample.token_ids) - 1
     return logprobs.reshape(positions, -1) if len(logprobs) > positions else logprobs
 
@@ -146,10 +170,10 @@ def _no_loss(loss: Wanted, place: str, value: object) -> RecipeError:
 
 
 def check_own(loss: Wanted, proximal: object, place: str) -> None:
-    """Refuse settings that a loss of the user's would not heed.
+    """Check that a user's loss can be called, and that no setting is given which it would ignore.
 
     Raises:
-        RecipeError: with each of them.
+        RecipeError: the signature is wrong, or a setting would be ignored; names each of them.
     """
     assert loss.own is not None, "it is the user's"
     try:
@@ -170,10 +194,10 @@ def check_own(loss: Wanted, proximal: object, place: str) -> None:
 
 
 def check_data_settings(settings: Mapping[str, Any], place: str) -> None:
-    """Refuse settings that say how rewards become advantages, where the data has advantages of its own.
+    """Check that no setting is given for computing advantages: a list of data has its own advantages.
 
     Raises:
-        RecipeError: with each of them.
+        RecipeError: such a setting is given; names each of them.
     """
     of_batches = ("advantages", "shaping")
     told = "is for a batch of groups, and these data have advantages of their own"

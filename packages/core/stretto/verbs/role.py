@@ -1,4 +1,4 @@
-"""The process of a trainer that is apart: ``python -m stretto.verbs.role SPEC``."""
+"""The process of `Trainer.apart`: ``python -m stretto.verbs.role ARGUMENTS``, with `TrainerArguments` as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from stretto.verbs.weights import PolicyWeights
 
 
 def serve(connection: Connection) -> None:
-    """Make a trainer and do what is asked, call by call, until the caller is gone."""
+    """Create a trainer from the first message, then carry out one method call per message, until the caller closes the
+    connection. An error is sent back; if creating the trainer fails, this returns."""
     trainer: LocalTrainer | None = None
     before: Gradient = []
     while True:
@@ -42,7 +43,7 @@ def serve(connection: Connection) -> None:
             else:
                 before = trainer.gradient if method == "forward_backward" else []
                 value = _movable(getattr(trainer, method)(*arguments, **named))
-        except Exception as raised:  # of a user's loss, or of torch: it is raised where the call was made
+        except Exception as raised:  # from a user's loss, or from torch: it is raised in the caller's process
             traceback.print_exc()
             error = raised
         with contextlib.suppress(OSError):  # the caller is gone: the next receive says so
@@ -52,13 +53,14 @@ def serve(connection: Connection) -> None:
 
 
 def _unpacked(method: str, packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """
+    """Unpickle the arguments of a call; returns positional and keyword arguments.
+
     Raises:
-        RecipeError: they name something that this process cannot import.
+        RecipeError: an argument cannot be unpickled: this process cannot import its function or class.
     """
     try:
         arguments, named = pickle.loads(packed)
-    except Exception as error:  # whatever a module of the user's does when it is imported
+    except Exception as error:  # importing a user's module may raise anything
         told = f"cannot be read in the process of the trainer: {type(error).__name__}: {error}"
         remedy = "define functions and classes in a module that it can import"
         raise RecipeError([Problem(f"{method}: an argument", told, remedy)]) from error
@@ -66,23 +68,23 @@ def _unpacked(method: str, packed: bytes) -> tuple[tuple[Any, ...], dict[str, An
 
 
 def _movable(value: Any) -> Any:
-    """A result for another process: weights in the memory of the processor."""
+    """Prepare a result for another process: weights are copied to CPU memory."""
     if isinstance(value, PolicyWeights):
         return replace(value, tensors={name: tensor.cpu() for name, tensor in value.tensors.items()})
     return value
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """An error for another process; of one that cannot be pickled what it says."""
+    """Prepare an error for another process: one that cannot be pickled becomes a StrettoError with its message."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever the class of a user's error does when it is pickled
+    except Exception:  # pickling a user's error may raise anything
         return StrettoError(f"{type(error).__name__}: {error}")
     return error
 
 
 def main(arguments: list[str]) -> int:
-    """Run the role."""
+    """Run the process; returns its exit code. `arguments`: the `TrainerArguments` as JSON."""
     descriptor, threads, path = msgspec.json.decode(arguments[0], type=TrainerArguments)
     begin_role()
     torch.set_num_threads(threads)

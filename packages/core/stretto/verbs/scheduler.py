@@ -1,4 +1,4 @@
-"""`stretto.Scheduler`: which prompt may start, and which completions are trained on next."""
+"""`stretto.Scheduler`: decides which prompt may start, and which completions form the next batch."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ from stretto.verbs.arguments import (
 from stretto.verbs.completion import TextCompletion, mark_of, marked
 from stretto.verbs.ledger import FolderLedger
 
-if TYPE_CHECKING:  # which loads transformers; token ids need none
+if TYPE_CHECKING:  # the import loads transformers, which token ids do not need
     from stretto.model.hf.tokenizer import Tokenizer
 
-#: One answer to a prompt: a completion, or turns of a conversation, those that were given as token ids.
+#: One completion of a prompt, or the turns of a conversation; turns that were given, not sampled, are token ids.
 Answer = TextCompletion | Sequence[TextCompletion | Sequence[int]]
 _PROMPTS = "mark of the prompts"
 _TICKET, _REASON = instance(Ticket, "a ticket of this scheduler"), instance(str, "a text")
 _LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none
-_LARGEST_LOGPROB = 1e-3  # 0, and what rounding may add to it
+_LARGEST_LOGPROB = 1e-3  # 0, plus a rounding error
 _AS_RETURNED = "give the completion as the engine returned it"
 
 
 class GroupScheduler:
-    """Groups of completions from their admission to a batch, under a bound on staleness.
+    """Admits groups of completions and forms batches of them, under a bound on staleness.
 
     Example::
 
@@ -71,8 +71,9 @@ class GroupScheduler:
             scheduler.finish(ticket, completions, rewards=[len(one.text) for one in completions])
         print(len(scheduler.take().groups))
 
-    All of it is called in one thread. With a ledger, a scheduler that is made again goes on where the one before it was
-    killed: batches behind the trainer's version come again as they were, then the groups that nobody has trained.
+    All methods must be called in one thread. With a ledger, a new scheduler continues where a killed one has ended:
+    `take` first returns the batches that the trainer has not trained, unchanged, if its version is behind; the groups
+    in flight are admitted again, and the finished ones are buffered.
     """
 
     def __init__(
@@ -87,20 +88,20 @@ class GroupScheduler:
     ) -> None:
         """
         Args:
-            prompts: texts, token ids, rows with "prompt" and "answer", or `Prompt`s; each is asked once an epoch.
-            tokenizer: that of the engine, for texts.
-            ledger: where each change is on record before it takes effect.
-            version: of the trainer, by which batches are trained.
-            seed: the order of the prompts, and the seeds of their completions, follow from it.
+            prompts: texts, token ids, dicts with "prompt" and "answer", or `Prompt`s; each is drawn once per epoch.
+            tokenizer: the engine's tokenizer; needed if prompts are texts.
+            ledger: records each change before it takes effect; None: nothing is recorded.
+            version: the trainer's present version.
+            seed: determines the order of the prompts and the seeds of the completions.
             **settings: keys of a recipe's section ``[rollout]``: `batch_size` (groups), `group_size` (completions of a
                 group), `max_staleness`, `max_in_flight`, `filter`, …
 
         Raises:
-            DataError: something is no prompt, or an argument is of the wrong kind.
-            RecipeError: a setting is not what it should be.
-            RunFolderError: the ledger is closed, or of another run: other prompts, another order of them, seed or
-                group_size.
-            StoreError: the ledger is behind the trainer, or not whole.
+            DataError: there is no prompt, a prompt is invalid, or an argument has the wrong type.
+            RecipeError: a setting is invalid.
+            RunFolderError: the ledger is closed, or belongs to a run with other prompts, another order of them, another
+                seed or group_size.
+            StoreError: the ledger ends before the trainer's version, or is damaged.
         """
         check(
             "Scheduler",
@@ -142,47 +143,51 @@ class GroupScheduler:
 
     @property
     def version(self) -> int:
-        """By which the next batch is trained."""
+        """Version of the policy that trains on the next batch."""
         return self._version
 
     @property
     def in_flight(self) -> int:
-        """Groups that were admitted and are not finished."""
+        """Number of groups that are admitted and not finished."""
         return self._controller.in_flight
 
     @property
     def buffered(self) -> int:
-        """Groups that are finished and wait for a batch."""
+        """Number of groups that are finished and not in a batch yet."""
         return self._controller.buffered
 
     def admit(self) -> Ticket | None:
-        """The next group that may start; None while it would break the bound, or while batches of a killed run are
-        trained again."""
+        """Admit the next group; returns its ticket. None while another group would break the staleness bound or
+        `max_in_flight`, or while batches of a killed run are trained again."""
         self._check_newest()
         if self._again:
             return None
         with self._whole:
             while self._restored:
-                if self._is_in_flight(ticket := self._restored.popleft()):  # else it was overdue meanwhile
+                if self._is_in_flight(ticket := self._restored.popleft()):  # else it has expired meanwhile
                     return ticket
             return self._controller.admit()
 
     async def tickets(self) -> AsyncIterator[Ticket]:
-        """The groups that may start, as soon as each may; endless."""
+        """Yield the ticket of each group as soon as it is admitted; never ends."""
         while True:
             while (ticket := self.admit()) is not None:
                 yield ticket
             await self._change()
 
     def finish(self, ticket: Ticket, answers: Sequence[Answer], rewards: Sequence[float | None]) -> None:
-        """The answers of a group, one for each of its seeds, with their rewards; None: not to be judged. An answer of
-        several turns is a list: what the engine returned, and between it token ids that were given, such as the result
-        of a tool. They are on record when this returns.
+        """Finish a group with its completions and rewards. With a ledger, they are recorded when this returns. A group
+        that is no longer in flight is ignored.
+
+        Args:
+            answers: one for each seed of the ticket: a completion of the engine, or a conversation as a list of such
+                completions and, between them, token ids that were given, such as the result of a tool.
+            rewards: one for each answer; None: it is undecided, and not trained on.
 
         Raises:
-            DataError: they are too few or too many, lack log-probabilities or have impossible ones, are of another
-                tokenizer, or come from a version that is not trained yet.
-            RunFolderError: another scheduler has the ledger since, or it is closed.
+            DataError: there are too few or too many answers, or an answer lacks log-probabilities, has impossible ones,
+                was sampled with another tokenizer, or by a version that is not trained yet.
+            RunFolderError: the ledger is closed, or another scheduler uses it now.
         """
         check("finish", ticket=(ticket, _TICKET), answers=(answers, LIST), rewards=(plain(rewards), LIST))
         self._check_newest()
@@ -207,8 +212,8 @@ class GroupScheduler:
         self._settled()
 
     def lose(self, ticket: Ticket, reason: str) -> None:
-        """Give a group up whose completions did not come; its prompt is asked again. A group that is no longer in
-        flight is passed over, as by `finish`."""
+        """Give up a group that will have no completions; its prompt is drawn again. `reason`: for the ledger. A group
+        that is no longer in flight is ignored."""
         check("lose", ticket=(ticket, _TICKET), reason=(reason, _REASON))
         self._check_newest()
         with self._whole:
@@ -217,8 +222,8 @@ class GroupScheduler:
         self._settled()
 
     def take(self) -> Batch | None:
-        """The next batch, on record before this returns; None while it has to wait for groups. Until `advance` it is
-        the same."""
+        """Return the next batch; None while too few groups are finished. With a ledger, the batch is recorded before
+        this returns. Until `advance`, each call returns the same batch."""
         self._check_newest()
         if not self._again:
             with self._whole:
@@ -231,16 +236,20 @@ class GroupScheduler:
         return self._shown
 
     async def batch(self) -> Batch:
-        """The next batch, as soon as there is one."""
+        """Wait for the next batch and return it, as `take`."""
         while (batch := self.take()) is None:
             await self._change()
         return batch
 
     def advance(self, version: int, metrics: Mapping[str, float] | None = None) -> None:
-        """The batch that was taken is trained: `version` trains the next one, and the engines have it.
+        """Note that the batch of `take` is trained, and that the engines have loaded the new weights.
+
+        Args:
+            version: the trainer's version after the step; it trains on the next batch.
+            metrics: numbers of the step, recorded in the ledger.
 
         Raises:
-            DataError: no batch was taken that leads to this version.
+            DataError: no batch was taken, or it does not lead to this version.
         """
         check("advance", version=(version, VERSION))
         self._check_newest()
@@ -269,17 +278,19 @@ class GroupScheduler:
             self._controller.expire(ticket)
 
     def _check_newest(self) -> None:
-        """Refuse changes by a scheduler whose ledger is closed, or has gone to another one.
+        """Check that this scheduler may still use its ledger.
 
         Raises:
-            RunFolderError: with what to do.
+            RunFolderError: the ledger is closed, or another scheduler uses it now.
         """
         if self._ledger is None:
             return
         self._ledger.check_open()
         if self._ledger.scheduler is not self._claim:
-            told = "another scheduler has this ledger since"
-            raise RunFolderError([Problem(str(self._ledger.folder), told, "use the newest one, or a folder for each")])
+            told = "another scheduler uses this ledger now"
+            raise RunFolderError(
+                [Problem(str(self._ledger.folder), told, "use the newest scheduler, or a folder for each")]
+            )
 
     def _settled(self) -> None:
         if self._ledger is not None:
@@ -312,7 +323,8 @@ class GroupScheduler:
         return turn.segment
 
     def _resume(self, ledger: FolderLedger, version: int, origin: Mapping[str, int | str]) -> ControllerState:
-        """What a scheduler that was killed has left."""
+        """Read the state that a killed scheduler has left in the ledger, and the batches that the trainer has not
+        trained yet. `origin`: seed, prompts and group size of this scheduler, which must be those of the ledger."""
         last = ledger.last_step()
         if ledger.balance().issued:
             _check_same_run(ledger, origin)
@@ -335,19 +347,22 @@ class GroupScheduler:
                     group.max_staleness,
                 )
             except KeyError as error:
-                told = f"has a group of prompt {error.args[0]!r}, which is none of these prompts"
+                told = f"has a group of prompt {error.args[0]!r}, which is not among these prompts"
                 raise RunFolderError([Problem(str(ledger.folder), told, "give the prompts of that run")]) from None
             if not group.trajectories:
                 self._restored.append(ticket)
 
 
 def _check_numbers(turn: TextCompletion, mark: str, place: str) -> None:
-    """Refuse a completion whose numbers no engine gives, or of another tokenizer than that with this mark.
+    """Check the numbers of a completion, and that it was sampled with the tokenizer of the prompts.
+
+    Args:
+        mark: hash of that tokenizer's vocabulary; "": not known.
 
     Raises:
-        DataError: with the first of them.
+        DataError: a number is impossible, or the tokenizer is another one.
     """
-    if odd := [one for one in turn.logprobs if not one <= _LARGEST_LOGPROB]:  # NaN is none either
+    if odd := [one for one in turn.logprobs if not one <= _LARGEST_LOGPROB]:  # also finds NaN
         raise DataError([Problem(place, f"a log-probability of {odd[0]}", _AS_RETURNED)])
     if min(turn.token_ids, default=0) < 0 or min(turn.versions, default=0) < 0:
         raise DataError([Problem(place, "a negative token or version", _AS_RETURNED)])
@@ -357,10 +372,10 @@ def _check_numbers(turn: TextCompletion, mark: str, place: str) -> None:
 
 
 def _check_same_run(ledger: FolderLedger, origin: Mapping[str, int | str]) -> None:
-    """Refuse a ledger whose groups are of other prompts, or have other seeds or another number of members.
+    """Check that the ledger's run began with the same prompts, seed and group size.
 
     Raises:
-        RunFolderError: the first difference.
+        RunFolderError: names the first difference.
     """
     for name, value in origin.items():
         if (known := ledger.get(name, type(value))) in (None, value):
@@ -372,13 +387,13 @@ def _check_same_run(ledger: FolderLedger, origin: Mapping[str, int | str]) -> No
 
 
 def _mark_of(prompts: Sequence[Prompt]) -> str:
-    """The same for equal prompts in the same order, and another one for others."""
+    """Compute a hash of the prompts and their order."""
     told = msgspec.json.encode([(prompt.id, prompt.token_ids) for prompt in prompts])
     return hashlib.blake2b(told, digest_size=16).hexdigest()
 
 
 class _Forgetful:
-    """The journal of a scheduler without a ledger."""
+    """Journal of a scheduler without a ledger; records nothing."""
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None: ...
 
@@ -417,10 +432,10 @@ def _verdict(reward: object, place: str) -> Verdict:
 
 
 def _number(given: object, place: str) -> float:
-    """A number of Python, numpy or torch.
+    """Convert a number of Python, numpy or torch to a float. `place`: name of the argument, for the message.
 
     Raises:
-        DataError: it is none.
+        DataError: `given` is not a number.
     """
     value = plain(given)
     if not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""One model in memory for several trainers and engines, each with adapters of its own."""
+"""`stretto.SharedModel`: one model in memory for several trainers and engines, each with its own LoRA adapters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from stretto.trainer.config import LoraConfig
 from stretto.trainer.parallel.lora import adapt
 from stretto.verbs.arguments import FOLDER, ArgumentKind, check
 
-#: The rank of the adapters, or all of their settings; None: no adapters.
+#: Setting of LoRA adapters: their rank, or all settings; None: no adapters.
 Lora = int | LoraConfig | dict[str, Any] | None
 
 
 class SharedModel:
-    """The weights of a model folder, which are never changed: adapters beside them are.
+    """The weights of a model folder in memory. They never change; trainers with this model train adapters only.
 
     Example::
 
@@ -38,7 +38,8 @@ class SharedModel:
     """
 
     def __init__(self, folder: str | Path, *, device: str = "auto") -> None:
-        """
+        """Load the weights in float32.
+
         Raises:
             ModelFolderError: the folder cannot be loaded.
         """
@@ -50,8 +51,13 @@ class SharedModel:
         self.tokenizer: Tokenizer = load_tokenizer(self.folder)
 
     def view(self, lora: LoraConfig | None, attention: str = PACKED_ATTENTION, **adapters: Any) -> PreTrainedModel:
-        """The model with modules and adapters of its own, whose other weights are these. `adapters`: keywords of
-        `trainer.parallel.lora.adapt`."""
+        """Return a model that shares these weights and has its own modules and adapters.
+
+        Args:
+            lora: settings of the adapters; None: no adapters.
+            attention: name of the attention implementation (transformers).
+            **adapters: further arguments of `trainer.parallel.lora.adapt`.
+        """
         kernels = [module.kernel for module in self._model.modules() if isinstance(module, OneDnnLinear)]
         shared = [*self._model.parameters(), *self._model.buffers(), *kernels]
         model = copy.deepcopy(self._model, {id(one): one for one in shared})
@@ -67,10 +73,10 @@ MODEL = ArgumentKind(
 
 
 def check_targets(model: PreTrainedModel, lora: LoraConfig, place: str) -> None:
-    """Refuse adapters of which no layer would have one.
+    """Check that the settings name at least one linear layer of the model. `place`: name of the argument, for messages.
 
     Raises:
-        RecipeError: with the names that there are.
+        RecipeError: they name none; lists the names of the model's layers.
     """
     names = linear_layers(model)
     if not any(lora.targets(name) for name in names):
@@ -80,10 +86,11 @@ def check_targets(model: PreTrainedModel, lora: LoraConfig, place: str) -> None:
 
 
 def lora_of(given: Lora, place: str) -> LoraConfig | None:
-    """The settings of adapters.
+    """Convert a rank, a dict or a LoraConfig to a LoraConfig; None stays None. A rank alone gets alpha = 2 rank.
+    `place`: name of the argument, for messages.
 
     Raises:
-        RecipeError: they are none; `place` says where they were given.
+        RecipeError: a setting is invalid.
     """
     if given is None or isinstance(given, LoraConfig):
         return given

@@ -1,4 +1,4 @@
-"""`stretto.build_model`: a model of one's own shape to try things with, in a moment and without a download."""
+"""`stretto.build_model`: a small model with random weights, to try things without a download."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from stretto.verbs.arguments import FOLDER, WHOLE, check
 
 
 def build_model(folder: str | Path, *, seed: int = 0, **settings: Any) -> Path:
-    """Write a new model with random weights, one token a character, as a Hugging Face folder; returns the folder.
-    A model that is there is replaced.
+    """Write a new model with random weights as a Hugging Face folder; returns the folder. Each character is one token.
+    An existing model in the folder is replaced.
 
     Example::
 
@@ -24,8 +24,8 @@ def build_model(folder: str | Path, *, seed: int = 0, **settings: Any) -> Path:
         **settings: keys of a recipe's section ``[model.build]``: `alphabet`, `layers`, `hidden_size`, `heads`, …
 
     Raises:
-        ModelFolderError: something that is no part of a model is in its place.
-        RecipeError: a setting is not what it should be.
+        ModelFolderError: the folder holds files that are no part of a model.
+        RecipeError: a setting is invalid.
         OSError: the folder cannot be written.
     """
     check("build_model", folder=(folder, FOLDER), seed=(seed, WHOLE))

@@ -1,4 +1,5 @@
-"""What samples behind `stretto.Engine`: the engine of this process, or (`processes`) engines of their own."""
+"""The native engine in this process, as `stretto.Engine` uses it. `verbs.apart.engines` has the same methods for
+engines in processes of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from stretto.verbs.weights import PolicyWeights
 
 
 class SourceHere:
-    """The native engine, stepped in the thread of `background`. All methods but `close` are called in that thread."""
+    """Runs the native engine in the thread of `background`. All methods but `close` must be called in that thread."""
 
     def __init__(self, engine: NativeEngine) -> None:
         self._generation = SharedGeneration(engine)
@@ -24,24 +25,25 @@ class SourceHere:
 
     @property
     def engines(self) -> Engines:
-        """What samples, one request at a time, each of which may go on after tokens that are known."""
+        """This source as the engines of a run: one request at a time, which may have prefixes."""
         return _OneAtATime(self)
 
     async def version(self) -> int:
-        """Of the weights that sample the next token."""
+        """Version of the weights that sample the next token."""
         return self._generation.engine.version
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """All completions, in no order; requests that are given together begin in the same step.
+        """Sample the completions of all requests, which begin in the same step; returns them in the order in which they
+        end.
 
         Raises:
-            RefusedRequest: one of them will not be served, and so none.
-            EngineLost: it was closed, or the logits of a request are not finite.
+            RefusedRequest: a request is invalid; then none is sampled.
+            EngineLost: the engine is closed, or the logits of a request are not finite.
         """
         return [completion async for completion in self.stream(requests)]
 
     async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
-        """As `generate`, each completion as it ends."""
+        """Sample as `generate`, and yield each completion as it ends."""
         self._check_open()
         await self._generation.prepare(requests)
         with self._generation.streaming(requests) as stream:
@@ -51,26 +53,27 @@ class SourceHere:
                     yield replace(completion, top_logprobs=tuple(one.top_logprobs))
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """Tokens of unfinished completions beyond the `known` ones."""
+        """Return the new tokens of unfinished completions, by request id and member. `known`: number of tokens already
+        known of each member, by request id."""
         return self._generation.partials(known)
 
     async def score(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        """The log-probabilities of all tokens of each text but the first."""
+        """Compute the log-probabilities of all tokens but the first of each text (token ids)."""
         self._check_open()
         return self._generation.engine.score(texts)
 
     async def update(self, weights: PolicyWeights) -> None:
-        """Interrupt what is sampled, and go on by these weights.
+        """Load new weights; completions that are being sampled continue with them.
 
         Raises:
-            RefusedRequest: they are older than those in use.
-            TornPublication: they are of another model.
+            RefusedRequest: the weights are older than those in use.
+            TornPublication: the weights belong to another model.
         """
         self._check_open()
         self._generation.engine.update(weights.version, weights.tensors)
 
     def close(self) -> None:
-        """Begin to end it, in any thread, that of the collector too."""
+        """Begin to end the engine. May be called in any thread, also by the garbage collector."""
         self._steps.cancel()
 
     def _check_open(self) -> None:
@@ -82,7 +85,7 @@ class SourceHere:
 
 
 class _OneAtATime:
-    """The engine of this process as one of a run's (satisfies `loop.engines.in_flight.Engines`)."""
+    """Adapter from `SourceHere` to the engines of a run (satisfies `loop.engines.in_flight.Engines`)."""
 
     def __init__(self, source: SourceHere) -> None:
         self._source = source

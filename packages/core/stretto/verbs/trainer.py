@@ -1,4 +1,4 @@
-"""`stretto.Trainer`: a policy in this process, a gradient and a step at a time."""
+"""`stretto.Trainer`: training a policy in this process, one gradient and one optimizer step at a time."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ _LOSS = ArgumentKind(
     lambda given: given is None or isinstance(given, str | Mapping) or callable(given),
 )
 _FORWARD = instance(Forward, "what `forward` returned for the same data").or_none
-_CHECKPOINTS = "checkpoints"  # the folder inside of that of a run
+_CHECKPOINTS = "checkpoints"  # sub-folder of the given one, as in a run folder
 
 
 class LocalTrainer:
-    """The policy of a model folder, and what changes it.
+    """Trains the policy of a model folder: computes losses and gradients, and takes optimizer steps.
 
     Example::
 
@@ -82,7 +82,8 @@ class LocalTrainer:
         stretto.Engine.load("model").update(trainer.weights())
         trainer.save("checkpoints")
 
-    `version` is that of the policy as it is now: it grows by one with the first step after `weights` or `save`.
+    `version` numbers the policies that leave the trainer: it grows by one with the first step after `weights` or
+    `save`.
     """
 
     def __init__(
@@ -95,16 +96,17 @@ class LocalTrainer:
     ) -> None:
         """
         Args:
-            model: a Hugging Face folder, or one model in memory that several trainers share (then with `lora`).
-            lora: the rank of adapters that are trained in place of the parameters, or a dict with `rank`, `alpha` and
-                `target_modules`.
-            sampling: `temperature`, `top_p`, `top_k`, `min_p` and `max_tokens` of the completions that are trained on,
-                where they are not the defaults of `Engine.sample`.
+            model: a Hugging Face folder, or a `stretto.SharedModel`: one model in memory that several trainers share
+                (needs `lora`).
+            lora: rank of the adapters that are trained in place of the parameters, or a dict with `rank`, `alpha` and
+                `target_modules`; None: all parameters are trained.
+            sampling: `temperature`, `top_p`, `top_k`, `min_p` and `max_tokens` with which the completions were sampled,
+                if they differ from the defaults of `Engine.sample`.
             **settings: keys of a recipe's section ``[trainer]`` for the optimizer, such as `learning_rate`.
 
         Raises:
-            ModelFolderError: the folder cannot be loaded, or not be trained.
-            RecipeError: a setting is not what it should be.
+            ModelFolderError: the folder cannot be loaded, or its model cannot be trained.
+            RecipeError: a setting is invalid.
         """
         check("Trainer", model=(model, MODEL))
         self._settings = checked(settings, "Trainer", OptimizerConfig)
@@ -147,14 +149,14 @@ class LocalTrainer:
         deadlines: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> TrainerApart:
-        """A trainer in a process of its own, with the same methods: its steps leave this one free.
+        """Start a trainer with the same methods in a process of its own.
 
         Args:
             deadlines: keys of a recipe's section ``[deadlines]``: `start`, `hung`.
 
         Raises:
             ModelFolderError, RecipeError: as for a trainer in this process.
-            RoleError: the process has not come up.
+            RoleError: the process did not start.
         """
         config = checked(settings, "Trainer.apart", OptimizerConfig)
         waits = checked(deadlines or {}, "Trainer.apart: deadlines", DeadlinesConfig)
@@ -172,12 +174,12 @@ class LocalTrainer:
 
     @property
     def version(self) -> int:
-        """Of the policy as it is now."""
+        """Version of the current policy."""
         return self._published + self._stepped
 
     @property
     def gradient(self) -> Gradient:
-        """What `optim_step` follows, of each trained parameter; another one may be put in its place."""
+        """The gradient that `optim_step` will use: a tensor or None for each trained parameter. It can be set."""
         return gradient_of(self._learner.model)
 
     @gradient.setter
@@ -187,10 +189,10 @@ class LocalTrainer:
     # ── gradients ────────────────────────────────────────────────────────────────────────────────
 
     def forward(self, data: Data) -> Forward:
-        """The log-probabilities of the data; nothing changes.
+        """Compute the log-probabilities of the data under the current policy. Changes nothing.
 
         Raises:
-            DataError: the data are not of this model, or of a version that is not trained yet.
+            DataError: the data do not fit the model, or belong to a later version than this trainer's.
         """
         algorithm, data = AlgorithmConfig(), listed(data, "forward")
         samples = self._samples(data, Wanted("forward", algorithm, "sum"), "forward", sampled=False)
@@ -200,24 +202,23 @@ class LocalTrainer:
     def forward_backward(
         self, data: Data, loss: Loss | None = None, *, proximal: Forward | None = None, **algorithm: Any
     ) -> Forward:
-        """Add the gradient of a loss over the data to what `optim_step` follows; of a call that ends by an error, or is
-        interrupted, nothing.
+        """Add the gradient of a loss over the data to `gradient`. A call that fails or is interrupted adds nothing.
 
         Args:
             data: a batch of `Scheduler.take`, or a list of `Datum`.
-            loss: "cross_entropy", a loss of a recipe by its name (docs/explanation/algorithm.md), or as a dict with
-                its numbers, or a function of yours: it gets the log-probabilities of each sequence, and the sequences
-                (`Datum`s, those of a batch too), and returns the loss. By default "decoupled_ppo" for a batch,
-                "cross_entropy" for data.
-            proximal: what `forward` gave before the first of several steps over the same data, for losses that are
-                anchored there; by default the policy as it is now.
+            loss: "cross_entropy"; the name of a loss of recipes (docs/explanation/algorithm.md), or a dict with its
+                `kind` and numbers; or a function. The function is called with (log-probabilities of each sequence,
+                sequences as `Datum`s, also for a batch) and returns the loss, or the loss and a dict of metrics.
+                Default: "decoupled_ppo" for a batch, "cross_entropy" for a list.
+            proximal: result of `forward` before the first of several steps over the same data, for losses that compare
+                with the proximal policy; default: the current policy.
             **algorithm: further keys of a recipe's section ``[algorithm]``: `advantages`, `correction`, `aggregation`
                 (also "sum": no mean), `reference`, `entropy_bonus`, `shaping`.
 
         Raises:
-            DataError: the data are not of this model, lack what the loss needs, or are of a version that is not trained
-                yet.
-            RecipeError: there is no such loss, or a setting is not what it should be.
+            DataError: the data do not fit the model, lack numbers that the loss needs, or belong to a later version
+                than this trainer's.
+            RecipeError: the loss does not exist, or a setting is invalid.
         """
         place = "forward_backward"
         check(place, loss=(loss, _LOSS), proximal=(proximal, _FORWARD))
@@ -260,13 +261,15 @@ class LocalTrainer:
         weight_decay: float | None = None,
         max_grad_norm: float | None = None,
     ) -> OptimizerStep:
-        """A step of AdamW along the gradients since the last one, each number as at the start unless it is given here;
-        a `max_grad_norm` of infinity clips nothing. A gradient that is not finite is dropped, and the step not taken.
+        """Take a step of AdamW with the accumulated gradient, and clear the gradient.
+
+        The arguments replace the settings of the trainer for this step; a `max_grad_norm` of infinity disables
+        clipping. If the gradient is not finite, it is dropped and the step is skipped.
 
         Raises:
             DataError: there is no gradient.
-            RecipeError: a number is out of its range.
-            TrainingDiverged: it is the last of `max_bad_steps` in a row that were not taken.
+            RecipeError: a number is out of range.
+            TrainingDiverged: `max_bad_steps` steps in a row were skipped.
         """
         unclipped = max_grad_norm == math.inf
         given = {
@@ -291,7 +294,7 @@ class LocalTrainer:
     # ── the policy ───────────────────────────────────────────────────────────────────────────────
 
     def weights(self) -> PolicyWeights:
-        """A copy of the policy as it is now, for `Engine.update`; of adapters these alone."""
+        """Copy the current weights, for `Engine.update`; with `lora`, the adapters only."""
         self._settle()
         model = self._learner.model
         named = adapter_parameters(model) if self._adapted else model.named_parameters()
@@ -299,12 +302,14 @@ class LocalTrainer:
         return PolicyWeights(self._published, tensors, self._mark)
 
     def save(self, folder: str | Path) -> Path:
-        """Write the policy, or its adapters, with the state of the optimizer: whole or not at all, checksums beside
-        them. The two newest versions stay; until `close` no other trainer can save there.
+        """Save a checkpoint: the policy, or its adapters, and the state of the optimizer. Returns its folder.
+
+        The checkpoint is written completely or not at all, with checksums, into a sub-folder of `folder`. The two
+        newest are kept. `folder` is locked: until `close`, no other trainer can save there.
 
         Raises:
-            RunFolderError: another trainer saves there, or the folder cannot be written.
-            StoreError: the disk is full.
+            RunFolderError: another trainer saves there, or the folder cannot be created.
+            StoreError: the checkpoint cannot be written: the disk is full.
         """
         check("save", folder=(folder, FOLDER))
         self._settle()
@@ -315,12 +320,15 @@ class LocalTrainer:
         )
 
     def load(self, folder: str | Path, *, optimizer: bool = True) -> int:
-        """Go on from what `save` has written last, and is whole, or from the last checkpoint of a run folder; returns
-        its version. A gradient is forgotten. `optimizer` False: with an optimizer that is new.
+        """Load the newest complete checkpoint that `save` has written to `folder`, or that a run folder has; returns
+        its version. The accumulated gradient is cleared.
+
+        Args:
+            optimizer: also load the state of the optimizer; False: start with a new one.
 
         Raises:
             RunFolderError: nothing was saved there.
-            StoreError: nothing there is whole, or it is of another model, or of other adapters.
+            StoreError: no checkpoint is complete, or it belongs to another model or to other adapters.
         """
         check("load", folder=(folder, FOLDER))
         place = Path(folder).expanduser() / _CHECKPOINTS
@@ -335,12 +343,15 @@ class LocalTrainer:
         return self._published
 
     def export(self, folder: str | Path, *, adapters_only: bool = False) -> None:
-        """Write the policy as a Hugging Face folder; of adapters the sum, and beside it, in ``adapter``, what peft
-        loads. `adapters_only`: that alone.
+        """Write the policy as a Hugging Face folder. Adapters are merged into the weights, and also written for peft,
+        to the sub-folder ``adapter``.
+
+        Args:
+            adapters_only: write only the adapters, to `folder` itself.
 
         Raises:
-            RecipeError: there are no adapters.
-            ModelFolderError: something that is no part of a model is in its place.
+            RecipeError: `adapters_only`, and the trainer has no adapters.
+            ModelFolderError: `folder` holds files that are no part of a model.
             OSError: the folder cannot be written.
         """
         check("export", folder=(folder, FOLDER))
@@ -360,7 +371,7 @@ class LocalTrainer:
         save_policy(model, self._folder, place, parameters, gather_adapters(model, self._lora, ALONE), self._dtype)
 
     def close(self) -> None:
-        """Let other trainers save where this one did."""
+        """Release the locks of the folders that this trainer has saved to."""
         self._release()
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
@@ -436,7 +447,7 @@ class LocalTrainer:
         ]
 
     def _reference(self, algorithm: AlgorithmConfig, place: str) -> Reference | None:
-        """The policy that the loss is to stay near: that of a folder, or the one at the start."""
+        """The reference policy: of `algorithm.reference.path`, or the initial one; None if the loss has none."""
         if algorithm.reference is None:
             return None
         path = algorithm.reference.path
@@ -450,7 +461,7 @@ class LocalTrainer:
 
 
 def _rewards(data: Data) -> dict[str, float]:
-    """The mean reward of a batch."""
+    """Return the mean reward of a batch as a metric; empty for a list of data."""
     groups = data.groups if isinstance(data, Batch) else ()
     rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
     return {"reward_mean": sum(rewards) / len(rewards)} if rewards else {}

@@ -1,4 +1,4 @@
-"""One version of a policy on its way from a trainer to an engine."""
+"""The weights of one version of a policy, which `Trainer.weights` returns and `Engine.update` takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.weights.mailbox import LORA_A, LORA_B
 
 @dataclass(frozen=True)
 class PolicyWeights:
-    """The parameters of a version by name, or its adapters: copies, which further training leaves alone.
+    """Copies of a version's parameters by name, or of its adapters; further training does not change them.
 
     Example::
 
@@ -24,19 +24,22 @@ class PolicyWeights:
 
     version: int
     tensors: Mapping[str, Tensor] = field(repr=False)
-    tokenizer: str = ""  # the mark of the model's tokenizer; "": not known
+    tokenizer: str = ""  # hash of the tokenizer's vocabulary (`completion.mark_of`); "": not known
 
     @property
     def bytes(self) -> int:
-        """Their size in memory."""
+        """Size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def merged(base: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """A whole policy: the tensors themselves, or, of adapters, W + B A for each W of `base` that has some.
+    """Return the parameters of a whole policy.
+
+    If `tensors` are adapters, that is `base` with W + B A for each weight W that has adapters A and B (B is already
+    scaled). Otherwise it is `tensors` itself.
 
     Raises:
-        TornPublication: there is no such W.
+        TornPublication: `base` has no such W: the adapters belong to another model.
     """
     layers = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
     if not layers:

@@ -1,4 +1,4 @@
-"""The `[weights]` section of a recipe, and the resolution of medium "auto"."""
+"""The `[weights]` section of a recipe, and the choice of a medium for "auto"."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ class WeightsConfig(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True)
 class Route:
-    """The trainer and the engines to be connected.
-
-    `engines`: their `engine.kind`; `elsewhere`: an engine is, or may come to be, on another machine than the trainer.
-    """
+    """Where weights must go. `engines`: the recipe's `engine.kind`. `elsewhere`: whether an engine runs, or may join
+    later, on another machine than the trainer's."""
 
     engines: str
     elsewhere: bool
@@ -40,17 +38,17 @@ class Route:
 
 @dataclass(frozen=True)
 class ChosenMedium:
-    """The medium of a run, and the reason as a log sentence."""
+    """The medium of a run, and the reason for it, for the log."""
 
     medium: Medium
     reason: str
 
 
 def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
-    """The medium for `config` on this route.
+    """The medium that the recipe asks for, or for "auto" the medium that suits the route.
 
     Raises:
-        RecipeError: the requested medium does not work there.
+        RecipeError: the requested medium does not work on this route.
     """
     if config.medium == "shared_memory" and route.elsewhere:
         raise RecipeError(
@@ -87,7 +85,7 @@ def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
 
 
 def _no_broadcast(route: Route) -> str:
-    """Why the engines cannot get weights by a collective; "" if they can."""
+    """Text of the reason why the engines cannot receive weights by a collective; "" if they can."""
     if route.elsewhere:
         return "machines may join, which pull each version and verify every byte of it"
     return {

@@ -15,7 +15,7 @@ from pathlib import Path
 from stretto.core.errors import TornPublication, naming
 
 SHARED = Path("/dev/shm")
-KEPT = 2  #: versions in a folder
+KEPT = 2  #: number of newest versions that are kept in a folder
 _RUN = re.compile(r"[A-Za-z0-9_.]+")
 _OWNED = "owned"
 
@@ -31,8 +31,8 @@ def shared_folder(needed: int, fallback: Path) -> Path:
 
 
 def own(run: str, folder: Path) -> int:
-    """Lock the files of `run` in `folder` as in use; returns the lock's file descriptor. The kernel unlocks it when
-    this process dies."""
+    """Mark the files of `run` in `folder` as in use, by a lock file that is created if needed; returns the lock's file
+    descriptor. The kernel releases the lock when this process ends."""
     path = folder / f"{prefix(run)}{_OWNED}"
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -57,12 +57,12 @@ def remove(run: str, folder: Path) -> int:
 
 
 def held(run: str, folder: Path, holder: str) -> Path:
-    """File name prefix of versions that `holder` holds (`SharedMemorySubscriber.hold`)."""
+    """Path prefix of the files by which `holder` keeps versions alive (`SharedMemorySubscriber.hold`)."""
     return folder / f"{prefix(run)}{holder}-"
 
 
 def release(run: str, folder: Path, holder: str) -> int:
-    """Unlink the files held by `holder`, after it has ended in any way; returns their number."""
+    """Unlink the files by which `holder` keeps versions alive, after it has ended; returns their number."""
     return unlink(folder.glob(f"{held(run, folder, holder).name}*.held"))
 
 
@@ -70,7 +70,7 @@ def prefix(run: str) -> str:
     """File name prefix of a run.
 
     Raises:
-        ValueError: a run name that could collide with another run's files.
+        ValueError: the run name has characters by which its files could be taken for another run's.
     """
     if not _RUN.fullmatch(run):
         raise ValueError(f"a run is named by letters, digits, '_' and '.', not {run!r}")
@@ -78,7 +78,7 @@ def prefix(run: str) -> str:
 
 
 def path_of(run: str, folder: Path, version: int) -> Path:
-    """File of a version."""
+    """Path of the file of a published version."""
     return folder / f"{prefix(run)}{version:06d}.weights"
 
 
@@ -90,10 +90,10 @@ def versions(run: str, folder: Path) -> list[tuple[int, Path]]:
 
 
 def write_all(file: FileIO, data: memoryview) -> None:
-    """Write all bytes of `data`.
+    """Write all bytes of `data` at the file's position.
 
     Raises:
-        OSError: with the path.
+        OSError: the system's error, with the path.
     """
     with naming(Path(str(file.name))):
         while data:
@@ -104,7 +104,7 @@ def write_at(file: FileIO, data: memoryview, offset: int) -> None:
     """Write all bytes of `data` at `offset`; the file's own position does not move.
 
     Raises:
-        OSError: with the path.
+        OSError: the system's error, with the path.
     """
     with naming(Path(str(file.name))):
         while data:
@@ -118,11 +118,11 @@ def private(path: str, flags: int) -> int:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file into memory.
+    """Map a file into memory. Writes to the mapping are private and do not reach the file.
 
     Raises:
         TornPublication: the file is empty.
-        OSError: with the path.
+        OSError: the system's error, with the path.
     """
     with naming(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,8 +1,9 @@
 """The mailbox between the trainer and the engines: the trainer publishes versions, engines load them.
 
-One file per medium implements these two protocols; `shared_memory` is the one for a single machine. Names are those of
-``model.named_parameters()``, so tied parameters are published once. For a policy with adapters only A and the scaled B
-are published, under their layer's name (`LORA_A`, `LORA_B`): the policy is the run's initial one plus B A.
+Each medium implements the protocols `Publisher` and `Subscriber`; `weights.shared_memory` is the medium of a single
+machine. Tensors are named as in ``model.named_parameters()``, so tied parameters are published once. With LoRA adapters
+only A and the scaled B of each layer are published, under the layer's name with the suffix `LORA_A` or `LORA_B`. The
+weights of such a layer are the run's initial weights plus B A.
 """
 
 from __future__ import annotations
@@ -20,27 +21,28 @@ from stretto.weights.copying import nothing
 #: Suffixes of adapter names, after their layer's name.
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 
-#: (name, tensor, dtype) -> the full tensor to publish, of the same shape, rounded to the dtype.
+#: Called with (name, tensor, dtype) of a parameter; returns the full tensor to publish, unsharded and in this dtype.
 Gather = Callable[[str, Tensor, torch.dtype], Tensor]
 
 
 def as_it_is(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The `Gather` for tensors that are not sharded."""
+    """The `Gather` for tensors that are not sharded: only convert the dtype."""
     return tensor.to(dtype)
 
 
 def stored(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor in a version whose floating-point numbers have this one; None: their own."""
+    """The dtype in which a tensor is published: `dtype` for a floating-point tensor, unless it is None; otherwise the
+    tensor's own."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 @dataclass(frozen=True)
 class Publication:
-    """A version whose tensors are copied, and which no engine can load yet.
+    """A version whose tensors are being copied, and which no engine can load yet.
 
-    `write` makes it the newest, in any thread: when it returns, every subscriber can load it. It returns the digest of
-    each tensor as written. `hold` makes later work on the tensors' device wait for the copies: call it before the
-    tensors change. `size` of the version and `copied` for it so far, in bytes.
+    `write` publishes it, and returns the digest of each tensor as written: when it returns, every subscriber can load
+    the version. It may run in any thread. `hold` makes later work on the tensors' device wait for the copies; call it
+    before the tensors change. `size`: bytes of the version; `copied`: bytes of the copies in host memory.
     """
 
     write: Callable[[], Mapping[str, TensorDigest]]
@@ -53,7 +55,7 @@ class Publisher(Protocol):
     """The trainer's side of the mailbox."""
 
     def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
-        """Copy the tensors of `version`.
+        """Start to copy the tensors of `version`, (name, tensor) pairs; the result's `write` publishes the copies.
 
         `gather` is called for the tensors one by one, in order; each result is released before the next.
         """
@@ -61,7 +63,8 @@ class Publisher(Protocol):
 
 
 class GatheringPublisher:
-    """Publisher of ranks 1, 2, ...: takes part in each gather; only rank 0 publishes. `dtype`: as that of rank 0's."""
+    """Publisher of the ranks other than 0: it takes part in each collective gather, and publishes nothing. `dtype`: the
+    same as that of rank 0's publisher."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
@@ -73,7 +76,8 @@ class GatheringPublisher:
 
 
 class Subscriber(Protocol):
-    """An engine's side of the mailbox. `checked`: bytes read by all loads so far; it grows during a load."""
+    """An engine's side of the mailbox. `checked`: number of bytes verified by all loads so far; it grows during a
+    load."""
 
     checked: int
 
@@ -82,10 +86,11 @@ class Subscriber(Protocol):
         ...
 
     def load(self, version: int) -> Mapping[str, Tensor]:
-        """The tensors of `version` by name, on the CPU. They may be views that become invalid with the next load.
+        """Read and verify `version`; returns its tensors by name, on the CPU. They may become invalid with the next
+        load.
 
         Raises:
             TornPublication: size, names or checksum do not match; nothing was loaded.
-            WireError: the version is not available (any more).
+            WireError: the version is not available, or no longer.
         """
         ...

@@ -2,14 +2,14 @@
 
     offset  size
     0       8     length of the header, little endian
-    8       n     JSON: __metadata__, then dtype, shape and place of each tensor; spaces up to a multiple of 64
-    8 + n   m     tensors without gaps, those of the widest numbers first, so that each begins at a multiple of its own
+    8       n     JSON: __metadata__, then dtype, shape and byte range of each tensor; spaces up to a multiple of 64
+    8 + n   m     tensors without gaps, widest dtype first, so that each begins at a multiple of its element size
 
     __metadata__  {"version": "7", "checksums": "<16 digits a tensor>", "header": "<16 digits>", "format": "pt", ...}
 
-`header` is the xxh3 of length and header, computed with zeros in its own place; `checksums` has the xxh3 of each tensor
-in the order of the header. So every byte is covered: a cut, a flipped bit or a write that stopped half-way is found
-before any tensor is handed out.
+`header` is the xxh3 of length and header, computed with zeros in place of the value itself. `checksums` has the xxh3 of
+each tensor in the order of the header. So every byte is covered: a truncated file, a flipped bit or an incomplete write
+is detected before any tensor is returned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALIGNMENT = 64
 _LONGEST_HEADER = 1 << 28
 _PIECE = 1 << 20
 
-#: HTTP headers of server and mirror: their run, the newest version of its mailbox, and the encoding of a publication.
+#: HTTP headers between weights server and mirror: the run, its newest version, and the encoding of a publication.
 RUN, NEWEST, FORM = "stretto-run", "stretto-newest", "stretto-form"
 _DIGITS = 16
 NO_CHECKSUM = "0" * _DIGITS
@@ -69,9 +69,10 @@ class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class WeightsManifest:
-    """Header of a publication; `checksums` are in the order of `tensors`.
+    """Decoded header of a publication. `checksums` are in the order of `tensors`.
 
-    `seal`: checksum of the header, and so of every byte; publications with equal seals are equal.
+    `seal`: checksum of the header, which contains the checksums of all tensors; publications with equal seals are
+    equal.
     """
 
     version: int
@@ -86,7 +87,8 @@ class WeightsManifest:
 
 
 def header(manifest: WeightsManifest) -> bytes:
-    """All bytes before the first tensor; their length does not depend on the checksums."""
+    """Encode a manifest: all bytes of the file before the first tensor. Their number does not depend on the
+    checksums."""
     metadata = _Metadata(version=str(manifest.version), checksums="".join(manifest.checksums))
     sealed = msgspec.structs.replace(metadata, header=checksum(_encoded(manifest, metadata)))
     return _encoded(manifest, sealed)
@@ -100,11 +102,11 @@ def checksum(data: bytes | memoryview) -> str:
 def verify(
     raw: memoryview, version: int, checked: Callable[[int], object] = lambda size: None
 ) -> tuple[WeightsManifest, int]:
-    """Check every byte of a publication; returns its manifest and the offset of its tensors. `checked` is called with
-    the size of each valid tensor.
+    """Check every byte of the publication `raw`; returns its manifest and the offset of its first tensor. `checked` is
+    called with the size in bytes of each tensor that is valid.
 
     Raises:
-        TornPublication: it is incomplete or damaged, or another version.
+        TornPublication: the publication is incomplete or damaged, or has another version than `version`.
     """
     manifest, start = read_header(raw)
     if manifest.version != version:
@@ -120,10 +122,11 @@ def verify(
 
 
 def read_header(raw: memoryview) -> tuple[WeightsManifest, int]:
-    """The manifest at the start of `raw` and the offset of the tensors, which are not checked.
+    """Decode and check the header at the start of `raw`; returns the manifest and the offset of the first tensor. The
+    tensors are not checked.
 
     Raises:
-        TornPublication: there is no complete header.
+        TornPublication: the header is incomplete or damaged.
     """
     start = _LENGTH + int.from_bytes(raw[:_LENGTH], "little")
     if len(raw) < _LENGTH or start > len(raw):
@@ -145,7 +148,7 @@ def read_header(raw: memoryview) -> tuple[WeightsManifest, int]:
 
 
 def manifest_of(file: int) -> tuple[WeightsManifest, int]:
-    """As `read_header`, for an open file.
+    """As `read_header`, for an open file, given by its descriptor.
 
     Raises:
         TornPublication: as `read_header`.
@@ -157,7 +160,7 @@ def manifest_of(file: int) -> tuple[WeightsManifest, int]:
 
 
 class ModelFile(Record, frozen=True):
-    """A file of a model folder in a weights server's list; `digest`: its 128-bit xxh3, hex."""
+    """A file of a model folder that a weights server offers. `digest`: its 128-bit xxh3 in hexadecimal digits."""
 
     name: str
     size: int
@@ -174,7 +177,11 @@ def digest_of(path: Path) -> str:
 
 
 def _check_places(entries: Mapping[str, TensorEntry], checksums: tuple[str, ...]) -> None:
-    """Check that every byte belongs to exactly one tensor with a checksum."""
+    """Check that every tensor has a checksum and every byte belongs to exactly one tensor.
+
+    Raises:
+        TornPublication: otherwise.
+    """
     if len(entries) != len(checksums):
         raise TornPublication(f"{len(entries)} tensors with {len(checksums)} checksums")
     expected = 0

@@ -2,8 +2,8 @@
 
     publish     stretto-<run>-v000007.<pid>.partial     write, read back, compare the checksum
     switch      stretto-<run>-v000007.weights           one atomic rename: before it the version does not exist
-    keep        the newest two, so that an engine can finish loading the older one; an unlinked file lives on
-                for processes that have mapped it
+    keep        the newest two versions, so that an engine can finish loading the older one; an unlinked file stays
+                readable for processes that have mapped it
 
 A process that dies in the middle leaves at most a ``.partial`` file, which the next publication removes.
 """
@@ -48,7 +48,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SharedMemoryPublisher:
-    """The trainer's side; a new publisher continues with an earlier one's files.
+    """Publishes versions as files; the trainer's side of the mailbox. A new publisher for the same run and folder
+    continues with the files of an earlier one.
 
     Example::
 
@@ -58,8 +59,8 @@ class SharedMemoryPublisher:
     """
 
     def __init__(self, run: str, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: of published floating-point numbers; None: unchanged. If all engines compute in bfloat16, publishing
-        that halves the size and gives them the same weights."""
+        """`dtype`: dtype of published floating-point numbers; None: unchanged. If all engines compute in bfloat16,
+        publishing in bfloat16 halves the size and gives them the same weights. The folder is created."""
         self._run, self._folder, self._dtype = run, folder, dtype
         folder.mkdir(parents=True, exist_ok=True)
         prefix(run)
@@ -67,23 +68,25 @@ class SharedMemoryPublisher:
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
     ) -> dict[str, TensorDigest]:
-        """Write, check and atomically switch to `version`; returns the digest of each tensor as written. `gather` makes
-        each full tensor when it is written. Later versions, left from before a resume, are unlinked.
+        """Write the file of `version`, check it, and rename it into place; returns the digest of each tensor as
+        written. `gather` is called for each (name, tensor) pair when it is written. Files of later versions, left from
+        before a resume, and of all but the newest two versions are unlinked.
 
         Raises:
-            TornPublication: the file read back differs; nothing was switched.
-            ValueError: a dtype that cannot be published, or a version below 0.
-            OSError: no room, with the path; nothing was switched, nothing is left.
+            TornPublication: the file read back differs; the version is not published.
+            ValueError: a dtype cannot be published, or the version is below 0.
+            OSError: no space left, for example, with the path; the version is not published, and no file is left.
         """
         held = dict(tensors)
         manifest, forms = self._manifest(version, held)
         return self._switch(manifest, ((name, gather(name, one, forms[name])) for name, one in held.items()))
 
     def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
-        """Copy the tensors of `version` to host memory; `write` does as `publish`, from the copies.
+        """Start to copy the tensors of `version` to host memory. The result's `write` waits for the copies, and then
+        does the same as `publish`.
 
         Raises:
-            ValueError: a dtype that cannot be published, or a version below 0.
+            ValueError: a dtype cannot be published, or the version is below 0.
         """
         held = dict(tensors)
         manifest, forms = self._manifest(version, held)
@@ -101,7 +104,7 @@ class SharedMemoryPublisher:
         return Publication(write, copies.hold, manifest.size, sum(one.nbytes for one in copies.tensors.values()))
 
     def _manifest(self, version: int, tensors: Mapping[str, Tensor]) -> tuple[WeightsManifest, dict[str, torch.dtype]]:
-        """The manifest, without checksums, and the dtype in which each tensor is published."""
+        """The manifest, without checksums, and the dtype in which each tensor is published, by name."""
         if version < 0:
             raise ValueError(f"versions start at 0, not {version}")
         forms = {name: stored(tensor, self._dtype) for name, tensor in tensors.items()}
@@ -109,7 +112,7 @@ class SharedMemoryPublisher:
         return _plan(version, sizes), forms
 
     def _switch(self, manifest: WeightsManifest, whole: Iterable[tuple[str, Tensor]]) -> dict[str, TensorDigest]:
-        """Write, check and switch to a version."""
+        """Write and check the file of a version, rename it into place, and unlink files that are no longer needed."""
         path = path_of(self._run, self._folder, manifest.version)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
@@ -126,7 +129,7 @@ class SharedMemoryPublisher:
 
 
 class SharedMemorySubscriber:
-    """An engine's side."""
+    """Loads the versions that a `SharedMemoryPublisher` of the same run and folder publishes; an engine's side."""
 
     def __init__(self, run: str, folder: Path) -> None:
         self._run, self._folder = run, folder
@@ -154,22 +157,24 @@ class SharedMemorySubscriber:
         return newest
 
     def load(self, version: int) -> Mapping[str, Tensor]:
-        """The tensors of `version` as views of the mapped file, which they keep mapped.
+        """Verify `version`, and return its tensors by name as views of the mapped file. The file stays mapped as long
+        as a view is used.
 
-        Writes to them are visible to this process alone (the mapping is private).
+        Writes to the views are visible to this process alone (the mapping is private).
 
         Raises:
             TornPublication: size, version or checksum do not match; nothing was loaded.
-            WireError: the version is not available (any more); ask for the newest again.
+            WireError: the version is not available, or no longer; call `newest` again.
         """
         return _read(self._mapped(version), version, self._check)
 
     def hold(self, version: int, holder: str) -> Path:
-        """Check `version` and keep its safetensors file alive under a second name, which is returned. It lasts,
-        whatever is published, until `holder` holds another version or is released (`weights.folder.release`).
+        """Verify `version`, give its safetensors file a second name (a hard link) for `holder`, and return that path.
+        The file stays until `holder` holds another version or is released (`weights.folder.release`), even if newer
+        versions are published.
 
         Raises:
-            TornPublication, WireError: as for `load`; `holder` keeps what it held before.
+            TornPublication, WireError: as for `load`; `holder` keeps the version that it held before.
         """
         mine = held(self._run, self._folder, holder)
         file = mine.with_name(f"{mine.name}{version:06d}.held")
@@ -199,7 +204,7 @@ def _plan(version: int, tensors: Mapping[str, Tensor]) -> WeightsManifest:
     """The manifest for these tensors, with zeros for checksums.
 
     Raises:
-        ValueError: a dtype that safetensors does not know.
+        ValueError: a tensor has a dtype that cannot be published.
     """
     begin, offset = {}, 0
     for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
@@ -215,7 +220,7 @@ def _plan(version: int, tensors: Mapping[str, Tensor]) -> WeightsManifest:
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in pieces of at most 1 MiB; tensors of other devices are copied."""
+    """The bytes of a tensor, row-major, in pieces of at most 1 MiB; a tensor on another device is copied first."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(raw), _CHUNK):
         yield raw[start : start + _CHUNK]
@@ -240,10 +245,11 @@ def _view(raw: memoryview, start: int, entry: TensorEntry) -> Tensor:
 
 
 def _write(path: Path, manifest: WeightsManifest, whole: Iterable[tuple[str, Tensor]]) -> dict[str, TensorDigest]:
-    """Write the tensors of the manifest, in its order, each hashed as it is written; then the header."""
+    """Write the tensors to a new file at the manifest's offsets, then the header with their checksums; returns the
+    digest of each tensor. `whole` yields them in the order of the manifest."""
     checksums: list[str] = []
     start = len(header(manifest))
-    path.unlink(missing_ok=True)  # left by a process with our pid, or by somebody who guessed the name
+    path.unlink(missing_ok=True)  # left by an earlier process with this pid, or created by another user
     with open(path, "wb", buffering=0, opener=private) as file:
         for name, tensor in whole:
             file.seek(start + manifest.tensors[name].data_offsets[0])
@@ -259,8 +265,8 @@ def _write(path: Path, manifest: WeightsManifest, whole: Iterable[tuple[str, Ten
 
 
 def digest_of_tensor(tensor: Tensor) -> TensorDigest:
-    """The digest of a tensor in memory; equal to its published digest if the values are. Of a tensor on a GPU with its
-    sums."""
+    """Compute the digest of a tensor in memory; it equals the published digest if dtype and values are equal. The
+    digest of a tensor on a GPU includes its sums."""
     checksum = xxhash.xxh3_64()
     for piece in _pieces(tensor):
         checksum.update(piece)

@@ -1,5 +1,4 @@
-"""Workflow of a single turn. A workflow turns a ticket (an admitted prompt) into the judged trajectories of its
-group."""
+"""Workflow of a single turn. It turns a ticket (an admitted prompt) into the judged trajectories of its group."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, 
 from stretto.rollout.controller import Ticket
 from stretto_verify.thoughts import with_opening
 
-#: Judges completions, by (prompt, completions, gold answer): one verdict for each, in order. An undecided verdict is
-#: returned, not raised.
+#: Judges completions: called with prompt, completions and gold answer, returns one verdict per completion, in order.
+#: An undecided verdict is returned, not raised.
 Score = Callable[[str, Sequence[str], str], Awaitable[Sequence[Verdict]]]
 #: Decodes token ids to text, without special tokens other than those that mark thoughts.
 Detokenize = Callable[[Sequence[int]], str]
@@ -25,8 +24,10 @@ GroupWorkflow = Callable[[Ticket], Awaitable[Sequence[Trajectory]]]
 class SingleTurn:
     """Samples one completion for each member of a group and judges them together when the last has ended.
 
-    All members travel in one request, so a group of eight costs the conductor one message. Other groups are generated
-    meanwhile.
+    One request asks for all members, so that a group of eight costs the conductor one message.
+
+    Attributes:
+        generate: sends a request to an engine; yields each member's completion as it ends.
     """
 
     generate: Callable[[GenerateRequest], AsyncIterator[Completion]]
@@ -46,7 +47,7 @@ async def judge(
 ) -> list[Trajectory]:
     """Judge single-turn completions of one prompt together; returns their trajectories.
 
-    Where the prompt has opened a thought, the mark of that thought is put in front of the completion for the reward.
+    If the prompt opens a thought, its opening mark is put before each text that the reward gets.
     """
     texts = [detokenize(completion.token_ids) for completion in completions]
     verdicts = await score(prompt.text, [with_opening(text, prompt.opens) for text in texts], prompt.answer)

@@ -1,17 +1,17 @@
 """Costs of one layout of a run, in seconds and bytes: formulas with the machine's measured numbers.
 
-The *roofline* (Williams, Waterman, Patterson 2009): a piece of work takes the longer of its products at the rate of
-products and its bytes at the rate of memory. The formulas:
+The *roofline* (Williams, Waterman, Patterson 2009): work takes the longer of its FLOPs at the machine's FLOP rate and
+its bytes at the memory bandwidth. The formulas:
 
-    decode step     2 products per weight and row; weights once, keys and values of every row
-    prefill         2 per weight and token; causal attention 2 L^2 per layer and unit of width (Megatron-LM,
+    decode step     2 FLOPs per weight and row; reads the weights once, and the KV cache of every row
+    prefill         2 FLOPs per weight and token; causal attention 2 L^2 per layer and unit of width (Megatron-LM,
                     arXiv 2104.04473, appendix, halved by the mask)
-    training        three times a forward pass (forward and backward); activation checkpointing adds one; so does the
-                    proximal policy (AReaL, section 5.2) for its share
+    training        three times a forward pass (forward and backward); activation checkpointing adds one, and so
+                    does the proximal policy (AReaL, section 5.2) for its share of the tokens
     ranks           FSDP (arXiv 2304.11277, section 4): each pass over a micro-batch gathers the parameters forward and
-                    backward and scatters the gradients, while products go on; the longest sequence of a minibatch is
-                    one rank's (AReaL, algorithm 1, packs whole sequences), and all wait for it. Those that divide
-                    matrices or tokens sum and exchange activations (`trainer.memory:step_traffic`), while products wait
+                    backward and scatters the gradients, overlapped with compute. Sequences are not split (AReaL,
+                    algorithm 1), so all ranks wait for the one with the longest sequence of a minibatch. Tensor and
+                    context parallel ranks also exchange activations (`trainer.memory:step_traffic`), not overlapped
     tensor parallel Megatron-LM (arXiv 1909.08053): two all-reduces of the activations in each layer
     memory          of a rank: `stretto.trainer.memory`; parameters are gathered in `trainer.dtype`
 """
@@ -29,13 +29,13 @@ from stretto.trainer.memory import RankMemory, rank_memory, step_traffic
 from stretto_foresight.planner.job import Job
 from stretto_foresight.planner.machine import MachineProfile
 
-_RESERVED = 0.1  # of a device's memory: the context of the driver, fragments
-NATIVE_SLOT = 4 / 3  # slots of the native engine have powers of two as their lengths; the mean of their fill is 3/4
+_RESERVED = 0.1  # share of a device's memory for the driver's context and fragmentation
+NATIVE_SLOT = 4 / 3  # slots of the native engine have powers of two as lengths, so 3/4 is used on average
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Distribution of a run over devices: `tensor` devices make one engine."""
+    """Distribution of a run over devices: `engines` engines of `tensor` devices each, and `ranks` trainer ranks."""
 
     engines: int
     ranks: int
@@ -48,8 +48,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """GiB needed on one device of each side (generation, training), and GiB of a device; the KV cache gets the rest.
-    `completion`: the part of the KV cache that an engine needs at least, for its longest completion."""
+    """GiB needed on one device for training (`trainer`), and for generation (`engine` weights and KV `cache`);
+    `available`: usable GiB of a device.
+
+    `completion`: least KV cache of an engine, for its longest completion.
+    """
 
     trainer: float
     engine: float
@@ -63,7 +66,7 @@ class Memory:
 
     @property
     def generation(self) -> float:
-        """GiB that an engine needs at least."""
+        """GiB that an engine needs at least on a device."""
         return self.engine + self.completion
 
     @property
@@ -73,7 +76,8 @@ class Memory:
 
 
 class TrainingSeconds(NamedTuple):
-    """Parts of a training step: the conductor's work before it, the proximal policy, the update, the publication."""
+    """Seconds of the parts of a training step: the conductor's work before it, the proximal policy, the update, the
+    publication."""
 
     conduct: float
     proximal: float
@@ -83,8 +87,8 @@ class TrainingSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """`Durations` of a simulated run, from the machine's record. `slower`: factor on generation and training for roles
-    that share cores."""
+    """Implements the simulator's `Durations` with the formulas above and the machine's record. `slower_generation`,
+    `slower_training`: factors for roles that share cores."""
 
     job: Job
     machine: MachineProfile
@@ -100,7 +104,7 @@ class Costs:
         cache = cached * self.token_bytes / machine.cache_bandwidth
         fixed = machine.step_seconds + shape.layers * machine.layer_seconds
         each = machine.row_seconds + shape.layers * shape.hidden_size * machine.row_width_seconds
-        by_rows = rows * (each + machine.serve_seconds / job.lengths.mean)  # rows / mean of them end in a step
+        by_rows = rows * (each + machine.serve_seconds / job.lengths.mean)  # rows / mean completions end in a step
         return self.slower_generation * (fixed + by_rows + max(products, read) + cache + self._reduced(rows))
 
     def prefill(self, contexts: Sequence[float]) -> float:
@@ -129,12 +133,12 @@ class Costs:
         return sum(self.training(sequences))
 
     def training(self, sequences: Sequence[int]) -> TrainingSeconds:
-        """Parts of a training step."""
+        """Seconds of the parts of a training step on sequences of these lengths (prompt included)."""
         job, machine, shape, ranks = self.job, self.machine, self.job.shape, self.layout.ranks
         tokens, squares = sum(sequences), sum(length * length for length in sequences)
         forwards = 3.0 + (1.0 if job.trainer.activation_checkpointing else 0.0) + job.proximal
         minibatches = job.trainer.minibatches
-        # A sequence is not shared out: of each minibatch one rank has the longest, and the others wait for it.
+        # A sequence is not split over ranks: in each minibatch, the ranks wait for the one with the longest sequence.
         longest = heapq.nlargest(minibatches, sequences)
         alone = self._forward(sum(longest), sum(longest), sum(length * length for length in longest))
         together = job.trainer.together
@@ -146,21 +150,22 @@ class Costs:
         beside += tokens / ranks * shape.layers * shape.hidden_size * machine.token_width_seconds
         beside += squares / ranks * shape.layers * shape.width * machine.pair_width_seconds
         proximal = job.proximal * (whole / forwards + beside / 3)
-        adam = shape.parameters / ranks * machine.parameter_seconds / 2  # a publication reads as much
+        adam = shape.parameters / ranks * machine.parameter_seconds / 2  # a publication reads as many bytes
         own = machine.train_seconds + len(sequences) * machine.sequence_seconds / ranks
         update = own + minibatches * adam + (1 - job.proximal / forwards) * whole + beside
         conduct = len(sequences) * machine.batch_seconds
         return TrainingSeconds(*(self.slower_training * part for part in (conduct, proximal, update, adam)))
 
     def _forward(self, tokens: float, sampled: float, squares: float) -> float:
-        """Operations of a forward pass; only `sampled` tokens go through the output matrix."""
+        """FLOPs of a forward pass over `tokens` tokens. Only `sampled` tokens go through the output matrix. `squares`:
+        sum of the squared sequence lengths."""
         shape = self.job.shape
         attention = 2.0 * squares * shape.width * shape.layers
         return 2.0 * (shape.body * tokens + shape.embedding * sampled) + attention
 
     def _gathered(self, passes: int) -> float:
-        """Seconds for each rank to gather the parts of all others, and to reduce its part of the gradients. A forward
-        pass alone gathers half as much."""
+        """Seconds that a rank needs to gather the parameter shards of all others and to reduce its shard of the
+        gradients, for a step of `passes` micro-batches. A forward pass alone gathers half as much."""
         job, ranks = self.job, self.layout.ranks
         sharing = ranks // job.trainer.tensor_parallel
         if sharing <= 1:
@@ -172,8 +177,9 @@ class Costs:
         return self._collective(ranks, size * (sharing - 1) / sharing) + calls * self.machine.link_seconds
 
     def _inside(self, tokens: float, passes: int) -> float:
-        """Seconds that ranks which divide matrices (T) or tokens (C) send each other activations, of `tokens` tokens in
-        so many passes. A ring sends twice what it sums; of what is exchanged a rank keeps its own."""
+        """Seconds in which tensor and context parallel ranks exchange activations of `tokens` tokens in `passes`
+        micro-batches. (A ring all-reduce sends twice the reduced bytes; of exchanged bytes, a rank keeps its own
+        part.)"""
         trainer, again = self.job.trainer, 1 if self.job.trainer.activation_checkpointing else 0
         tensor, context, layers = trainer.tensor_parallel, trainer.context_parallel, self.job.shape.layers
         traffic, forward = step_traffic(self.job.shape, trainer, math.ceil(tokens)), self.job.proximal / (2 + again)
@@ -184,7 +190,8 @@ class Costs:
         return (1 + forward) * sent
 
     def _reduced(self, tokens: float) -> float:
-        """Seconds of two all-reduces in each layer; a ring sends twice the reduced bytes."""
+        """Seconds of the two all-reduces in each layer of a tensor parallel engine, for `tokens` tokens. (A ring sends
+        twice the reduced bytes.)"""
         tensor, shape = self.layout.tensor, self.job.shape
         if tensor == 1:
             return 0.0
@@ -200,8 +207,8 @@ class Costs:
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
     def memory(self) -> Memory:
-        """Memory per device. A rank needs what `trainer.memory` estimates; an engine its part of the weights, and a KV
-        cache in the rest, up to its slots and to `engine.cache_gib`."""
+        """Memory per device. A rank needs what `trainer.memory` estimates. An engine needs its share of the weights;
+        the KV cache takes the rest, up to its slots and `engine.cache_gib`."""
         job, shape, layout = self.job, self.job.shape, self.layout
         trainer = self.rank().total
         engine = shape.parameters * BYTES[job.engine.dtype] / layout.tensor
@@ -213,7 +220,7 @@ class Costs:
         return Memory(trainer / 2**30, engine / 2**30, min(asked, room), available, completion)
 
     def rank(self) -> RankMemory:
-        """Memory of one rank."""
+        """Estimated memory of one trainer rank."""
         job = self.job
         return rank_memory(
             job.shape, job.trainer, self.layout.ranks, job.longest, reference=job.reference, critic=job.critic
@@ -225,7 +232,8 @@ class Costs:
 
     @property
     def token_bytes(self) -> float:
-        """KV cache bytes per token on one device of an engine; heads are replicated if there are fewer than devices."""
+        """KV cache bytes per token on one device of an engine. Heads are replicated if there are fewer heads than
+        devices."""
         shape = self.job.shape
         return shape.cache_bytes(self.job.engine.dtype) / min(self.layout.tensor, shape.kv_heads)
 

@@ -1,4 +1,4 @@
-"""Fit of a machine's record to measurements, by least squares, with the formulas of `costs`."""
+"""Fit a machine's record to measurements by least squares, with the formulas of `costs`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy.typing as npt
 from stretto.model.hf.shape import ModelShape
 
 Floats = npt.NDArray[np.float64]
-_FREE = 1e18  # a rate that costs nothing
-#: The fields of `MachineProfile` in the order in which they are fitted; the rates come last.
+_FREE = 1e18  # a rate so high that the work costs nothing
+#: Fields of `MachineProfile` in the order of the fitted coefficients; the rates follow them.
 DECODE_SECONDS = ("step_seconds", "layer_seconds", "row_seconds", "row_width_seconds")
 TRAIN_SECONDS = (
     "train_seconds",
@@ -27,7 +27,7 @@ TRAIN_SECONDS = (
 
 @dataclass(frozen=True)
 class DecodeSample:
-    """Seconds of one decode step of `rows` completions with `cached` tokens in total."""
+    """Measured seconds of one decode step of `rows` completions with `cached` tokens in total."""
 
     shape: ModelShape
     rows: int
@@ -37,7 +37,7 @@ class DecodeSample:
 
 @dataclass(frozen=True)
 class PrefillSample:
-    """Seconds that prefilling the contexts added to a decode step."""
+    """Measured seconds by which a prefill of contexts of these lengths prolonged a decode step."""
 
     shape: ModelShape
     contexts: tuple[int, ...]
@@ -46,7 +46,8 @@ class PrefillSample:
 
 @dataclass(frozen=True)
 class TrainSample:
-    """Seconds of a training step with one minibatch in `passes` micro-batches, publication included."""
+    """Measured seconds of a training step with one minibatch in `passes` micro-batches, publication included.
+    `sequences`: their lengths."""
 
     shape: ModelShape
     sequences: tuple[int, ...]
@@ -56,7 +57,7 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class LoadSample:
-    """Seconds for which an engine paused to load this number of parameters."""
+    """Measured seconds for which an engine paused to load this number of parameters."""
 
     parameters: int
     seconds: float
@@ -65,8 +66,11 @@ class LoadSample:
 def least_squares(
     features: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | float = 0.0
 ) -> Floats:
-    """Non-negative coefficients with least squares of the relative errors; negative ones are eliminated, the most
-    negative first. `known`: part of the seconds that the features do not explain."""
+    """Fit non-negative coefficients of the features to the seconds, by least squares of the relative errors. Negative
+    coefficients are set to zero, the most negative first.
+
+    `known`: part of each sample's seconds that the features need not explain.
+    """
     rows, times = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
     wanted = 1.0 - np.asarray(known, np.float64) / times
     weighted = rows / times[:, None]
@@ -84,7 +88,7 @@ def least_squares(
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> Mapping[str, float]:
-    """Fields of `MachineProfile` for a decode step."""
+    """Fit the fields of `MachineProfile` for a decode step; returns them by name."""
     found = least_squares(
         [
             (
@@ -104,8 +108,11 @@ def fit_decode(samples: Sequence[DecodeSample]) -> Mapping[str, float]:
 
 
 def fit_prefill(samples: Sequence[PrefillSample], layer_seconds: float) -> Mapping[str, float]:
-    """Fields of `MachineProfile` for prefill. Each sample is one forward pass over all its contexts. The fixed time of
-    a pass, `layer_seconds` (from `fit_decode`) per layer, is subtracted before the fit."""
+    """Fit the fields of `MachineProfile` for prefill; returns them by name.
+
+    Each sample is one forward pass over all its contexts. The fixed time of a pass, `layer_seconds` (from `fit_decode`)
+    per layer, is subtracted before the fit.
+    """
     found = least_squares(
         [(1.0, sum(one.contexts), _forward(one.shape, one.contexts, len(one.contexts))) for one in samples],
         [one.seconds for one in samples],
@@ -116,7 +123,7 @@ def fit_prefill(samples: Sequence[PrefillSample], layer_seconds: float) -> Mappi
 
 
 def fit_training(samples: Sequence[TrainSample]) -> Mapping[str, float]:
-    """Fields for a training step."""
+    """Fit the fields of `MachineProfile` for a training step; returns them by name."""
     found = least_squares(
         [
             (
@@ -136,7 +143,7 @@ def fit_training(samples: Sequence[TrainSample]) -> Mapping[str, float]:
 
 
 def fit_loads(samples: Sequence[LoadSample]) -> Mapping[str, float]:
-    """Fields for a load of weights."""
+    """Fit the fields of `MachineProfile` for a load of weights; returns them by name."""
     fixed, each = least_squares([(1.0, one.parameters) for one in samples], [one.seconds for one in samples])
     return {"load_seconds": float(fixed), "load_parameter_seconds": float(each)}
 
@@ -147,5 +154,5 @@ def _forward(shape: ModelShape, lengths: Sequence[int], through_the_output: int)
 
 
 def _rate(seconds: float) -> float:
-    """Rate of operations that take this many seconds each."""
+    """Operations per second, if one operation takes `seconds`."""
     return float(min(_FREE, 1.0 / seconds if seconds > 0 else inf))

@@ -14,15 +14,15 @@ from stretto_foresight.planner.lengths import Lengths
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe as the planner sees it. `recomputes`: its objective needs log-probabilities of the policy before the
-    step; `converses`: it has a workflow; `reference`, `critic`: a trainer's further models."""
+    """A recipe as the planner sees it. `recomputes`: the objective needs proximal log-probabilities. `converses`: it
+    has a workflow of several turns. `reference`, `critic`: the trainer has these further models."""
 
     shape: ModelShape
     lengths: Lengths
     rollout: RolloutConfig
     engine: EngineConfig
     trainer: TrainerConfig
-    longest: int  # tokens of the longest prompt with the longest completion
+    longest: int  # tokens of the longest prompt plus the longest completion
     recomputes: bool = False
     converses: bool = False
     reference: bool = False  # a second model
@@ -36,19 +36,19 @@ class Job:
 
     @property
     def proximal(self) -> float:
-        """Share of a step's tokens whose proximal log-probabilities need an extra forward pass (AReaL, section 5.2);
-        the first minibatch gets them from its own."""
+        """Share of a step's tokens whose proximal log-probabilities need an extra forward pass (AReaL, section 5.2).
+        The first minibatch gets them from its own forward pass."""
         return (self.trainer.minibatches - 1) / self.trainer.minibatches if self.recomputes else 0.0
 
     @property
     def in_rounds(self) -> bool:
-        """Whether groups begin and end together; see `Recipe.in_rounds`."""
+        """Whether the groups of a batch begin and end together; see `Recipe.in_rounds`."""
         return not self.converses and self.engine.in_rounds(self.rollout.staleness_bounds[1] == 0)
 
     def with_settings(
         self, rollout: Mapping[str, object], engine: Mapping[str, object], trainer: Mapping[str, object]
     ) -> Job:
-        """The job with these settings changed."""
+        """Return a copy of the job with these settings of its sections changed."""
         return replace(
             self,
             rollout=self.rollout.model_copy(update=dict(rollout)),

@@ -1,4 +1,4 @@
-"""Layouts for a number of devices, by estimated cost; those that exceed the memory are left out."""
+"""Layouts for a number of devices, ordered by estimated cost. Layouts that exceed the memory are left out."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from stretto_foresight.planner.job import Job
 from stretto_foresight.planner.machine import MachineProfile
 
 _TENSOR = (1, 2, 4, 8)
-_SIXTEENTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # of the devices, for training
-_FINE = 16  # devices up to which every split is tried
-_MICRO_BATCHES = (1, 2, 4)  # times the recipe's
+_SIXTEENTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # shares of the devices that train, in sixteenths
+_FINE = 16  # up to this number of devices, every split is tried
+_MICRO_BATCHES = (1, 2, 4)  # multiples of the recipe's micro_batch_tokens that are tried
 _MOST_DEVICES = 1 << 16
 _SMALLER = "devices with more memory, or shorter completions (sampling.max_tokens)"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A job with the settings of a layout."""
+    """A layout, the job with the settings for it, and its costs."""
 
     job: Job
     layout: Layout
@@ -30,7 +30,7 @@ class Candidate:
 
     @cached_property
     def estimate(self) -> float:
-        """Seconds of a step without any waiting."""
+        """Optimistic seconds of a step: no role waits for another."""
         return _estimate(self.costs)
 
     @property
@@ -40,15 +40,15 @@ class Candidate:
 
 
 def own_layout(job: Job) -> Layout:
-    """Layout of the recipe; tensor parallelism is an argument of its engine's server."""
+    """Layout of the recipe itself. `engine.gpus` gives the devices of an engine."""
     return Layout(job.engine.count, job.trainer.ranks, job.engine.gpus)
 
 
 def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
-    """Layout of the recipe.
+    """Layout of the recipe itself, if it fits the memory.
 
     Raises:
-        RecipeError: it exceeds the memory; says by how much, and what would make it fit.
+        RecipeError: it exceeds the memory; the message says by how much, and which settings would fit.
     """
     layout = own_layout(job)
     memory = Costs(job, machine, layout).memory()
@@ -62,10 +62,10 @@ def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
 
 
 def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Candidate]:
-    """Layouts of this number of devices that fit the memory, ordered by estimate.
+    """Layouts of `devices` devices that fit the memory, ordered by estimate.
 
     Raises:
-        RecipeError: none fits (says by how much, and what would), or a batch is too small for any rank.
+        RecipeError: none fits (the message says by how much, and what would fit), or a batch is too small for any rank.
     """
     found = list(_all(job, machine, devices))
     fitting = [one for one in found if one.fits]
@@ -84,8 +84,8 @@ def _all(job: Job, machine: MachineProfile, devices: int) -> Iterator[Candidate]
 
 
 def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: float | str, tokens: int) -> Candidate:
-    """The job with this layout, and as many groups in flight as equation 3 and the engines' slots allow. A bound "auto"
-    stays adaptive in the simulation."""
+    """Make a candidate of the job with this layout, staleness bound and micro-batch size (`tokens`). It has as many
+    groups in flight as equation 3 and the engines' slots allow. A bound "auto" stays adaptive in the simulation."""
     slots = max(1, layout.engines * job.engine.slots // job.rollout.group_size)
     most = job.rollout.staleness_bounds[1] if isinstance(staleness, str) else staleness
     allowed = slots if math.isinf(most) else min(slots, int(most + 1) * job.rollout.batch_size)
@@ -100,7 +100,7 @@ def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: floa
 def _layouts(job: Job, devices: int, machine: MachineProfile) -> Iterator[Layout]:
     most = _most_ranks(job)
     splits = set(range(1, devices)) if devices <= _FINE else {devices * part // 16 for part in _SIXTEENTHS}
-    if most < min(splits, default=0):  # of many devices a small batch feeds few ranks
+    if most < min(splits, default=0):  # a small batch gives work to few of many ranks
         splits = {1 << power for power in range(most.bit_length())} | {most}
     for tensor in _TENSOR:
         if tensor <= machine.node_devices and _divides(job, tensor):
@@ -115,20 +115,20 @@ def _layouts(job: Job, devices: int, machine: MachineProfile) -> Iterator[Layout
 
 
 def _most_ranks(job: Job) -> int:
-    """Highest number of ranks that have work."""
+    """Largest number of ranks that all have work."""
     return job.completions // job.trainer.minibatches * job.trainer.together
 
 
 def _divides(job: Job, tensor: int) -> bool:
-    """Whether an engine can have this number of devices: servers split by whole heads and replicate KV heads if there
-    are fewer; the native engine has one device."""
+    """Whether an engine can have `tensor` devices. Servers split by whole heads, and replicate KV heads if there are
+    fewer than devices; the native engine has one device."""
     kv_heads = job.shape.kv_heads
     shared = job.shape.heads % tensor == 0 and max(tensor, kv_heads) % min(tensor, kv_heads) == 0
     return tensor == 1 or (shared and job.engine.kind != "native")
 
 
 def _estimate(costs: Costs) -> float:
-    """Longer of the seconds to generate a batch, with as many rows as fit, and to train on it."""
+    """Seconds to generate a batch, with as many rows as fit, or to train on it, whichever is longer."""
     job = costs.job
     context = job.lengths.prompt_tokens + job.lengths.mean
     in_flight = job.rollout.in_flight_bounds[1] * job.rollout.group_size / costs.layout.engines

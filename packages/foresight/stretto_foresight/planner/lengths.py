@@ -24,7 +24,8 @@ _DISTRIBUTIONS: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class LogNormalLengths:
-    """Log-normal lengths, truncated at `max_tokens`. `untruncated`: mean before the truncation."""
+    """Log-normal lengths, truncated at `max_tokens`. `untruncated`: mean before truncation; `sigma`: standard deviation
+    of the logarithm."""
 
     untruncated: float
     sigma: float
@@ -41,7 +42,7 @@ class LogNormalLengths:
         return self.untruncated * _normal(at - self.sigma) + self.max_tokens * (1 - _normal(at))
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
-        """Infinite iterator over groups: tokens of each completion, at least one."""
+        """Infinite iterator over groups of `members` completions: their lengths in tokens, at least 1."""
         middle = math.log(self.untruncated) - self.sigma**2 / 2
         while True:
             drawn = (chance.lognormvariate(middle, self.sigma) for _ in range(members))
@@ -54,8 +55,8 @@ def _normal(at: float) -> float:
 
 @dataclass(frozen=True)
 class MeasuredLengths:
-    """Observed lengths, by group if groups are known. They are drawn without replacement, since the mean of a few
-    hundred independent draws is off by several percent."""
+    """Observed lengths (`seen`), by group if groups are known. They are drawn without replacement, because the mean of
+    a few hundred independent draws would be off by several percent."""
 
     seen: tuple[tuple[int, ...], ...]
     prompt_tokens: int = 0
@@ -77,12 +78,12 @@ Lengths = LogNormalLengths | MeasuredLengths
 
 
 def alone(lengths: Iterable[int], prompt_tokens: int, max_tokens: int) -> MeasuredLengths:
-    """Lengths of completions without known groups."""
+    """Lengths of completions whose groups are not known, clipped to 1 … `max_tokens`."""
     return MeasuredLengths(tuple((max(1, min(length, max_tokens)),) for length in lengths), prompt_tokens)
 
 
 def check_lengths(words: str) -> None:
-    """Refuse what is no choice of lengths, without reading a file or a run.
+    """Check a choice of lengths by its form, without reading a file or a run.
 
     Raises:
         DataError: it is no distribution, and there is no such file or run folder.
@@ -95,10 +96,11 @@ def check_lengths(words: str) -> None:
 
 
 def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
-    """Parse the user's choice of lengths.
+    """Parse the user's choice of lengths: a named distribution, a file or a run folder. `prompt_tokens`: mean prompt
+    length; `max_tokens`: limit of a completion.
 
     Raises:
-        DataError: it is no distribution, file or run folder, or holds no lengths.
+        DataError: it is no distribution, file or run folder, or it has no lengths.
     """
     kind, _, rest = words.partition(":")
     if kind in _DISTRIBUTIONS:
@@ -146,7 +148,7 @@ def _of_run(path: Path, prompt_tokens: int, max_tokens: int) -> Lengths:
     trained = 0
     for trajectory in read_trajectories(path):
         trained += trajectory.trained_step is not None
-        if trajectory.trained_step is not None and trajectory.token_ids:  # `store.keep_payloads` may not keep them
+        if trajectory.trained_step is not None and trajectory.token_ids:  # they may not have been kept
             groups.setdefault(trajectory.group, []).append(min(max_tokens, len(trajectory.token_ids)))
             prompts.append(len(trajectory.prompt_token_ids))
     if not groups:

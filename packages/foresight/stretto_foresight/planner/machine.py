@@ -1,7 +1,7 @@
-"""Speed record of a planned machine's devices.
+"""Speed record of the devices of a machine.
 
-A record comes from a data sheet (`profiles/*.toml`, each number with its source) or from `stretto plan --calibrate`,
-which measures this machine.
+A record comes from a data sheet (`profiles/*.toml`, each number with its source), or from `stretto plan --calibrate`,
+which measures the machine on which it runs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ Amount = Annotated[float, Meta(ge=0)]
 
 
 class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
-    """Speeds of one device and its connections. Rates are achieved ones, not data sheet maxima: flops are operations
-    per second, bandwidths bytes per second of one device; missing costs are zero.
+    """Speeds of one device and its connections. Rates are achieved rates, not data sheet maxima. `*_flops` are in FLOPs
+    per second, `*_bandwidth` in bytes per second of one device, `*_seconds` in seconds of the operation named. Costs
+    that are not given are zero.
 
     Generation: a decode step takes `step_seconds`, plus `layer_seconds` per layer, `row_seconds` per completion and
     `row_width_seconds` per completion, layer and unit of width; plus the roofline of `decode_flops` against
     `weight_bandwidth`, and of the KV cache against `cache_bandwidth`. Training: `train_seconds` per step,
     `micro_batch_seconds` per forward and backward pass and layer, `token_width_seconds` per token, layer and unit of
-    width, `pair_width_seconds` likewise per pair of tokens of a sequence, and the products at `train_flops`.
+    width, `pair_width_seconds` likewise per pair of tokens of a sequence, and the FLOPs at the rate `train_flops`.
     """
 
     name: str
@@ -47,29 +48,29 @@ class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
     layer_seconds: Amount = 0.0
     row_seconds: Amount = 0.0
     row_width_seconds: Amount = 0.0
-    prefill_seconds: Amount = 0.0  # of each prefill, beside its products
+    prefill_seconds: Amount = 0.0  # of each prefill, besides its FLOPs
     prefill_token_seconds: Amount = 0.0
     train_seconds: Amount = 0.0
     micro_batch_seconds: Amount = 0.0
     token_width_seconds: Amount = 0.0
-    pair_width_seconds: Amount = 0.0  # of attention, beside its products
-    sequence_seconds: Amount = 0.0  # of training, for each completion
-    parameter_seconds: Amount = 0.0  # of an optimizer step and of a publication, for each parameter
+    pair_width_seconds: Amount = 0.0  # of attention, besides its FLOPs
+    sequence_seconds: Amount = 0.0  # of training, per completion
+    parameter_seconds: Amount = 0.0  # of an optimizer step and of a publication, per parameter
     transfer_seconds: Amount = 0.0  # from a publication until it can be loaded
     transfer_parameter_seconds: Amount = 0.0
     load_seconds: Amount = 0.0
     load_parameter_seconds: Amount = 0.0
     start_seconds: Amount = 0.0  # from the command to the first prompt
     judge_seconds: Amount = 0.0  # of one completion
-    serve_seconds: Amount = 0.0  # of an engine, for each completion, between its steps
-    conduct_seconds: Amount = 0.0  # of the conductor, for each completion, beside the other roles
-    batch_seconds: Amount = 0.0  # of the conductor between two training steps, for each completion of the batch
+    serve_seconds: Amount = 0.0  # of an engine between its steps, per completion
+    conduct_seconds: Amount = 0.0  # of the conductor, per completion, while other roles work
+    batch_seconds: Amount = 0.0  # of the conductor between two training steps, per completion of the batch
     link_bandwidth: Amount = 0.0  # between the devices of a node; 0: one process has all of them
     link_seconds: Amount = 0.0  # of one collective
-    network_bandwidth: Amount = 0.0  # of one device, between nodes; 0: as inside of a node
+    network_bandwidth: Amount = 0.0  # of one device, between nodes; 0: as within a node
     node_devices: Annotated[int, Meta(ge=1)] = 8
-    cores: Amount = 0.0  # that all roles share; 0: each has its own device
-    beside: Amount = 0.0  # by how much a role slows another one down that works at the same time, on a core of its own
+    cores: Amount = 0.0  # CPU cores that all roles share; 0: each role has its own device
+    beside: Amount = 0.0  # slowdown by another role that works at the same time on a core of its own
     sources: Mapping[str, str] = {}  # where each number comes from
 
 
@@ -80,10 +81,10 @@ def known_machines() -> list[str]:
 
 
 def machine_of(name: str) -> MachineProfile:
-    """Load a profile by name such as ``h100``, or from a file written by `stretto plan --calibrate`.
+    """Load a built-in profile by name (``h100``), or a file written by `stretto plan --calibrate`.
 
     Raises:
-        RecipeError: there is no such profile or file (with the nearest name), or the file is invalid.
+        RecipeError: there is no such profile or file (the message has the nearest name), or the file is invalid.
     """
     if name.lower() in known_machines():
         text = (resources.files(__package__) / _PROFILES / f"{name.lower()}.toml").read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
-"""Speed measurements of this machine: decode steps, prefills, training steps and loads for a few shapes.
+"""Measure the speed of this machine: decode steps, prefills, training steps and loads, for models of a few shapes.
 
-On a CPU, process time is measured, so that other users disturb it little; on a GPU, wall time. Weights are random.
+On a CPU, process time is measured, so that other programs disturb it little; on a GPU, wall time. The models have
+random weights.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ from stretto_foresight.planner.machine import MachineProfile
 _ALPHABET = "0123456789+-=abcdefghijklmnopqr"
 _PROMPT = 10
 _ROWS = (1, 8, 32, 96)
-_WINDOW, _WINDOWS = 12, 6  # steps whose median is a sample, and samples
-_COPIED = 1 << 26  # bytes whose sum measures the bandwidth of memory
-_BATCHES = 4  # of each size, the first of which warms up
+_WINDOW, _WINDOWS = 12, 6  # steps of which the median is one sample, and number of samples
+_COPIED = 1 << 26  # bytes that are summed to measure the memory bandwidth
+_BATCHES = 4  # batches of each size; the first one warms up
 _SPREAD = 0.6  # standard deviation of the logarithm of a completion's length
 _RUN = "calibration"
 
@@ -85,7 +86,7 @@ ON_A_GPU = (_shape(1024, 8, 4096), _shape(1024, 16, 4096), _shape(2048, 8, 4096)
 
 @dataclass
 class Measurements:
-    """Timing samples of this machine, with models of several shapes. `transfers`: seconds from the publication of a
+    """Timing samples of this machine, for models of several shapes. `transfers`: seconds from the publication of a
     version until an engine could load it."""
 
     decodes: list[DecodeSample] = field(default_factory=list)
@@ -96,7 +97,8 @@ class Measurements:
 
 
 def calibrate(say: Callable[[str], None]) -> MachineProfile:
-    """Measure this machine; `say` gets a line for each shape."""
+    """Measure this machine and fit its record. `say` gets a line after each model shape. Torch uses one thread
+    meanwhile."""
     gpu = torch.cuda.is_available()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -113,7 +115,7 @@ def calibrate(say: Callable[[str], None]) -> MachineProfile:
 
 
 def profile_of(found: Measurements, bandwidth: float) -> MachineProfile:
-    """Fit a record to the measurements."""
+    """Fit a record of this machine to the measurements. `bandwidth`: memory bandwidth in bytes per second."""
     gpu = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if gpu else f"{processor()}, {cores()} cores"
     memory = torch.cuda.mem_get_info()[1] if gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -136,7 +138,8 @@ def profile_of(found: Measurements, bandwidth: float) -> MachineProfile:
 
 
 def measure_shape(config: BuildConfig, folder: Path, found: Measurements, rows: Sequence[int] = _ROWS) -> None:
-    """Measure one shape and add its samples to `found`."""
+    """Measure a model of this shape, and append the samples to `found`. The model is written to `folder`. `rows`:
+    numbers of concurrent completions."""
     build_policy(config, folder, seed=1)
     shape = _model_shape(config, folder)
     for count in rows:
@@ -177,7 +180,7 @@ def _measure_engine(shape: ModelShape, folder: Path, rows: int, found: Measureme
 
     for number in range(rows):
         ask(str(number), _PROMPT, 1)
-    list(_steps(engine, 4))  # prompts, and the first calls of everything
+    list(_steps(engine, 4))  # prefills, and the slow first calls
     decode = 0.0
     for _ in range(_WINDOWS):
         cached = rows * _PROMPT + engine.health().unfinished
@@ -223,8 +226,8 @@ def _measure_trainer(shape: ModelShape, folder: Path, found: Measurements) -> No
 
 
 def _batch(completions: int, length: int, vocabulary: int, version: int) -> Batch:
-    """Groups of eight with random tokens of the newest version, `length` on average; lengths vary as a policy's do,
-    since equal ones would train faster."""
+    """Make a batch of groups of eight completions with random tokens of the newest version, `length` tokens on average.
+    The lengths vary as a policy's do, because equal lengths would train faster."""
     chance, groups = random.Random(version), []
     lengths = LogNormalLengths(length, _SPREAD, 4 * length).groups(chance, 8)
     for number in range(completions // 8):
@@ -238,7 +241,7 @@ def _batch(completions: int, length: int, vocabulary: int, version: int) -> Batc
 
 
 def _sequences(batch: Batch) -> tuple[int, ...]:
-    """Number of tokens of each sequence, prompt included."""
+    """Number of tokens of each sequence of a batch, prompt included."""
     return tuple(
         len(group.prompt.token_ids) + one.segments[0].length for group in batch.groups for one in group.trajectories
     )
@@ -254,7 +257,7 @@ def _verdict(member: int) -> Verdict:
 
 
 def _bandwidth() -> float:
-    """Memory read rate of one thread, or of the GPU, in bytes per second."""
+    """Memory read bandwidth of one thread, or of the GPU, in bytes per second."""
     numbers = torch.ones(_COPIED // 4, device="cuda" if torch.cuda.is_available() else "cpu")
     float(numbers.sum())
     best = min(_seconds_of(lambda: float(numbers.sum())) for _ in range(5))

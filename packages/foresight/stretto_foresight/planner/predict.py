@@ -1,4 +1,4 @@
-"""Prediction of a layout: the real controller on a virtual clock, with the costs of a machine."""
+"""Predict layouts: run the real controller on a virtual clock, with the costs of a machine."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from stretto_foresight.simulator.engines import EngineLimits
 from stretto_foresight.simulator.report import SimulationReport
 from stretto_foresight.simulator.run import SimulatedRun
 
-_GRAINS = 48  # simulated tokens of a mean completion
-_TRAJECTORIES = 12_000  # of one simulation
-_STEPS = 9  # of a simulation at least
-_ROUNDS = 3  # until roles that share cores agree on how much they slow each other down
-_SIMULATED = 6  # candidates
-_PATIENCE = 30.0  # processor seconds, after which no simulation begins and none goes on beyond its first step
-_CHANCE = 1.0  # factor on the best simulated step; a longer estimate cannot win
-_DRAWN = 4  # steps of a timeline
-_BUSY = 0.9  # share of a step; the trainer is what it waits for
+_GRAINS = 48  # simulated tokens of a completion of mean length
+_TRAJECTORIES = 12_000  # trajectories of one simulation, about
+_STEPS = 9  # least steps of a simulation
+_ROUNDS = 3  # iterations to find how much roles that share cores slow each other down
+_SIMULATED = 6  # most candidates that are simulated
+_PATIENCE = 30.0  # CPU seconds after which no simulation starts, and the current one ends early
+_CHANCE = 1.0  # times the best simulated step: candidates with a longer estimate are skipped
+_DRAWN = 4  # training steps shown in a timeline
+_BUSY = 0.9  # busy share of a role from which it counts as the bottleneck
 
 
 class Staleness(Record, frozen=True):
-    """Versions between sampling and training, over the loss tokens."""
+    """Versions between sampling and training, over the tokens in the loss."""
 
     mean: float
     p99: int
 
 
 class LayoutPrediction(Record, frozen=True):
-    """One layout of `stretto plan --json`. `busy` uses the names of `stretto inspect`; tokens are trained ones."""
+    """Prediction for one layout, as in `stretto plan --json`. `busy` uses the role names of `stretto inspect`.
+    `tokens_per_second` and `masked` count trained tokens."""
 
     engines: int
     ranks: int
@@ -51,7 +52,7 @@ class LayoutPrediction(Record, frozen=True):
     busy: Mapping[str, float]
     staleness: Staleness
     tokens_per_second: float
-    memory_gib: float  # of the fuller device
+    memory_gib: float  # of the device that needs most
     hours: float
     device_hours: float
     tensor: int
@@ -59,11 +60,11 @@ class LayoutPrediction(Record, frozen=True):
     max_staleness: float | None  # at the end of the simulation; None: no bound
     max_in_flight: int  # at the end of the simulation
     memory: Mapping[str, float]  # GiB of a device: trainer, engine, cache
-    masked: float  # share of the trained completions' tokens
-    recomputed: float  # tokens computed again, for each sampled one
+    masked: float  # share of the trained completions' tokens that are masked
+    recomputed: float  # tokens recomputed per sampled token
     waits_for: str  # bottleneck of a step: generation, judging or training
-    terms: Mapping[str, float]  # seconds of a step by role and work, and what they depend on
-    timeline: tuple[Span, ...] = ()  # of the trainer and of one engine, over the last steps of the simulation
+    terms: Mapping[str, float]  # seconds of a step by role and kind of work, and values that they depend on
+    timeline: tuple[Span, ...] = ()  # spans of the trainer and of one engine, over the last simulated steps
 
 
 class RunPlan(Record, frozen=True):
@@ -73,12 +74,13 @@ class RunPlan(Record, frozen=True):
     goal: str
     mean_length: float
     layouts: tuple[LayoutPrediction, ...]
-    recipe: str | None = None  # the digest of the recipe whose own layout this is; None: other layouts
+    recipe: str | None = None  # digest of the recipe, if this is its own layout
 
 
 @dataclass(frozen=True)
 class Grained:
-    """Lengths in simulated tokens, each standing for `grain` real ones."""
+    """Lengths in simulated tokens, each of which stands for `grain` real tokens. Implements the simulator's
+    `GroupLengths`."""
 
     lengths: Lengths
     grain: int
@@ -90,7 +92,7 @@ class Grained:
         return self.lengths.prompt_tokens
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
-        """Lengths divided by the grain, rounded up or down at random, so that the mean stays."""
+        """Groups of lengths divided by the grain, rounded up or down at random so that the mean is kept."""
         drawn = self.lengths.groups(chance, members)
         if self.grain == 1:
             return drawn
@@ -106,8 +108,11 @@ def plan(
     say: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.process_time,
 ) -> RunPlan:
-    """Find the best layouts of this number of devices; None: the recipe's own. `say` gets progress; after `_PATIENCE`
-    seconds of the `clock`, no further simulation starts, and the current one ends after its step.
+    """Find the best layouts of `devices` devices for the `goal` ("time", "cost" or "staleness"); None: predict the
+    recipe's own layout.
+
+    `say` gets progress messages. After 30 seconds of the `clock`, no further simulation starts, and the current one
+    ends after its step.
 
     Raises:
         RecipeError: no layout fits the memory.
@@ -133,7 +138,8 @@ def _search(
     say: Callable[[str], None],
     over: Callable[[], bool],
 ) -> list[LayoutPrediction]:
-    """Simulate promising candidates in the order of their estimates, then the best one with other bounds."""
+    """Simulate the promising candidates in the order of their estimates, then the best one with other staleness
+    bounds."""
     chosen = _chosen(job, machine, devices, goal)
     found: list[tuple[LayoutPrediction, Candidate]] = []
 
@@ -157,7 +163,7 @@ def _search(
 
 
 def _may_win(one: Candidate, found: Sequence[LayoutPrediction], goal: str) -> bool:
-    """Whether the candidate's optimistic estimate can still beat the best simulated one."""
+    """Whether the optimistic estimate of a candidate can still beat the best simulated layout."""
     devices = one.layout.devices if goal == "cost" else 1
     prices = [
         done.step_seconds * ((done.engines * done.tensor + done.ranks) if goal == "cost" else 1) for done in found
@@ -183,7 +189,8 @@ def _alike(one: LayoutPrediction, other: LayoutPrediction) -> bool:
 
 
 def best_first(found: Sequence[LayoutPrediction], goal: str) -> list[LayoutPrediction]:
-    """Order by hours, by device-hours, or by staleness among those within a tenth of the fastest."""
+    """Order predictions by the goal: "time" by hours, "cost" by device-hours, "staleness" by mean staleness among those
+    within a tenth of the fastest."""
     if goal == "cost":
         return sorted(found, key=lambda one: one.device_hours)
     if goal == "staleness":
@@ -193,7 +200,8 @@ def best_first(found: Sequence[LayoutPrediction], goal: str) -> list[LayoutPredi
 
 
 def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[Candidate]:
-    """Candidates with the lowest estimate for each split; fewer devices too if the goal is cost."""
+    """Candidates with the lowest estimate for each layout, best first, at most six. For the goal "cost", fewer devices
+    are tried too."""
     chosen: dict[Layout, Candidate] = {}
     fewer = range(1, devices.bit_length() - 1) if goal == "cost" else ()
     for number in (devices, *(devices >> power for power in fewer)):
@@ -208,9 +216,9 @@ def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[
 
 
 def _other_bounds(first: Candidate, machine: MachineProfile, goal: str) -> list[Candidate]:
-    """The best layout with half and twice the staleness bound; with small bounds if the goal is staleness."""
+    """The best layout with half and twice the staleness bound, and for the goal "staleness" with small bounds."""
     job, bound = first.job, first.job.rollout.max_staleness
-    if not isinstance(bound, float | int) or not bound or math.isinf(bound):  # "auto" finds it
+    if not isinstance(bound, float | int) or not bound or math.isinf(bound):  # no bound, or "auto", which finds its own
         return []
     others = {bound * 2, bound // 2} | ({1.0, 2.0} if goal == "staleness" else set())
     tokens = job.trainer.micro_batch_tokens
@@ -225,9 +233,12 @@ def predict(
     over: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda text: None,
 ) -> LayoutPrediction:
-    """Simulate some steps of the run after a warm-up that fills its queues; all steps of a short run. In a synchronous
-    run, roles alternate and share no cores. When `over` returns true, one step must suffice, which is reported to
-    `say`."""
+    """Simulate some steps of the run after a warm-up that fills its queues (of a short run, all steps), and return the
+    prediction for this layout.
+
+    In a synchronous run, roles alternate and so share no cores. Once `over` returns true, the simulation ends after one
+    reported step, and `say` gets a message.
+    """
     costs = Costs(job, machine, layout)
     grain = max(1, round(job.lengths.mean / _GRAINS))
     steps = min(job.trainer.steps, max(_STEPS, _TRAJECTORIES // job.completions))
@@ -244,7 +255,7 @@ def predict(
 
 
 def newest_steps(spans: Sequence[Span], steps: int = _DRAWN) -> tuple[Span, ...]:
-    """Spans of the last training steps, with times relative to the end of the step before them."""
+    """Spans of the last `steps` training steps, with times relative to the end of the step before them."""
     ends = [0.0, *(span.end for span in spans if span.name == "update")]
     start = ends[max(0, len(ends) - 1 - steps)]
     return tuple(
@@ -284,8 +295,8 @@ def _simulated(
 
 
 def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
-    """Costs with slowdown factors for roles that run at the same time: they share cores if they have more threads, and
-    share caches and memory."""
+    """The costs with slowdown factors for roles that run at the same time. They share cores if they have more threads
+    than cores, and they share caches and memory."""
     machine, job, layout = costs.machine, costs.job, costs.layout
     conductor, working = (min(1.0, share) for share in _conducting_and_training(costs, report))
     engines = [(job.engine.threads, min(1.0, report.generating / report.seconds / layout.engines))] * layout.engines
@@ -301,15 +312,15 @@ def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
 
 
 def crowded(threads: int, others: Sequence[tuple[int, float]], cores: float) -> float:
-    """Slowdown of a role with this many threads among others, each given by its threads and busy share; roles are
-    assumed to be busy independently.
+    """Slowdown factor of a role with `threads` threads on `cores` cores. `others`: threads and busy share of each other
+    role. Roles are assumed to be busy independently of each other.
 
     Two cores, the role, a neighbour that is always busy and one that is busy a fifth of the time:
 
     >>> round(crowded(1, [(1, 1.0), (1, 0.2)], 2), 4)   # 1 / (0.8 + 0.2 * 2 / 3)
     1.0714
     """
-    running = {threads: 1.0}  # the chance of each number of threads
+    running = {threads: 1.0}  # probability of each number of running threads
     for own, share in others:
         grown: dict[int, float] = {}
         for count, chance in running.items():
@@ -320,20 +331,20 @@ def crowded(threads: int, others: Sequence[tuple[int, float]], cores: float) -> 
 
 
 def _conducting_and_training(costs: Costs, report: SimulationReport) -> tuple[float, float]:
-    """Busy shares of the conductor and the trainer; a simulated step begins with the conductor's part."""
+    """Busy shares of the conductor and of the trainer. A simulated training step begins with the conductor's part."""
     completions = costs.job.completions * report.steps
     before = costs.slower_training * costs.machine.batch_seconds * completions
     return costs.machine.conduct_seconds * completions / report.seconds, (report.training - before) / report.seconds
 
 
 def _serving(costs: Costs, report: SimulationReport) -> float:
-    """Seconds of all engines between their steps, which a run counts as idle."""
+    """Seconds that all engines spend between their steps, which a run counts as idle."""
     return costs.slower_generation * costs.machine.serve_seconds * report.completions.total()
 
 
 def _terms(costs: Costs, report: SimulationReport, grain: int) -> dict[str, float]:
-    """Terms of a step as in `store.prediction`: seconds by role and work (mean over engines), and the values that they
-    depend on."""
+    """Terms of a step, named as in `dashboard.prediction`: seconds by role and work (mean over engines), and values
+    that they depend on."""
     job, engines = costs.job, costs.layout.engines * report.steps
     parts = costs.training([round(job.lengths.prompt_tokens + job.lengths.mean)] * job.completions)
     trained = report.training / report.steps / sum(parts)

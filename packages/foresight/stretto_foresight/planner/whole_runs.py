@@ -1,8 +1,8 @@
-"""Correction of a machine's record by whole runs, in which roles also exchange messages and disturb each other.
+"""Correct a machine's record by whole runs, in which roles also exchange messages and disturb each other.
 
-Pairs of runs are predicted and measured. In the first run of a pair, roles alternate: its times and those measured
-alone are two estimates of the same, and the record becomes their (geometric) middle. In the second, roles overlap: what
-then remains unexplained is their mutual slowdown.
+Pairs of runs are predicted and measured. In the first run of a pair, roles alternate. Its times, and the times measured
+in isolation, are two estimates of the same costs; the record becomes their geometric mean. In the second run, roles
+overlap; the difference that remains is their mutual slowdown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stretto_foresight.planner.layouts import own_layout
 from stretto_foresight.planner.machine import MachineProfile
 from stretto_foresight.planner.predict import predict
 
-_ROUNDS = 3  # until prediction and run agree: what one role takes moves what the others do meanwhile
+_ROUNDS = 3  # iterations: a changed slowdown changes which roles overlap
 _DECODE = (DECODE_SECONDS, ("decode_flops", "weight_bandwidth", "cache_bandwidth"))
 _TRAINING = (TRAIN_SECONDS, ("train_flops",))
 _STEP, _GENERATION = "step_seconds", "engines.generate"
@@ -30,7 +30,8 @@ _TRAINER = ("trainer.proximal", "trainer.update", "trainer.publish")
 
 @dataclass(frozen=True)
 class RunSample:
-    """A measured run of this machine: its job with the actual lengths, and the seconds of a step by role and work."""
+    """A measured run on this machine: its job with the lengths that occurred, and its seconds of a step by role and
+    work."""
 
     job: Job
     measured: Mapping[str, float]
@@ -39,8 +40,8 @@ class RunSample:
         """Compare this run with its prediction for `machine`.
 
         Returns:
-            A function from names of `LayoutPrediction.terms`, such as "engines.generate", to the ratio of their
-            measured to their predicted seconds, each summed over the names; 1 if either sum is zero.
+            A function that takes names of `LayoutPrediction.terms`, such as "engines.generate", and returns the ratio
+            of their measured to their predicted seconds, each summed over the names; 1 if either sum is zero.
         """
         predicted = predict(self.job, machine, own_layout(self.job)).terms
 
@@ -60,7 +61,8 @@ class RunPair(NamedTuple):
 
 
 def fit_runs(machine: MachineProfile, pairs: Sequence[RunPair]) -> MachineProfile:
-    """The record, moved halfway towards the runs; where cores are shared, its slowdown `beside` too."""
+    """Return the record with its costs moved halfway towards the measured runs. On shared cores, its slowdown `beside`
+    is fitted too."""
     slower = [pair.in_turn.slower(machine) for pair in pairs]
     machine = _times(machine, _DECODE, sqrt(geometric_mean(of(_GENERATION) for of in slower)))
     machine = _times(machine, _TRAINING, sqrt(geometric_mean(of(*_TRAINER) for of in slower)))
@@ -71,7 +73,7 @@ def fit_runs(machine: MachineProfile, pairs: Sequence[RunPair]) -> MachineProfil
 
 
 def _times(machine: MachineProfile, fields: tuple[Sequence[str], Sequence[str]], ratio: float) -> MachineProfile:
-    """The record with seconds multiplied, and rates divided, by the ratio."""
+    """The record with the seconds in `fields` multiplied, and the rates divided, by the ratio."""
     seconds, rates = fields
     changed = {name: getattr(machine, name) * ratio for name in seconds}
     changed |= {name: getattr(machine, name) / ratio for name in rates}

@@ -1,4 +1,4 @@
-"""In-memory journal: the state of every trajectory, with a check of the accounting law."""
+"""In-memory journal of a simulated run: the state of every trajectory, with a check of the accounting law."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from stretto.core.states import ALLOWED
 class Accounts:
     """Journal that checks: issued = trained + filtered + expired + failed + buffered + in flight, each id once.
 
-    `expired` holds trajectories that expired after they had ended; those aborted in flight have no record. `changes`
-    are those of the bounds.
+    `expired`: trajectories that expired after their completion had ended (those aborted in flight have no record).
+    `changes`: changes of the adaptive bounds.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Virtual clock of a simulation, passed in where a run has `time.monotonic`."""
+"""Virtual clock of a simulation, which replaces `time.monotonic`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class VirtualClock:
         return self._now
 
     def call_at(self, when: float, callback: Callable[[], None]) -> None:
-        """Schedule `callback` at `when` (seconds); events of the same time run in the order of scheduling."""
+        """Schedule `callback` at the time `when` (seconds). Events of the same time run in the order of scheduling."""
         if when < self._now:
             raise ValueError(f"cannot schedule at {when}, it is {self._now} already")
         heapq.heappush(self._events, (when, next(self._order), callback))
@@ -38,7 +38,7 @@ class VirtualClock:
         self.call_at(self._now + delay, callback)
 
     def advance(self) -> bool:
-        """Run the next event; False when there is none left."""
+        """Jump to the next event and run it; return False if there is none left."""
         if not self._events:
             return False
         self._now, _, callback = heapq.heappop(self._events)

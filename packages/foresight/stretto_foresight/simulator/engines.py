@@ -1,8 +1,8 @@
 """Simulated engines: continuous batching on a virtual clock, with step times that depend on rows and cache.
 
-All running completions of an engine get one token per step, so a single counter, the *tick*, gives the progress of all,
-and the end of a completion is a tick known at its entry. Between two events, the step time is that at the middle of the
-interval.
+All running completions of an engine get one token per step. So a single counter, the *tick*, gives the progress of all,
+and the tick at which a completion ends is known when it enters. Between two events, the step time is that of the middle
+of the interval.
 """
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ from stretto.core.events import Span
 from stretto.rollout.controller import Ticket
 from stretto_foresight.simulator.clock import VirtualClock
 
-#: The part of the cache that is kept free for growth when a completion starts, as the native engine keeps it.
+#: Share of the cache that must stay free for growth when a completion enters, as in the native engine.
 GROWTH = 1 / 16
-_ROUNDING = 1e-9  # of the clock, between two spans of one stretch
+_ROUNDING = 1e-9  # relative rounding error of the clock between adjacent spans
 
 
 class Durations(Protocol):
-    """Durations in seconds of all work; token counts are the model's (Protocol)."""
+    """Durations of all work in seconds; numbers of tokens are the model's, not simulated ones (Protocol)."""
 
     def decode(self, rows: int, cached: float) -> float:
-        """One decode step for `rows` completions with `cached` tokens in total."""
+        """Seconds of one decode step for `rows` completions with `cached` tokens in the KV cache in total."""
 
     def prefill(self, contexts: Sequence[float]) -> float:
-        """Computation of the KV cache for contexts, given by their lengths."""
+        """Seconds to compute the KV cache of contexts of these lengths."""
 
     def transfer(self) -> float:
         """Seconds from a publication until an engine can load it; generation continues meanwhile."""
 
     def load(self) -> float:
-        """Pause of an engine to load weights."""
+        """Seconds for which an engine pauses to load weights."""
 
     def judge(self) -> float:
-        """Judging of one completion by one worker, which begins after the last completion of the group."""
+        """Seconds to judge one completion by one worker. Judging begins after the last completion of the group."""
 
     def train(self, sequences: Sequence[int]) -> float:
-        """One training step, from the batch to the publication, given the length of each sequence with its prompt."""
+        """Seconds of one training step, from the batch to the publication. `sequences`: lengths with prompt."""
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Number of engines and their capacity. `recompute`: the KV cache of running completions is recomputed after a
-    load. One simulated token stands for `grain` tokens of the model."""
+    """Number of engines, and capacity of each. `recompute`: the KV cache of running completions is recomputed after a
+    load. `load_interval`: least seconds between two loads. `grain`: tokens of the model for which one simulated token
+    stands."""
 
     count: int = 1
     slots: float = math.inf
@@ -60,7 +61,8 @@ class EngineLimits:
 
 @dataclass(eq=False)
 class Flight:
-    """A group in flight: prompt length, final lengths of its completions, versions of the ended ones."""
+    """A group in flight. `prompt`: prompt length; `lengths`: final lengths of its completions; `versions`: by member,
+    the versions of the tokens of each completion that has ended."""
 
     ticket: Ticket
     prompt: int
@@ -71,7 +73,8 @@ class Flight:
 
 @dataclass(eq=False)
 class CompletionRow:
-    """A completion in an engine: remaining tokens, and versions of the tokens before its last entry."""
+    """A completion in an engine. `entered`: tick at which it entered; `before`: versions of the tokens that it had
+    sampled before."""
 
     flight: Flight
     member: int
@@ -84,8 +87,8 @@ class CompletionRow:
 
 
 class SimulatedEngine:
-    """One engine on the virtual clock. `ended` is called with each finished completion, `loaded` after each load;
-    `spans` takes its spans of work."""
+    """One engine on the virtual clock. `ended` is called with the group of each finished completion, `loaded` after
+    each load. Spans of its work are appended to `spans`."""
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class SimulatedEngine:
         loaded: Callable[[], None],
         spans: list[Span] | None = None,
     ) -> None:
-        self.version = self.served = 0  # of the newest tokens; the same, once it has been loaded
+        self.version = self.served = 0  # version of new tokens; the same, once the load is complete
         self.busy = 0.0  # seconds, of which:
         self.loading = self.recomputing = 0.0
         self.sampled = self.recomputed = 0.0  # tokens of the model
@@ -104,12 +107,12 @@ class SimulatedEngine:
         self.load = 0  # completions that run or wait
         self._clock, self._durations, self._limits = clock, durations, limits
         self._ended, self._loaded, self._spans = ended, loaded, spans
-        self._tick, self._at, self._step = 0.0, 0.0, 1.0  # at the time `_at`, which is in the future during a pause
-        self._running: list[tuple[float, int, CompletionRow]] = []  # by the tick at which they end
+        self._tick, self._at, self._step = 0.0, 0.0, 1.0  # the tick at time `_at`, which is in the future in a pause
+        self._running: list[tuple[float, int, CompletionRow]] = []  # heap by the tick at which they end
         self._waiting: deque[CompletionRow] = deque()
         self._entered = 0
         self._cached = 0.0
-        self._switches: list[tuple[float, int]] = []  # ticks at which versions took over
+        self._switches: list[tuple[float, int]] = []  # ticks at which versions became the current one
         self._arrived, self._last_load = 0, -math.inf
         self._plan_number = 0
 
@@ -120,7 +123,7 @@ class SimulatedEngine:
         self._go_on()
 
     def stop(self, flight: Flight) -> list[int]:
-        """Abort a group; returns the number of tokens of each completion."""
+        """Abort a group; return the number of sampled tokens of each completion."""
         self._advance()
         sampled = {member: len(versions) for member, versions in flight.versions.items()}
         for row in self._rows():
@@ -145,8 +148,8 @@ class SimulatedEngine:
         return max(self.load / self._limits.slots, cached / self._limits.cache_tokens)
 
     def arrives(self, version: int) -> None:
-        """Make a version available: it is loaded at once when the engine is idle, else `load_interval` after the load
-        before."""
+        """Make a version available. It is loaded at once if the engine is idle, else `load_interval` seconds after the
+        previous load."""
         self._arrived = max(self._arrived, version)
         self._load_when_due()
 
@@ -187,11 +190,11 @@ class SimulatedEngine:
         return (row for _, _, row in self._running)
 
     def _context(self, row: CompletionRow) -> float:
-        """Tokens of the model that a running completion has in the cache."""
+        """Number of the model's tokens that a running completion has in the cache."""
         return row.flight.prompt + (len(row.before) + self._tick - row.entered) * self._limits.grain
 
     def _own_contexts(self) -> Iterator[float]:
-        """Tokens to recompute for each running completion; the prompt counts once per group."""
+        """Number of tokens to recompute for each running completion; a group's prompt counts once."""
         seen = set[int]()
         for row in self._rows():
             shared = row.flight.prompt if id(row.flight) in seen else 0
@@ -199,14 +202,14 @@ class SimulatedEngine:
             yield max(1.0, self._context(row) - shared)
 
     def _advance(self, tick: float | None = None) -> None:
-        """Advance the tick to the present, or to `tick` if it is known exactly."""
+        """Advance the tick to the present time, or to `tick` if it is known exactly."""
         now = self._clock.now()
         if now < self._at:
             return
         if self._running:
             before = self._tick
             reached = tick if tick is not None else before + (now - self._at) / self._step
-            # Rounding must neither pass the tick at which a completion ends nor go back: versions would follow it.
+            # Rounding must neither pass the tick at which a completion ends nor go back; versions would be wrong.
             self._tick = max(before, min(reached, self._running[0][0]))
             tokens = (self._tick - before) * len(self._running) * self._limits.grain
             self._cached += tokens
@@ -248,7 +251,7 @@ class SimulatedEngine:
 
     def _reach(self, number: int, tick: float, full: bool) -> None:
         if number != self._plan_number:
-            return  # something else has happened
+            return  # outdated: something else was scheduled since
         self._advance(tick)
         ended = []
         while self._running and self._running[0][0] <= tick:
@@ -268,7 +271,7 @@ class SimulatedEngine:
     def _enter(self) -> None:
         limits, contexts, seen = self._limits, list[float](), set[int]()
         if not self._running:
-            self._tick = self._next_step()  # an idle engine is in no step
+            self._tick = self._next_step()  # an idle engine is not within a step
         while self._waiting and len(self._running) < limits.slots:
             row = self._waiting[0]
             tokens = row.flight.prompt + len(row.before) * limits.grain
@@ -279,7 +282,7 @@ class SimulatedEngine:
             heapq.heappush(self._running, (row.entered + row.left, self._entered, row))
             self._entered += 1
             self._cached += self._context(row)
-            self.sampled -= (row.entered - self._tick) * limits.grain  # which the ticks until then will count
+            self.sampled -= (row.entered - self._tick) * limits.grain  # corrects for the ticks until it enters
             if row.before:
                 contexts.append(tokens)
                 self.recomputed += tokens
@@ -290,12 +293,12 @@ class SimulatedEngine:
             self._pause(self._durations.prefill(contexts))
 
     def _next_step(self) -> float:
-        """Tick at which a completion that enters now begins: the end of the current step, so that completions end, and
-        others enter, together. With grains a tick is many steps."""
+        """Tick at which a completion that enters now begins: the end of the current step, so that completions end and
+        others enter together. With a grain above 1 a tick is many steps, so it is the present tick."""
         return math.ceil(self._tick) if self._limits.grain == 1 else self._tick
 
     def _preempt(self) -> None:
-        """Evict the newest completion from the full cache; it enters again when there is room."""
+        """Evict the newest completion from the full cache. It enters again when there is room."""
         newest = max(self._running, key=lambda entry: entry[1])
         self._running.remove(newest)
         heapq.heapify(self._running)
@@ -306,8 +309,8 @@ class SimulatedEngine:
         self.preempted += 1
 
     def _versions(self, row: CompletionRow, tokens: int) -> tuple[int, ...]:
-        """Versions of the `tokens` that a row has sampled since its entry; token t is sampled at tick ``entered +
-        t``."""
+        """Versions of the `tokens` tokens that a row has sampled since its entry. Token t is sampled at tick ``entered
+        + t``."""
         behind = len(self._switches)
         while behind and self._switches[behind - 1][0] > row.entered:
             behind -= 1

@@ -11,32 +11,32 @@ from stretto.core.records import Batch
 
 @dataclass
 class SimulationReport:
-    """Counts of completions and of their tokens; prompts are not counted.
+    """Counts of a simulated run: completions and their tokens. Prompts are not counted.
 
-    `staleness` counts the loss tokens by their age in versions. Counters "by length" have a completion's whole length
-    as their key; for a completion that was aborted, the length it would have had.
+    `staleness` counts the tokens in the loss by age in versions. Counters "by length" have a completion's full length
+    as key; for an aborted completion, the length that it would have had.
     """
 
     steps: int = 0
     seconds: float = 0.0
     waiting: float = 0.0  # seconds in which the trainer was idle
-    training: float = 0.0  # seconds in which it was not
-    generating: float = 0.0  # seconds in which engines worked, summed over them; of these:
+    training: float = 0.0  # seconds in which the trainer worked
+    generating: float = 0.0  # seconds in which engines worked, summed over engines; of these:
     loading: float = 0.0  # seconds of loads of weights
-    recomputing: float = 0.0  # seconds of contexts computed again after a load
+    recomputing: float = 0.0  # seconds of recomputing contexts after a load
     judging: float = 0.0  # seconds of judging, summed over completions
     sampled: float = 0.0  # tokens of the model, of all completions
-    recomputed: float = 0.0  # tokens of the model whose KV cache was computed again
-    preempted: float = 0.0  # completions that left a full cache
+    recomputed: float = 0.0  # tokens of the model whose KV cache was recomputed
+    preempted: float = 0.0  # completions evicted from a full cache
     staleness: Counter[int] = field(default_factory=Counter)
     completions: Counter[int] = field(default_factory=Counter)  # completions trained on, by length
-    masked: Counter[int] = field(default_factory=Counter)  # their tokens that were context only, by length
+    masked: Counter[int] = field(default_factory=Counter)  # tokens of these that were masked, by that length
     touched: int = 0  # completions with a masked token
     expired: Counter[int] = field(default_factory=Counter)  # completions that expired, by length
-    dropped: Counter[int] = field(default_factory=Counter)  # their tokens at that moment, by length
+    dropped: Counter[int] = field(default_factory=Counter)  # tokens that these had sampled, by length of the completion
     max_staleness: float = math.inf  # the bound in force at the end
     max_in_flight: int = 0  # the number in force at the end
-    warnings: list[str] = field(default_factory=list)  # of selection bias
+    warnings: list[str] = field(default_factory=list)  # messages about selection bias
 
     @property
     def trained_tokens(self) -> int:
@@ -52,7 +52,7 @@ class SimulationReport:
         return sum(age * n for age, n in self.staleness.items()) / max(1, self.staleness.total())
 
     def staleness_quantile(self, share: float) -> int:
-        """The smallest age that `share` of the loss tokens do not exceed."""
+        """Smallest age that the share `share` of the tokens in the loss does not exceed."""
         left = share * self.staleness.total()
         for age in sorted(self.staleness):
             left -= self.staleness[age]
@@ -62,17 +62,17 @@ class SimulationReport:
 
     @property
     def masked_share(self) -> float:
-        """Masked share of the trained completions' tokens."""
+        """Masked tokens as a share of the trained completions' tokens."""
         return self.masked.total() / max(1, self.trained_tokens)
 
     @property
     def dropped_share(self) -> float:
-        """Dropped share of the tokens sampled for completions that were trained or expired."""
+        """Dropped tokens (of expired completions) as a share of all tokens of trained and expired completions."""
         return self.dropped.total() / max(1, self.trained_tokens + self.dropped.total())
 
     @property
     def expired_share(self) -> float:
-        """Expired share of the completions that were trained or expired."""
+        """Expired completions as a share of those trained or expired."""
         return self.expired.total() / max(1, self.completions.total() + self.expired.total())
 
     def train(self, batch: Batch) -> None:

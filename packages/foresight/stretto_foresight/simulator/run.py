@@ -36,22 +36,22 @@ from stretto_foresight.simulator.report import SimulationReport
 from stretto_foresight.simulator.workload import GroupLengths, Workload
 
 _PROMPTS = 997
-_TOKEN_BYTES = 8  # with its log-probability
-_LOOK = 64  # events between two looks at whether the time is over
-_POLL_SECONDS = 1.0  # as the conductor polls
+_TOKEN_BYTES = 8  # of a token id and a log-probability
+_LOOK = 64  # events between two checks whether the time is over
+_POLL_SECONDS = 1.0  # as in the conductor
 
 
 def without_mismatch(batch: Batch) -> Mapping[str, float]:
-    """Trainer measurements of a batch if staleness had no effect."""
+    """Trainer measurements of a batch if staleness had no effect: zero KL divergence."""
     return {"kl_behavior": 0.0}
 
 
 class SimulatedRun:
     """One run of `steps` training steps, deterministic for its seed.
 
-    `workload`: lengths, and shares of failed groups. `durations`: default those of the workload. `limits`: the engines.
-    `judges`: completions judged at a time. `measured`: trainer measurements of a batch (default: no mismatch). The
-    report begins after the first `warm` steps.
+    `workload`: lengths, and shares of failed groups. `durations`: by default those of the workload. `limits`: number
+    and capacity of the engines. `judges`: number of completions judged at the same time. `measured`: trainer
+    measurements of a batch (default: no mismatch). The report begins after the first `warm` steps.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class SimulatedRun:
             self.accounts, self.clock.now, say=lambda said: self.report.warnings.append(said)
         )
         self.selection.ask(lambda group_id: self._aborted.pop(group_id, 0))
-        self.spans: list[Span] = []  # of the trainer and of the first engine
-        self._aborted: dict[str, int] = {}  # the tokens of groups that are about to expire in flight
+        self.spans: list[Span] = []  # spans of the trainer and of the first engine
+        self._aborted: dict[str, int] = {}  # sampled tokens of groups that are about to expire in flight
         self.controller = Controller(config, prompts, self.selection, seed, pacing=pacing)
         self._engines = [
             SimulatedEngine(
@@ -95,14 +95,14 @@ class SimulatedRun:
         ]
         self._flights: dict[str, tuple[Flight, SimulatedEngine]] = {}
         self._idle_since: float | None = 0.0
-        self._watched, self._preempted = False, 0  # the engines' pressure; completions, when it was last read
-        self._free = [0.0] * judges  # a heap: the times at which each has judged what it was given
+        self._watched, self._preempted = False, 0  # whether pressure is polled; preemptions at the last poll
+        self._free = [0.0] * judges  # heap of the times at which each judge is free
 
     def run(self, over: Callable[[], bool] = lambda: False) -> SimulationReport:
-        """Run to the last step; once `over` returns true, only to the first reported step.
+        """Run to the last step and return the report. Once `over` returns true, run only to the first reported step.
 
         Raises:
-            RuntimeError: no event is left before that step: the run is stuck.
+            RuntimeError: no event is left before that step, so the run is stuck.
         """
         self._admit()
         self._run_steps(self._warm, over)
@@ -159,7 +159,7 @@ class SimulatedRun:
             self.clock.call_after(_POLL_SECONDS, self._observe_pressure)
 
     def _observe_pressure(self) -> None:
-        """Poll the engines' load, repeatedly while anything is in flight."""
+        """Report the engines' load to the controller; repeated every second while any group is in flight."""
         before, self._preempted = self._preempted, sum(engine.preempted for engine in self._engines)
         needed = max(engine.needed() for engine in self._engines)
         self.controller.observe_pressure(Pressure(needed, self._preempted - before, len(self._engines)))
@@ -169,7 +169,7 @@ class SimulatedRun:
         self._admit()
 
     def _completed(self, flight: Flight) -> None:
-        """Note a finished completion; the group is judged after its last one."""
+        """Handle a finished completion of a group. After the group's last one, the group is judged."""
         if len(flight.versions) < len(flight.lengths) or flight.judged:
             return
         flight.judged = True

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class GroupLengths(Protocol):
-    """Data of a simulated run: lengths, and the shares of groups that fail or are filtered (Protocol)."""
+    """Lengths of a simulated run, and the shares of groups that fail or are filtered (Protocol)."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -19,15 +19,15 @@ class GroupLengths(Protocol):
     def filter_rate(self) -> float: ...
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
-        """Infinite iterator over groups: lengths of their completions in simulated tokens."""
+        """Infinite iterator over groups of `members` completions: their lengths in simulated tokens."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """Workload with log-normal lengths, a constant token rate, and training steps of equal time.
 
-    Times are in any one unit. Lengths are truncated at `max_tokens`. `failure_rate` and `filter_rate` are shares of
-    groups. It also implements `Durations`: prompts and verdicts cost nothing, and a load does not pause generation.
+    Times are in an arbitrary unit. Lengths are truncated at `max_tokens`. `failure_rate` and `filter_rate` are shares
+    of groups. It also implements `Durations`: prompts and verdicts take no time, and a load does not pause generation.
     """
 
     median_tokens: float = 16.0
@@ -41,7 +41,7 @@ class Workload:
     prompt_tokens: int = 0
 
     def answer_tokens(self, chance: random.Random) -> int:
-        """Length of one completion, at least one token."""
+        """Draw the length of one completion, at least one token."""
         return max(1, min(self.max_tokens, round(chance.lognormvariate(0.0, self.sigma) * self.median_tokens)))
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:

@@ -1,1 +1,1 @@
-"""Agents of a run: programs started once per trajectory, and external services that request sessions."""
+"""Agents of a run: programs that are started once per trajectory, and external services that request sessions."""

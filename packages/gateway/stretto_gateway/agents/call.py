@@ -1,7 +1,8 @@
-"""``python -m stretto_gateway.agents.call [--check] MODULE:FUNCTION``: an agent that is a Python function.
+"""Call of a Python function as an agent: ``python -m stretto_gateway.agents.call [--check] MODULE:FUNCTION``.
 
-The function gets the task, and finds its session in the usual variables (OPENAI_BASE_URL, ANTHROPIC_BASE_URL and so
-on). A number that it returns is the reward. With ``--check`` it is loaded and not called.
+The function gets the task, a dict. Its session is in the environment variables that clients read (OPENAI_BASE_URL,
+ANTHROPIC_BASE_URL and so on). A returned number is sent to the gateway as the reward. With ``--check`` the function is
+only loaded.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _SECONDS = 60.0
 
 
 def function(place: str) -> Callable[[Any], Any]:
-    """Load the function from a module in the working folder or an installed one; ends the process with a message if it
-    is missing."""
+    """Load the function ``MODULE:FUNCTION`` from the working folder or the installed packages. Ends the process with a
+    message if it cannot be loaded or called."""
     look_in(os.getcwd())
     try:
         found = load(place, "workflow.function", "agent", {})
@@ -38,7 +39,8 @@ def function(place: str) -> Callable[[Any], Any]:
 
 
 def main(place: str) -> None:
-    """Call the function once."""
+    """Call the function ``MODULE:FUNCTION`` once, and send the number that it returns as the session's reward. Ends the
+    process with a message if it returns anything but a number or None."""
     result = function(place)(json.loads(os.environ[TASK]))
     if inspect.iscoroutine(result):
         result = asyncio.run(result)

@@ -1,4 +1,4 @@
-"""Environment variables of an agent's program."""
+"""Environment variables that an agent's program gets."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 TASK = "STRETTO_TASK"  #: the task as JSON
-SESSION = "STRETTO_SESSION"  #: ``http://host:port/sessions/ID``, for the reward and the end
+SESSION = "STRETTO_SESSION"  #: ``http://host:port/sessions/ID``, where the program sends its reward and its end
 _OURS = "STRETTO_"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # listened on, and no addresses to connect to
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # addresses to listen on, and to connect to in their place
 _NO_PROXY = ("NO_PROXY", "no_proxy")
 
 
 def environment_of(
     own: Mapping[str, str], address: str, session: str, key: str, model: str, task: str
 ) -> dict[str, str]:
-    """Environment of the conductor without stretto's own variables, plus the session in the variables that clients
-    know."""
+    """Make the environment of an agent's program.
+
+    Args:
+        own: environment of the conductor; its variables are kept, except those that begin with ``STRETTO_``.
+        address: address of the gateway, ``http://host:port``.
+        session, key: id and key of the session, which go into the variables that clients of OpenAI and Anthropic read.
+        model: name of the served model.
+        task: the task as JSON.
+    """
     for everywhere, loopback in _ANYWHERE.items():
         address = address.replace(f"//{everywhere}:", f"//{loopback}:")
     base = f"{address}/s/{key}"

@@ -1,9 +1,9 @@
-"""Groups of trajectories, each made by an agent in a session of its own.
+"""Groups of trajectories: an agent runs once for each member, in its own session.
 
-    ticket ─► session ─► program started, or a service that asks for it ─► end ─► reward ─► trajectory
+    ticket ─► session ─► a program is started, or a service requests the session ─► end ─► reward ─► trajectory
 
-After a crash of the conductor, an unfinished agent is started again; its recorded turns are replayed until it deviates
-from them. An agent that fails makes an undecided trajectory with the reason, never a reward of zero.
+After a crash of the conductor, an unfinished agent is started again; it gets its recorded turns until it sends a
+different request. If an agent fails, its trajectory is undecided, with the reason; it never gets a reward of zero.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from stretto_gateway.model import ServedModel
 from stretto_gateway.sessions.agent_session import AgentSession, GivenRewards
 from stretto_gateway.sessions.sessions import NothingWaits, SessionTable, new_key
 
-_LINGER_SECONDS = 5.0  # for a program whose session it has ended itself
+_LINGER_SECONDS = 5.0  # in which a program that has ended its session itself may exit
 _CREATED, _REWARDED, _ENDED = b"created", b"reward ", b"ended"
 _NOT_STARTED = "the agent could not be started"
 _TASK_BYTES = 130_000  # as JSON; Linux allows 131,072 for a variable and its name
 
-#: Judges texts by the rewards of the run, by (prompt, completions, gold answer).
+#: Judges texts by the run's reward: called with prompt, completions and gold answer, returns a verdict for each.
 ScoreText = Callable[[str, Sequence[str], str], Awaitable[Sequence[Verdict]]]
 
 
@@ -50,9 +50,12 @@ class AgentServices:
     """Services of a run for its agents.
 
     Attributes:
+        table: sessions that the gateway serves.
+        address: address of the gateway, ``http://host:port``.
         room: limit on agents that run at once, those of concurrent evaluations included.
-        verdict: makes a verdict of a number given over HTTP.
-        task: the part of a task that an agent sees: the prompt, its member and its seed.
+        verdict: converts a reward given over HTTP to a verdict.
+        decode: converts token ids to text.
+        task: makes the task that an agent gets, from the prompt, the index of the member in its group, and its seed.
     """
 
     table: SessionTable
@@ -66,7 +69,7 @@ class AgentServices:
 
 
 class Sealed(Record, frozen=True):
-    """Recorded result of an ended session: nodes of its turns, and the fields of `AgentSession`."""
+    """Recorded result of an ended session: nodes of the turns that the agent got, and fields of `AgentSession`."""
 
     nodes: tuple[int, ...]
     last_text: str
@@ -75,7 +78,7 @@ class Sealed(Record, frozen=True):
     by_turn: Mapping[int, float] = {}
 
     def restore(self, session: AgentSession) -> None:
-        """Restore the end of a session that an earlier process of the run ended."""
+        """Set this result on a session that ended in an earlier process of the run, and end it."""
         for node in self.nodes:
             session.session.claim(node)
         session.last_text, session.given = self.last_text, GivenRewards(self.reward, self.by_turn, self.nodes)
@@ -86,12 +89,17 @@ class Sealed(Record, frozen=True):
 
 @dataclass
 class WaitingSessions:
-    """Sessions that wait for external services (satisfies `gateway.sessions.sessions.Host`)."""
+    """Queue of the run's sessions that wait for external services; records rewards and ends in the run folder
+    (satisfies `gateway.sessions.sessions.Host`)."""
 
     waiting: deque[AgentSession] = field(default_factory=deque)
 
     async def open(self, about: Mapping[str, Any]) -> AgentSession:
-        """See `Host`; the task comes from the run."""
+        """Return the session that has waited for longest; `about` is not used, because the task comes from the run.
+
+        Raises:
+            NothingWaits: no session waits.
+        """
         while self.waiting:
             session = self.waiting.popleft()
             if session.state == "open":
@@ -104,7 +112,7 @@ class WaitingSessions:
         async def run() -> bytes:
             return msgspec.json.encode(session.given)
 
-        number = len(session.session.calls)  # two rewards are two calls, equal ones too
+        number = len(session.session.calls)  # makes each reward a call of its own, also if it equals an earlier one
         await session.session.call(b"%b%d" % (_REWARDED, number), run, repeatable=True, durable=True)
 
     async def ended(self, session: AgentSession) -> None:
@@ -119,7 +127,12 @@ class WaitingSessions:
 
 @dataclass
 class AgentGroups:
-    """Makes a group of trajectories by an agent (satisfies `worlds.single_turn.GroupWorkflow`)."""
+    """Runs the agent for each member of a group (satisfies `worlds.single_turn.GroupWorkflow`).
+
+    Attributes:
+        open_session: called with trajectory id, prompt tokens and seed; returns the session that records the turns.
+        host: gives sessions to external services, if the agent is one.
+    """
 
     config: AgentConfig
     services: AgentServices
@@ -131,7 +144,7 @@ class AgentGroups:
 
     @property
     def ended(self) -> int:
-        """Number of trajectories that have ended: a sign of progress."""
+        """Number of trajectories that have ended, failed ones included."""
         return self._failures.ended
 
     async def __call__(self, ticket: Ticket) -> Sequence[Trajectory]:
@@ -141,10 +154,11 @@ class AgentGroups:
         return await gather_or_cancel(*(self.member(id, prompt, member, seed) for id, member, seed in ids))
 
     async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
-        """Make one trajectory.
+        """Run the agent for one member, as soon as there is room; returns its trajectory, undecided with the reason if
+        the agent fails.
 
         Raises:
-            WorkflowError: most of the last trajectories failed.
+            WorkflowError: more than the share `workflow.max_failed` of the last trajectories failed.
         """
         async with self.services.room:
             session = await self._opened(id, prompt, member, seed)
@@ -161,7 +175,7 @@ class AgentGroups:
         services = self.services
         session = self.open_session(id, prompt.token_ids, seed)
         created = int(await session.call(_CREATED, _now, repeatable=True))
-        # New ones at each opening: an evaluation has the same trajectories again, and old keys must not open them.
+        # Random at each opening, because evaluations repeat trajectories, and an old key must not open a new session.
         name, key = new_key(), new_key()
         found = AgentSession(name, key, created, services.task(prompt, member, seed), session, services.model)
         for call in session.calls:
@@ -172,7 +186,8 @@ class AgentGroups:
         return found
 
     async def _end_of(self, session: AgentSession) -> str:
-        """Wait for the end of the agent; returns why it failed, "" if it did not."""
+        """Start the agent's program, or queue the session for a service, and wait for the agent's end; then end the
+        session. Returns why the agent failed, "" if it did not."""
         if session.state == "ended":
             return ""
         try:
@@ -204,17 +219,17 @@ class AgentGroups:
         sealed = asyncio.ensure_future(session.ended.wait())
         try:
             await first_of(running, sealed)
-            if not running.done():  # it has ended its session itself
+            if not running.done():  # the program has ended its session itself
                 await asyncio.wait([running], timeout=_LINGER_SECONDS)
             if not running.done():
                 return ""
-            ended = running.result()  # clients print addresses, which have the key in them
+            ended = running.result()  # its output may hold the session's key, in the address that clients print
             failure = replace(ended, said=ended.said.replace(session.key, "KEY")).failure
             if not failure and session.state == "open":
                 await self.host.ended(session)
             return failure
         finally:
-            session.end()  # first: what its program still asks for finds no group that is in flight
+            session.end()  # first, so that later requests of the program sample nothing for this group
             await cancel_and_wait([running, sealed])
 
     async def _trajectory(self, session: AgentSession, prompt: Prompt, failure: str) -> Trajectory:

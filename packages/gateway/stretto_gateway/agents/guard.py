@@ -1,9 +1,9 @@
-"""``python -I guard.py PARENT COMMAND...``: runs an agent's program and leaves none of its processes behind.
+"""Guard process ``python -I guard.py PARENT COMMAND...``: runs an agent's program and ends all of its processes.
 
-All processes that the program has started end with it, with the guard, and with the run; orphans in other sessions are
-adopted by the guard. The program is asked to end before it is killed, so that the client of a container can stop the
-container, which is not its child. If the program kills the guard, it dies too; `programs.run_program` finds its
-remaining processes by a mark in their environment.
+The guard becomes the parent of the program's orphans, also of those in other sessions. It ends all processes of the
+program when the program, the guard's parent (the run) or the guard itself ends. The program gets SIGTERM first and is
+killed later, so that a container's client can stop its container, which is not its child. If the program kills the
+guard, it dies too; `programs.run_program` then finds its remaining processes by a mark in their environment.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from stretto.processes.kernel.requests import adopt_descendants, signal_with_par
 from stretto.processes.tree import descendants
 
 _ROUNDS, _PAUSE = 200, 0.01
-_ASKED_SECONDS = 3.0  # for a program to end when it is asked to
+_ASKED_SECONDS = 3.0  # from SIGTERM to SIGKILL
 _NOT_FOUND = 127
 
 
 def main(parent: int, command: list[str]) -> int:
-    """Run the program; returns its exit code, or 128 + the signal that ended it."""
+    """Run the program `command`; returns its exit code, or 128 + the signal that ended it. `parent`: process id of the
+    guard's parent; the guard ends with it."""
     adopt_descendants()
-    asked = list[int]()  # before the program is there, which is to be asked in its turn
+    asked = list[int]()  # a SIGTERM that comes before the program is started
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     signal_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it ended before the request took effect
@@ -57,7 +58,7 @@ def main(parent: int, command: list[str]) -> int:
 
 
 def ask_to_end(program: subprocess.Popen[bytes]) -> None:
-    """Ask a program and its session to end, and wait briefly."""
+    """Send SIGTERM to a program and its process group, and wait up to three seconds for its end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -65,7 +66,7 @@ def ask_to_end(program: subprocess.Popen[bytes]) -> None:
 
 
 def end_descendants() -> None:
-    """Kill all descendants of this process, including those started meanwhile."""
+    """Kill all descendants of this process, including processes that start meanwhile."""
     for _ in range(_ROUNDS):
         found = descendants(os.getpid())
         for pid in found:

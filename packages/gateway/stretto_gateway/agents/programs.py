@@ -1,4 +1,4 @@
-"""Starts an agent's program and waits for its end."""
+"""Start of an agent's program, and the wait for its end."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from stretto.processes.tree import kill_marked
 from stretto_gateway.agents import guard
 
 _GUARD = str(Path(guard.__file__))
-_LAST_BYTES = 4096  # of what a program prints
+_LAST_BYTES = 4096  # of a program's output that are kept
 _CHUNK = 1 << 16
 _GRACE_SECONDS = 5.0
-_LOOK_SECONDS = 1.0  # whether the guard is still there
+_LOOK_SECONDS = 1.0  # between checks that the guard is running
 _PAUSE = 0.01
 _SHOWN = 300
 _MARK = "STRETTO_PROGRAM"
@@ -27,7 +27,7 @@ _MARK = "STRETTO_PROGRAM"
 
 @dataclass(frozen=True)
 class ProgramExit:
-    """End of a program: its exit code, and the last lines that it printed."""
+    """End of a program: `code`, its exit code, or 128 + the signal that ended it, and `said`, the end of its output."""
 
     code: int
     said: str
@@ -43,8 +43,9 @@ class ProgramExit:
 
 
 async def run_program(command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> ProgramExit:
-    """Run a program to its end; a cancellation kills it and all its descendants. No deadline: that is the caller's."""
-    # Isolated: the program's own interpreter and modules are in the environment, and not meant for the guard.
+    """Run a program to its end; returns how it ended. If the call is cancelled, the program and all its descendants are
+    killed. No deadline: the caller sets one. `folder`: working directory."""
+    # Isolated (-I), because the environment may name modules for the program, which the guard must not load.
     whole = [sys.executable, "-I", _GUARD, str(os.getpid()), *command]
     mark = secrets.token_hex(16)
     process = await asyncio.create_subprocess_exec(
@@ -59,18 +60,19 @@ async def run_program(command: Sequence[str], environment: Mapping[str, str], fo
     said = b""
     try:
         async for chunk in _printed(process):
-            said = (said + chunk)[-_LAST_BYTES:]  # whatever it prints, no more is kept
+            said = (said + chunk)[-_LAST_BYTES:]
     finally:
         if process.returncode is None:
             await _end(process)
-        if process.returncode is None or process.returncode < 0:  # the guard was killed, and has left what was below it
+        if process.returncode is None or process.returncode < 0:  # the guard was killed, and descendants may be left
             await asyncio.to_thread(kill_marked, f"{_MARK}={mark}")
     code = await process.wait()
     return ProgramExit(code if code >= 0 else 128 - code, said.decode(errors="replace"))
 
 
 async def _printed(process: asyncio.subprocess.Process) -> AsyncIterator[bytes]:
-    """Output of the program until its end; survivors of a killed guard may keep the pipe open longer."""
+    """Output of the program until the guard ends. Surviving processes of a killed guard may keep the pipe open, so its
+    end is not waited for."""
     assert process.stdout is not None
     while True:
         with contextlib.suppress(TimeoutError):
@@ -87,11 +89,11 @@ async def _printed(process: asyncio.subprocess.Process) -> AsyncIterator[bytes]:
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
-        process.terminate()  # the guard ends what is below it
+        process.terminate()  # the guard ends its descendants
         try:
             async with asyncio.timeout(_GRACE_SECONDS):
                 await process.wait()
         except TimeoutError:
             os.killpg(process.pid, signal.SIGKILL)
-            while process.returncode is None:  # `wait` waits for the pipe too, which others may hold
+            while process.returncode is None:  # `wait` would also wait for the pipe, which others may hold open
                 await asyncio.sleep(_PAUSE)

@@ -1,7 +1,8 @@
 """OpenAI's Chat Completions.
 
-Unknown fields are ignored, since agents send many without effect; the strict variant of `stretto serve` refuses them by
-name. Reasoning is sent as `reasoning_content`, as in vLLM and SGLang, and read from there or from `reasoning`.
+Unknown fields are ignored, because agents send many without effect; the strict variant for `stretto serve` refuses them
+by name. Replies hold reasoning in `reasoning_content`, as in vLLM and SGLang; requests may also have it in
+`reasoning`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ChatCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessageBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A message, with the fields of our replies, which clients send back."""
+    """A message of a request, which may have the fields of an earlier reply."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ChatTextPart] | None = None
@@ -60,10 +61,10 @@ class ChatMessageBody(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
 
     def message(self, place: str) -> Message:
-        """The message as a dialect-independent record.
+        """Convert to a dialect-independent message. `place`: path of the message in the body, for errors.
 
         Raises:
-            RefusedRequest: a field of this role is missing, or one of another role is there.
+            RefusedRequest: a field that the role needs is missing, or a field of another role is set.
         """
         if self.content is None and self.role != "assistant":
             raise RefusedRequest(f"{place}.content", "missing", "the text of the message")
@@ -128,7 +129,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     modalities: list[str] | None = None
 
     def request(self) -> ChatRequest:
-        """The body as a dialect-independent request.
+        """Convert to a dialect-independent request.
 
         Raises:
             RefusedRequest: fields contradict each other.
@@ -164,7 +165,8 @@ class StrictChatBody(ChatBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ChatDialect(ChoiceDialect):
-    """The dialect of ``/v1/chat/completions`` (a `dialect.Dialect`)."""
+    """Dialect of ``/v1/chat/completions`` (satisfies `dialect.Dialect`). With `strict`, unknown fields and unsupported
+    values are refused."""
 
     path = "/v1/chat/completions"
     body: type[ChatBody]
@@ -231,7 +233,7 @@ def _part(index: int, delta: Part, logprobs: Any = None, finish: str | None = No
 
 
 def _deltas(turn: SampledTurn) -> Iterator[Part]:
-    """Deltas of a streamed turn: the role, the reasoning, the text, each call."""
+    """Deltas of a streamed turn: role, reasoning, text, then one for each call."""
     message = turn.message
     yield {"role": "assistant", "content": ""}
     if message.reasoning:

@@ -18,7 +18,8 @@ from stretto_gateway.model import ServedModel
 
 
 class Piece(NamedTuple):
-    """New text of a completion, with its tokens if the client wants log-probabilities; only the last has a `finish`."""
+    """New text of a completion. `tokens`: its tokens, if the client wants log-probabilities. `finish`: why the
+    completion ended; None except in its last piece."""
 
     text: str
     tokens: Sequence[SampledToken]
@@ -26,7 +27,7 @@ class Piece(NamedTuple):
 
 
 class CompletionText:
-    """Text of one growing completion, cut off before a stop text."""
+    """Text of one completion while it is sampled; it ends before the first stop text."""
 
     def __init__(self, model: ServedModel, options: SamplingOptions) -> None:
         self._model, self._with_tokens = model, options.logprobs is not None
@@ -38,15 +39,17 @@ class CompletionText:
 
     @property
     def is_plain(self) -> bool:
-        """Whether text is all that the client gets, and tokens alone end it."""
+        """Whether the client gets text only (no log-probabilities) and there is no stop text to look for."""
         return not self._with_tokens and not self._stop.looks
 
     def push(self, token: int) -> str:
-        """Add one token of a completion that is streamed as text; returns the characters that it completes."""
+        """Add one token of a plain completion (`is_plain`); returns the characters that are complete with it, maybe
+        ""."""
         return self._running.push((token,))
 
     def take(self, progress: Progress) -> Piece | None:
-        """Add new tokens; returns the text since the last piece, None if there is nothing to send yet."""
+        """Add new tokens; returns the text since the last piece, None if there is nothing to send yet. Characters that
+        may begin a stop text are held back."""
         new = progress.segment
         if self._finish is not None:
             return None

@@ -29,10 +29,10 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_field
     best_of: int | None = None
 
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:
-        """Each prompt as text or as token ids.
+        """List the prompts, each as text or as token ids.
 
         Raises:
-            RefusedRequest: the list is empty, too long, or of mixed kinds.
+            RefusedRequest: the list is empty, too long, or mixes texts and token ids.
         """
         if isinstance(self.prompt, str):
             return (self.prompt,)
@@ -51,7 +51,7 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CompletionsDialect(ChoiceDialect):
-    """The dialect of ``/v1/completions`` (a `dialect.Dialect`)."""
+    """Dialect of ``/v1/completions``."""
 
     path = "/v1/completions"
     body = CompletionBody
@@ -99,8 +99,8 @@ def _logprobs(tokens: Sequence[SampledToken], likeliest: int) -> dict[str, Any]:
 
 
 def _by_text(token: SampledToken) -> dict[str, float]:
-    """Log-probabilities by token text, the sampled token included. If several tokens have the same text, the likeliest
-    counts."""
+    """Log-probabilities of the likeliest tokens and the sampled one, by text. Of several tokens with the same text the
+    likeliest counts."""
     texts: dict[str, float] = {}
     for text, logprob in (*token.likeliest, (token.text, token.logprob)):
         texts.setdefault(text, logprob)

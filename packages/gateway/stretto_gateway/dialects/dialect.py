@@ -1,7 +1,7 @@
-"""Dialects: requests, replies and errors of one kind of client each.
+"""Interface of dialects. A dialect is the format of requests, replies and errors of one kind of client.
 
-A dialect is pure: it decodes bytes to records and encodes records to bytes, without sessions or engines. Events are
-made from a complete turn, so that a replay is byte-equal.
+A dialect is pure: it decodes bytes to records and encodes records to bytes, without access to sessions or engines.
+Events of a stream are made from a complete turn, so that a replay has the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from stretto_gateway.requests import NotServed, Request
 
 @dataclass(frozen=True)
 class TokenCount:
-    """Requests that count the tokens of a prompt."""
+    """Kind of request that counts the tokens of a prompt: its path, the record type of its body, decoder and
+    encoder."""
 
     path: str
     body: type[msgspec.Struct]
@@ -28,12 +29,12 @@ class TokenCount:
 
 
 class Dialect(Protocol):
-    """Format of requests for the next turn of a conversation (Protocol)."""
+    """Format of requests for the next turn of a conversation, and of their replies and errors (Protocol)."""
 
     path: str  #: such as ``/v1/chat/completions``
-    keep_alive: bytes  #: sent in a stream before the first event, so that no idle timeout ends the connection
-    fields: Mapping[str, str]  #: the client's name of a field of the engine, where it has another
-    strict: bool  #: refuse a limit of tokens beyond the context; else the context cuts it
+    keep_alive: bytes  #: sent while a stream waits for its first event, so that no idle timeout ends the connection
+    fields: Mapping[str, str]  #: the client's names of the engine's fields, where they differ
+    strict: bool  #: refuse a limit of tokens beyond the context; otherwise it is reduced
 
     @property
     def body(self) -> type[msgspec.Struct]:
@@ -42,19 +43,19 @@ class Dialect(Protocol):
 
     @property
     def counts(self) -> Sequence[TokenCount]:
-        """Token-count requests of the same clients."""
+        """Token-count requests of the dialect; empty for none."""
         ...
 
     def parse(self, body: bytes) -> ChatRequest:
         """Decode a body.
 
         Raises:
-            RefusedRequest: names the first wrong field, with what is allowed there.
+            RefusedRequest: names the first wrong field and its allowed values.
         """
         ...
 
     def reply(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> bytes:
-        """Encode the whole reply as JSON; `turns` has one turn, or as many as requested."""
+        """Encode the whole reply as JSON. `turns`: the completions, one for each requested."""
         ...
 
     def events(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> Iterable[bytes]:
@@ -62,20 +63,21 @@ class Dialect(Protocol):
         ...
 
     def refuse(self, why: NotServed) -> bytes:
-        """JSON body of an error."""
+        """Encode the JSON body of an error reply."""
         ...
 
     def fail(self, why: NotServed) -> bytes:
-        """Last event of a stream that fails."""
+        """Encode the last event of a stream that fails."""
         ...
 
     def reply_headers(self, id: str) -> Mapping[str, str]:
-        """Headers that clients of the dialect expect, such as a request id."""
+        """Headers that clients of the dialect expect, such as a request id made from the reply's `id`."""
         ...
 
 
 def refusal(error: RefusedRequest, fields: Mapping[str, str], request: Request | None) -> NotServed:
-    """Error reply for a wrong request. `fields` are the client's names, as in `Dialect`."""
+    """Make the error reply for a wrong request, in which the field has the client's name. `fields`: as in `Dialect`.
+    `request`: the decoded request, None if it could not be decoded."""
     field = fields.get(error.field) or error.field.replace("sampling.", fields.get("sampling.", ""))
     if isinstance(request, ChatRequest):
         grammar = "response_format" if request.options.json else "tools"

@@ -1,8 +1,8 @@
 """Anthropic's Messages.
 
 A message is a text or a list of *blocks*. A user message with tool results becomes one message per result, and one for
-its text. Unknown top-level fields are ignored, since the interface grows by beta fields that do not change the
-conversation. Unknown blocks are refused by name, since a part of the conversation would be lost.
+its text. Unknown top-level fields are ignored, because new beta fields rarely change the conversation. Unknown blocks
+are refused by name, because a part of the conversation would be lost.
 
 Claude Code sends its version in a block of its system prompt (``x-anthropic-billing-header``), which is removed.
 """
@@ -60,7 +60,7 @@ class ToolUseBlock(Block, frozen=True, tag="tool_use", kw_only=True):
 
 
 class ToolReferenceBlock(Block, frozen=True, tag="tool_reference", kw_only=True):
-    """Reference to a tool that the client has found for the model and offers from now on."""
+    """Name of a tool that the client has found in a search and offers from now on."""
 
     tool_name: str
 
@@ -117,7 +117,7 @@ class CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """Body of POST /v1/messages: the fields that have an effect."""
+    """Body of POST /v1/messages; fields without effect are ignored."""
 
     max_tokens: MostTokens
     tool_choice: ToolChoice | None = None
@@ -130,7 +130,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=F
 
 
 class MessagesDialect:
-    """The dialect of ``/v1/messages`` (a `dialect.Dialect`)."""
+    """Dialect of ``/v1/messages`` (satisfies `dialect.Dialect`)."""
 
     path = "/v1/messages"
     body = MessagesBody
@@ -244,7 +244,7 @@ def _assistant(message: AnthropicMessage, place: str) -> Message:
 
 
 def _others(message: AnthropicMessage, place: str) -> Iterator[Message]:
-    """Messages for a user or system message: first the tool results, as Anthropic requires, then the text."""
+    """Convert a user or system message: one message for each tool result, then one for its text."""
     texts = list[TextBlock]()
     for block in message.content:
         if isinstance(block, ToolResultBlock):
@@ -309,14 +309,14 @@ def _blocks(turn: SampledTurn) -> list[dict[str, Any]]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Arguments of a call as a JSON object (a call without one has been parsed as text)."""
+    """Decode the arguments of a call, which are a JSON object (others have not been parsed as a call)."""
     read = json.loads(arguments or "{}")
     assert isinstance(read, dict)
     return read
 
 
 def _events(turn: SampledTurn) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Types and fields of the events, with one delta per block, since the turn is complete."""
+    """Types and fields of a turn's events. Each block has a single delta, because the turn is complete."""
     started = {**_beginning(turn), "stop_reason": None, "stop_sequence": None, "usage": _usage(turn, sampled=0)}
     yield "message_start", {"message": started}
     calls = {call.id: call.arguments for call in turn.message.calls}

@@ -24,7 +24,7 @@ MOST_CHOICES = 128
 _CHOICES = b'"choices":[]'  # in a JSON string the quotes would be escaped
 _MARK = "text"
 LAST_EVENT = b"data: [DONE]\n\n"
-_SHOWN = 60  # characters of a value
+_SHOWN = 60  # most characters of a value in a message
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[list[Stop], Meta(max_length=MOST_STOPS)]
 MostTokens = Annotated[int, Meta(ge=1)]
@@ -70,7 +70,7 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    # `stretto serve` takes values that change nothing, see `check_neutral`
+    # `stretto serve` accepts only values without effect (`check_neutral`)
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -83,11 +83,11 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether a stream ends with the token counts."""
         return bool(self.stream and self.stream_options and self.stream_options.include_usage)
 
     def options(self, max_tokens: int | None, logprobs: int | None, **further: Any) -> SamplingOptions:
-        """Sampling options of the request."""
+        """Sampling options of the request; `further` are fields of `SamplingOptions`."""
         return SamplingOptions(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -101,10 +101,10 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check_neutral(self, **further: tuple[object, ...]) -> None:
-        """Check that fields which no engine here supports have a value without effect.
+        """Check that fields which the engine does not support have values without effect.
 
         Args:
-            further: more fields, with their values without effect.
+            further: more such fields, with their values without effect.
 
         Raises:
             RefusedRequest: a field has another value.
@@ -120,7 +120,7 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenAIDialect:
-    """Errors and other shared parts of OpenAI's interfaces as a `Dialect`."""
+    """Base class of OpenAI's dialects: errors and other shared parts of `Dialect`."""
 
     keep_alive = KEEP_ALIVE
     counts: Sequence[TokenCount] = ()
@@ -141,13 +141,14 @@ class OpenAIDialect:
 
 
 class ChoiceDialect(OpenAIDialect):
-    """Dialect whose replies list choices, each of which can be streamed token by token."""
+    """Base class of dialects whose replies list choices, one for each completion, which can be streamed token by
+    token."""
 
     path: str
     body: type[msgspec.Struct]
-    prefix: str  #: of the id of a reply
-    object: str
-    chunk: str  #: `object` of an event
+    prefix: str  #: prefix of a reply's id
+    object: str  #: field `object` of a whole reply
+    chunk: str  #: field `object` of an event
 
     @abstractmethod
     def parse(self, body: bytes) -> Request:
@@ -155,18 +156,20 @@ class ChoiceDialect(OpenAIDialect):
 
     @abstractmethod
     def writer(self, request: Any, index: int, text: CompletionText) -> Callable[[Progress], list[Part]]:
-        """Function from new tokens of choice `index` to its parts in a reply."""
+        """Make a function that converts new tokens of choice `index` to entries of `choices`. `text` accumulates the
+        completion."""
 
     def text_part(self, index: int, text: str) -> Part | None:
-        """The part that a new piece of plain text is; None if parts have more than text."""
+        """Entry of `choices` for a new piece of plain text; None if the dialect's entries always hold more than
+        text."""
         return None
 
     def opening(self, index: int) -> list[Part]:
-        """Parts of choice `index` before its first token."""
+        """Entries of `choices` to send before the first token of choice `index`."""
         return []
 
     def head(self, request: Any, id: str, created: int, model: str, *, whole: bool) -> dict[str, Any]:
-        """Fields of a reply or event besides its choices."""
+        """Fields of a reply (`whole`) or of an event, without its choices."""
         return {
             "id": self.prefix + id,
             "object": self.object if whole else self.chunk,
@@ -175,31 +178,33 @@ class ChoiceDialect(OpenAIDialect):
         }
 
     def event(self, request: Any, head: Mapping[str, Any], choices: Sequence[Part], usage: Any = None) -> bytes:
-        """Encode one event of a stream."""
+        """Encode one event of a stream; `usage` is included if the client has requested it."""
         shown = {"usage": usage} if request.dialect_fields.get("usage") else {}
         return sent_event({**head, "choices": choices, **shown})
 
     def encoder(self, request: Any, head: Mapping[str, Any]) -> Callable[[Sequence[Part]], bytes]:
-        """Function from parts to events, one each; the same bytes as of `event`, of which only the part is encoded."""
+        """Make a function that encodes an event for each entry of `choices`. Its bytes equal those of `event`, but the
+        rest of the event is encoded only once."""
         before, after = self.event(request, head, []).split(_CHOICES, 1)
         before, after = before + _CHOICES[:-1], _CHOICES[-1:] + after
         return lambda parts: b"".join([b"%b%b%b" % (before, encode(part), after) for part in parts])
 
     def text_encoder(self, request: Any, head: Mapping[str, Any], index: int) -> Callable[[str], bytes] | None:
-        """Function from a piece of plain text to its event, of which only the text is encoded; None if it has more."""
+        """Make a function that encodes the event for a piece of plain text of choice `index`; the rest of the event is
+        encoded only once. None if `text_part` is None."""
         if (part := self.text_part(index, _MARK)) is None:
             return None
         before, after = self.event(request, head, [part]).rsplit(encode(_MARK), 1)
         return lambda text: b"%b%b%b" % (before, encode(text), after)
 
     def closing(self, request: Any, head: Mapping[str, Any], usage: Mapping[str, int]) -> bytes:
-        """Encode the last events of a stream."""
+        """Encode the last events of a stream: `usage`, if the client has requested it, and the end mark."""
         shown = request.dialect_fields.get("usage")
         return (self.event(request, head, [], usage) if shown else b"") + LAST_EVENT
 
 
 def error_of(why: NotServed) -> dict[str, Any]:
-    """Error in the form of OpenAI's clients."""
+    """Error object in OpenAI's format."""
     kind = "server_error" if why.status >= 500 else "rate_limit_error" if why.status == 429 else "invalid_request_error"
     return {"message": why.message, "type": kind, "param": why.field or None, "code": why.code or None}
 
@@ -210,10 +215,10 @@ def usage_of(prompt: int, sampled: int) -> dict[str, int]:
 
 
 def logprob_of(token: SampledToken) -> dict[str, Any]:
-    """The log-probability of a token, with those of the likeliest ones."""
+    """Log-probability of a sampled token and of the likeliest tokens at its position, in OpenAI's format."""
     return {**_ranked(token.text, token.logprob), "top_logprobs": [_ranked(*ranked) for ranked in token.likeliest]}
 
 
 def _ranked(text: str, logprob: float) -> dict[str, Any]:
-    # A part of a character has no text of its own, so its bytes are not known.
+    # A token that holds a part of a character has no text, so its bytes are unknown.
     return {"token": text, "logprob": logprob, "bytes": None if NO_CHARACTER in text else list(text.encode())}

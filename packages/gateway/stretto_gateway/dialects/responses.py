@@ -1,8 +1,8 @@
 """OpenAI's Responses.
 
-An assistant message has up to three kinds of *items*, in this order: reasoning, text, calls; items that a client sends
-back are joined to one message again. Fields without effect here (`store`, `metadata`, `service_tier` ...) are ignored;
-built-in tools, images and files are refused by name.
+A turn of the assistant is a list of *items*, in this order: reasoning, text, calls. Items that a client sends back are
+joined to one message again. Fields without effect here (`store`, `metadata`, `service_tier` ...) are ignored. Built-in
+tools, images and files are refused by name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from stretto_gateway.requests import NotServed
 
 _LOGPROBS = "message.output_text.logprobs"
 _RESPONSE = "resp_"
-#: The fields of a request that its reply repeats, with their values where the request has none.
+#: Fields of a request that its reply repeats, with default values.
 _ECHOED: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -71,7 +71,7 @@ Content = str | list[Part]
 
 
 class Item(Record, frozen=True):
-    """One item of the input. Its type decides which fields it needs."""
+    """One item of the input. Its type decides which fields are required."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Role | None = None
@@ -80,7 +80,7 @@ class Item(Record, frozen=True):
     arguments: str | None = None
     call_id: str | None = None
     output: Content | None = None
-    # of our replies, which clients send back
+    # fields of our replies, which clients send back
     id: str | None = None
     status: str | None = None
     summary: list[Part] | None = None
@@ -155,7 +155,7 @@ class ResponsesBody(Record, frozen=True, kw_only=True):
 
 
 class ResponsesDialect(OpenAIDialect):
-    """The dialect of ``/v1/responses`` (a `dialect.Dialect`)."""
+    """Dialect of ``/v1/responses`` (satisfies `dialect.Dialect`)."""
 
     path = "/v1/responses"
     body = ResponsesBody
@@ -194,12 +194,12 @@ class ResponsesDialect(OpenAIDialect):
 
     def fail(self, why: NotServed) -> bytes:
         """See `Dialect`."""
-        # OpenAI's event has the fields of the error beside its type; its clients raise where there is an `error`.
+        # OpenAI's event has the error's fields at top level, but its clients raise only if there is a field `error`.
         return sent_event({**error_of(why), "type": "error", "sequence_number": 0, "error": error_of(why)}, "error")
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """One message for all items of an assistant turn, and one for every other item.
+    """Convert items to messages: one for all items of an assistant's turn, and one for every other item.
 
     Raises:
         RefusedRequest: an item lacks a field of its type.
@@ -221,7 +221,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 
 
 def _goes_on(last: Message, new: Message) -> bool:
-    """Whether both belong to one turn: reasoning precedes text, and text precedes calls."""
+    """Whether two assistant messages belong to one turn: `new` has calls, or `last` has neither text nor calls."""
     if new.calls:
         return True
     return not last.calls and not last.text
@@ -285,7 +285,7 @@ def _echoed(body: ResponsesBody) -> dict[str, Any]:
 
 
 def _items(turn: SampledTurn) -> list[dict[str, Any]]:
-    """Items of a turn; the last item of a truncated turn is incomplete."""
+    """Items of a turn, as JSON objects; the last item of a truncated turn has the status "incomplete"."""
     message, items = turn.message, list[dict[str, Any]]()
     if message.reasoning:
         thought = [{"type": "reasoning_text", "text": message.reasoning}]
@@ -309,7 +309,7 @@ def _items(turn: SampledTurn) -> list[dict[str, Any]]:
 
 
 def _response(request: ChatRequest, turn: SampledTurn, items: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
-    """Response object; without items for the beginning of a stream."""
+    """Response object, as JSON. `items`: its output; None for the first events of a stream."""
     cut = turn.stop_reason is StopReason.LENGTH
     status = "in_progress" if items is None else "incomplete" if cut else "completed"
     return {
@@ -338,7 +338,7 @@ def _usage(turn: SampledTurn) -> dict[str, Any]:
 
 
 def _events(request: ChatRequest, turn: SampledTurn) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Types and fields of the events."""
+    """Types and fields of the events of a turn."""
     empty: dict[str, Any]
     beginning, items = _response(request, turn, None), _items(turn)
     yield "response.created", {"response": beginning}
@@ -354,7 +354,8 @@ def _events(request: ChatRequest, turn: SampledTurn) -> Iterator[tuple[str, dict
 
 
 def _deltas(item: dict[str, Any], at: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Events for the content of an item, with a single delta, since the turn is complete."""
+    """Events for the content of an item, with a single delta, because the turn is complete. `at`: fields that locate
+    the item in the response."""
     if item["type"] == "function_call":
         called = "response.function_call_arguments"
         yield f"{called}.delta", {**at, "delta": item["arguments"]}

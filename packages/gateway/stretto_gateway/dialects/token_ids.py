@@ -3,8 +3,8 @@ version of every token out. Trainers and environments that were written for vLLM
 
     {"token_ids": [5, 12], "sampling_params": {"max_tokens": 8, "logprobs": 1}, "stream": false}
 
-A reply has one choice. ``weight_versions`` are spans ``[start, end)`` of its tokens; a stream has them in its last
-event, as vLLM does. Fields of vLLM that change nothing here are accepted with the value that changes nothing.
+A reply has one choice. ``weight_versions`` lists its spans ``[start, end)`` of tokens with equal version; in a stream
+the last event has it, as in vLLM. Fields of vLLM that are not supported are accepted with a value without effect.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TokenSampling(Record, frozen=True, kw_only=True):
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     include_stop_str_in_output: bool = False
-    # only the value that changes nothing
+    # accepted only with the value without effect
     n: Annotated[int, Meta(ge=1, le=1)] = 1
     min_tokens: Annotated[int, Meta(ge=0, le=0)] = 0
     presence_penalty: Annotated[float, Meta(ge=0, le=0)] = 0.0
@@ -68,7 +68,7 @@ class TokenBody(Record, frozen=True, kw_only=True):
 
 
 class TokenIdsDialect(ChoiceDialect):
-    """The dialect of ``/inference/v1/generate`` (a `dialect.Dialect`)."""
+    """Dialect of ``/inference/v1/generate``."""
 
     path = "/inference/v1/generate"
     body = TokenBody
@@ -130,7 +130,7 @@ class TokenIdsDialect(ChoiceDialect):
 
 
 def spans(versions: Sequence[int]) -> list[dict[str, Any]]:
-    """Runs of equal versions.
+    """Spans ``[start, end)`` of tokens with equal version, as JSON objects. `versions`: one for each token.
 
     >>> [(span["version"], span["start"], span["end"]) for span in spans([6, 6, 7])]
     [('6', 0, 2), ('7', 2, 3)]
@@ -152,4 +152,4 @@ def _content(progress: Progress) -> list[Part]:
 
 
 def _ranked(token: int, logprob: float) -> Part:
-    return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}  # vLLM writes a text so
+    return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}  # vLLM's form of "token"

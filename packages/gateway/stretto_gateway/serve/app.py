@@ -1,11 +1,11 @@
-"""An engine over HTTP without sessions, beside the engine's own token interface.
+"""HTTP application of `stretto serve`: an engine for any client, without sessions.
 
 GET  /v1/models  /v1/models/NAME
 POST /v1/completions  /v1/chat/completions      whole, or streamed token by token
 POST /v1/responses  /v1/messages  /v1/messages/count_tokens
 POST /inference/v1/generate                     vLLM's: token ids in, token ids with weight versions out
 GET  /health  /metrics  /openapi.json
-all other paths: the token interface
+/generate  /update_weights  /abort  /partials  /spans     the engine's own interface, in MessagePack
 """
 
 from __future__ import annotations
@@ -50,37 +50,38 @@ Tokens = tuple[int, ...]
 
 
 class ServedEngine(Protocol):
-    """Engine of a server (implemented by `engine.native.generation.SharedGeneration`; Protocol)."""
+    """Engine as `ServeApp` uses it (Protocol; implemented by `engine.native.generation.SharedGeneration`)."""
 
     stopping: bool
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """Do slow preparations (grammars) before requests are submitted.
+        """Compile the grammars of requests, which may be slow, before they are submitted.
 
         Raises:
-            RefusedRequest: one of them will not be served.
+            RefusedRequest: the engine cannot serve one of the requests.
         """
         ...
 
     def streaming(
         self, requests: Sequence[GenerateRequest], take: Callable[[NewToken], bool] | None = None
     ) -> AbstractContextManager[Stream]:
-        """Submit requests for the duration of the block. Completions come when they end. With `take`, tokens come
-        as they are sampled: to it, or by the iterator where it returns False.
+        """Context manager: submit requests, and abort them on exit. It yields an iterator over completions as they end.
+        With `take`, each token is passed to `take` when it is sampled; where `take` returns False, the iterator yields
+        the token.
 
         Raises:
-            RefusedRequest: one request is refused, and so all are; the iterator raises it if this turns out later.
+            RefusedRequest: one request is refused, and with it all; the iterator may raise it too.
             EngineLost: the engine is stopping or has ended, or too many completions wait.
         """
         ...
 
     async def health(self) -> EngineHealth:
-        """Version, queue and counters."""
+        """Version of the weights, length of the queue, and counters."""
         ...
 
 
 class ServeApp(ChatServer):
-    """The ASGI application of `stretto serve`."""
+    """ASGI application of `stretto serve`."""
 
     title = "stretto serve"
 
@@ -94,8 +95,9 @@ class ServeApp(ChatServer):
         names: HostNames | None = None,
     ) -> None:
         """Args:
-        tokens: token interface of the engine.
-        api_key: required for everything but /health; "" for none."""
+        tokens: application with the engine's own interface (MessagePack).
+        api_key: key that is required for all paths but /health; "" for none.
+        names: as in `ChatServer`."""
         conversations: list[Dialect] = [ChatDialect(strict=True), ResponsesDialect(), MessagesDialect()]
         super().__init__(model, [*conversations, CompletionsDialect(), TokenIdsDialect()], names)
         self._engine, self._tokens, self._api_key = engine, tokens, api_key.encode()
@@ -150,7 +152,7 @@ class ServeApp(ChatServer):
         requests = self._requests(request, await self._prompts(request), name, strict=dialect.strict)
         await self._engine.prepare(requests)
         completing = Completing(request, requests, name, self.model, began)
-        # Whether a message has calls is known at its end.
+        # With tools, a message is sent whole, because tool calls are parsed only at its end.
         in_parts = isinstance(request, PromptRequest) or (request.stream and not request.tools)
         choices = dialect if in_parts and isinstance(dialect, ChoiceDialect) else None
         take = completing.take if request.stream and choices is not None else None
@@ -165,7 +167,7 @@ class ServeApp(ChatServer):
             self._counters.completed(completing.prompt_tokens, completing.sampled, first, completing.last_token)
 
     async def _prompts(self, request: Request) -> list[Tokens]:
-        """Encode the prompts of a request.
+        """Encode the prompts of a request; returns the token ids of each.
 
         Raises:
             RefusedRequest: the tokenizer or the chat template refuses a prompt.
@@ -187,7 +189,7 @@ class ServeApp(ChatServer):
     def _requests(
         self, request: Request, prompts: Sequence[Tokens], name: str, *, strict: bool
     ) -> list[GenerateRequest]:
-        """Requests to the engine, one per prompt. Completions of a prompt have different seeds.
+        """Make the requests to the engine, one per prompt. The completions of a prompt have different seeds.
 
         Raises:
             RefusedRequest: too many completions, or too many tokens.

@@ -32,8 +32,10 @@ class Completing:
         request: the client's request.
         prompts: requests to the engine, one per prompt.
         name: id of the reply, without a prefix.
-        sampled: number of tokens so far.
-        first_token, last_token: seconds until the first one, and until all completions have ended.
+        began: start of the request, in seconds of `time.monotonic`.
+        sampled: number of sampled tokens so far.
+        first_token: seconds from the start to the first token; None before it.
+        last_token: seconds from the start to the end of all completions; None before it.
     """
 
     request: Request
@@ -45,7 +47,7 @@ class Completing:
     sampled: int = 0
     first_token: float | None = None
     last_token: float | None = None
-    _send_now: Callable[[NewToken], bool] | None = None  # while a stream takes tokens as they come
+    _send_now: Callable[[NewToken], bool] | None = None  # set while tokens may be sent as they are sampled
 
     @property
     def prompt_tokens(self) -> int:
@@ -53,7 +55,7 @@ class Completing:
         return sum(len(prompt.prompt_token_ids) for prompt in self.prompts)
 
     async def turns(self, stream: Stream) -> list[SampledTurn]:
-        """Completions as messages, once all have ended."""
+        """Wait for all completions of a chat request; returns them as turns."""
         assert isinstance(self.request, ChatRequest)
         found = {progress.member: progress async for new in self._counted(stream) for progress in new}
         return [
@@ -70,11 +72,13 @@ class Completing:
         ]
 
     def take(self, new: NewToken) -> bool:
-        """Send a new token of a stream at once; False if its client lags, or is still being sent earlier ones."""
+        """Send a new token to the client at once; returns False, without sending it, if the client lags or earlier
+        tokens are still being sent."""
         return self._send_now is not None and self._send_now(new)
 
     async def write(self, dialect: ChoiceDialect, call: ChatExchange, stream: Stream) -> None:
-        """Send the choices of a reply, streamed or whole."""
+        """Send the reply, as a stream of events or whole. `stream`: the engine's iterator over completions or
+        tokens."""
         request = self.request
         members = [(prompt.id, member) for prompt in self.prompts for member in range(len(prompt.seeds))]
         texts = {member: CompletionText(self.model, request.options) for member in members}
@@ -115,7 +119,8 @@ class Completing:
         events_of: Callable[[Progress], bytes],
         event_of: Callable[[NewToken], bytes],
     ) -> None:
-        """Send events as their tokens come: in the step that samples them, or here if the client lags."""
+        """Send events as their tokens are sampled: at once through `take`, or here if the client lags. `events_of`
+        encodes tokens from `stream`, `event_of` one token that is sent at once."""
         write_now = call.write_now
 
         def send_now(new: NewToken) -> bool:
@@ -126,7 +131,7 @@ class Completing:
 
         self._send_now = send_now
         async for ready in self._counted(stream):
-            self._send_now = None  # tokens that come meanwhile are sent behind these
+            self._send_now = None  # so that tokens sampled meanwhile are sent after these
             if events := b"".join(map(events_of, ready)):
                 await call.write(events)
             self._send_now = send_now

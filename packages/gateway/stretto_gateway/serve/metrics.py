@@ -31,7 +31,7 @@ _MEANING = {
 
 
 class Counters:
-    """The counters of a server."""
+    """Counters of a server's requests and tokens."""
 
     def __init__(self) -> None:
         self._requests: Counter[tuple[str, int]] = Counter()
@@ -39,12 +39,17 @@ class Counters:
         self._seconds: dict[str, tuple[int, float]] = {"first_token": (0, 0.0), "last_token": (0, 0.0)}
 
     def replied(self, path: str, status: int) -> None:
-        """Count a request when its reply begins."""
+        """Count a request, when its reply begins."""
         self._requests[path, status] += 1
 
     def completed(self, prompt: int, sampled: int, first_token: float | None, last_token: float) -> None:
-        """Count a request when its completions have ended: tokens, and seconds until the first (streams only) and the
-        last one."""
+        """Count the tokens and the latency of a request whose completions have ended.
+
+        Args:
+            prompt, sampled: numbers of tokens.
+            first_token: seconds from the request to its first token; None if the reply was not streamed.
+            last_token: seconds from the request to its last token.
+        """
         self._tokens.update(prompt=prompt, completion=sampled)
         for name, seconds in (("first_token", first_token), ("last_token", last_token)):
             if seconds is not None:
@@ -52,7 +57,7 @@ class Counters:
                 self._seconds[name] = count + 1, total + seconds
 
     def text(self, health: EngineHealth) -> str:
-        """The page for Prometheus to scrape."""
+        """Page with the server's and the engine's metrics, for Prometheus to scrape."""
         return page_of([*_engine(health), *self._server()])
 
     def _server(self) -> Iterator[Metric]:

@@ -1,7 +1,7 @@
-"""Session of one agent: requests become turns, and a repeated request gets the same reply.
+"""Session of one agent: each request becomes a turn, and a repeated request gets the same reply.
 
-the same request again (a retry) ─► the recorded reply, or the one in progress
-a request recorded by an earlier process ─► its reply, byte for byte
+a retry of a request ─► the recorded reply, or the one in progress
+a request that an earlier process recorded ─► its reply, byte for byte
 a new request ─► bridge ─► prompt ─► Session.turn ─► message
 """
 
@@ -34,7 +34,7 @@ _CALL_ID = 9  # letters and digits, as Mistral's templates want
 
 
 class SessionEnded(NotServed):
-    """A request to a session that has ended."""
+    """Error: the session of the request has ended."""
 
     def __init__(self, session: str) -> None:
         super().__init__(409, f"session: {session} has ended; open another one", code="session_ended")
@@ -44,8 +44,10 @@ class TurnRecord(Record, frozen=True):
     """A recorded turn.
 
     Attributes:
-        behind: id of the turn whose history this one continues with the messages `new`.
-        key: the idempotency key of the request.
+        node: id of its tokens in the session's forest.
+        behind: id of the turn whose history it continues; "" for none.
+        new: messages between that history and this turn.
+        key: idempotency key of the request; "" for none.
     """
 
     turn: SampledTurn = msgspec.field(name="said")
@@ -57,8 +59,8 @@ class TurnRecord(Record, frozen=True):
 
 
 class GivenRewards(Record, frozen=True):
-    """Rewards given over HTTP: of the trajectory, and of turns by node. `nodes`: turns that the agent had when the last
-    reward came."""
+    """Rewards given over HTTP: of the trajectory, and of turns by node. `nodes`: turns that the agent had received when
+    the last reward was given."""
 
     reward: float | None = None
     by_turn: Mapping[int, float] = {}
@@ -66,7 +68,8 @@ class GivenRewards(Record, frozen=True):
 
 
 class Attempt(Record, frozen=True):
-    """The client's idempotency key ("" for none), and the number of this attempt (None if unknown)."""
+    """Retry headers of a request: `key`, the idempotency key ("" for none), and `attempt`, the number of earlier
+    attempts (None if unknown)."""
 
     key: str = ""
     attempt: int | None = None
@@ -82,7 +85,7 @@ class _PendingTurn:
 
     @property
     def usable(self) -> bool:
-        """Whether it has or will have a reply."""
+        """Whether the turn has a reply, or is in progress and not cancelled."""
         if self.task.done():
             return not self.task.cancelled() and self.task.exception() is None
         return not self.task.cancelling()
@@ -90,20 +93,21 @@ class _PendingTurn:
 
 @dataclass
 class AgentSession:
-    """A session as clients use it over HTTP.
+    """Session of one agent as clients use it over HTTP: conversations, rewards, and the record of turns.
 
     Attributes:
-        key: any client with this key may request turns.
-        created: Unix time in seconds.
-        about: the task of the session.
+        key: API key of the session; any client with it may request turns.
+        created: Unix time of the opening, in seconds.
+        about: the session's task.
+        session: samples turns and records them.
         given: rewards given over HTTP.
         stragglers: number of requests after the end.
-        retries: number of requests that got the reply of an earlier one.
-        as_json: number of turns whose history came back with arguments spelled differently.
+        retries: number of requests that got the reply of an earlier request.
+        as_json: number of turns whose history the client sent back with call arguments in another JSON spelling.
         unapplied: number of turns per sampling option that was ignored.
-        asked_at: time of the last request for a turn, or of the opening, by the monotonic clock.
-        unanswered: requests that failed through a fault of the run, with the error. A later reward does not count: the
-            trajectory fails. Refused requests are the agent's own mistake and not included.
+        asked_at: time of the last request for a turn, or of the opening, in seconds of `time.monotonic`.
+        unanswered: errors of the run, by digest of the request that failed with them. With any, the trajectory is
+            undecided, whatever its rewards. Refused requests are the agent's mistakes and are not included.
         ended: set when the session has ended.
         last_text: text of the last turn that a client got.
     """
@@ -130,22 +134,23 @@ class AgentSession:
         self._bridge = Bridge(self.model.renderer)
         self._keyed: dict[str, tuple[bytes, SampledTurn]] = {}  # by idempotency key: digest of the request, and reply
         turns = self._turn_calls()
-        self._on_record = Counter(call.asked for call in turns)  # that no client of this process has asked for
+        self._on_record = Counter(call.asked for call in turns)  # turns not yet requested in this process, by digest
         for call in turns:
             if call.reply is not None:
                 record = msgspec.json.decode(call.reply, type=TurnRecord)
                 self.session.pass_over(record.node)
                 self._add(record, live=False)
                 self._note(call.asked, record)
-        self._unclaimed = {*self._keyed}  # keys of an earlier process that no client of this one has sent
+        self._unclaimed = {*self._keyed}  # recorded keys that no client of this process has sent yet
 
     async def answer(self, request: ChatRequest, attempt: Attempt) -> SampledTurn:
-        """The turn for a request. It is cancelled when every client that waits for it has disconnected.
+        """Sample the turn for a request, or return the recorded one if the request is a retry. Sampling is cancelled
+        when all clients that wait for the turn have disconnected.
 
         Raises:
             SessionEnded: the session has ended, or ends meanwhile.
-            RefusedRequest: names the wrong field.
-            EngineLost, DeadlineExceeded: the client may try again.
+            RefusedRequest: a field is wrong, or the session has too many turns.
+            EngineLost, DeadlineExceeded: the turn failed; the client may try again.
         """
         if self.state == "ended" and (known := self._keyed.get(attempt.key)) and known[0] == digest_of(request):
             self.retries += 1
@@ -156,7 +161,7 @@ class AgentSession:
         try:
             return await asyncio.shield(pending.task)
         except asyncio.CancelledError:
-            if pending.task.cancelled():  # the session has ended meanwhile, and not the client
+            if pending.task.cancelled():  # by the end of the session, not by the client
                 raise SessionEnded(self.id) from None
             raise
         finally:
@@ -165,18 +170,18 @@ class AgentSession:
                 pending.task.cancel()
 
     async def count(self, request: ChatRequest) -> int:
-        """Number of tokens in the prompt of this request. Nothing is sampled or recorded.
+        """Count the tokens in the prompt of a request. Nothing is sampled or recorded.
 
         Raises:
             SessionEnded: the session has ended.
-            RefusedRequest: names the wrong field.
+            RefusedRequest: a field is wrong.
         """
         self._check_open()
         return len((await self._prompt(self._history(request), request.tools)).tokens)
 
     def give(self, reward: float, node: int | None) -> None:
-        """Record a reward of the trajectory, or of the turn `node`. A turn that the agent repeats differently after a
-        crash loses its reward.
+        """Set the reward of the trajectory (`node` None), or of the turn `node`; the caller records it. After a crash,
+        rewards are dropped unless the agent repeats all turns that it had when it gave them.
 
         Raises:
             RefusedRequest: there is no such turn, or the reward is out of bounds.
@@ -193,16 +198,17 @@ class AgentSession:
 
     @property
     def rewards(self) -> GivenRewards:
-        """Valid rewards: after a crash, only if the agent has repeated every turn that it had before them."""
+        """Valid rewards: the given ones; none if, after a crash, the agent has not repeated every turn that it had when
+        it gave them."""
         return self.given if set(self.given.nodes) <= set(self.session.returned) else GivenRewards()
 
     @property
     def broken(self) -> str:
-        """Why the session is undecided: the first error of `unanswered`; "" if there is none."""
+        """Reason why the trajectory is undecided: the first error of `unanswered`; "" for none."""
         return next(iter(self.unanswered.values()), "")
 
     def fail(self, why: str) -> None:
-        """Record a failure that the agent reports; "" for none."""
+        """Set a failure that the agent reports, which makes the trajectory undecided; "" changes nothing."""
         if why:
             self.unanswered[b"failed"] = f"the agent failed: {why[:_SHOWN]}"
 
@@ -212,7 +218,7 @@ class AgentSession:
         return any(not pending.task.done() for pending in self._pending.values())
 
     def end(self) -> None:
-        """End the session, cancelling turns in progress."""
+        """End the session and cancel turns in progress; the caller records the end."""
         self.state = "ended"
         self.ended.set()
         for pending in self._pending.values():
@@ -228,14 +234,18 @@ class AgentSession:
         return [call for call in self.session.calls if len(call.asked) == blake2b.MAX_DIGEST_SIZE]
 
     def _turns_counted(self) -> int:
-        """Number of turns; a failed request counts once, however often it was tried."""
+        """Number of recorded turns; a request that failed counts once, however often it was tried."""
         calls = self._turn_calls()
         replied = sum(call.reply is not None for call in calls)
         return replied + len({call.asked for call in calls if call.reply is None})
 
     def _pending_turn(self, request: ChatRequest, attempt: Attempt) -> _PendingTurn:
-        """The turn of this request, started if it is new. A client that marks its first attempt wants a new turn, even
-        if the request equals an earlier one."""
+        """Find the turn of a request, or start a new one. A request that is marked as a first attempt gets a new turn,
+        even if it equals an earlier request.
+
+        Raises:
+            RefusedRequest: its idempotency key belongs to a different request, or the session has too many turns.
+        """
         digest = digest_of(request)
         name = attempt.key or digest
         known, keyed = self._pending.get(name), self._keyed.get(attempt.key)
@@ -249,7 +259,7 @@ class AgentSession:
             raise RefusedRequest("messages", "another turn", f"at most {most:,} turns of one session")
         self._on_record[digest] -= recorded
         task = asyncio.create_task(self._watched(request, digest, attempt.key), name=f"a turn of {self.id}")
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # waiting clients get it, if any
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks an error as retrieved
         if known is not None and not known.task.done():
             name = f"{attempt.attempt} {len(self._pending)}"  # of two equal turns in progress, retries get the first
         self._pending[name] = _PendingTurn(digest, task)
@@ -260,7 +270,7 @@ class AgentSession:
             turn = await self._turn(request, digest, key)
         except RefusedRequest:
             raise
-        except Exception as error:  # error of an engine, of the record, or a bug: the agent may continue regardless
+        except Exception as error:  # an engine, the record or a bug; noted, since the agent may ignore the error reply
             self.unanswered[digest] = f"a turn gave no reply: {type(error).__name__}: {error}"
             raise
         self.unanswered.pop(digest, None)
@@ -270,11 +280,11 @@ class AgentSession:
         async def run() -> bytes:
             return msgspec.json.encode(await self._sample(request, key))
 
-        if key in self._keyed and key not in self._unclaimed:  # another request with this body has taken its reply
+        if key in self._keyed and key not in self._unclaimed:  # a client has already got the reply for this key
             return self._keyed[key][1]
         async with deadline(f"session {self.id}", "a turn", self.model.config.turn_seconds):
             self.session.prefer(digest, lambda reply: msgspec.json.decode(reply, type=TurnRecord).key == key)
-            # A reply is on record before the agent has it.
+            # The reply is recorded before the agent gets it.
             reply = await self.session.call(digest, run, repeatable=True, durable=True)
         record = msgspec.json.decode(reply, type=TurnRecord)
         self.session.claim(record.node)
@@ -309,7 +319,8 @@ class AgentSession:
         return blake2b(f"{self.id}\0{node}\0{call}".encode(), digest_size=12).hexdigest()
 
     def _history(self, request: ChatRequest) -> tuple[Message, ...]:
-        """Whole history, also if the request refers to an earlier reply by id."""
+        """Whole history of a request. If it refers to an earlier reply by id, the history of that reply is put in
+        front."""
         history = request.messages
         if request.previous:
             before = self._bridge.turn(request.previous)
@@ -325,7 +336,7 @@ class AgentSession:
         size = sum(map(_characters, history)) + len(msgspec.json.encode(tools).decode())
         context = self.model.rule.context
         most = context * self.model.longest_token
-        if size > most:  # more tokens than the context has, however it is encoded
+        if size > most:  # in any encoding, more tokens than the context has
             allowed = f"at most {most:,}, which no context of {context:,} tokens goes beyond"
             raise RefusedRequest("messages", f"{size:,} characters", allowed)
         return await self.model.encoded(size, lambda: self._bridge.next(history, tools))
@@ -335,7 +346,8 @@ class AgentSession:
             self._keyed[record.key] = digest, record.turn
 
     def _add(self, record: TurnRecord, *, live: bool) -> None:
-        """Make a turn available for later prompts to continue."""
+        """Add a turn to the bridge, so that later prompts can continue it. `live`: sampled or requested in this
+        process, not only recorded."""
         behind = self._bridge.turn(record.behind) if record.behind else None
         before = behind.history if behind else ()
         tokens = self.session.forest.tokens(record.node)
@@ -344,8 +356,8 @@ class AgentSession:
 
 
 def digest_of(request: ChatRequest) -> bytes:
-    """Digest by which a request finds its recorded reply; stable across versions."""
-    recorded = msgspec.structs.replace(request, limit=msgspec.UNSET)  # a name alone
+    """Digest of a request, by which its recorded reply is found; it must not change between versions of stretto."""
+    recorded = msgspec.structs.replace(request, limit=msgspec.UNSET)  # only the client's name of a field
     return blake2b(msgspec.json.encode(recorded, order="deterministic")).digest()
 
 
@@ -355,7 +367,7 @@ def _characters(message: Message) -> int:
 
 
 def shown(session: AgentSession) -> dict[str, Any]:
-    """The session as ``GET /sessions/ID`` shows it."""
+    """State of a session as JSON, for ``GET /sessions/ID``."""
     segments = session.session.forest.segments
     nodes = [
         {
@@ -387,6 +399,6 @@ def shown(session: AgentSession) -> dict[str, Any]:
 
 
 def _whole(segment: Segment) -> Segment:
-    """The segment; for an unfinished turn, an empty one with its parent and cause."""
+    """Return the segment; for an unfinished turn, an empty segment with the same parent and cause."""
     unfinished = segment.sampled and segment.stop_reason is None
     return Segment(parent=segment.parent, cause=segment.cause) if unfinished else segment

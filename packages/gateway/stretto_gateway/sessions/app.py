@@ -1,16 +1,16 @@
-"""The gateway over HTTP.
+"""HTTP application of the gateway.
 
     POST /sessions                     {"task": {...}} → {"id", "api_key", "base_url", "model", "task"}
-    POST /sessions/ID/reward           {"reward": 1.0}; with "node": N, that of one turn
+    POST /sessions/ID/reward           {"reward": 1.0} of the trajectory; with "node": N, of one turn
     POST /sessions/ID/end              {"failed": "why"} if the agent failed
     GET  /sessions/ID                  state, nodes, samples
-    POST /s/KEY/v1/chat/completions    and the paths of the other dialects; without /s/KEY the key comes as an API key
+    POST /s/KEY/v1/chat/completions    and the paths of the other dialects; the key may be an API key instead of /s/KEY
     POST /s/KEY/v1/messages/count_tokens
     GET  /s/KEY/v1/models              the model
     GET  /health  /openapi.json
 
-The operator's key, if there is one, opens, rewards, ends and shows sessions. A session's key may do the same for this
-session, except open. Without an operator's key, the (unguessable) id of a session suffices.
+With the operator's key, if one is set, a client may open, reward, end and show all sessions. With a session's key it
+may reward, end and show this session. If no operator's key is set, no key is needed for these requests.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class EndBody(msgspec.Struct, frozen=True):
 
 
 class GatewayApp(ChatServer):
-    """ASGI application of a gateway."""
+    """ASGI application of the gateway."""
 
     title = "stretto gateway"
 
@@ -78,11 +78,17 @@ class GatewayApp(ChatServer):
         operator_key: str = "",
         names: HostNames | None = LOOPBACK,
     ) -> None:
-        """`names`: see `ChatServer`; with None, nothing is shown without the key."""
+        """
+        Args:
+            sessions: table of the sessions, to which opened ones are added.
+            host: opens sessions and records their rewards and ends.
+            operator_key: see the module; "" for none.
+            names: as in `ChatServer`.
+        """
         super().__init__(model, [ChatDialect(), ResponsesDialect(), MessagesDialect()], names)
         self.sessions, self._host = sessions, host
         self._operator_key = operator_key.encode()
-        self.refused = 0  # requests with a key of no session
+        self.refused = 0  # requests with an unknown key
 
     def address(self, scope: Scope) -> tuple[str, str]:
         """See `ChatServer`."""
@@ -100,7 +106,7 @@ class GatewayApp(ChatServer):
     def failed(self, call: ChatExchange, error: Exception) -> None:
         """See `ChatServer`."""
         session = self.sessions.of_key(call.key)
-        if session is not None and not session.broken:  # else it is the error of a turn, which may be tried again
+        if session is not None and not session.broken:  # an error of a turn is noted by the session itself
             session.unanswered[b""] = f"the gateway failed: {type(error).__name__}: {error}"
 
     async def _open(self, call: ChatExchange) -> None:
@@ -132,7 +138,7 @@ class GatewayApp(ChatServer):
         try:
             session.give(reward, node)
             await self._host.rewarded(session)
-        except BaseException:  # raised again: a reward that is not on record does not count
+        except BaseException:  # raised again: a reward counts only if it is recorded
             session.given = before
             raise
 
@@ -140,8 +146,8 @@ class GatewayApp(ChatServer):
         before = {**session.unanswered}
         try:
             session.fail(failed)
-            await self._host.ended(session)  # on record before it is so
-        except BaseException:  # raised again: a failure that is not on record does not count
+            await self._host.ended(session)  # recorded before the session ends
+        except BaseException:  # raised again: a failure counts only if it is recorded
             session.unanswered = before
             raise
         session.end()
@@ -176,10 +182,10 @@ class GatewayApp(ChatServer):
         return not self._operator_key or hmac.compare_digest(key.encode(), self._operator_key)
 
     def _controlled(self, id: str, key: str) -> AgentSession:
-        """The session that this key may reward, end and show.
+        """Session with this id, if the key may reward, end and show it.
 
         Raises:
-            NotServed: there is none.
+            NotServed: 401 if it may not, 404 if there is no such session.
         """
         session = self.sessions.named(id)
         own = session is not None and hmac.compare_digest(key.encode(), session.key.encode())
@@ -190,10 +196,11 @@ class GatewayApp(ChatServer):
         return session
 
     def _of_key(self, key: str) -> AgentSession:
-        """The session with this key.
+        """Session with this key.
 
         Raises:
-            NotServed: there is none.
+            SessionEnded: the session has ended and was dropped from memory.
+            NotServed: 401 if no session has the key.
         """
         session = self.sessions.of_key(key)
         if session is not None:
@@ -208,14 +215,14 @@ class GatewayApp(ChatServer):
 
 
 def opened(session: AgentSession, address: str) -> dict[str, Any]:
-    """Reply to an opened session: everything a program needs to use it. `address`: that of the gateway,
+    """Reply to ``POST /sessions``, as JSON: id, key, base URL, model and task. `address`: address of the gateway,
     ``http://host:port``."""
     base, model = f"{address}/s/{session.key}/v1", session.model.name
     return {"id": session.id, "api_key": session.key, "base_url": base, "model": model, "task": session.about}
 
 
 def _attempt(scope: Scope) -> Attempt:
-    """Idempotency key and attempt number from the retry headers of OpenAI's and Anthropic's libraries."""
+    """Read the retry headers that OpenAI's and Anthropic's libraries send."""
     key = (header(scope, b"idempotency-key") or b"").decode("latin-1")
     count = (header(scope, b"x-stainless-retry-count") or b"").decode("latin-1")
     return Attempt(key, int(count) if count.isdecimal() and len(count) < 9 else None)

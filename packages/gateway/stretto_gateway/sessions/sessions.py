@@ -1,8 +1,8 @@
-"""Sessions of a gateway, by key and by id. Without a run, they are recorded in a folder.
+"""Sessions of a gateway, by key and by id. A gateway without a run records them in a folder.
 
-    FOLDER/ID.jsonl    opened, pieces of segments, calls with their replies, the reward, the end: one record a line
+    FOLDER/ID.jsonl    one record a line: the opening, pieces of segments, calls and their replies, rewards, the end
 
-A record is written before the client gets its reply. A new process reads the files of a killed one, drops an incomplete
+A record is written before the client gets its reply. After a kill, a new process reads the files, drops an incomplete
 last line, and restores every session.
 """
 
@@ -27,9 +27,9 @@ from stretto_gateway.requests import NotServed
 from stretto_gateway.sessions.agent_session import AgentSession, GivenRewards
 
 _SECRET_BYTES = 18
-_SHOWN = 64  # ended sessions that are kept whole
-_RETIRED = 16_384  # keys of dropped sessions: their error says that the session has ended, not that the key is wrong
-_IDLE_SECONDS = 3600.0  # without a request; such a session ends when a new one needs room
+_SHOWN = 64  # ended sessions that are kept in memory
+_RETIRED = 16_384  # dropped sessions whose keys are remembered, to reply "has ended" in place of "wrong key"
+_IDLE_SECONDS = 3600.0  # without a request, after which a session is ended if a new one needs room
 
 
 class TooManySessions(NotServed):
@@ -47,13 +47,13 @@ class NothingWaits(NotServed):
 
 
 class Host(Protocol):
-    """Opens sessions, and records their rewards and ends (Protocol)."""
+    """Opens sessions for the gateway, and records their rewards and ends (Protocol)."""
 
     async def open(self, about: Mapping[str, Any]) -> AgentSession:
-        """Open a session for a task.
+        """Open a session for the task `about`.
 
         Raises:
-            NotServed: none can be opened.
+            NotServed: no session can be opened now.
         """
         ...
 
@@ -81,7 +81,8 @@ class SessionTable:
         self._dropped.pop(session.key, None)
 
     def retire(self, session: AgentSession) -> None:
-        """Note that a session has ended. It can be shown for a while; its key is remembered for longer."""
+        """Note that a session has ended. The last 64 ended sessions stay in the table. Older ones are dropped, and only
+        their keys are remembered, for `dropped`."""
         self._ended.append(session)
         while len(self._ended) > _SHOWN:
             old = self._ended.popleft()
@@ -109,7 +110,7 @@ class SessionTable:
 
 
 class Opened(Record, frozen=True, tag=True):
-    """The first line of a session's file."""
+    """First line of a session's file."""
 
     id: str
     key: str
@@ -145,22 +146,22 @@ MakeSampler = Callable[[str, SessionRecord], Sampler]
 
 
 class FolderRecord:
-    """File of one session (satisfies `SessionRecord`)."""
+    """Writer of one session's file (satisfies `SessionRecord`)."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, line: Line) -> None:
-        """Append a line, completely or not at all; it survives the process.
+        """Append a line, completely or not at all. It survives a kill of the process, but is not synced to disk.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the line cannot be written, and the file is as before.
         """
         left = memoryview(msgspec.json.encode(line) + b"\n")
         with self._path.open("ab", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
             try:
-                while left:  # a disk that is nearly full takes a part
+                while left:  # on a nearly full disk, `write` may write a part
                     left = left[file.write(left) :]
             except OSError:
                 file.truncate(before)
@@ -180,18 +181,19 @@ class FolderRecord:
 
 
 class RecordedSessions:
-    """Sessions of a gateway without a run (satisfies `Host`)."""
+    """Opens and records sessions in a folder, for a gateway without a run (satisfies `Host`)."""
 
     def __init__(self, folder: Path, model: ServedModel, sampler: MakeSampler, most: int = 4096) -> None:
-        """`most`: limit of open sessions."""
+        """`sampler`: makes the sampler of a session from its id and record. `most`: limit of open sessions."""
         self._folder, self._model, self._sampler, self._most = folder, model, sampler, most
         self._table = SessionTable()
 
     def load(self) -> SessionTable:
-        """Load the sessions of earlier processes into a table; new ones are added to it.
+        """Restore the sessions of earlier processes from the folder; returns the table, to which the caller adds new
+        ones.
 
         Raises:
-            RunFolderError: a file holds something else.
+            RunFolderError: a file is not the record of a session.
         """
         for path in sorted(self._folder.glob("*.jsonl")):
             if lines := _read(path):
@@ -210,7 +212,7 @@ class RecordedSessions:
         await self._make_room()
         opened = Opened(new_key(), new_key(), int(time.time()), {**about})
         path = self._folder / f"{opened.id}.jsonl"
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # it holds the key
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # private, because it holds the key
         FolderRecord(path).write(opened)
         return self._restored(path, [opened])
 
@@ -224,7 +226,11 @@ class RecordedSessions:
         self._table.retire(session)
 
     async def _make_room(self) -> None:
-        """End the session that has been idle for longest, if the limit is reached."""
+        """If the limit is reached, end the session that has been idle for longest.
+
+        Raises:
+            TooManySessions: no session has been idle for an hour.
+        """
         found = self._table.open_ones()
         if len(found) < self._most:
             return
@@ -258,7 +264,7 @@ class RecordedSessions:
 
 
 def _read(path: Path) -> list[Line]:
-    """Lines of a session's file; an incomplete last line is cut off."""
+    """Read the lines of a session's file; an incomplete last line is cut off the file."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
@@ -279,10 +285,10 @@ def _line(text: bytes) -> Line:
         fields = msgspec.json.decode(text)
         if not isinstance(fields, dict) or fields.get("type") != Written.__name__:
             raise
-        line = Written(msgspec.convert(fields["node"], int), segment_of(fields["segment"]))  # of an earlier version
+        line = Written(msgspec.convert(fields["node"], int), segment_of(fields["segment"]))  # an older format
     return line
 
 
 def new_key() -> str:
-    """Random secret, used as a key or an id."""
+    """Make a random secret, used as a key or an id."""
     return secrets.token_hex(_SECRET_BYTES)

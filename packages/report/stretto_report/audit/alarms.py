@@ -1,8 +1,9 @@
-"""Alarms: problems of a run that raise no error. Each is a function from its measurements to one sentence.
+"""Alarms of a run: problems that raise no error. Each alarm is a generator function that reads `Evidence` and yields
+`Alarm` records.
 
-An alarm is about the present; one whose cause has passed is withdrawn. Every alarm compares means over `WINDOW` steps,
-so that a single odd step does not matter. Measurements that a run lacks raise no alarm; `AlarmReport` lists these
-alarms as unchecked.
+An alarm describes the present: it is no longer yielded once its cause has passed. Most alarms compare means over
+windows of `WINDOW` (10) steps, so that a single odd step does not matter. An alarm whose measurements are missing does
+not fire; `AlarmReport` lists it as not measured.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _CUT_OFF = 0.5  # of the completions
 
 
 def entropy_collapse(found: Evidence) -> Iterator[Alarm]:
-    """The entropy is less than a fifth of its initial value: the policy samples nearly the same for any seed."""
+    """Alarm if the mean entropy of the newest window is below a fifth of the first window's: the policy samples nearly
+    the same completion for any seed."""
     name = "trainer.entropy"
     if (ill := apart(found.steps, found.series.get(name), lambda mean, begin: mean < 0.2 * begin)) is not None:
         message = f"the entropy fell from {ill.was:.3g} to {ill.now:.3g} nats"
@@ -54,7 +56,8 @@ def entropy_collapse(found: Evidence) -> Iterator[Alarm]:
 
 
 def length_explosion(found: Evidence) -> Iterator[Alarm]:
-    """Completions are more than three times as long as in the beginning."""
+    """Alarm if the completions of the newest window are on average more than three times as long as those of the
+    first."""
     name = "length_mean"
     if (ill := apart(found.steps, found.series.get(name), lambda mean, begin: mean > 3 * begin)) is not None:
         message = f"completions grew from {ill.was:.0f} to {ill.now:.0f} tokens"
@@ -62,8 +65,8 @@ def length_explosion(found: Evidence) -> Iterator[Alarm]:
 
 
 def completions_cut_off(found: Evidence) -> Iterator[Alarm]:
-    """At least half of the completions end at the token limit, and most of these are not right. (If most are right, the
-    limit may be intended.)"""
+    """Alarm if at least half of the completions end at the token limit and fewer than half are right. (If most are
+    right, the limit may be intended.) If training did not measure this, the newest held-out evaluation decides."""
     name, title = "truncated", "completions cut off"
     right = found.series.get("accuracy")
     ill = apart(found.steps, found.series.get(name), lambda mean, begin: mean >= _CUT_OFF, 1)
@@ -79,8 +82,8 @@ def completions_cut_off(found: Evidence) -> Iterator[Alarm]:
 
 
 def idle_role(found: Evidence) -> Iterator[Alarm]:
-    """A role was idle for `WINDOW` steps and ten seconds. Reward workers are exempt, since agents and workflows may
-    bring their own rewards."""
+    """Alarm for each role that has been idle for the newest `WINDOW` steps or more, and for ten seconds or more. Reward
+    workers are exempt, because agents and workflows may compute rewards themselves."""
     clock = found.series.get("rl_seconds")
     if clock is None or len(clock) < WINDOW:
         return
@@ -95,7 +98,8 @@ def idle_role(found: Evidence) -> Iterator[Alarm]:
 
 
 def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
-    """Mean staleness is at least nine tenths of the bound: generation waits mostly for the bound."""
+    """Alarm if the mean staleness of the newest window is at least nine tenths of the bound in force: generation mostly
+    waits for the bound."""
     bound = found.in_force
     if not bound or not np.isfinite(bound):
         return
@@ -106,7 +110,7 @@ def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
 
 
 def disk_filling(found: Evidence) -> Iterator[Alarm]:
-    """Free disk space is less than the remaining steps will need, or less than 1 GiB."""
+    """Alarm if free disk space is less than the remaining steps will write at the rate so far, or less than 1 GiB."""
     if found.disk is None or not len(found.steps):
         return
     done = int(found.steps[-1])
@@ -121,8 +125,11 @@ def disk_filling(found: Evidence) -> Iterator[Alarm]:
 
 @dataclass(frozen=True)
 class Check:
-    """One alarm with its requirements: it needs any of the series `needs`, over `windows` windows. A name that ends
-    with a point is a prefix; ``evaluation`` means two evaluations."""
+    """One alarm function (`alarms`) with its title and the measurements that it needs.
+
+    It counts as measured if at least one series of `needs` has measurements for `windows` windows; with empty `needs`,
+    always. A name that ends with a point is a prefix of series names; ``evaluation`` means at least two evaluations.
+    """
 
     title: str
     alarms: Callable[[Evidence], Iterator[Alarm]]
@@ -159,15 +166,16 @@ CHECKS: tuple[Check, ...] = (
 
 
 class AlarmReport(Record, frozen=True):
-    """Alarms in the order of their first steps, the number of alarms that were checked, and the titles of those that
-    could not be, for lack of measurements."""
+    """Result of a check of all alarms. `alarms`: those that fire, ordered by first step. `checks`: number of all
+    alarms, including those in `not_measured`. `not_measured`: titles of alarms that lack measurements."""
 
     alarms: list[Alarm]
     checks: int
     not_measured: tuple[str, ...]
 
     def with_death(self, reason: str, step: int) -> AlarmReport:
-        """Add the check whether the run is dead: an alarm with `reason`, if not empty, after `step`."""
+        """Return a copy with one more check, whether the run is dead. A `reason` that is not empty puts the alarm
+        ``dead_run`` since `step` in front of the others."""
         dead = [Alarm("dead_run", "the run is dead", step, reason, "logs")] if reason else []
         return AlarmReport([*dead, *self.alarms], self.checks + 1, self.not_measured)
 
@@ -176,7 +184,8 @@ class AlarmReport(Record, frozen=True):
         return {"alarms": self.alarms, "alarms_checked": self.checks, "alarms_not_measured": self.not_measured}
 
     def lines(self) -> list[str]:
-        """Lines for a terminal: each alarm, and the number of those that could not be checked."""
+        """Lines for a terminal: one for each alarm, then one that counts the alarms that fire and names those not
+        measured."""
         return [*map(str, self.alarms), f"alarms  {self}"]
 
     def __str__(self) -> str:
@@ -191,7 +200,7 @@ class AlarmReport(Record, frozen=True):
 
 
 def findings_of(found: Evidence) -> AlarmReport:
-    """Check all alarms; the report also names those that could not be checked."""
+    """Run all alarms on the evidence. The report also names the alarms that lack measurements."""
     alarms = sorted((alarm for check in CHECKS for alarm in check.alarms(found)), key=lambda alarm: alarm.first_step)
     missing = tuple(check.title for check in CHECKS if not check.is_measured(found))
     return AlarmReport(alarms, len(CHECKS), missing)
@@ -203,18 +212,20 @@ def alarms_of(found: Evidence) -> list[Alarm]:
 
 
 class AlarmWatch:
-    """Alarms of a run that is observed step by step. A step is cheap (it is appended to the series); alarms are
-    computed on demand."""
+    """Alarms of a run that is observed step by step. `step` and `evaluated` only append measurements in memory; the
+    other methods compute the alarms."""
 
     def __init__(self, folder: Path, bound: float | None, last_step: int | None, mismatch: float = 0.1) -> None:
-        """`bound`, `last_step` and `mismatch`: as in `Evidence`."""
+        """`folder`: the run folder, whose disk is checked. `bound`, `last_step` and `mismatch`: fields of
+        `Evidence`."""
         self._folder, self._bound, self._last_step, self._mismatch = folder, bound, last_step, mismatch
         self._steps, self._series = array("q"), dict[str, "array[float]"]()
         self._evaluations: list[EvaluationLine] = []
 
     @classmethod
     def of(cls, folder: Path, recipe: Mapping[str, Any] | None = None) -> AlarmWatch:
-        """Watch the run in a folder, by its `recipe`; None: read it from the folder."""
+        """Watch the run in `folder`, with bound, last step and tolerance from its `recipe` (None: read from the
+        folder)."""
         recipe = _tables(RunFolder(folder).recipe) if recipe is None else recipe
         return cls(folder, number_of(recipe, "rollout", "max_staleness"), last_step_of(recipe), mismatch_of(recipe))
 
@@ -229,7 +240,7 @@ class AlarmWatch:
         self._steps.append(metrics.step)
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
-        """Add the next held-out accuracy."""
+        """Add the next held-out evaluation."""
         self._evaluations.append(evaluation)
 
     def sentences(self) -> dict[str, str]:
@@ -241,7 +252,7 @@ class AlarmWatch:
         return self.findings().alarms
 
     def findings(self) -> AlarmReport:
-        """Current alarms, and those that could not be checked."""
+        """Current alarms, and the titles of those that lack measurements."""
         steps = np.array(self._steps, np.int64)
         series = {name: np.full(len(steps), np.nan) for name in self._series}
         for name, column in self._series.items():
@@ -252,7 +263,8 @@ class AlarmWatch:
 
 
 def findings_of_run(path: Path) -> AlarmReport:
-    """Alarms of a running, finished or dead run. Unreadable lines of its metrics are skipped.
+    """Check the alarms of a running, finished or dead run from its recipe and ``metrics.jsonl``, whose unreadable lines
+    are skipped.
 
     Raises:
         RunFolderError: there is no run.
@@ -287,8 +299,8 @@ def last_step_of(recipe: Mapping[str, Any]) -> int | None:
 
 
 def mismatch_of(recipe: Mapping[str, Any]) -> float:
-    """Difference in nats between engine and trainer that rounding explains, by the dtypes of the recipe and whether
-    its model has experts."""
+    """Tolerance, in nats a token, for the difference of log-probabilities between engine and trainer: what rounding
+    explains for the dtypes of the recipe, and for a model with experts."""
     sections = (recipe.get(name) for name in ("engine", "trainer"))
     types = [section.get("dtype") for section in sections if isinstance(section, dict)]
     dtype = coarser("float32", *(dtype for dtype in types if dtype in AGREEING))
@@ -296,7 +308,7 @@ def mismatch_of(recipe: Mapping[str, Any]) -> float:
 
 
 def _config_of(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json of the model that the run began with; empty if it cannot be read, or the model was built."""
+    """The config.json of the model folder that the recipe names; empty if it names none or the file cannot be read."""
     section = recipe.get("model")
     path = section.get("path") if isinstance(section, dict) else None
     try:
@@ -315,14 +327,15 @@ def _tables(recipe: Path) -> Mapping[str, Any]:
 
 
 def number_of(recipe: Mapping[str, Any], section: str, key: str) -> float | None:
-    """A number of a recipe; None if it is missing, no number, or has more than 64 bits."""
+    """Number at the key `section.key` of a recipe; None if it is missing, not a number, or an integer of more than 64
+    bits."""
     found = recipe.get(section)
     value = found.get(key) if isinstance(found, dict) else None
     return value if type(value) is float or (type(value) is int and abs(value) < _LARGEST) else None
 
 
 def disk_of(folder: Path) -> Disk | None:
-    """Disk of a running run; None for any other."""
+    """Free disk space, and bytes of the files of the run; None unless the run is running (its lock is held)."""
     try:
         if not lock.is_held(folder):
             return None

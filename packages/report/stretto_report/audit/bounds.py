@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stretto.core.errors import StoreError
 
-#: Bounds that a run may find itself, with the keys of the least and the largest value.
+#: Bounds that may be "auto", each with the recipe keys of its least and its greatest value.
 _ADAPTIVE = {
     "max_staleness": ("staleness_min", "staleness_max"),
     "max_in_flight": ("max_in_flight_min", "max_in_flight_max"),
@@ -19,7 +19,8 @@ _ADAPTIVE = {
 
 @dataclass(frozen=True)
 class RecordedChange:
-    """A change of a bound after `step`; `key` is that of the first group admitted under the new value."""
+    """Change of the bound `name` from `before` to `after`, made after training step `step`. `key`: ledger key of the
+    first group admitted under the new value."""
 
     step: int
     name: str
@@ -31,8 +32,8 @@ class RecordedChange:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds set by the recipe; `adaptive` has the range (least and initial value, greatest value) of each that the run
-    may change."""
+    """Bounds set by the section `rollout` of the recipe. `adaptive`: for each bound that is "auto", its least value,
+    with which the run begins, and its greatest."""
 
     batch_size: int
     group_size: int

@@ -1,4 +1,4 @@
-"""Law of the goodput budget: every token is in it, and its batches agree with the ledger."""
+"""Law of the goodput budget: every token has one category, and the budget agrees with the batches of the ledger."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from stretto_report.audit.history import History
 
 
 def every_token_has_one_category(history: History) -> Iterator[str]:
-    """After each step, the trained and masked tokens of the budget equal those of all batches so far, and its sampled
-    tokens are at least those that engines had counted. (A killed engine may have counted fewer than it sampled.)"""
+    """After each step, the trained and masked tokens of the budget equal the sums over all batches so far, and no
+    category is negative. The budget's sampled tokens are at least those that engines had counted. (A killed engine may
+    have counted fewer than it sampled.)"""
     trained = masked = 0
     for step in history.steps:
         trained, masked = trained + step.trained_tokens, masked + step.masked_tokens

@@ -1,4 +1,4 @@
-"""`stretto check` and `stretto inspect --ledger`: check the laws against the records of a run alone."""
+"""`stretto check` and `stretto inspect --ledger`: check the laws of a run from its records alone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Findings:
-    """Breaches by law, empty where it was kept. `balance`: trajectories by state; `notes`: what could not be
-    checked."""
+    """Result of `check_run`. `breaches`: by law, empty where it was kept. `balance`: number of trajectories by state,
+    and of all that were issued. `notes`: what could not be checked."""
 
     breaches: Mapping[str, tuple[str, ...]]
     balance: Mapping[str, int]
@@ -33,7 +33,7 @@ class Findings:
 
 
 def check_run(folder: str | Path) -> Findings:
-    """Check every law against a running, finished or dead run.
+    """Check every law against the records of a running, finished or dead run.
 
     Raises:
         RunFolderError: there is no run.
@@ -48,7 +48,8 @@ def check_run(folder: str | Path) -> Findings:
 
 
 def print_findings(findings: Findings) -> int:
-    """Print one line per law, with its first breaches; returns the exit code: 1 if a law was broken."""
+    """Print a line for each law, with its first breaches, and the notes. Return the exit code: 1 if a law was broken,
+    else 0."""
     for law, breaches in findings.breaches.items():
         print(f"{'BROKEN' if breaches else 'kept  '}  {law}" + (f" ({len(breaches)})" if breaches else ""))
         for breach in breaches[:_SHOWN]:
@@ -59,7 +60,8 @@ def print_findings(findings: Findings) -> int:
 
 
 def print_balance(folder: str | Path, console: Console | None = None) -> int:
-    """Print the balance of the ledger, then the findings; returns the exit code: 1 if a law was broken."""
+    """Print the number of trajectories in each state, then the findings. Return the exit code: 1 if a law was broken,
+    else 0."""
     findings = check_run(folder)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=str(folder), title_justify="left")
     table.add_column(style="dim", justify="right")

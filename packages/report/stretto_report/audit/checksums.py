@@ -1,25 +1,25 @@
-"""The checksums of a ledger, recomputed: no line here is shared with the writers.
+"""Recompute the checksums of a ledger. This code is independent of the code that writes them.
 
 A checksum is XXH3 (64 bits) of MessagePack, of
 
     groups      [key, id, prompt, members, admitted version, prompt tokens]; in format 2 [id, prompt, admitted version]
     payloads    [trajectory, [outcome, reward, stop reason, interruptions], body]; the checksum precedes the body
-    partials    [trajectory, body]; likewise
+    partials    [trajectory, body]; likewise, of each piece
     calls       [trajectory, number, asked, reply], since format 5
-    steps       [step, version, oldest trainable, [[group, prompt tokens, [trajectory, ..]], ..]]; where groups have an
-                oldest version of their own, behind it [[group, oldest trainable], ..] of these, by their names
+    steps       [step, version, oldest trainable, [[group, prompt tokens, [trajectory, ..]], ..]]; if groups have an
+                oldest trainable version of their own, also [[group, oldest trainable], ..] of these, sorted by group
     meta        [name, value]
 
-where a trajectory is [id, segments, outcome, reward], and a segment has its first five fields, without the names of its
-engines, and then its parent and its reward if it has either of them; in format 2 a trajectory is [completion, outcome,
-reward];
+where a trajectory is [id, segments, outcome, reward]. A segment has its first five fields (the names of its engines
+are not covered), then parent and reward if at least one of them is set. In format 2 a trajectory is [completion,
+outcome, reward].
 
-Since format 6 a segment is packed: [columns, number of tokens, [[version, tokens], ..], checksum], and then come the
-other fields; columns are the token ids (int32) and the log-probabilities (float32 or float64). Its checksum is of the
-number, the versions and the bytes of the columns. The checksum of a step has 128 bits, and of a segment it covers
+Since format 6 a segment is packed: [columns, number of tokens, [[version, tokens], ..], checksum], followed by the
+other fields; columns are the token ids (int32) and the log-probabilities (float32 or float64). Its checksum covers
+the number, the versions and the bytes of the columns. The checksum of a step has 128 bits; of each segment it covers
 [checksum, interruptions, stop reason, parent, reward].
 
-And since format 3 of whole rows, in the order of their columns:
+Since format 3 there are also checksums of whole rows, in the order of their columns:
 
     trajectories    all of them
     steps           all but published_version and metrics, which come later; the batch's checksum is the last
@@ -42,7 +42,7 @@ CHECKSUM_BYTES, _STEP_BYTES = 8, 16  # the latter since format 6
 _ID_BYTES = 4
 _ABSENT = ((), None, "", None)  # last fields of a segment
 _OF_SEGMENT = 5  # fields of a segment that the checksum of a step covers
-_PARENT, _REWARD = 6, 8  # those that it covers if either is there; before format 5 there are none
+_PARENT, _REWARD = 6, 8  # fields that it also covers if either is set; absent before format 5
 
 _GROUPS = "SELECT id, key, id, prompt_id, members, admitted_version, prompt_token_ids, seal FROM groups ORDER BY key"
 _OLD_GROUPS = "SELECT id, id, prompt_id, admitted_version, seal FROM groups ORDER BY key"
@@ -80,7 +80,7 @@ _TRAINED_TRAJECTORIES = """
 
 
 def broken_checksums(connection: sqlite3.Connection, number: int) -> Iterator[str]:
-    """A sentence for each checksum that does not match, in a ledger of format `number`.
+    """Yield a sentence for each checksum that does not match, in a ledger of format `number`.
 
     The checksum of a step covers the tokens that it trained on; without them (`store.keep_payloads`) it is not checked.
     """
@@ -107,8 +107,8 @@ def broken_checksums(connection: sqlite3.Connection, number: int) -> Iterator[st
 
 
 def broken_files(folder: Path, start: Mapping[str, Mapping[str, Mapping[str, object]]]) -> Iterator[str]:
-    """A sentence for each file of a run's start that has changed. `start` has size and XXH3 checksum (128 bits) by
-    folder and file."""
+    """Yield a sentence for each file of a run's start that is missing or has changed. `start`: recorded size and XXH3
+    checksum (128 bits), by folder and file."""
     for name, files in start.items():
         for file, seal in files.items():
             path = folder / name / file
@@ -152,7 +152,7 @@ def _step_fits(
 def _trained(
     size: int, group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
 ) -> tuple[object, ...]:
-    """Part of a trajectory that the checksum of its step, of this size, covers, in its original form."""
+    """What the checksum of a step covers of one trajectory. `size`: bytes of that checksum, 16 since format 6."""
     bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
     if (segments := segments_of(bulk)) is not None:
         decisive = _decisive_packed if size == _STEP_BYTES else _decisive
@@ -172,7 +172,7 @@ def _trained(
 
 
 def unpacked(segment: list[Any]) -> list[Any]:
-    """The fields of a segment with lists of tokens, log-probabilities and versions, as they were before format 6."""
+    """Fields of a segment with lists of tokens, log-probabilities and versions, as they were before format 6."""
     columns, tokens, versions, *further = segment
     if not isinstance(columns, bytes):
         return segment
@@ -182,7 +182,8 @@ def unpacked(segment: list[Any]) -> list[Any]:
 
 
 def _decisive_packed(segment: list[Any]) -> list[object]:
-    """A resumed run may have buffered the segment in an earlier format."""
+    """What a step's checksum of 128 bits covers of a segment. A segment of an earlier format, buffered before the run
+    was resumed by this version, is packed first."""
     if not isinstance(segment[0], bytes):
         segment = _packed(segment)
     columns, tokens, versions, _, interrupted, stop_reason, _, parent, _, reward = segment

@@ -14,7 +14,7 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.ledger.schema import reading
 
-_TIMES = "seconds"  # begins the names of measured times, which differ between any two runs
+_TIMES = "seconds"  # prefix of measured times, which differ between any two runs
 
 
 class Parting(Record, frozen=True):
@@ -95,7 +95,8 @@ def _differences(one: _Step, other: _Step) -> Iterator[str]:
 
 
 def _of_segments(left: Trajectory, right: Trajectory) -> Iterator[str]:
-    """Differing fields, segment by segment; a single turn is not numbered. Engines and interruptions may differ."""
+    """Names of differing fields, segment by segment; segments are numbered if there are several. Engines and
+    interruptions are not compared."""
     if (counts := [len(one.segments) for one in (left, right)])[0] != counts[1]:
         yield f"segments of {left.id} ({counts[0]} and {counts[1]})"
     for place, (ours, theirs) in enumerate(zip(left.segments, right.segments, strict=False)):
@@ -106,7 +107,8 @@ def _of_segments(left: Trajectory, right: Trajectory) -> Iterator[str]:
 
 
 def _weights(folders: tuple[RunFolder, RunFolder], version: int, compared: list[int]) -> tuple[str, ...]:
-    """The field for differing weights of a version, if they differ; a comparable version is added to `compared`."""
+    """Compare the weights of a version: a field name if they differ, else nothing. A version that both runs have kept
+    is appended to `compared`."""
     same = same_weights(*(folder.policy(version) for folder in folders))
     if same is not None:
         compared.append(version)

@@ -8,8 +8,8 @@ from stretto_report.audit.history import NOTHING, PROMPT, History, RecordedTraje
 
 
 def every_segment_has_its_place(history: History) -> Iterator[str]:
-    """Each segment follows an earlier one, the prompt or, if it was given, nothing. A sampled one has as many
-    log-probabilities and versions as tokens, a given one none."""
+    """The parent of each segment is an earlier segment, the prompt or, for a given (not sampled) segment, nothing. A
+    sampled segment has one log-probability and one version for each token; a given segment has none."""
     for one in history.trajectories:
         for place, segment in enumerate(one.segments):
             if not NOTHING <= segment.parent < place:
@@ -22,8 +22,8 @@ def every_segment_has_its_place(history: History) -> Iterator[str]:
 
 
 def backward_versions(one: RecordedTrajectory) -> Iterator[tuple[int, ...]]:
-    """Sampled segments whose versions decrease, or begin below those of the preceding turn: that turn's last version,
-    then the segment's own."""
+    """Sequences of versions that decrease. Each is a sampled segment's versions, preceded by the last version that was
+    sampled before it on its path."""
     last: list[tuple[int, ...]] = []  # version of the last sampled token from the root to the end of each segment
     for segment in one.segments:
         before = last[segment.parent] if PROMPT < segment.parent < len(last) else ()
@@ -34,7 +34,7 @@ def backward_versions(one: RecordedTrajectory) -> Iterator[tuple[int, ...]]:
 
 
 def every_sampled_token_is_trained_once(history: History) -> Iterator[str]:
-    """In each step, the trainer reports as many trained and masked tokens as the batch has."""
+    """In each step, the trainer reports as many trained and as many masked tokens as the batch has."""
     for step in history.steps:
         line = history.lines.get(step.step)
         if line is not None and (line.trained, line.masked) != (step.trained_tokens, step.masked_tokens):

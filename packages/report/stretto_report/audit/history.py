@@ -1,4 +1,4 @@
-"""Reader of a run's records for the checker, directly from SQLite: it shares no code with the writers."""
+"""Read a run's records for the checker, directly from SQLite. No code is shared with the writers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from stretto_report.audit.checksums import (
 FORMATS = (2, 3, 4, 5, 6)  #: formats that can be checked
 PROMPT, NOTHING = -1, -2  #: `parent` of a segment without one
 _FIRST_SEALED = 3
-_ENGINES, _PARENT = 5, 6  # their places in a segment
+_ENGINES, _PARENT = 5, 6  # indices of these fields in a segment
 
 #: Settings that may change when a run is resumed: sections, and keys of sections.
 MAY_CHANGE = frozenset({"cluster", "evaluation", "deadlines", "store", "logging"})
@@ -51,17 +51,19 @@ _STEPS = (
 
 @dataclass(frozen=True)
 class RecordedSegment:
-    """A recorded segment of a trajectory; a given one has no versions."""
+    """A segment of a trajectory as recorded: numbers of tokens and log-probabilities, and the version of each token. A
+    given (not sampled) segment has neither log-probabilities nor versions."""
 
     tokens: int
     logprobs: int
     versions: tuple[int, ...]
-    parent: int  # the place of the segment it is behind, PROMPT or NOTHING
+    parent: int  # index of the preceding segment, or PROMPT or NOTHING
 
 
 @dataclass(frozen=True)
 class RecordedTrajectory:
-    """A recorded trajectory. If its tokens were not kept or are damaged, `versions` is None and it has no segments."""
+    """A trajectory as recorded. If its tokens were not kept or are damaged, `versions` and `lengths` are None and
+    `segments` is empty."""
 
     id: str
     group: str
@@ -77,13 +79,13 @@ class RecordedTrajectory:
     newest_version: int | None
     versions: tuple[int, ...] | None
     lengths: tuple[int, int] | None  # sampled tokens, log-probabilities
-    writers: tuple[tuple[str, int], ...] = ()  # engines, each with the tokens that it wrote; none before format 4
+    writers: tuple[tuple[str, int], ...] = ()  # engines with their numbers of sampled tokens; none before format 4
     segments: tuple[RecordedSegment, ...] = ()
 
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """One attempt at a prompt, ``epoch.prompt.attempt``."""
+    """One attempt at a prompt. Its id is ``epoch.prompt.attempt``."""
 
     id: str
     prompt: str
@@ -98,8 +100,8 @@ class RecordedGroup:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A training step. `batch`: its groups in order, each with the trained members. `own_oldest`: oldest version in the
-    loss for groups whose value differs from the step's."""
+    """A training step. `batch`: group ids in order, each with its trained members. `oldest_trainable`: tokens of older
+    versions are masked. `own_oldest`: the same, for groups whose value differs from the step's."""
 
     step: int
     version: int
@@ -125,7 +127,10 @@ class RecordedLine:
 
 @dataclass(frozen=True)
 class RecordedData:
-    """Questions of a run: recorded and current digest, and the inputs to the order of an epoch."""
+    """Questions of a run: the digest on record, the current digest (`found`), and the inputs to the order of an epoch.
+
+    A prompt whose share of right completions is at most `hard` or at least `easy` is skipped in the next epoch.
+    """
 
     digest: str
     found: str
@@ -138,8 +143,8 @@ class RecordedData:
 
 @dataclass(frozen=True)
 class RecordedProofs:
-    """Ranges of versions that each engine has proven by the canary. Versions before `since` need no proof: the stretto
-    that ran them had no canary."""
+    """Ranges (first, last) of versions that each engine has proven by the canary. Versions before `since` need no
+    proof: the stretto that sampled with them had no canary."""
 
     since: int
     proven: Mapping[str, tuple[tuple[int, int], ...]]
@@ -152,7 +157,7 @@ class History:
     groups: tuple[RecordedGroup, ...]
     steps: tuple[RecordedStep, ...]
     bounds: Bounds
-    given_back: tuple[tuple[int, str, int], ...]  # epoch, prompt, attempt of the prompts that are next
+    given_back: tuple[tuple[int, str, int], ...]  # (epoch, prompt, attempt) of prompts to be repeated next
     position: tuple[int, int] | None  # epoch, and the number of prompts drawn in it
     policies: tuple[int, ...]
     roster: tuple[str, ...]  # the engines of the run
@@ -175,7 +180,7 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """Read a run folder.
+    """Read all records of the run in `folder`; nothing is written.
 
     Raises:
         RunFolderError: there is no run.
@@ -185,7 +190,7 @@ def read_history(folder: Path) -> History:
     if not path.is_file():
         found = "holds no run (no ledger.sqlite)" if folder.is_dir() else "does not exist"
         raise RunFolderError([Problem(str(folder), found, "give a run folder")])
-    policies = _policies(folder)  # before the ledger: a run records a batch before it publishes
+    policies = _policies(folder)  # read before the ledger: a run records a batch before it publishes the version
     bounds = read_bounds(folder / "recipe.toml")
     try:
         with closing(sqlite3.connect(_address(path), uri=True)) as connection:
@@ -202,7 +207,8 @@ def read_history(folder: Path) -> History:
 
 
 def _address(path: Path) -> str:
-    """Read-only URI; immutable if there is no log and SQLite cannot write its index."""
+    """Read-only SQLite URI of the ledger. It is immutable if there is no write-ahead log and SQLite could not create
+    its index file, because the folder is not writable."""
     log, index = path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")
     bare = not index.exists() and not (log.exists() and log.stat().st_size)
     how = "mode=ro&immutable=1" if bare and not os.access(path.parent, os.W_OK) else "mode=ro"
@@ -210,7 +216,7 @@ def _address(path: Path) -> str:
 
 
 def _policies(folder: Path) -> tuple[int, ...]:
-    """Versions whose policy is kept."""
+    """Versions whose policy folder exists."""
     kept = [path.name[1:] for path in (folder / "policy").glob("v*") if path.is_dir()]
     return tuple(sorted(int(version) for version in kept if version.isdecimal()))
 
@@ -264,10 +270,10 @@ def _proofs(fact: Mapping[str, Any]) -> RecordedProofs:
 
 
 def _digest(questions: Path) -> tuple[str, tuple[str, ...]]:
-    """Digest and ids of the questions; if the file is faulty, the fault in place of the digest."""
+    """Digest and ids of the questions. If the file is faulty: ``none (the fault)`` and no ids."""
     whole, prompts = hashlib.blake2b(digest_size=16), list[str]()
     try:
-        # Ends of lines of other kinds than this one may be in a text.
+        # Split at line feeds alone: a text may contain other line separators.
         for line in questions.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
             row = json.loads(line)
             prompts.append(row["id"])
@@ -279,7 +285,8 @@ def _digest(questions: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def _kept(folder: Path, start: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Folders of a run's start that exist: a new run has no policy yet, and a reference may be on another machine."""
+    """Entries of `start` whose folder exists. A new run has no policy yet, and a reference may be on another
+    machine."""
     return {name: files for name, files in start.items() if (folder / name).exists()}
 
 
@@ -295,7 +302,8 @@ def _not_judged(folder: Path, number: int, facts: Mapping[str, Any]) -> Iterator
 
 
 def _edited(folder: Path, recorded: str | None) -> Iterator[str]:
-    """A sentence for each recipe key that differs from the record and must not change on a resume."""
+    """Yield a sentence for each key of the recipe that differs from the record, except keys that a resume may
+    change."""
     if recorded is None:
         return
     before, after = tomllib.loads(recorded), tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
@@ -314,7 +322,7 @@ def _differing(name: str, before: object, after: object, ignored: Set[str] = fro
 def _groups(
     connection: sqlite3.Connection, bounds: Bounds, changes: Sequence[RecordedChange]
 ) -> tuple[RecordedGroup, ...]:
-    """All groups, each with its bounds; `bounds` apply until the first of the changes."""
+    """All groups, each with the bounds in force when it was admitted. `bounds`: the values before the first change."""
     facts: dict[str, tuple[str, int, int, float, float]] = {}
     trajectories: dict[str, list[RecordedTrajectory]] = {}
     of_staleness, of_number = (
@@ -349,8 +357,8 @@ def _most_in_flight(connection: sqlite3.Connection, stretches: Sequence[tuple[in
 
 
 def in_force(changes: Sequence[RecordedChange], key: int, start: float) -> float:
-    """Bound under which the group `key` was admitted: the newest of `changes` (ordered by key) up to it, or else
-    `start`."""
+    """Bound under which the group with ledger key `key` was admitted: the value after the newest of `changes` (ordered
+    by key) up to this key, else `start`."""
     place = bisect_right(changes, key, key=lambda change: change.key)
     return changes[place - 1].after if place else start
 
@@ -381,7 +389,7 @@ def _segment(place: int, columns: list[Any]) -> RecordedSegment:
 
 
 def _lines(path: Path) -> Mapping[int, RecordedLine]:
-    """Line of metrics by step."""
+    """Lines of ``metrics.jsonl`` by step; unreadable lines are skipped."""
     found: dict[int, RecordedLine] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:

@@ -1,6 +1,7 @@
-"""Laws of a run: each is a function from its history to one sentence per breach.
+"""Laws of a run. Each law is a generator function that reads `History` and yields a sentence for each breach; its
+docstring says what must hold.
 
-They hold after any crash: work may be unfinished, but no record may be wrong.
+The laws hold after any crash: work may be unfinished, but no record may be wrong.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def the_file_is_whole(history: History) -> Iterator[str]:
 
 
 def every_checksum_fits(history: History) -> Iterator[str]:
-    """Checksums of groups, trajectories, partials, batches and facts match."""
+    """Checksums of groups, trajectories, partials, calls, batches and facts match."""
     yield from history.broken_checksums
 
 
 def the_start_is_what_it_was(history: History) -> Iterator[str]:
-    """The files of the first policy, and of the reference, have not changed since the run started."""
+    """The files of the first policy and of the reference model have not changed since the run started."""
     yield from history.broken_start
 
 
@@ -93,9 +94,11 @@ def versions_grow_by_one(history: History) -> Iterator[str]:
 
 
 def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
-    """Equation 3 held when each group was issued: the earlier groups, without those that ended untrained, fill no more
-    batches than its version and the bound in force allow. The live version never decreases, and no token of a group is
-    older than the version at which it was admitted."""
+    """Equation 3 held when each group was issued: the number of earlier groups (without those that ended untrained), in
+    whole batches, was at most the live version plus the staleness bound in force.
+
+    The live version never decreases. No token of a group is older than the version at which the group was admitted.
+    """
     bounds, counted, live = history.bounds, 0, 0
     for group in history.groups:
         version = group.admitted_version
@@ -111,8 +114,8 @@ def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
 
 
 def no_bound_is_broken(history: History) -> Iterator[str]:
-    """No token was trained later than its bound allows, nor before its own version existed. The bound is the one in
-    force when its group was admitted."""
+    """No token was trained with more staleness than the bound in force when its group was admitted, nor at a version
+    before its own. Masked tokens may be older; with `beyond_bound = "train"` all may be."""
     bounds, policy = {group.id: group.max_staleness for group in history.groups}, history.bounds.beyond_bound
     for step, one in _trained(history):
         bound, oldest = bounds[one.group], step.own_oldest.get(one.group, step.oldest_trainable)
@@ -130,7 +133,7 @@ def no_bound_is_broken(history: History) -> Iterator[str]:
 
 def no_more_are_in_flight_than_allowed(history: History) -> Iterator[str]:
     """The number of groups in flight never exceeded the bound in force when a group was issued. Two counts are checked:
-    the run's own, and the groups that are still in flight at the end of the record."""
+    the run's own record, and the groups that are still in flight at its end."""
     unfinished = 0
     for group in history.groups:
         unfinished += (still := "in_flight" in _states(group))
@@ -141,8 +144,8 @@ def no_more_are_in_flight_than_allowed(history: History) -> Iterator[str]:
 
 
 def bounds_change_as_recorded(history: History) -> Iterator[str]:
-    """A bound changes only if the recipe makes it adaptive, within the recipe's limits, from its recorded previous
-    value, after a recorded step; the staleness bound at most once per step."""
+    """A bound changes only if the recipe makes it adaptive. Each change stays within the recipe's limits, begins with
+    the value of the change before, and follows a recorded step. The staleness bound changes at most once per step."""
     adaptive = history.bounds.adaptive
     value = {name: lowest for name, (lowest, _) in adaptive.items()}
     newest = dict.fromkeys(adaptive, 0)
@@ -163,7 +166,8 @@ def bounds_change_as_recorded(history: History) -> Iterator[str]:
 
 
 def batches_are_complete(history: History) -> Iterator[str]:
-    """Each batch has the recipe's number of groups, each with enough trajectories, whole and judged."""
+    """Each batch has the recipe's number of groups, each with at least `min_group_size` trajectories. Each of these is
+    judged and has all its tokens, and the step's counts agree with them."""
     groups = {group.id: group for group in history.groups}
     for step in history.steps:
         if len(step.batch) != history.bounds.batch_size:
@@ -201,8 +205,8 @@ def _incomplete(
 
 
 def every_token_has_its_engine(history: History) -> Iterator[str]:
-    """Each engine named as sampler of tokens is on the run's roster, and the engines of a trajectory sampled as many
-    tokens as it has."""
+    """Each engine that sampled a token is on the run's roster. The engines of a trajectory sampled as many tokens as it
+    has."""
     for one in history.trajectories:
         yield from (
             f"{one.id} has tokens of {name}, which is not on the roster"
@@ -228,8 +232,8 @@ def every_token_was_sampled_by_proven_weights(history: History) -> Iterator[str]
 
 
 def no_prompt_is_skipped_or_repeated(history: History) -> Iterator[str]:
-    """Each epoch admits each prompt once, and again only after an attempt that ended untrained; each such attempt that
-    may be repeated was repeated, or is next."""
+    """Each epoch admits each prompt once. Another attempt follows only an attempt that ended untrained. An attempt that
+    ended untrained and may be repeated was repeated, or is recorded as next."""
     epochs: dict[int, dict[str, list[RecordedGroup]]] = defaultdict(lambda: defaultdict(list))
     for group in history.groups:
         epochs[group.epoch][group.prompt].append(group)
@@ -261,8 +265,8 @@ def _attempts(
 def _drawn(
     epochs: Mapping[int, Mapping[str, list[RecordedGroup]]], position: tuple[int, int], same: bool
 ) -> Iterator[str]:
-    """The drawn prompts equal the issued ones. `same`: each epoch draws all prompts (otherwise see
-    `prompts_come_in_their_order`)."""
+    """The number of drawn prompts equals the number of issued ones. `same`: each epoch draws all prompts, so all epochs
+    must have the same ones. (Otherwise `prompts_come_in_their_order` checks this.)"""
     newest, drawn = position
     sizes = {epoch: len(prompts) for epoch, prompts in epochs.items()}
     if sizes.get(newest, 0) != drawn:
@@ -290,7 +294,8 @@ def _failed(group: RecordedGroup) -> bool:
 
 
 def _asked_again(group: RecordedGroup, failures: int, most: int) -> bool:
-    """Whether an attempt is repeated: expired groups always, failed ones up to `most` failures, filtered ones never."""
+    """Whether a prompt is tried again after this attempt: always if it expired, after fewer than `most` failures if it
+    failed, never if it was filtered."""
     states = _states(group)
     return states <= {"expired", "failed"} and ("expired" in states or failures < most)
 

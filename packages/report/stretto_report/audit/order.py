@@ -1,4 +1,4 @@
-"""Law of the data: questions and their order are as recorded."""
+"""Law of the data: the questions and their order are as recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stretto_report.audit.history import History, RecordedData, RecordedGroup
 
 def prompts_come_in_their_order(history: History) -> Iterator[str]:
     """The questions have the recorded digest. The prompts of each epoch come in the order that follows from seed, epoch
-    and weights; one is skipped only if its share of right completions in the epoch before permits it."""
+    and weights. A prompt is skipped only if its share of right completions in the previous epoch permits it."""
     if (data := history.data) is None:
         return
     if data.found != data.digest:
@@ -42,7 +42,7 @@ def _reach(planned: list[str], prompt: str) -> int:
 
 
 def _order(data: RecordedData, epoch: int) -> list[int]:
-    """Indices of the epoch's prompts in order, computed from the record alone."""
+    """Indices of the epoch's prompts in order, computed from the recorded seed and sources alone."""
     taken = [prompts for _, prompts, _ in data.sources]
     if data.sources and all(weight is not None for _, _, weight in data.sources):
         pairs = [(prompts, float(weight or 0)) for _, prompts, weight in data.sources]
@@ -62,7 +62,7 @@ def _order(data: RecordedData, epoch: int) -> list[int]:
 
 
 def _restless(history: History, epoch: int, left_out: set[str]) -> Iterator[str]:
-    """Skipped prompts of the epoch that should not have been skipped."""
+    """Yield a sentence for each prompt that the epoch skipped although the previous epoch did not permit it."""
     data = history.data
     assert data is not None, "asked for runs with a record of their data"
     before = [group for group in history.groups if group.epoch == epoch - 1 and group.prompt in left_out]

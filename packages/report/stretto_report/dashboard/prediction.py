@@ -22,15 +22,16 @@ from stretto.store.ledger.schema import reading
 from stretto.store.totals import TOTALS, Totals
 
 RECIPE = "recipe"  #: the name of the resolved recipe in the ledger
-#: Sections that a step does not depend on, or that are of the machines: a resume may change them.
+#: Sections that do not affect a step, or that describe machines; a resume may change them.
 _NO_MATTER = frozenset({"evaluation", "store", "deadlines", "gateway", "logging", "cluster"})
 _NO_MATTER_OF_TRAINER = frozenset({"steps", "checkpoint_every", "keep_versions"})
 _OUTCOMES = frozenset({"step_seconds", "tokens_per_second"})  # sums of the other terms
 
 
 class Term(Record, frozen=True):
-    """One term of a step. `ratio`: predicted over measured, None if not measured. `off`: the error, as a share of the
-    measured step for seconds, of the measured value for tokens, in versions for staleness."""
+    """A predicted and measured quantity of a training step. `ratio`: predicted over measured, None if the measured
+    value is 0. `off`: the error, as a share of the measured step for seconds, of the measured value for tokens, in
+    versions for staleness."""
 
     predicted: float
     measured: float
@@ -39,8 +40,8 @@ class Term(Record, frozen=True):
 
 
 class PredictedRun(Record, frozen=True):
-    """A prediction compared with its run. `most_off`: the term that explains most of the error, empty if no predicted
-    term was measured.
+    """A prediction compared with its run. `machine`: the machine it was made for. `most_off`: the term that explains
+    most of the error, empty if no predicted term was measured.
 
     Example: ``PredictedRun("Xeon, 2 cores", "d0c1...", {"engines.generate": Term(0.061, 0.082, 0.744, -0.18), ...},
     most_off="engines.generate")``
@@ -50,7 +51,7 @@ class PredictedRun(Record, frozen=True):
     recipe: str  # the digest
     terms: Mapping[str, Term]
     most_off: str
-    other_machine: str = ""  # the machine of the run, where the prediction is for another
+    other_machine: str = ""  # the machine of the run, if it is not `machine`
 
 
 class _Layout(Record, frozen=True, forbid_unknown_fields=False):
@@ -58,7 +59,7 @@ class _Layout(Record, frozen=True, forbid_unknown_fields=False):
 
 
 class _Saved(Record, frozen=True, forbid_unknown_fields=False):
-    """Fields that are read from the output of `stretto plan --json`."""
+    """Fields that are read from a saved output of `stretto plan --json`."""
 
     machine: str
     layouts: tuple[_Layout, ...]
@@ -66,7 +67,7 @@ class _Saved(Record, frozen=True, forbid_unknown_fields=False):
 
 
 def settings_digest(tables: Mapping[str, Any]) -> str:
-    """Digest of a recipe's resolved tables, without settings that do not affect the seconds of a step."""
+    """Digest of a recipe's resolved tables, without the settings that do not affect the seconds of a step."""
     kept: dict[str, Any] = {name: table for name, table in tables.items() if name not in _NO_MATTER}
     kept["trainer"] = {key: value for key, value in tables["trainer"].items() if key not in _NO_MATTER_OF_TRAINER}
     return hashlib.blake2b(json.dumps(_named(kept), sort_keys=True).encode(), digest_size=10).hexdigest()
@@ -92,8 +93,8 @@ def run_digest(path: str | Path) -> str:
 
 
 def predicted_beside_measured(path: str | Path, file: Path | None = None) -> PredictedRun | None:
-    """Compare a run with the prediction in `file`, by default that of the run folder; None without one, or before the
-    first timed step.
+    """Compare a run with the prediction in `file` (default: that of the run folder). None if there is no prediction, or
+    before the first timed step.
 
     Raises:
         RunFolderError: there is no run; or the file is no prediction, or one for another recipe.
@@ -121,8 +122,8 @@ def terms_of_run(folder: RunFolder) -> dict[str, float] | None:
 
 
 def _other_machine(folder: RunFolder, predicted: str) -> str:
-    """Machine of the run if it differs from the `predicted` one in processor and cores, and in the names of its
-    accelerators; "" if it may be the same, or is not recorded."""
+    """Name of the run's machine if it is not the `predicted` one: processor and cores differ, and so do the names of
+    its accelerators. "" if it may be the same, or is not recorded."""
     try:
         ran = msgspec.json.decode((folder.path / "machine.json").read_bytes(), type=Machine)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -134,7 +135,8 @@ def _other_machine(folder: RunFolder, predicted: str) -> str:
 
 
 def check_digest(place: Path, predicted: str | None, of_run: str) -> None:
-    """Check that a prediction belongs to the run's recipe.
+    """Check that the prediction in the file `place`, made for the recipe digest `predicted`, belongs to the run's
+    recipe.
 
     Raises:
         RunFolderError: it does not.
@@ -161,7 +163,7 @@ def _read(place: Path) -> _Saved:
 
 
 def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
-    """Measured terms of a run, named as in a prediction: seconds of a step by role and work."""
+    """Measured terms of a run, named as in a prediction. Seconds are per step, by role and kind of work."""
     steps, trained = inspection.steps, inspection.tokens.trained + inspection.goodput["masked"].tokens
     step = inspection.rl_seconds / steps
     engines = [name for name in totals.busy if name in totals.generated_by] or [
@@ -186,8 +188,8 @@ def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
 
 
 def compared(machine: str, recipe: str, predicted: Mapping[str, float], measured: Mapping[str, float]) -> PredictedRun:
-    """Compare the terms that both have. `step_seconds` and `tokens_per_second` are sums of the others, so they are
-    never `most_off`."""
+    """Compare the terms that are both predicted and measured. `step_seconds` and `tokens_per_second` follow from the
+    others, so they are never `most_off`."""
     terms = {name: _term(name, predicted[name], measured) for name in predicted if name in measured}
     causes = {name: abs(term.off) for name, term in terms.items() if name not in _OUTCOMES}
     return PredictedRun(machine, recipe, terms, max(causes, key=lambda name: causes[name], default=""))

@@ -25,13 +25,13 @@ from stretto.store.series.metrics import StepMetrics, iterate_steps
 from stretto.store.series.spans import iterate_spans, role_rank
 from stretto.store.totals import ENGINES, Membership
 
-_RUN = 0  # the process of moments and counters
+_RUN = 0  # process id for the run's events and counters
 _NANO = 1e9
 _TABLES = """
 CREATE TABLE spans (start REAL, until REAL, role TEXT, name TEXT, version INTEGER, bytes INTEGER);
 CREATE TABLE moments (at REAL, name TEXT, kind TEXT, detail TEXT);
 """
-#: When the batch of a step was taken: the newest span of the trainer that begins its update.
+#: Time at which the batch of a step was taken: start of the newest trainer span `proximal` of its version.
 _BATCH_TAKEN = """
     SELECT version + 1, start, max(rowid) FROM spans WHERE role = 'trainer' AND name = 'proximal' GROUP BY version
 """
@@ -47,7 +47,7 @@ Event = dict[str, Any]
 
 
 def export_trace(path: str | Path, file: str | Path) -> int:
-    """Write the timeline of a run to `file`, compressed if its name ends with ``.gz``; returns the number of events,
+    """Write the timeline of a run to `file`, compressed if its name ends with ``.gz``. Return the number of events,
     without those that name processes and lanes. The file is complete or absent.
 
     Raises:
@@ -70,7 +70,7 @@ def export_trace(path: str | Path, file: str | Path) -> int:
 
 
 def _collect(folder: RunFolder, table: sqlite3.Connection) -> None:
-    """Collect all timed records, on the clock of the spans."""
+    """Fill `table` with all timed records of the run, on the clock of the spans."""
     spans = (
         (span.start, max(span.start, span.end), span.role, span.name, span.version, span.bytes)
         for span in iterate_spans(folder.spans)
@@ -98,7 +98,7 @@ def _collect(folder: RunFolder, table: sqlite3.Connection) -> None:
 
 
 def _counters(line: StepMetrics) -> dict[str, dict[str, float]]:
-    """Measurements of the batch as counters, at the time when it was taken."""
+    """Counters of a step, at the time when its batch was taken: staleness of the batch, and groups in each queue."""
     groups = {name: value for name, value in line.queues.items() if value is not None}
     return {"staleness": {"mean": line.staleness_mean, "largest": line.staleness_max}, "groups": groups}
 
@@ -119,7 +119,8 @@ def _write(output: BinaryIO | gzip.GzipFile, name: str, events: Iterator[Event])
 
 
 def _events(table: sqlite3.Connection, machines: Mapping[str, str]) -> Iterator[Event]:
-    """Trace events in order of time, in microseconds since the first; names come before their users."""
+    """Yield trace events ordered by time, in microseconds since the first. A process or lane is named before its first
+    event."""
     yield from _named(_RUN, 0, "run")
     roles = [role for (role,) in table.execute("SELECT DISTINCT role FROM spans")]
     numbers = {role: number for number, role in enumerate(sorted(roles, key=role_rank), start=_RUN + 1)}
@@ -155,11 +156,11 @@ def _moment(begin: int, name: str, kind: str, detail: str) -> Event:
 
 
 class _Lanes:
-    """Lanes of one role. In one lane, events must be nested or disjoint; an event that partly overlaps goes to the next
-    lane."""
+    """Lanes of one role. Events of one lane must be nested or disjoint, so an event that overlaps in part goes to the
+    next lane."""
 
     def __init__(self) -> None:
-        self._open: list[list[int]] = []  # by lane, the ends of the events that others may lie in
+        self._open: list[list[int]] = []  # by lane: ends of the enclosing events, outermost first
 
     def place(self, begin: int, end: int) -> tuple[int, bool]:
         """Lane (counted from 1) of the next event, and whether the lane is new. Events must come ordered by begin,

@@ -1,4 +1,4 @@
-"""Alarms of a followed run (`audit.alarms`), each sent once."""
+"""Alarms of a followed run (`audit.alarms`), each sent once to a tool."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _METRICS: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 
 
 class AlarmFollower:
-    """Reads the metrics from the beginning, wherever the tool's cursor is, since alarms compare with the first
-    steps."""
+    """Follows ``metrics.jsonl`` of a run and computes its alarms. It reads from the first line, even if the tool
+    already has these lines, because alarms compare with the first steps."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -35,7 +35,7 @@ class AlarmFollower:
         return [alarm for alarm in self._watch.alarms() if alarm.title not in sent]
 
     def _read(self) -> bool:
-        """Read on; returns whether there were new lines."""
+        """Read new lines; return whether there were any."""
         found = False
         while True:
             lines, again = self._lines.read_on()
@@ -44,7 +44,7 @@ class AlarmFollower:
             for line in lines:
                 if isinstance(line, StepMetrics):
                     self._watch.step(line)
-                elif type(line) is EvaluationLine:  # further sets raise no alarms
+                elif type(line) is EvaluationLine:  # evaluations of further sets raise no alarms
                     self._watch.evaluated(line)
             found |= bool(lines)
             if not self._lines.more:

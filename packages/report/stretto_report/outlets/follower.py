@@ -1,12 +1,12 @@
-"""Follows the records of a run, and passes each line to a logging tool once.
+"""Follow the records of a run, and pass each line to a logging tool once.
 
     metrics.jsonl, samples.jsonl ──► RunFollower ──► Outlet, a tool: points, tables, alarms
                                         │
                                         ▼
-                       cursor: what the tool has, beside the run
+                       cursor file in the run folder: what the tool has
 
-Curves of a tool are append-only, since no tool can take a point back: a step that is repeated after a crash keeps its
-first values there.
+Curves of a tool are append-only, because no tool can take a point back. A step that is repeated after a crash keeps
+its first values there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ How = Literal["finished", "stopped", "failed"]
 
 ROWS = 16  #: most rows of a table
 ROW_STEPS = 10  #: least steps between two tables
-PORTION = 20  #: most points that a tool gets at a time: a slow one replies before it is taken for hung
+PORTION = 20  #: most points sent at once: few enough that a slow tool replies before it counts as hung
 _LONGEST_TEXT = 20_000  # characters of a text in a table
 
 _METRICS: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
@@ -41,7 +41,7 @@ _SAMPLES = msgspec.json.Decoder(SampledCompletion)
 
 
 class LinesRead(Record, frozen=True):
-    """Position in a file that is being read; see `LineFollower`."""
+    """Position in a file that is read line by line; the fields are those of `LineFollower`."""
 
     identity: tuple[int, int, str]
     offset: int
@@ -56,18 +56,18 @@ class LinesRead(Record, frozen=True):
 
 
 class Cursor(Record, frozen=True):
-    """Progress of a tool: the lines, tables and alarms of a run that it has."""
+    """Progress of a tool: the lines, tables and alarms of a run that it has received."""
 
     project: str = ""  # project in the tool; empty: not recorded
-    run: str = ""  # the tool's own name for the run
+    run: str = ""  # run id in the tool
     began: float = 0.0  # when the run began, in seconds since 1970
     sent: Mapping[str, int] = {}  # curve: the newest step
-    points: int = 0  # all of them
+    points: int = 0  # number of points sent
     tabled: int = -ROW_STEPS  # the step of the newest table
     metrics: LinesRead | None = None
-    samples: LinesRead | None = None  # later samples are in no table yet
-    alarms: Mapping[str, int] = {}  # by the title of each that the tool has: the step since which it held
-    fault: str = ""  # the newest line that could not be read, and was left out
+    samples: LinesRead | None = None  # up to here, samples were sent in tables
+    alarms: Mapping[str, int] = {}  # first step of each alarm that was sent, by title
+    fault: str = ""  # newest line that could not be read and was skipped
 
 
 def read_cursor(path: Path) -> Cursor:
@@ -80,7 +80,7 @@ def read_cursor(path: Path) -> Cursor:
 
 
 class About(Record, frozen=True):
-    """Description of a run for a tool. `folder`: for the tool's own files; `began`: Unix time in seconds."""
+    """Description of a run for a tool. `folder`: where the tool may write files; `began`: Unix time in seconds."""
 
     folder: Path
     project: str
@@ -91,7 +91,8 @@ class About(Record, frozen=True):
 
 
 class Outlet(Protocol):
-    """One logging tool (Protocol). An exception ends the process, and a new process continues from the cursor."""
+    """One logging tool (Protocol). An exception of a method ends the process; a new process continues from the
+    cursor."""
 
     @property
     def run(self) -> str:
@@ -109,7 +110,8 @@ class Outlet(Protocol):
         ...
 
     def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
-        """Send completions that were sampled up to `step`, after `points` points."""
+        """Send a table of completions that were sampled up to training step `step`. `points`: number of points sent
+        before."""
         ...
 
     def alarm(self, alarm: Alarm) -> None:
@@ -122,10 +124,11 @@ class Outlet(Protocol):
 
 
 class RunFollower:
-    """Passes new lines of a run's records to one outlet, and keeps the cursor."""
+    """Passes new lines of a run's records to one outlet, and writes the cursor file."""
 
     def __init__(self, folder: Path, path: Path, cursor: Cursor, outlet: Outlet, beat: Callable[[], None]) -> None:
-        """`path`: file of the cursor; `beat` is called each time the tool has taken a portion."""
+        """`folder`: the run. `path`: the cursor file. `beat` is called each time the tool has taken a portion of
+        points."""
         run = RunFolder(folder)
         self._outlet, self._path, self._beat = outlet, path, beat
         self._metrics, self._samples = LineFollower(run.metrics, _METRICS), LineFollower(run.samples, _SAMPLES)
@@ -135,14 +138,14 @@ class RunFollower:
             cursor.samples.restore(self._samples)
         self._alarms = AlarmFollower(folder)
         self._waiting: deque[SampledCompletion] = deque(maxlen=ROWS)
-        # A process may have died between the tool's having a point and the note of it.
-        had: Mapping[str, int] = getattr(outlet, "had", {})  # an outlet of the user's own need not know
+        # An earlier process may have died after it sent a point and before it wrote the cursor.
+        had: Mapping[str, int] = getattr(outlet, "had", {})  # optional in a user-defined outlet
         sent = {curve: max(cursor.sent.get(curve, -1), had.get(curve, -1)) for curve in sorted({*cursor.sent, *had})}
         self._cursor = msgspec.structs.replace(cursor, run=outlet.run, sent=sent)
-        self._write()  # before anything is sent: another process goes on in the same run of the tool
+        self._write()  # before anything is sent, so that a later process resumes the same run in the tool
 
     def advance(self) -> bool:
-        """Pass on new lines in portions, at most a megabyte; returns whether there may be more.
+        """Read about a megabyte of new lines and send them in portions; return whether there may be more.
 
         Raises:
             StoreError: a file of the run cannot be read.
@@ -153,7 +156,7 @@ class RunFollower:
         self._waiting.extend(self._samples.read_on()[0])
         for start in range(0, len(points), PORTION):
             self._send(points[start : start + PORTION])
-        # Behind the last portion: what an earlier one had is known by its step when it is read again.
+        # Only after the last portion: lines that are read again after a crash are recognised by their steps.
         self._keep(msgspec.structs.replace(self._cursor, metrics=LinesRead.of(self._metrics), fault=self._fault()))
         if self._step >= self._cursor.tabled + ROW_STEPS:
             self._hand_on_table()
@@ -162,7 +165,7 @@ class RunFollower:
         return self._metrics.more or self._samples.more
 
     def finish(self, how: Callable[[], How] = lambda: "finished") -> None:
-        """Pass on the rest, and close the tool; `how` returns how the run ended.
+        """Send the rest and close the run in the tool. `how` returns how the run ended.
 
         Raises:
             StoreError, Exception: as `advance`.
@@ -206,7 +209,7 @@ class RunFollower:
         self._keep(msgspec.structs.replace(self._cursor, tabled=self._step, samples=LinesRead.of(self._samples)))
 
     def _hand_on_alarms(self) -> None:
-        """Send each alarm once per run, by its title, even if it passes and comes back, or its steps are repeated."""
+        """Send each alarm once per run, by its title, even if it ceases and returns, or its steps are repeated."""
         for alarm in self._alarms.new(self._cursor.alarms):
             self._outlet.alarm(alarm)
             alarms = {**self._cursor.alarms, alarm.title: alarm.first_step}

@@ -17,13 +17,13 @@ from stretto.store.series.metrics import MetricsLine, SetEvaluationLine, StepMet
 
 Value = str | int | float | bool
 
-_EVERYWHERE = "wall_seconds"  # is in each point of each curve
+_EVERYWHERE = "wall_seconds"  # present in each point of each curve
 _BOUNDS = ("low", "high")  # of an interval
 
 
 class MetricsPoint(Record, frozen=True):
-    """Numbers of one line, at one step. `curve`: kind of the line, with the name of a further set. Steps ascend within
-    a curve.
+    """Numbers of one metrics line, at one training step. `curve`: ``step``, ``evaluation`` or ``evaluation_set/NAME``.
+    Steps ascend within a curve.
 
     Example: ``MetricsPoint("step", 12, 84.5, {"reward": 0.5, "trainer/loss": -0.02, "busy/engine-0": 0.97})``
     """
@@ -35,7 +35,7 @@ class MetricsPoint(Record, frozen=True):
 
 
 def point_of(line: MetricsLine) -> MetricsPoint:
-    """Point with the measured numbers of a line.
+    """Point with all finite numbers of a line; nested names are joined by "/".
 
     >>> from stretto.store.series.metrics import EvaluationLine
     >>> line = EvaluationLine(8, 8, 60.0, 50.0, 0.5, prompts=2, pass_at={4: 0.75}, ci95=(0.25, 0.75))
@@ -72,7 +72,7 @@ def _numbers(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def newest_steps(found: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
-    """Newest step of each curve, from a tool's points: pairs of a step and the names of its numbers.
+    """Newest step of each curve. `found`: the points that a tool has, each as its step and the names of its numbers.
 
     >>> newest_steps([(7, ["reward", "wall_seconds"]), (4, ["evaluation/wall_seconds"]), (9, ["samples"])])
     {'step': 7, 'evaluation': 4}

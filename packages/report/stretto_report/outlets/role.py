@@ -29,11 +29,12 @@ MODULE = "stretto_report.outlets.role"
 
 _WITHOUT_PROJECTS = frozenset({"tensorboard", PROMETHEUS})
 _POLL_SECONDS = 1.0
-_LOWEST = 19  # of the priorities of processes
+_LOWEST = 19  # CPU priority (niceness)
 
 
 class FollowerSpec(Record, frozen=True):
-    """Run and tool of a follower. The run has ended when the other end of the pipe `until` is closed.
+    """Run and tool of a follower process. `until`: file descriptor of a pipe; the run has ended when the pipe's other
+    end is closed.
 
     Example: ``FollowerSpec("wandb", "runs/first", "stretto", "first", ("baseline",), until=7)``
     """
@@ -44,13 +45,13 @@ class FollowerSpec(Record, frozen=True):
     name: str
     tags: tuple[str, ...]
     until: int
-    host: str = ""  # of the page for Prometheus
+    host: str = ""  # address of the page for Prometheus
     port: int = 0
-    path: str = ""  # a folder in which the module of a tool of the user's own is looked for first
+    path: str = ""  # folder that is searched first for the module of a user-defined tool
 
 
 def main(arguments: list[str]) -> int:
-    """Follow until the run has ended, and pass on the rest."""
+    """Follow the run of the spec until it has ended, and send the rest. Return the exit code."""
     spec = msgspec.json.decode(arguments[0], type=FollowerSpec)
     end_with_conductor()
     os.nice(_LOWEST)
@@ -86,8 +87,8 @@ def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
 
 
 def _how(folder: RunFolder) -> How:
-    """How the run ended, by its ledger. The conductor records a normal end before followers are asked to end; so a run
-    still ``running`` there has failed. A run of an earlier version without this fact counts as finished."""
+    """How the run ended, by its ledger. The conductor records a normal end before it asks followers to end, so a run
+    that is still ``running`` there has failed. A run of an earlier version, without this record, counts as finished."""
     try:
         ending = read_ending(folder.ledger)
     except StoreError as error:
@@ -106,7 +107,7 @@ def _outlet(spec: FollowerSpec, about: About, cursor: Cursor) -> Outlet:
 
 
 def _beginning(folder: RunFolder) -> float:
-    """Unix time when the run began, from the record of its machine, which is written once."""
+    """Unix time when the run began: the time of its ``machine.json``, which is written once, else of its recipe."""
     machine = folder.path / "machine.json"
     return (machine if machine.exists() else folder.recipe).stat().st_mtime
 

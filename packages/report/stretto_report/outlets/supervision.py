@@ -25,10 +25,10 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto_report.outlets.follower import Cursor
 from stretto_report.outlets.role import MODULE, FollowerSpec
 
-HUNG_SECONDS = 120.0  #: in which a tool has to reply
+HUNG_SECONDS = 120.0  #: seconds without a reply after which a tool counts as hung
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before another process tries again
 _END_SECONDS = 20.0  # for a tool to take the rest when the run has ended
-_STOP_SECONDS = 2.0  # when it is stopped, and may go on later
+_STOP_SECONDS = 2.0  # the same, when the run was stopped and may be resumed
 _GRACE = 0.0
 _LAST_WORDS = 300  # characters
 
@@ -61,7 +61,7 @@ async def followed(
 
 
 class ToolFollower:
-    """Keeps one process that follows a run for one tool, replacing it when it dies."""
+    """Keeps one process that follows a run for one tool, and replaces it when it dies."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class ToolFollower:
         self._ending = asyncio.Event()
         self._until: int | None = None  # our end of the pipe
         self._last = False  # the process was started when the run had ended
-        self._told = False  # reported that the tool receives nothing, and it has received nothing since
+        self._told = False  # it was reported that the tool receives nothing, and this is still so
         self._before, self._fault, self._how = self._has(), "", ""
 
     async def run(self) -> None:
-        """Start processes until one has passed on everything after `end`; raises nothing but a cancellation."""
+        """Keep a process running until one has sent everything after `end`. Raises nothing but a cancellation."""
         restarts = RestartBudget(math.inf, delay=_FIRST_PAUSE, factor=2.0, longest=_LONGEST_PAUSE)
         supervisor = Supervisor(
             self.tool, self._start, restarts, lambda _: self._tell(), wanted=lambda: not self._last, sleep=self._pause
@@ -115,7 +115,7 @@ class ToolFollower:
             self._told = True
 
     async def _pause(self, seconds: float) -> None:
-        """Wait between two processes, at most until the run ends."""
+        """Wait for some seconds between two processes, at most until the run ends."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ending.wait(), seconds)
 
@@ -142,7 +142,7 @@ class ToolFollower:
             self._close()
         try:
             spec = msgspec.structs.replace(self._spec, until=far)
-            # Roles look for nothing in Hugging Face's hub; a tool may send to it.
+            # Roles run without Hugging Face's hub; a tool may need it.
             online = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
             await self._process.start(spec, 1, (far,), environment=online)
         except RoleDied as error:
@@ -153,7 +153,7 @@ class ToolFollower:
             os.close(far)
 
     async def _how_it_ended(self, restarts: RestartBudget) -> str:
-        """Wait until the process ends; returns how, or "" if it was asked to end and has passed on everything."""
+        """Wait until the process ends. Return how, or "" if it was asked to end and has sent everything."""
         how = await self._process.ended()
         self._close()
         if (has := self._has()) != self._before:
@@ -166,7 +166,7 @@ class ToolFollower:
         return self._how
 
     async def end(self, task: asyncio.Task[None], seconds: float) -> None:
-        """Let the process pass on the rest, for at most `seconds`, since the run has ended."""
+        """Tell the process that the run has ended, and let it send the rest for at most `seconds`; then kill it."""
         self._ending.set()
         self._close()
         with waiting("conductor", f"{self.tool} to take the end of the run", seconds):
@@ -174,7 +174,7 @@ class ToolFollower:
         if not task.done():
             self._say(f"{self.tool} has not taken the end of the run within {seconds:g} s")
             await cancel_and_wait([task])
-            with contextlib.suppress(DeadlineExceeded):  # the kernel does not let go of it: it ends with this process
+            with contextlib.suppress(DeadlineExceeded):  # the kernel cannot end it now: it ends with this process
                 await self._process.stop(_GRACE)
 
     def _close(self) -> None:
@@ -184,10 +184,10 @@ class ToolFollower:
 
 
 def _fault(cursor: bytes) -> str:
-    """Unreadable line that a cursor names."""
+    """Unreadable line that the content of a cursor file names; "" if none."""
     try:
         return msgspec.json.decode(cursor, type=Cursor).fault
-    except (msgspec.MsgspecError, UnicodeDecodeError):  # there is none yet, or its process says that it cannot read it
+    except (msgspec.MsgspecError, UnicodeDecodeError):  # no cursor yet, or a damaged one, which its process reports
         return ""
 
 

@@ -13,15 +13,15 @@ from stretto_report.audit.symptoms.evidence import Alarm
 from stretto_report.outlets.follower import About, Cursor, Outlet
 from stretto_report.outlets.points import MetricsPoint
 
-#: The name of the run that the outlet is made for.
+#: Run name that the outlet gets in the trial.
 TRIAL = "dry-run"
 _METHODS = ("send", "table", "alarm", "close")
 _SAMPLE = SampledCompletion(0, "17", "3+8=", "11", "3+8=11", Outcome.RIGHT, 1.0, "", (0,))
 
 
 def outlet_faults(tool: str, config: OutletsConfig) -> Iterator[str]:
-    """A sentence for each fault of an outlet class, which is created, gets two points, a table and an alarm, and is
-    closed. Exceptions of the class are raised."""
+    """Try the outlet class `tool`: create it, send two points, a table and an alarm, and close it. Yield a sentence for
+    each fault; exceptions of the class are raised."""
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         about = About(Path(folder), config.project, TRIAL, config.tags, {"trainer.steps": 1}, 0.0)
         outlet: Outlet = OUTLETS.load(tool)(about, Cursor())

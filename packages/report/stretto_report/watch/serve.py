@@ -1,4 +1,4 @@
-"""`stretto watch`: the dashboard's server, in this process, until Ctrl-C."""
+"""`stretto watch`: serve the pages from this process until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def watch(
     cache: Path | None = None,
     replays: Path | None = None,
 ) -> None:
-    """Serve the dashboard until a signal; `say` gets the address once it listens.
+    """Serve the pages of all runs below `folders` until a signal arrives. `say` gets the address once the server
+    listens.
 
     Args:
         token: secret for access on loopback; None generates one.
@@ -91,8 +92,8 @@ def watch(
 
 
 def _way(folder: Path, address: str) -> Path:
-    """Write a private HTML page that redirects to the address: all users of a machine can see the command line of a
-    browser, and would see the token."""
+    """Write a private HTML page that redirects to the address, and return its path. The browser opens this page,
+    because all users of a machine can see a browser's command line, and with the address they would see the token."""
     page = folder / "open.html"
     page.touch(mode=0o600)
     page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')

@@ -26,7 +26,7 @@ from stretto_report.watch.runs.catalog import Catalog
 from stretto_report.watch.runs.run import WatchedRun
 
 _POLL_SECONDS = 0.5
-_NAMED = 3  # runs to choose from
+_NAMED = 3  # most runs named in the message
 _LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 
 Leaves = Callable[[float], bool]
@@ -36,7 +36,7 @@ def watch_in_terminal(folders: Sequence[Path], leaves: Leaves | None = None) -> 
     """Show one run until it ends, or the user leaves by ``q``, Ctrl-C or SIGTERM; the run is not affected.
 
     Args:
-        leaves: waits for its argument in seconds, and returns whether to leave; None: asks the keyboard.
+        leaves: waits for the given seconds and returns whether to leave; None: reads the keyboard.
 
     Raises:
         RunFolderError: not exactly one folder, or no run in it.
@@ -70,7 +70,7 @@ def _run_of(folders: Sequence[Path]) -> WatchedRun:
 def _follow(run: WatchedRun, leaves: Leaves) -> None:
     follower = LineFollower(RunFolder(run.folder).metrics, _LINE)
     lines: list[MetricsLine] = []
-    while True:  # a second time when the file was written again: the run goes on from an earlier step
+    while True:  # again if the file was rewritten, because the run was resumed from an earlier step
         with _display(run) as display:
             again = _show_on(run, follower, display, lines, leaves)
         if again is None:
@@ -102,15 +102,15 @@ def _show_on(
     lines: list[MetricsLine],
     leaves: Leaves,
 ) -> list[MetricsLine] | None:
-    """Show `lines` and all that follow. Returns None when the run has ended or the user leaves; the first new lines
-    when the file was rewritten."""
+    """Show `lines` and all that follow. Return None when the run has ended or the user leaves. If the file was
+    rewritten, return its first lines."""
     while True:
         for line in lines:
             if isinstance(line, StepMetrics):
                 display.step(line)
-            elif type(line) is EvaluationLine:  # those of further sets are in the browser
+            elif type(line) is EvaluationLine:  # further sets are shown in the browser
                 display.evaluated(line)
-        runs = run.condition().state == "running"  # asked before reading: what it wrote until its end is read
+        runs = run.condition().state == "running"  # checked before reading, so that its last lines are read
         lines, again = follower.read_on()
         if again:
             return lines
@@ -121,7 +121,8 @@ def _show_on(
 
 @contextlib.contextmanager
 def _keyboard(stream: TextIO) -> Iterator[Leaves]:
-    """Wait for the key ``q`` on a terminal, for nothing elsewhere; the terminal's mode is restored."""
+    """Return a function that waits for the key ``q`` (context manager). If `stream` is no terminal, it only waits. The
+    terminal's mode is restored at the end."""
     if not stream.isatty():
         yield lambda seconds: bool(select.select([], [], [], seconds)[0])
         return

@@ -1,7 +1,7 @@
 """Progress of a load: number of bytes that a worker has read, kept in a file beside the weights.
 
-A server replies only when a load is finished, so progress is shown here: the worker counts, the adapter reads. If the
-worker cannot write there (on another machine, say), no progress is visible.
+A server replies only when a load is finished. So each worker writes its progress to a file, which the adapter reads. If
+the worker cannot write to the folder (on another machine, say), no progress is visible.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-#: Of what a worker imports, for the server's PYTHONPATH.
+#: Folder of the modules that a worker imports, for the server's PYTHONPATH.
 FOLDER = str(Path(__file__).parent)
 _SUFFIX = ".advance"
 
 
 class Advance:
-    """Counter in the worker; continues from earlier loads of the process."""
+    """Counter of the bytes that this worker process has read from `folder`, earlier loads included."""
 
     def __init__(self, folder: str) -> None:
         self._file = Path(folder, f"{os.getpid()}{_SUFFIX}")
         self._read = _number(self._file)
 
     def add(self, size: int) -> None:
-        """Add `size` bytes."""
+        """Add `size` bytes and write the file, if possible."""
         self._read += size
         with suppress(OSError):
             self._file.write_text(str(self._read))
 
 
 def read_of(folder: Path) -> int:
-    """Sum of the counter files in `folder`: bytes that all workers of a server have read. For the adapter."""
+    """Number of bytes that all workers of a server have read: the sum of the counter files in `folder`. Called by the
+    adapter."""
     return sum(_number(file) for file in folder.glob(f"*{_SUFFIX}"))
 
 

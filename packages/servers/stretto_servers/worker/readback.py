@@ -1,15 +1,15 @@
-"""Checksums of the tensors in a server worker's memory, which can be summed over shards.
+"""Checksums of the tensors in a server worker's memory, which can be added up over shards.
 
-    worker    every part of a tensor in its memory ─► count, plain sum, placed sum   the workers' add up
-    adapter   the tensor as it was published       ─► the same                       equal, or the tensor is another one
+    worker    each part of a tensor in its memory ─► count, plain sum, placed sum   added up over all workers
+    adapter   the published tensor                ─► the same                       must be equal
 
-A sum runs over the 64-bit words of a tensor, or over its numbers where rows have no whole words: `plain` adds them,
-`placed` adds each times its position, both modulo 2^64. A flipped bit changes the plain sum; a swap of two numbers
-changes the placed one. Sums of parts add up to that of the whole, so shards of several workers, fused layers and GPU
-memory need no copy, and workers need not know of each other. Zeros count without their sign.
+The summands are the 64-bit words of a tensor, or its numbers if rows do not consist of whole words. `plain` is their
+sum, `placed` the sum of each times its position, both modulo 2^64. A flipped bit changes the plain sum, a swap of two
+numbers the placed one. Sums of parts add up to the sums of the whole. So shards, fused layers and GPU memory are read
+in place, and workers do not communicate. -0 counts as 0.
 
-Where a layer computes from a packed copy, as on a CPU, the layer itself is run: its outputs for the columns of the
-identity are its weights, to the last bit, since every product is exact.
+If a layer computes from a packed copy of its weights, as on a CPU, the layer is run on the columns of the identity
+matrix. Its outputs are its weights, bit by bit, because every product is exact.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from torch import Tensor, nn
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _MODULUS = 1 << 64
 _WORD = 8
-#: Bytes of a row that make whole words for up to 64 workers.
+#: If a row has a multiple of this many bytes, its shards consist of whole words for up to 64 workers.
 _ROW = 64 * _WORD
 _BLOCK = 1 << 24  # bytes
-_COLUMNS = 256  # of the identity, at once
+_COLUMNS = 256  # columns of the identity matrix per call of a layer
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class Sums:
-    """Sums of the parts so far; `unit`: bytes per summand."""
+    """Sums over the parts of one tensor that were added so far. `dtype`: data type, as safetensors names it. `unit`:
+    bytes per summand. `count`: number of elements."""
 
     dtype: str
     unit: int
@@ -48,7 +49,7 @@ class Sums:
 
     @classmethod
     def parse(cls, text: str) -> Sums:
-        """Inverse of `str`.
+        """Parse the text that `str` makes.
 
         Raises:
             ValueError: the text is malformed.
@@ -57,10 +58,10 @@ class Sums:
         return cls(dtype, int(unit), int(count), int(plain), int(placed))
 
     def add(self, other: Sums) -> None:
-        """Add the sums that another worker has of its parts of the same tensor.
+        """Add the sums of another worker's parts of the same tensor.
 
         Raises:
-            ValueError: data type or bytes per summand differ.
+            ValueError: dtype or unit differ.
         """
         if (self.dtype, self.unit) != (other.dtype, other.unit):
             raise ValueError(f"{self} and {other} are not of one tensor")
@@ -69,16 +70,17 @@ class Sums:
         self.placed = (self.placed + other.placed) % _MODULUS
 
     def are(self, whole: Sums) -> bool:
-        """Whether they are the sums of the whole tensor, or of several copies of it."""
+        """Whether these are the sums of `whole`, or of several complete copies of it."""
         copies, rest = divmod(self.count, max(1, whole.count))
         times = (copies * whole.plain % _MODULUS, copies * whole.placed % _MODULUS)
         return copies > 0 and not rest and (self.plain, self.placed) == times
 
     def take(self, block: Tensor, row: int, column: int, width: int) -> None:
-        """Add a block [rows, columns] that begins at (row, column) of a tensor with `width` numbers per row."""
+        """Add a block [rows, columns] of a tensor with `width` elements per row. The block begins at (row, column) of
+        the tensor."""
         if not block.numel():
             return
-        plain, unit, size = block.detach() + 0, self.unit, block.element_size()  # -0 becomes 0
+        plain, unit, size = block.detach() + 0, self.unit, block.element_size()  # adding 0 makes -0 to 0
         words = plain.contiguous().view(_INTEGERS[unit])
         rows, columns = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
         across = width * size // unit
@@ -89,12 +91,13 @@ class Sums:
         self.placed = (self.placed + int((down * rows).sum()) + int((along * columns).sum())) % _MODULUS
 
     def add_padding(self, *blocks: Tensor) -> None:
-        """Add blocks beyond the tensor; only zeros leave the sums unchanged."""
+        """Add blocks of padding outside the tensor. Each non-zero element changes the sums."""
         self.plain = (self.plain + sum(int(block.count_nonzero()) for block in blocks)) % _MODULUS
 
 
 def sums_of(tensor: Tensor) -> Sums | None:
-    """Sums of a whole tensor; None if it is not floating-point."""
+    """Sums of a whole tensor; None if it has no dimensions or another dtype than float16, bfloat16, float32 and
+    float64."""
     found = _empty(tensor.dtype, tensor.shape)
     if found is not None:
         for row, block in _blocks(_matrix(tensor)):
@@ -105,11 +108,11 @@ def sums_of(tensor: Tensor) -> Sums | None:
 def held(
     model: nn.Module, shapes: Mapping[str, Sequence[int]], advanced: Callable[[int], object] = lambda size: None
 ) -> dict[str, str]:
-    """Sums of each published tensor in a worker's model, by name; unreadable ones are left out.
+    """Sums of the published tensors in a worker's model, as text by name. Tensors that cannot be read are left out.
 
     Args:
-        shapes: shapes of the published tensors. What a layer has beyond them is padding, which has to be zero.
-        advanced: called with the number of bytes of each part that was read.
+        shapes: shapes of the published tensors. Elements of a layer outside its shape are padding, which must be zero.
+        advanced: called after each part with the number of bytes read.
     """
     found: dict[str, Sums] = {}
     with torch.inference_mode():
@@ -129,7 +132,8 @@ def held(
 
 @dataclass
 class _Part:
-    """Rows of a layer's memory that belong to one published tensor, and their position in it."""
+    """Part of a layer's memory that belongs to one published tensor, at (row, column) of it. `blocks` iterates over
+    blocks of the part, each with its position within the part."""
 
     name: str
     dtype: torch.dtype
@@ -155,9 +159,10 @@ def _parts(name: str, module: Any) -> Iterator[_Part]:
 
 
 def _slices(last: str, module: Any, rows: int) -> list[tuple[str, int, int, int]]:
-    """Parts of a layer's rows: published layer, first and last row here, and position of the first row there."""
+    """Split a layer's rows by published layer: name of the published layer, first row and end here, and the position of
+    the first row there. `last`: last part of the layer's name. `rows`: number of rows, -1 for a packed layer."""
     rank = _rank(module)
-    if hasattr(module, "shard_indices"):  # a vocabulary, padded
+    if hasattr(module, "shard_indices"):  # an embedding or output layer with a padded vocabulary
         own = module.shard_indices
         return [(last, 0, own.num_org_elements, own.org_vocab_start_index)]
     if last in _FUSED and len(getattr(module, "output_sizes", ())) == len(_FUSED[last]):
@@ -191,7 +196,8 @@ def _reader(
 
 
 def _is_packed(last: str, module: Any) -> bool:
-    """Whether the layer computes from a packed copy of its weights; embedding tables do not."""
+    """Whether a layer computes from a packed copy of its weights. `last`: last part of the layer's name; embedding
+    tables are never packed."""
     copies = hasattr(module, "cpu_linear") or getattr(module, "use_intel_amx_backend", False)
     return bool(copies) and (last == "lm_head" or not hasattr(module, "shard_indices"))
 
@@ -207,7 +213,7 @@ def _empty(dtype: torch.dtype, shape: Sequence[int]) -> Sums | None:
 
 
 def _size(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns; a vector has one column."""
+    """Number of rows and columns of a tensor as a matrix; a vector has one column."""
     width = shape[-1] if len(shape) > 1 else 1
     return math.prod(shape) // max(1, width), width
 

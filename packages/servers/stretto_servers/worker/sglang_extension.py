@@ -2,8 +2,8 @@
 
 SGLang loads it in each of its processes, by the entry point beside this file. It wraps two functions:
 
-    the tensors of a load      counted as they are read (`advance`)
-    /weights_checker           action "stretto_held": the sums of `readback` in place of checksums
+    the iterator over a load's tensors   counts them as they are read (`advance`)
+    the handler of /weights_checker      has another action "stretto_held", which returns the sums of `readback`
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-_HERE = f"{__package__}." if __package__ else ""  # in a server, its path leads to the modules of this folder
+_HERE = f"{__package__}." if __package__ else ""  # in a server, this folder itself is on the import path
 _ADVANCE, _READBACK = (import_module(f"{_HERE}{name}") for name in ("advance", "readback"))
 
 ACTION = "stretto_held"
@@ -25,15 +25,15 @@ _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterat
 
 
 def register() -> None:
-    """Entry point: install the wrappers."""
+    """Entry point of the plugin: install the wrappers."""
     hooks = import_module(_HOOKS)
     hooks.HookRegistry.register(_CHECKER, handle, hooks.HookType.AROUND)
     hooks.HookRegistry.register(_LOADER, counted, hooks.HookType.AROUND)
 
 
 def handle(original: Callable[..., Any], checker: Any, action: str, *arguments: Any, **settings: Any) -> Any:
-    """SGLang's handler with an additional action; `skip_tensor_list` has the folder of the version, and the shapes of
-    its tensors as JSON."""
+    """Wrapper of SGLang's handler `original`, with the additional action "stretto_held". For it, `skip_tensor_list`
+    holds the folder of the loaded version, and the shapes of its tensors as JSON."""
     if action != ACTION:
         return original(checker, action, *arguments, **settings)
     folder, shapes = settings["skip_tensor_list"]
@@ -45,7 +45,7 @@ def handle(original: Callable[..., Any], checker: Any, action: str, *arguments: 
 def counted(
     original: Callable[..., Iterator[tuple[str, Tensor]]], loader: Any, source: Any, *arguments: Any, **settings: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors, counted when the next one is requested."""
+    """Wrapper of SGLang's iterator over a load's tensors; each tensor is counted when the next one is requested."""
     advance = _ADVANCE.Advance(str(source.model_or_path))
     for name, tensor in original(loader, source, *arguments, **settings):
         yield name, tensor

@@ -1,8 +1,8 @@
 """Extension of vLLM's worker: loads weights from a folder, and reports the content of its memory.
 
-Stretto is not installed in vLLM's environment, so this file imports nothing of it. vLLM mixes the class into its worker
-(``--worker-extension-cls vllm_extension.Loader``, with this folder on PYTHONPATH); `/collective_rpc` calls it by name
-between pause and resume, and returns when every worker is done.
+Stretto is not installed in vLLM's environment, so this file imports nothing of it. vLLM adds the class as a base of its
+worker (``--worker-extension-cls vllm_extension.Loader``, with this folder on PYTHONPATH). `/collective_rpc` calls its
+methods by name between pause and resume, and returns when every worker is done.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-_HERE = f"{__package__}." if __package__ else ""  # in a server, its path leads to the modules of this folder
+_HERE = f"{__package__}." if __package__ else ""  # in a server, this folder itself is on the import path
 _ADVANCE, _READBACK = (import_module(f"{_HERE}{name}") for name in ("advance", "readback"))
 
 
@@ -26,10 +26,10 @@ class Loader:
     model_runner: Any
 
     def stretto_load(self, folder: str) -> dict[str, int]:
-        """Load every ``*.safetensors`` of the folder; returns the number of tensors.
+        """Load every ``*.safetensors`` file of the folder into the model; returns the number of tensors.
 
-        vLLM's reload empties the layers first, and a failure halfway would end the server at its next step. So all
-        files are checked before.
+        vLLM's reload empties the layers first, so that a failure halfway would end the server at its next step.
+        Therefore all files are read once before.
         """
         advance = _ADVANCE.Advance(folder)
         tensors = sum(1 for _ in _tensors(Path(folder), advance))
@@ -38,15 +38,16 @@ class Loader:
         return {"tensors": tensors}
 
     def stretto_held(self, folder: str, shapes: str) -> dict[str, str]:
-        """Sums (`readback`) of this worker's tensors; `shapes` is JSON."""
+        """Checksums of this worker's tensors, as text by name (`readback.held`). `shapes`: shapes of the published
+        tensors, as JSON."""
         found: dict[str, str] = _READBACK.held(
             self.model_runner.get_model(), json.loads(shapes), _ADVANCE.Advance(folder).add
         )
         return found
 
     def _repack_tied_head(self) -> None:
-        # On a CPU a linear layer computes from a repacked copy, which vLLM renews only in layers that the checkpoint
-        # names; an output layer tied to the embedding has no name there and would stay at the version before.
+        # On a CPU a linear layer computes from a repacked copy, which vLLM renews only for layers in the checkpoint. An
+        # output layer that is tied to the embedding is not in the checkpoint, and would keep the earlier version.
         model = self.model_runner.get_model()
         head: Any = getattr(model, "lm_head", None)
         if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
@@ -54,7 +55,11 @@ class Loader:
 
 
 def _tensors(folder: Path, advance: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of every file, counted when the next one is requested."""
+    """Iterate over all tensors of all files; each is counted when the next one is requested.
+
+    Raises:
+        FileNotFoundError: the folder has no such file.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder}: no *.safetensors")

@@ -1,4 +1,4 @@
-"""What the server asks of those that compute."""
+"""Interface between the server and the code that trains and samples (Protocols)."""
 
 from __future__ import annotations
 
@@ -14,94 +14,103 @@ from stretto_tinker.wire.datums import Datum
 from stretto_tinker.wire.outputs import Computed, Floats, Likeliest, SampledTokens
 
 Found = TypeVar("Found")
-#: Work in pieces: between two of them it yields the tokens of the first, and others may have their turn.
+#: Work in pieces, as a generator. After each piece but the last it yields the number of tokens computed, so that the
+#: caller can serve others before it continues. It returns the result.
 Pieces = Generator[int, None, Found]
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """What of a model is trained: adapters, or all of it (`lora` None)."""
+    """Trained part of a model: LoRA adapters, or all weights (`lora` None). `seed`: of the adapters' initial values."""
 
     lora: Lora | None
     seed: int = 0
 
 
 class TrainedModel(Protocol):
-    """A model of a client. Its gradient grows from call to call, until a step."""
+    """A client's model in memory, with optimizer (Protocol). Gradients accumulate until a step."""
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str, config: Mapping[str, float], *, backward: bool
     ) -> Pieces[Computed]:
-        """Log-probabilities and loss; with `backward` the gradient grows by that of the sum of all losses. An error, or
-        an end before the last piece, leaves the gradient as it was."""
+        """Compute the log-probabilities of all targets and the summed loss. With `backward`, add the gradient of this
+        sum to the accumulated gradient. After an error, or if the generator is closed before its end, the gradient is
+        as before.
+
+        Args:
+            loss: name of a loss of `compute.losses`.
+            config: its settings.
+        """
         ...
 
     def optim_step(self, adam: Adam) -> Mapping[str, float]:
-        """One step of AdamW on the gradient, which is cleared.
+        """Take one step of AdamW with the accumulated gradient, and clear it; returns metrics by name.
 
         Raises:
-            RefusedRequest: the gradient is not finite; nothing has changed but that it is cleared.
+            RefusedRequest: the gradient is not finite. It is cleared; weights and optimizer are unchanged.
         """
         ...
 
     def clear(self) -> None:
-        """Forget the gradient."""
+        """Set the accumulated gradient to zero."""
         ...
 
     def digest(self) -> str:
-        """A checksum of what is trained."""
+        """Checksum of the trained weights, as hexadecimal text."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer into an empty folder: adapters as peft reads them, or a whole model."""
+        """Write weights and optimizer state into an empty folder. Adapters are written in peft's format, a whole model
+        in that of transformers."""
         ...
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Take over weights that `save` wrote; and the optimizer, which otherwise begins anew.
+        """Load weights that `save` wrote. `optimizer`: load the optimizer state too; otherwise it is reset.
 
         Raises:
-            StoreError: the folder is not whole, or is of a model of another shape.
+            StoreError: files are missing or damaged, or the tensors have other shapes.
         """
         ...
 
 
-#: The sequences of a request, or why there are none.
+#: Outcome of a request for samples: its sequences, or the error.
 Ended = list[SampledTokens] | StrettoError
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """What is wanted of one prompt."""
+    """Sequences to sample after one prompt, one for each of `seeds`."""
 
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
     settings: SamplingParams
-    likeliest: int = 0  # tokens to tell at each sampled position
+    likeliest: int = 0  # number of likeliest tokens to return at each sampled position
 
 
 class SampledModel(Protocol):
-    """A model that is sampled from."""
+    """Engine with the weights of one model, which samples and scores (Protocol)."""
 
     def take(self, folder: Path) -> bool:
-        """While nothing is open: take over other weights; False where they are of another shape.
+        """Replace the weights by those that `TrainedModel.save` wrote. Returns False, with nothing changed, if they
+        have another shape. Call it only while no sequence is open.
 
         Raises:
-            StoreError: they are not whole; these are unusable from then on.
+            StoreError: files are missing or damaged; this model is unusable from then on.
         """
         ...
 
     def add(self, id: str, wish: Wish) -> None:
-        """Begin to sample.
+        """Add a request to sample, with the unique `id`; `step` computes it.
 
         Raises:
-            RefusedRequest: with the field that is wrong.
+            RefusedRequest: names the wrong field.
         """
         ...
 
     def abort(self, id: str) -> None:
-        """Forget a request."""
+        """Stop sampling a request and drop its sequences; an unknown id is ignored."""
         ...
 
     def step(self) -> dict[str, Ended]:
-        """Sample a token of every sequence that is open; the requests that this ended."""
+        """Sample one token of each open sequence; returns the outcomes of requests that ended with it, by id."""
         ...
 
     @property
@@ -111,92 +120,103 @@ class SampledModel(Protocol):
 
     @property
     def free(self) -> int:
-        """Sequences that could be sampled at once beside the open ones; negative where more are open."""
+        """Number of free slots: sequences that could be sampled at once in addition to the open ones. Negative if
+        open sequences wait for a slot."""
         ...
 
     @property
     def computed(self) -> int:
-        """Tokens computed so far: of prompts, scored or sampled from, and of samples."""
+        """Number of tokens computed so far: scored and prefilled prompt tokens, and sampled tokens."""
         ...
 
     @property
     def backlog(self) -> int:
-        """Tokens that are computed before a sequence that is added now."""
+        """Number of tokens that are computed before a sequence that is added now."""
         ...
 
     def fits(self, sequences: int, tokens: int) -> bool:
-        """Whether so many sequences of so many tokens, prompts included, have room to their end beside the open ones,
-        each of them as long as it may become."""
+        """Whether slots and KV cache have room for further sequences of `tokens` tokens each, prompt included. Each
+        open sequence counts with its largest possible length."""
         ...
 
     @property
     def cache(self) -> int:
-        """Bytes of KV cache now."""
+        """Bytes of KV cache allocated now."""
         ...
 
     @property
     def least_cache(self) -> int:
-        """Bytes of KV cache without which the longest open sequence cannot end."""
+        """Bytes of KV cache that the longest open sequence needs to reach its end."""
         ...
 
     def limit(self, cache: int) -> None:
-        """Hold at most so many bytes of KV cache from now on; what is dropped is computed again."""
+        """Limit the KV cache to `cache` bytes from now on. Entries that are dropped are recomputed when needed."""
         ...
 
     def score(self, prompt: Sequence[int], first: int) -> Floats:
-        """Log-probabilities of the tokens of a prompt from position `first` (at least 1) on, NaN before."""
+        """Score a prompt: log-probability of each token [P] from position `first` (at least 1) on, NaN before."""
         ...
 
     def likeliest(self, prompt: Sequence[int], first: int, width: int) -> Likeliest:
-        """The likeliest tokens at each position of a prompt from `first` on."""
+        """The `width` likeliest tokens at each position of a prompt from `first` on, [P, width]."""
         ...
 
     def score_targets(self, prompt: Sequence[int], targets: Sequence[Sequence[int]]) -> Floats:
-        """Log-probabilities of any tokens: row i is at position i + 1; 0 where the token is -1.
+        """Log-probabilities of given tokens in place of the prompt's, [P - 1, K]. Row i of `targets` has the tokens for
+        position i + 1; the result for token -1 is 0.
 
         Raises:
-            RefusedRequest: a token is none of the vocabulary's.
+            RefusedRequest: a token is not in the vocabulary.
         """
         ...
 
     def draw(self, prompt: Sequence[int], width: int, settings: SamplingParams, seed: int) -> Likeliest:
-        """Tokens drawn at every position after the first, with their log-probabilities."""
+        """Draw `width` tokens at each position of a prompt after the first, [P - 1, width], with their
+        log-probabilities. Of `settings` only the temperature counts."""
         ...
 
 
 class Backend(Protocol):
-    """One base model, in memory once."""
+    """One base model, loaded once, from which models and engines are made (Protocol).
+
+    Attributes:
+        name: name of the base model for clients.
+        cache_bytes: bytes of KV cache for all engines together.
+        vocabulary: number of tokens.
+        context: most tokens of a sequence.
+    """
 
     name: str
     folder: Path
-    cache_bytes: int  # of KV cache, for all models that are sampled from
+    cache_bytes: int
     architecture: str
     vocabulary: int
     context: int
 
     def check(self, shape: Shape) -> None:
-        """
+        """Check that a model of this shape can be made.
+
         Raises:
-            RefusedRequest: no model can have this shape.
+            RefusedRequest: names the wrong field.
         """
         ...
 
     def create(self, shape: Shape) -> TrainedModel:
-        """A model to train, of a shape that was checked."""
+        """Make a model to train, whose shape was checked before."""
         ...
 
     def shape_of(self, folder: Path) -> Shape:
-        """The shape of what `TrainedModel.save` wrote.
+        """Read the shape of a model that `TrainedModel.save` wrote.
 
         Raises:
-            StoreError: it is of another base model, or not whole.
+            StoreError: it has another base model, or the file is missing or damaged.
         """
         ...
 
     def sampled(self, folder: Path | None) -> SampledModel:
-        """A model to sample from: with the weights that `TrainedModel.save` wrote, or the base model.
+        """Make an engine with the weights that `TrainedModel.save` wrote, or of the base model (`folder` None).
 
         Raises:
-            StoreError: the weights are not whole.
+            StoreError: files are missing or damaged.
         """
         ...

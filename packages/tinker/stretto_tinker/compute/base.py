@@ -1,4 +1,4 @@
-"""One base model in memory, and the models of clients beside it (satisfies `backend.Backend`)."""
+"""Base model in memory, which the clients' LoRA models share (satisfies `backend.Backend`)."""
 
 from __future__ import annotations
 
@@ -38,12 +38,17 @@ _MOST_RANK = 1_024
 
 
 class LocalBackend:
-    """The model of a Hugging Face folder, on this machine."""
+    """Backend for the model of a Hugging Face folder, computed in this process."""
 
     def __init__(self, folder: Path, name: str, config: EngineConfig, micro_batch_tokens: int) -> None:
         """
+        Args:
+            name: name of the model for clients.
+            config: settings of the engines; its KV cache is for all of them together.
+            micro_batch_tokens: most tokens of a micro-batch in training.
+
         Raises:
-            ModelFolderError: the folder cannot be loaded, or its model not be trained here.
+            ModelFolderError: the folder cannot be loaded, or its model cannot be trained here.
         """
         about = inspect_model_folder(folder)
         self.folder, self.name = folder.resolve(), name
@@ -85,15 +90,15 @@ class LocalBackend:
         return Learner(model, self._tokens, Files(write, read))
 
     def _view(self, shape: Shape, attention: str) -> PreTrainedModel:
-        """The base model with adapters beside it."""
+        """Make a model that shares the base weights and has new adapters of this shape."""
         assert shape.lora is not None
         config = LoraConfig(rank=shape.lora.rank, alpha=ALPHA, target_modules=self._targets(shape.lora))
         return self._shared.view(config, attention, seed=shape.seed, head=shape.lora.train_unembed)
 
     def _targets(self, lora: Lora) -> tuple[str, ...]:
-        """The last parts of the names of the layers that get adapters."""
+        """Last name parts of the layers that get adapters, as ``q_proj``."""
         chosen = [last for last, attends in self._attends.items() if (lora.train_attn if attends else lora.train_mlp)]
-        return tuple(sorted(chosen)) or ("none",)  # an empty choice would be all of them
+        return tuple(sorted(chosen)) or ("none",)  # an empty tuple would mean all layers
 
     def shape_of(self, folder: Path) -> Shape:
         """See `Backend`."""
@@ -109,7 +114,8 @@ class LocalBackend:
         return Sampler(engine, views, tokenizer, self.context, slots=self._config.slots, cache=self.cache_bytes)
 
     def view(self, shape: Shape | None, folder: Path | None, attention: str) -> PreTrainedModel:
-        """A model to sample from."""
+        """Make a model for inference: with weights of this shape from `folder`, or the base model if either is None.
+        `attention`: name of its attention implementation."""
         if shape is None or folder is None:
             return self._shared.view(None, attention)
         if shape.lora is None:
@@ -120,7 +126,8 @@ class LocalBackend:
 
 
 class _Views:
-    """The same weights for the engine and for the packed forward (satisfies `sampler.Views`)."""
+    """Models with the same weights for one sampler: for its engine and its packed forward (satisfies
+    `sampler.Views`)."""
 
     def __init__(self, backend: LocalBackend, shape: Shape | None, folder: Path | None) -> None:
         self._backend, self._shape, self._folder = backend, shape, folder

@@ -1,9 +1,9 @@
-"""Weights in a folder: adapters as peft reads them, or a whole model; and the optimizer beside them.
+"""Files of a saved model: adapters in peft's format or a whole model, and the optimizer state.
 
 adapter_model.safetensors, adapter_config.json     adapters
 policy/                                            a whole model, as transformers reads it
 optimizer.safetensors                              AdamW's moments and steps
-shape.json                                         what is trained, and of which base model
+shape.json                                         the `Shape`, and the folder of the base model
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from stretto_tinker.compute.backend import Shape
 
 ADAPTERS, OPTIMIZER, SHAPE, POLICY = "adapter_model.safetensors", "optimizer.safetensors", "shape.json", "policy"
 _PEFT = "base_model.model."
-#: The scale of adapters is this / rank, as it is with the makers of the SDK.
+#: LoRA alpha: the scale of adapters is alpha / rank, as in Tinker's own service.
 ALPHA = 32
 
 Named = Mapping[str, Tensor]
 
 
 def write_shape(folder: Path, shape: Shape, base: Path) -> None:
-    """Say what the weights in a folder are."""
+    """Write the shape of a model, and the folder of its base model."""
     (folder / SHAPE).write_bytes(msgspec.json.encode({"base": str(base), "shape": shape}))
 
 
 def read_shape(folder: Path, base: Path) -> Shape:
-    """What the weights in a folder are.
+    """Read the shape of a saved model.
 
     Raises:
-        StoreError: they are of another base model, or the folder is not whole.
+        StoreError: its base model is not `base`, or the file is missing or damaged.
     """
     try:
         found = json.loads((folder / SHAPE).read_bytes())
@@ -56,7 +56,7 @@ def read_shape(folder: Path, base: Path) -> Shape:
 
 
 def write_adapters(folder: Path, model: PreTrainedModel, rank: int, base: Path) -> None:
-    """Write the adapters of a model, as peft does."""
+    """Write the adapters of a model in peft's format."""
     tensors = {}
     for name, tensor in adapter_parameters(model):
         for kind, told in ((LORA_A, ".lora_A"), (LORA_B, ".lora_B")):
@@ -74,10 +74,10 @@ def write_adapters(folder: Path, model: PreTrainedModel, rank: int, base: Path) 
 
 
 def read_adapters(folder: Path, model: PreTrainedModel) -> None:
-    """Take over adapters that `write_adapters` wrote.
+    """Load adapters that `write_adapters` wrote into a model.
 
     Raises:
-        StoreError: they are not whole, or of another shape.
+        StoreError: the file is missing or damaged, or its tensors have other names or shapes.
     """
     ours: dict[str, Tensor] = {}
     for name, layer in adapted_layers(model).items():
@@ -87,15 +87,15 @@ def read_adapters(folder: Path, model: PreTrainedModel) -> None:
 
 
 def write_policy(folder: Path, model: PreTrainedModel, tokenizer: Path) -> None:
-    """Write a whole model."""
+    """Write a whole model. `tokenizer`: folder from which the tokenizer is copied."""
     save_policy(model, tokenizer, folder / POLICY)
 
 
 def read_policy(folder: Path, model: PreTrainedModel) -> None:
-    """Take over a whole model.
+    """Load the weights of a whole model, which `write_policy` wrote, into a model.
 
     Raises:
-        StoreError: it is not whole, or of another shape.
+        StoreError: files are missing or damaged, or their tensors have other names or shapes.
     """
     found: dict[str, Tensor] = {}
     try:
@@ -107,7 +107,7 @@ def read_policy(folder: Path, model: PreTrainedModel) -> None:
 
 
 def write_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write the state of AdamW, none before its first step."""
+    """Write the state of AdamW; the file has no tensors before the first step."""
     tensors = {
         f"{kind}.{name}": torch.as_tensor(value).detach().cpu().contiguous()
         for name, parameter in _trained(model)
@@ -117,10 +117,10 @@ def write_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def read_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Take over the state of AdamW.
+    """Load the state of AdamW.
 
     Raises:
-        StoreError: it is not there, or not of this model.
+        StoreError: the file is missing or damaged, or belongs to another model.
     """
     optimizer.state.clear()
     try:
@@ -145,7 +145,7 @@ def _trained(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def _save(tensors: Named, file: Path) -> None:
     try:
         save_file(dict(tensors), file, metadata={"format": "pt"})
-    except SafetensorError as error:  # how safetensors reports an error of the system
+    except SafetensorError as error:  # the type with which safetensors reports errors of the system
         raise OSError(f"{file.name} cannot be written: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""A model of a client that is trained (satisfies `backend.TrainedModel`).
+"""Training of a client's model (satisfies `backend.TrainedModel`).
 
 Axes: N position, K target of a position.
 """
@@ -34,17 +34,18 @@ _UNCHANGED = Sampling(max_tokens=1)
 
 @dataclass(frozen=True)
 class Files:
-    """How the weights of a model are written and read."""
+    """Functions that write the weights of a model into a folder, and read them from it."""
 
     write: Callable[[PreTrainedModel, Path], None]
     read: Callable[[PreTrainedModel, Path], None]
 
 
 class Learner:
-    """Forward and backward passes in micro-batches, and AdamW."""
+    """A model with AdamW; computes forward and backward passes in micro-batches."""
 
     def __init__(self, model: PreTrainedModel, micro_batch_tokens: int, files: Files) -> None:
-        """`model` is loaded with the packed attention; what needs a gradient is trained."""
+        """`model` has the packed attention; its parameters that require gradients are trained. `micro_batch_tokens`:
+        most tokens of a micro-batch."""
         self._model, self._tokens, self._files = model, micro_batch_tokens, files
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._adamw = torch.optim.AdamW(self._parameters, fused=True)
@@ -52,7 +53,7 @@ class Learner:
     def forward_backward(
         self, data: Sequence[Datum], loss: str, config: Mapping[str, float], *, backward: bool
     ) -> Pieces[Computed]:
-        """See `TrainedModel`. A piece is a micro-batch."""
+        """See `TrainedModel`. Each piece is one micro-batch."""
         logprobs: dict[int, Floats] = {}
         total, tokens = 0.0, 0
         lengths = [datum.targets.size for datum in data]
@@ -77,7 +78,7 @@ class Learner:
         backward: bool,
     ) -> float:
         chosen, device = [data[at] for at in part], self._model.device
-        # The last target stands behind the inputs, so that every target is that of a position after the first.
+        # The last target is appended to the inputs: target i is then the token to predict at position i + 1.
         sequences = [[*one.tokens.tolist(), int(one.targets.flat[-1])] for one in chosen]
         wanted = [np.repeat(np.arange(1, len(one.tokens) + 1), one.width) for one in chosen]
         packed = pack_tokens(sequences, wanted, device, targets=[one.targets.ravel() for one in chosen])
@@ -129,7 +130,8 @@ class Learner:
 
 
 def sum_of(name: str, logprobs: Sequence[Tensor], data: Sequence[Datum], config: Mapping[str, float]) -> Tensor:
-    """The sum of a loss over some sequences."""
+    """Sum of the loss `name` over sequences. `logprobs`: log-probabilities of each sequence's targets, with gradient.
+    `config`: settings of the loss."""
     loss, device = loss_of(name), logprobs[0].device
     values = [
         loss.of(one.reshape(datum.targets.shape), as_tensors(datum.inputs, device), config)

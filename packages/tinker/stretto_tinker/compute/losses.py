@@ -1,4 +1,4 @@
-"""The losses of the SDK, each a sum over tokens, by the formulas of the SDK's documentation.
+"""Losses of the SDK, by the formulas in its documentation. Each is a sum over tokens.
 
 Axes: N position.
 """
@@ -25,18 +25,25 @@ _CLIPPED = {**_POLICY, "clip_low_threshold": False, "clip_high_threshold": False
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss: what it reads of a datum (True: needed), its settings with their defaults, and its value."""
+    """A loss.
+
+    Attributes:
+        takes: inputs of a datum that it reads, each with whether it is required.
+        settings: default values of its settings.
+        of: computes it from log-probabilities of targets, inputs and settings.
+        several: whether a position may have several targets.
+    """
 
     takes: Mapping[str, bool]
     settings: Mapping[str, float]
     of: Callable[[Tensor, Inputs, Config], Tensor]
-    several: bool = False  # targets a position
+    several: bool = False
 
     def configured(self, name: str, given: Mapping[str, float | str]) -> dict[str, float]:
-        """The settings.
+        """Return the request's settings `given`, with defaults added. `name`: the loss, for the error.
 
         Raises:
-            RefusedRequest: an unknown one, or no finite number.
+            RefusedRequest: a setting is unknown, or not a finite number.
         """
         for key, value in given.items():
             if key not in self.settings:
@@ -103,10 +110,10 @@ _NOT_SERVED = {
 
 
 def loss_of(name: str) -> Loss:
-    """The loss of this name.
+    """Find a loss by name.
 
     Raises:
-        RefusedRequest: there is none, or it is not served; says why.
+        RefusedRequest: the loss is unknown or not served; says why.
     """
     if name in _NOT_SERVED:
         raise RefusedRequest("loss_fn", f"{name} is not served: {_NOT_SERVED[name]}", ", ".join(LOSSES))
@@ -116,7 +123,7 @@ def loss_of(name: str) -> Loss:
 
 
 def as_tensors(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """The inputs of a loss, without the targets."""
+    """Convert the inputs of a datum, without the targets, to float32 tensors on a device."""
     return {
         name: torch.from_numpy(np.array(array, np.float32)).to(device)
         for name, array in inputs.items()

@@ -1,4 +1,4 @@
-"""Weights that are sampled from (satisfies `backend.SampledModel`).
+"""Sampling from and scoring with the weights of one model (satisfies `backend.SampledModel`).
 
 Axes: P prompt token, V vocabulary.
 """
@@ -27,39 +27,45 @@ from stretto_tinker.wire.bodies import SamplingParams
 from stretto_tinker.wire.outputs import Floats, Likeliest, SampledTokens
 
 _UNCHANGED = Sampling(max_tokens=1)
-_NONE = -99_999.0  # the SDK's log-probability of no token
-_ROWS = 256  # of logits that are alive at once
+_NONE = -99_999.0  # log-probability that the SDK uses for an empty entry
+_ROWS = 256  # most rows of logits in memory at once
 
 
 class Views(Protocol):
-    """Where the weights are from."""
+    """Makes models that have the same weights (Protocol)."""
 
     def view(self, attention: str) -> PreTrainedModel:
-        """A model with these weights and this attention."""
+        """Make a model with these weights. `attention`: name of its attention implementation."""
         ...
 
     def take(self, folder: Path) -> bool:
-        """Give all models that were made other weights; False where these are of another shape.
+        """Load other weights into all models that were made; returns False, with nothing changed, if they have another
+        shape.
 
         Raises:
-            StoreError: they are not whole.
+            StoreError: files are missing or damaged.
         """
         ...
 
 
 class Sampler:
-    """An engine, and the same weights by a packed forward, for prompts that are scored."""
+    """Samples with an engine, and scores prompts with a packed forward of a second model with the same weights."""
 
     def __init__(
         self, engine: NativeEngine, views: Views, tokenizer: Tokenizer, context: int, *, slots: int, cache: int
     ) -> None:
-        """`views` has made the model of the engine, which samples so many sequences at once as it has `slots`, with
-        at most so many bytes of KV cache."""
+        """
+        Args:
+            views: has made the engine's model, and makes the model for scoring when it is first needed.
+            context: most tokens of a sequence.
+            slots: most sequences that the engine samples at once.
+            cache: most bytes of its KV cache.
+        """
         self._slots = slots
         self._engine, self._views, self._tokenizer, self._context = engine, views, tokenizer, context
         self._model: PreTrainedModel | None = None
         self._open: OrderedDict[str, tuple[Wish, dict[int, SampledTokens]]] = OrderedDict()
-        self._cache: dict[str, int] = {}  # bytes of a sequence of each open request, as long as it may become
+        self._cache: dict[str, int] = {}  # KV cache bytes of one sequence at its largest length, by open request
         self._scored, self._limit = 0, cache
 
     @property
@@ -98,7 +104,8 @@ class Sampler:
         return self._engine.backlog
 
     def fits(self, sequences: int, tokens: int) -> bool:
-        """See `SampledModel`. An engine starts none in the last sixteenth of its cache."""
+        """See `SampledModel`. The last sixteenth of the cache counts as used, because the engine starts no sequence
+        there."""
         cache = sequences * self._engine.cache_of(min(tokens, self._context))
         cache += sum(self._cache[id] * (len(one.seeds) - len(found)) for id, (one, found) in self._open.items())
         return sequences <= self.free and cache <= self._limit - self._limit // 16
@@ -188,8 +195,8 @@ class Sampler:
         return Likeliest(ids, logprobs)
 
     def _rows(self, prompt: Sequence[int], first: int) -> Iterator[tuple[int, Tensor]]:
-        """log-probabilities of all tokens [.., V] at the positions of a prompt from `first` on, in parts, each with its
-        first position; one part is in memory at a time."""
+        """Log-probabilities of the whole vocabulary at the positions of a prompt from `first` on. Yields them in parts
+        [at most 256, V], each with its first position, so that only one part is in memory."""
         model = self._forward()
         self._scored += len(prompt)
         with torch.no_grad():
@@ -197,7 +204,7 @@ class Sampler:
             hidden = hidden_states(model, packed).index_select(0, packed.before)
         head = model.get_output_embeddings()
         for at, part in enumerate(hidden.split(_ROWS) if len(hidden) else ()):
-            with torch.no_grad():  # not around the yield, where it would be the caller's too
+            with torch.no_grad():  # not around the yield, because it would hold for the caller's code too
                 found = head(part).float().log_softmax(-1)
             yield first + at * _ROWS, found
 
@@ -221,10 +228,16 @@ def _tokens(completion: Completion, width: int) -> SampledTokens:
 
 
 def sampling_of(settings: SamplingParams, end: tuple[int, ...], prompt: int, context: int) -> Sampling:
-    """How an engine samples. An end of sequence ends a completion too, unless the list of stops is empty.
+    """Convert the SDK's sampling settings to the engine's. The tokenizer's end of sequence also ends a completion,
+    unless `stop` is an empty list.
+
+    Args:
+        end: token ids of the end of sequence.
+        prompt: number of the prompt's tokens.
+        context: most tokens of a sequence.
 
     Raises:
-        RefusedRequest: stops of two kinds, or no room.
+        RefusedRequest: `stop` mixes texts and token ids, `max_tokens` is less than 1, or the prompt fills the context.
     """
     stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop
     texts = tuple(one for one in stop or () if isinstance(one, str))

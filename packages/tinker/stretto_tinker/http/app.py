@@ -1,4 +1,5 @@
-"""The application: routes, keys, errors. What is not served answers with its name and the reason."""
+"""ASGI application: routes, API keys, error replies. Endpoints of the SDK that are not served reply 404 with the
+reason."""
 
 from __future__ import annotations
 
@@ -40,10 +41,10 @@ _NOT_SERVED = {
 
 
 class TinkerApp:
-    """The ASGI application of `stretto tinker`."""
+    """ASGI application of `stretto tinker`."""
 
     def __init__(self, service: Service, names: HostNames | None = None) -> None:
-        """`names` of this server; requests to another ``Host`` are refused. None allows every name."""
+        """`names`: names of this server; requests with another ``Host`` are refused. None allows every name."""
         self._service, self._names = service, names
         archive = Archive(service)
         kept: dict[str, Handler] = {
@@ -90,7 +91,7 @@ class TinkerApp:
             except sqlite3.Error as error:
                 log.error("%s %s: the record: %s", request.method, request.url.path, error)
                 return _error(429, f"try again: the record cannot be read ({error})")
-            except Exception:  # a bug: its traceback goes to the server's log, the client is told to look there
+            except Exception:  # a bug: its traceback goes to the server's log, the client gets a 500
                 log.exception("%s %s", request.method, request.url.path)
                 return _error(500, "internal error of the server; its log has the traceback")
 

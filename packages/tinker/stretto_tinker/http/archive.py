@@ -1,4 +1,4 @@
-"""Checkpoints and training runs: listed, described, kept, downloaded, deleted."""
+"""HTTP handlers for checkpoints and training runs: list, describe, change lifetime, publish, download, delete."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _ONE = _RUN + "/checkpoints/{kind}/{name}"
 
 
 class Archive:
-    """The handlers of checkpoints and training runs."""
+    """Handlers for checkpoints and training runs."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def routes(self) -> dict[str, Handler]:
-        """Handlers by method and path."""
+        """Handlers by "METHOD PATH", which require an API key."""
         return {
             "GET /api/v1/training_runs": self._runs,
             f"GET {_RUN}": self._run,
@@ -53,7 +53,7 @@ class Archive:
         }
 
     def open_routes(self) -> dict[str, Handler]:
-        """Handlers of addresses that prove their right themselves."""
+        """Handlers by "METHOD PATH" for signed URLs, which need no API key and expire after an hour."""
         return {
             "GET /files/{until}/{seal}/{run}/{kind}/{name}/{file:path}": self._file,
             "GET /archives/{until}/{seal}/{run}/{kind}/{name}": self._tar,
@@ -156,10 +156,10 @@ class Archive:
         return hmac.new(self._service.secret.encode(), said, hashlib.sha256).hexdigest()
 
     def _sealed(self, call: Call) -> Path:
-        """The folder of an address that this server gave out.
+        """Folder of the checkpoint that a signed URL names.
 
         Raises:
-            NotServed: it did not, the time is over, or the checkpoint is gone.
+            NotServed: the signature is wrong, the URL has expired, or the checkpoint is gone.
         """
         place, until = self._place(call), call.path("until")
         known = (
@@ -181,17 +181,17 @@ class Archive:
     async def _tar(self, call: Call) -> Response:
         try:
             size, parts = tar_of(files_of(self._sealed(call)))
-        except FileNotFoundError:  # deleted, or replaced, at this moment
+        except FileNotFoundError:  # the checkpoint was deleted or replaced meanwhile
             raise NotServed(404, "there is no such file, or its address has expired") from None
         return StreamingResponse(parts, media_type="application/x-tar", headers={"content-length": str(size)})
 
 
 def tar_of(files: Mapping[str, Path]) -> tuple[int, Iterator[bytes]]:
-    """The bytes of an archive, made as they are read, and their number. The files are open already, so that it is whole
-    whatever becomes of their folder.
+    """Make a tar archive of files, by their names in it; returns its size, and an iterator that reads the files as it
+    is consumed. All files are opened at once, so that the archive is complete even if their folder is deleted.
 
     Raises:
-        FileNotFoundError: one of them is gone.
+        FileNotFoundError: a file is gone.
     """
     opened = ExitStack()
     with opened:
@@ -217,7 +217,7 @@ def tar_of(files: Mapping[str, Path]) -> tuple[int, Iterator[bytes]]:
 
 
 def _shown(rows: list[CheckpointRow]) -> list[CheckpointRow]:
-    """Those that have a name and have not expired."""
+    """Select the checkpoints that clients see: those with a name that have not expired."""
     return [
         row
         for row in rows

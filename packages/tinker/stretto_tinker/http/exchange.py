@@ -1,4 +1,4 @@
-"""One request to the server, and what it answers."""
+"""Helpers of all handlers: a request with its client, bodies, replies, errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.processes.http.asgi import read_body
 from stretto_tinker.wire.bodies import parse
 
 JSON, PROTO = "application/json", "application/x-protobuf"
-#: A longer body is refused before it is read to its end. The SDK sends at most 5 MB, unless one sequence is longer.
+#: Most bytes of a request's body. The SDK sends at most 5 MB, unless a single sequence is longer.
 LARGEST_BODY = 64 << 20
 _BODY_SECONDS = 60.0
 
@@ -25,7 +25,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class NotServed(Exception):
-    """The error that a request gets: a status of HTTP, and a sentence."""
+    """Raised to reply with an error: HTTP status and message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
@@ -34,7 +34,8 @@ class NotServed(Exception):
 
 @dataclass
 class Call:
-    """One request."""
+    """One HTTP request, and the client that sent it. `owner`: the client's id (`service.owner_of`); "" for requests
+    without API key."""
 
     request: Request
     owner: str
@@ -42,7 +43,7 @@ class Call:
 
     @property
     def near(self) -> bool:
-        """Whether the client is on this machine."""
+        """Whether the request comes from a loopback address."""
         client = self.request.client
         try:
             return client is not None and ipaddress.ip_address(client.host).is_loopback
@@ -50,14 +51,14 @@ class Call:
             return False
 
     def path(self, name: str) -> str:
-        """A part of the path."""
+        """Value of a path parameter."""
         return str(self.request.path_params[name])
 
     def number(self, name: str, default: int, most: int) -> int:
-        """A number of the query.
+        """Value of a query parameter, a whole number from 0 to `most`.
 
         Raises:
-            NotServed: it is none.
+            NotServed: it is not such a number.
         """
         text = self.request.query_params.get(name, str(default))
         if not text.isdecimal() or len(text) > 12 or int(text) > most:
@@ -65,10 +66,10 @@ class Call:
         return int(text)
 
     async def body(self) -> bytes:
-        """The body.
+        """Read the body.
 
         Raises:
-            NotServed: it is too long, too slow, or of an encoding that is not served.
+            NotServed: the body is too large, takes more than a minute, or is compressed.
         """
         coded = self.request.headers.get("content-encoding", "identity")
         if coded != "identity":
@@ -83,10 +84,11 @@ class Call:
         return raw
 
     async def parsed(self, kind: type[Body]) -> Body:
-        """The body as a record.
+        """Read the body and decode it as a record.
 
         Raises:
-            NotServed, RefusedRequest: there is none, or a field of it is wrong.
+            NotServed: the body cannot be read.
+            RefusedRequest: it is not JSON, or a field is wrong.
         """
         return parse(await self.body(), kind)
 
@@ -95,10 +97,10 @@ Handler = Callable[[Call], Awaitable[Response]]
 
 
 def told(found: Any, status: int = 200) -> Response:
-    """A reply in JSON."""
+    """Make a reply with a value as JSON."""
     return Response(msgspec.json.encode(found), status, media_type=JSON)
 
 
 def encoded(body: bytes, media: str = JSON) -> Response:
-    """A reply that is encoded already."""
+    """Make a reply with an encoded body. `media`: its content type."""
     return Response(body, media_type=media)

@@ -1,4 +1,5 @@
-"""Results, fetched: one by one, or all that a sampler has finished. Both wait for a while before they say "not yet"."""
+"""HTTP handlers that return results: of one request, or the list of requests that a sampler has finished. Both wait up
+to 25 s for a result before they reply without one."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ from stretto_tinker.record import record as records
 from stretto_tinker.record.record import Asked
 from stretto_tinker.wire.bodies import OfRequest, RetrieveFutures
 
-_WAIT_SECONDS = 25.0  # the SDK hangs up after 45
-_INLINE_BYTES = 4 << 20  # a larger result is announced with its size first
+_WAIT_SECONDS = 25.0  # the SDK gives up after 45
+_INLINE_BYTES = 4 << 20  # for a larger result, the reply may first tell its size only
 
 
 class Futures:
-    """The handlers of results."""
+    """Handlers that return results."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def routes(self) -> dict[str, Handler]:
-        """Handlers by method and path."""
+        """Handlers by "METHOD PATH"."""
         return {
             "POST /api/v1/retrieve_future": self._retrieve,
             "POST /api/v1/retrieve_futures": self._retrieve_all,

@@ -1,4 +1,4 @@
-"""Requests for samples."""
+"""HTTP handlers for sampling sessions and their requests."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from stretto_tinker.work.sampling import Seeded, check_sample
 from stretto_tinker.work.saving import sampler_id
 from stretto_tinker.work.worker import SAMPLE
 
-#: Requests of one client of a sampling session; those of the next begin here.
+#: Range of request numbers of each client of a sampling session: client n has n * CLONE to (n + 1) * CLONE - 1.
 CLONE = 1_000_000_000
 
 
 class SamplingHandlers:
-    """The handlers of samplers."""
+    """Handlers for sampling sessions and their requests."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def routes(self) -> dict[str, Handler]:
-        """Handlers by method and path."""
+        """Handlers by "METHOD PATH"."""
         return {
             "POST /api/v1/create_sampling_session": self._open,
             "POST /api/v1/join_sampling_session": self._join,
@@ -50,7 +50,11 @@ class SamplingHandlers:
         return told({"type": "create_sampling_session", "sampling_session_id": id})
 
     def _weights(self, path: str | None, base: str | None, owner: str) -> str | None:
-        """The weights that are wanted, which are there; None for those of the base model."""
+        """Check the weights that a client requests; returns their path, None for the base model.
+
+        Raises:
+            NotServed, RefusedRequest: they do not exist, or cannot be sampled from.
+        """
         self._service.knows(base)
         if path is None:
             if base is None:
@@ -58,7 +62,9 @@ class SamplingHandlers:
             return None
         place = Place.of(path, "model_path")
         if place.kind == EXTERNAL:
-            raise RefusedRequest("model_path", f"{path!r:.160} are for others to read", "weights or sampler_weights")
+            raise RefusedRequest(
+                "model_path", f"{path!r:.160} is for other programs, not for sampling", "weights or sampler_weights"
+            )
         return self._service.checkpoint(place.path, owner).path
 
     async def _join(self, call: Call) -> Response:

@@ -1,4 +1,4 @@
-"""What all handlers share: the record, the worker, the sessions that are alive."""
+"""State that all handlers share: the record, the worker, the live sessions."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ log = logging.getLogger(__name__)
 
 _SILENT_SECONDS = 300.0
 _SWEEP_SECONDS = 15.0
-_KEPT_SECONDS = 86_400.0  # results that their clients have, and those of sessions that have ended
-#: Weights without a name are removed when nobody has sampled by them for so long; the newest of a model stay.
+_KEPT_SECONDS = 86_400.0  # for which fetched results, and data of ended sessions, are kept
+#: Weights without a name are removed after this time without a request to sample from them; the newest 4 of a model
+#: stay.
 _UNUSED_SECONDS, _NEWEST = 3_600.0, 4
 
 Found = TypeVar("Found")
 
 
 class Changes:
-    """Who waits for a request to be settled."""
+    """Wakes handlers that wait for a request to be settled (done or failed)."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The loop of the server."""
+        """Set the server's event loop; before, `settled` has no effect."""
         self._loop = loop
 
     def settled(self, id: str, lane: str) -> None:
-        """Called in any thread."""
+        """Wake the handlers that wait for the request `id`, or for any request of `lane` (a model or sampler). For any
+        thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._tell, (id, lane))
 
@@ -55,7 +57,8 @@ class Changes:
                     waiting.set_result(None)
 
     async def wait(self, key: str, seconds: float) -> None:
-        """Return when the request, or one of the lane, is settled, or after so many seconds."""
+        """Wait until a request is settled, at most `seconds`. `key`: id of the request, or of a lane for any of its
+        requests."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, []).append(future)
         try:
@@ -71,20 +74,21 @@ class Changes:
 
 
 class Service:
-    """A server's state. Clients are told apart by their keys; what is another's is not there for them."""
+    """State of the server, and checks of access. The API key identifies the client (*owner*); objects of other clients
+    are treated as missing."""
 
     def __init__(
         self, backend: Backend, record: Record, weights: Weights, worker: Worker, changes: Changes, keys: frozenset[str]
     ) -> None:
-        """`keys`: those that are let in; none: every key, each a client of its own."""
+        """`keys`: accepted API keys; empty to accept every key, each as a client of its own."""
         self.backend, self.record, self.weights, self.worker, self.changes = backend, record, weights, worker, changes
         self._keys = frozenset(map(owner_of, keys))
-        self._seen: dict[str, float] = {}  # sessions, by when they were last heard of
-        self._silent: dict[str, float] = {}  # those whose models have left the memory
+        self._seen: dict[str, float] = {}  # live sessions: time of the last request
+        self._silent: dict[str, float] = {}  # silent sessions, whose models are not in memory: time of the last request
         self.secret = record.fact("secret", secrets.token_hex())
 
     def owner(self, key: str) -> str:
-        """The client with a key.
+        """Id of the client with this API key.
 
         Raises:
             NotServed: the key is missing or wrong.
@@ -95,20 +99,20 @@ class Service:
         return owner
 
     def knows(self, name: str | None) -> None:
-        """Check the name of a base model.
+        """Check that a request names the served base model, or none.
 
         Raises:
-            NotServed: another one is wanted.
+            NotServed: it names another one.
         """
         served = {self.backend.name, str(self.backend.folder)}
         if name is not None and name.partition(":")[0] not in served:
             raise NotServed(404, f"base_model: {name!r:.120} is not served here; the model is {self.backend.name!r}")
 
     def session(self, id: str, owner: str, *, open: bool = True) -> SessionRow:
-        """A session of a client, which is alive from now on.
+        """Find a client's session, and note that the client is alive. `open`: refuse a session that has ended.
 
         Raises:
-            NotServed: there is none, or it has ended although it is to be open.
+            NotServed: 404 for an unknown session, 410 for one that has ended.
         """
         row = self._own(self.record.session(id), owner, "session_id", id)
         if row.ended is not None and open:
@@ -119,10 +123,10 @@ class Service:
         return row
 
     def model(self, id: str, owner: str, *, open: bool = True) -> ModelRow:
-        """A model of a client.
+        """Find a client's model. `open`: its session must not have ended.
 
         Raises:
-            NotServed: there is none, or its session has ended although it is to be open.
+            NotServed: 404 for an unknown model, 410 if its session has ended.
         """
         row = self._own(self.record.model(id), owner, "model_id", id)
         if open:
@@ -130,30 +134,30 @@ class Service:
         return row
 
     def sampler(self, id: str, owner: str, *, open: bool = True) -> SamplerRow:
-        """A sampling session of a client.
+        """Find a client's sampling session. `open`: the session that it belongs to must not have ended.
 
         Raises:
-            NotServed: as for `model`.
+            NotServed: as `model`.
         """
         row = self._own(self.record.sampler(id), owner, "sampling_session_id", id)
         self.session(row.session, owner, open=open)
         return row
 
     def asked(self, id: str, owner: str) -> Asked:
-        """A request of a client, whose session is alive: it asks.
+        """Find a client's recorded request, and note that its session is alive.
 
         Raises:
-            NotServed: none was issued to it.
+            NotServed: the client has no such request.
         """
         found = self._own(self.record.request(id), owner, "request_id", id)
         self.session(found.lane.partition(":")[0], owner, open=False)
         return found
 
     def checkpoint(self, path: str, owner: str, *, own: bool = False) -> CheckpointRow:
-        """A checkpoint that a client may read; with `own`, may change.
+        """Find a checkpoint that a client may read (its own, or a public one), or with `own` may change (its own).
 
         Raises:
-            NotServed: there is none.
+            NotServed: there is no such checkpoint, or it has expired.
         """
         row = self.record.checkpoint(Place.of(path).path)
         gone = row is None or (row.expires is not None and row.expires < now())
@@ -164,15 +168,15 @@ class Service:
     @staticmethod
     def _own(row: Found | None, owner: str, field: str, id: str) -> Found:
         if row is None or row.owner != owner:  # type: ignore[attr-defined]
-            raise NotServed(404, f"{field}: {id!r:.120} is none of this key's")
+            raise NotServed(404, f"{field}: {id!r:.120} does not belong to this key")
         return row
 
     def accept(self, asked: Asked, said: bytes | None = None) -> Asked:
-        """Put a request on record and hand it to the worker; one that comes again is found as it is. `said`: what the
-        client sent, where the server has added to it.
+        """Record a request and pass it to the worker; returns the recorded request. A retry of a recorded request has
+        no effect. `said`: the body that the client sent, by which a retry is recognized; None if `asked.body` is that.
 
         Raises:
-            NotServed: another request has its number; or the record cannot be written now.
+            NotServed: 422 if a different request has its number, 429 if the record cannot be written now.
         """
         try:
             found, same, new = self.record.ask(asked, said)
@@ -185,7 +189,8 @@ class Service:
         return found
 
     def end_session(self, row: SessionRow, how: str) -> None:
-        """End a session: what was acknowledged is computed, then its models leave the memory."""
+        """End a session: accepted training requests are computed, requests for samples fail, then its models are
+        removed from memory. Checkpoints without a name are deleted. `how`: reason for the record."""
         self.record.end_session(row.id, how)
         self._seen.pop(row.id, None)
         for model in self._leave(row.id, "the session has ended", ended=True):
@@ -194,7 +199,8 @@ class Service:
                     self.drop(checkpoint)
 
     def _leave(self, session: str, why: str, *, ended: bool) -> list[str]:
-        """Let the models of a session leave the memory; their ids."""
+        """Fail the session's requests for samples with the reason `why`, and remove its models from memory once their
+        requests are computed; returns the models' ids. `ended`: the session will send no further requests."""
         for sampler in self.record.samplers(session):
             self.worker.end_samples(sampler.id, why)
         row = self.record.session(session)
@@ -204,15 +210,15 @@ class Service:
         return models
 
     async def sweep(self) -> None:
-        """Look after sessions that are silent and checkpoints that have expired, until cancelled. A session of before
-        the server was started anew has as long to come back as one that falls silent now."""
+        """Call `look_after` every 15 s until cancelled. Sessions from before a restart of the server count as alive at
+        its start."""
         self._apart(self._take_up)
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self.look_after(_SILENT_SECONDS)
 
     def _take_up(self) -> None:
-        """The sessions of before this start."""
+        """Restore the live sessions from the record, and finish those that have ended."""
         for session, ended in self.record.unfinished_sessions():
             if ended:
                 self._leave(session, "the session has ended", ended=True)
@@ -220,7 +226,8 @@ class Service:
                 self._seen.setdefault(session, time.monotonic())
 
     def look_after(self, silent_seconds: float) -> None:
-        """Let the models of sessions leave that were silent for so long, and remove what has expired."""
+        """Remove the models of sessions from memory that were silent for `silent_seconds`, end sessions that were
+        silent for a day, and delete expired checkpoints and old results."""
         current = time.monotonic()
         for id in [id for id, seen in self._seen.items() if current - seen > silent_seconds]:
             self._apart(lambda id=id: self._fall_silent(id, silent_seconds))  # type: ignore[misc]
@@ -253,30 +260,30 @@ class Service:
 
     @staticmethod
     def _apart(piece: Callable[[], None]) -> None:
-        """A piece of the sweep; an error ends that piece alone, and the next sweep tries it again."""
+        """Run one piece of the sweep. An error ends only this piece; the next sweep tries it again."""
         try:
             piece()
-        except Exception:  # a record that cannot be read now, or a bug: the server goes on
+        except Exception:  # an unreadable record, or a bug: the server goes on
             log.exception("a piece of the sweep failed")
 
     def _orphaned(self, row: CheckpointRow) -> bool:
-        """Whether none but samplers of a session that has ended know a checkpoint."""
+        """Whether a checkpoint has no name and its session has ended, so that nobody can use it any more."""
         if not _is_unnamed(row):
             return False
         session = self.record.session(row.model.partition(":")[0])
         return session is None or session.ended is not None
 
     def drop(self, row: CheckpointRow) -> None:
-        """Remove a checkpoint."""
+        """Delete a checkpoint from record and disk, and remove its engine from memory."""
         self.record.drop_checkpoint(row.path)
         self.worker.forget_engine(row.path)
         self.weights.drop(self.weights.folder(Place.of(row.path)))
 
     def guarded(self, write: Callable[[], Found]) -> Found:
-        """A write to the record.
+        """Call `write`, which writes to the record; returns its result.
 
         Raises:
-            NotServed: it cannot be written now.
+            NotServed: 429 if the record cannot be written now.
         """
         try:
             return write()
@@ -289,5 +296,5 @@ def _is_unnamed(row: CheckpointRow) -> bool:
 
 
 def owner_of(key: str) -> str:
-    """Id of the client that uses a key: a digest, so that no key is on record."""
+    """Id of the client with an API key: a digest of the key, so that keys are not recorded."""
     return hashlib.sha256(key.encode()).hexdigest()[:24]

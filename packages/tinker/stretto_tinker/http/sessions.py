@@ -1,4 +1,4 @@
-"""Sessions: opened, kept alive, ended; and what the SDK asks before and beside them."""
+"""HTTP handlers for sessions: open, heartbeat, list, end; and for the SDK's settings, capabilities and telemetry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto_tinker.wire.bodies import EndSession, OfSession, OpenSession, Searc
 _FLAGS: dict[str, Any] = {
     "pjwt_auth_enabled": False,
     "credential_default_source": "api_key",
-    "fwdbwd_max_chunk_len": 256,  # a turn of one client is short then
+    "fwdbwd_max_chunk_len": 256,  # small requests, so that turns between clients are short
     "parallel_fwdbwd_chunks": True,
     "proto_compress_fwdbwd": False,
     "sample_use_retrieve_futures": True,
@@ -27,19 +27,19 @@ _FLAGS: dict[str, Any] = {
     "custom_loss_server_side": False,
     "use_pyqwest_transport": False,
 }
-#: Flags that it reads again and again (``ClientDynamicConfigResponse``).
+#: Flags that it reads repeatedly (``ClientDynamicConfigResponse``).
 _DYNAMIC = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 _MOST = 1_000
 
 
 class Sessions:
-    """The handlers of sessions."""
+    """Handlers for sessions."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def routes(self) -> dict[str, Handler]:
-        """Handlers by method and path."""
+        """Handlers by "METHOD PATH"."""
         return {
             "GET /api/v1/get_server_capabilities": self._capabilities,
             "POST /api/v1/client/config": self._config,
@@ -65,7 +65,7 @@ class Sessions:
         return told(_DYNAMIC)
 
     async def _telemetry(self, call: Call) -> Response:
-        await call.body()  # read and dropped: nothing of it is kept
+        await call.body()  # telemetry is dropped
         return told({"status": "accepted"})
 
     async def _open(self, call: Call) -> Response:

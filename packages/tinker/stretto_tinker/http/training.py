@@ -1,4 +1,5 @@
-"""Requests that train: accepted here, computed by the worker, fetched as futures."""
+"""HTTP handlers for training requests. They are recorded here and computed by the worker; clients fetch the results as
+futures."""
 
 from __future__ import annotations
 
@@ -28,18 +29,18 @@ from stretto_tinker.wire.datums import parse_job
 from stretto_tinker.work.models import BACKWARD, CREATE, FORWARD, LOAD, REFUSED, STEP, ModelFacts, adam_of, facts_of
 from stretto_tinker.work.saving import SAVE, SAVE_EXTERNAL, SAVE_FOR_SAMPLER
 
-#: Refusals that are the request's own; others leave its number to it, as it will come again.
+#: Statuses of refusals that are recorded as the request's result. After others the client repeats the request.
 _RECORDED = frozenset({400, 404})
 
 
 class Training:
-    """The handlers of models."""
+    """Handlers for models and their training requests."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def routes(self) -> dict[str, Handler]:
-        """Handlers by method and path."""
+        """Handlers by "METHOD PATH"."""
         saves = {f"POST /api/v1/{kind}": self._saving(kind) for kind in (SAVE, SAVE_FOR_SAMPLER, SAVE_EXTERNAL)}
         return {
             "POST /api/v1/create_model": self._create,
@@ -61,7 +62,7 @@ class Training:
         return self._first(call, body.session_id, body.model_seq_id, facts, CREATE, raw)
 
     def _first(self, call: Call, session: str, seq: int, facts: ModelFacts, kind: str, raw: bytes) -> Response:
-        """The request that makes a model, number 0 of it."""
+        """Add a model to the record, and accept the request that creates it, which is its request number 0."""
         model = f"{session}:train:{seq}"
         self._service.backend.check(facts.shape)
         row = ModelRow(model, session, call.owner, now(), msgspec.json.encode(facts), -1)
@@ -98,7 +99,7 @@ class Training:
     def _step(self, call: Call, raw: bytes) -> Response:
         body = parse(raw, OptimStep)
         model = self._service.model(body.model_id, call.owner)
-        adam_of(body)  # of a step whose numbers are wrong the gradient stays
+        adam_of(body)  # refuses wrong settings here, where the gradient is kept
         return self._accept(call, model.id, body.seq_id, STEP, raw)
 
     def _saving(self, kind: str) -> Handler:
@@ -110,14 +111,14 @@ class Training:
         return self._numbered(save)
 
     def _numbered(self, handler: Callable[[Call, bytes], Response]) -> Handler:
-        """A handler of requests with numbers. One that is refused takes its number, because the client has counted it:
-        the refusal is its result."""
+        """Wrap a handler of numbered requests. If it refuses a request, the refusal is recorded as the result of the
+        request's number, because the client has counted it and later requests wait for it."""
 
         async def run(call: Call) -> Response:
             raw = await call.body()
             try:
                 named = self._named(call, raw)
-                if named is not None and named.kind == REFUSED:  # it comes again
+                if named is not None and named.kind == REFUSED:  # a retry of a refused request
                     return self._accept(call, named.lane, named.seq, REFUSED, b"", said=raw)
                 return handler(call, raw)
             except (RefusedRequest, NotServed) as error:
@@ -128,8 +129,8 @@ class Training:
         return run
 
     def _named(self, call: Call, raw: bytes) -> Asked | None:
-        """The request with the number in a body, as it is on record, or as it would be as a refused one; None where the
-        body names no number of a model of this client."""
+        """Find the recorded request with the model and number that a body names; if none is recorded, an empty one for
+        them. None if the body does not name a number and a model of this client."""
         try:
             named = msgspec.json.decode(raw, type=Numbered)
         except msgspec.DecodeError:
@@ -152,7 +153,7 @@ class Training:
         of_session = body.session_id is not None and body.model_seq_id is not None
         known = f"{body.session_id}:train:{body.model_seq_id}" if of_session else body.model_id or ""
         held = self._service.record.request(f"{known}:{0 if of_session else body.seq_id}")
-        if held is not None and held.owner == call.owner:  # it comes again: what it loaded may be gone by now
+        if held is not None and held.owner == call.owner:  # a retry: the weights may be deleted by now
             return self._accept(call, known, held.seq, LOAD, raw)
         if body.weights_access_token is not None:
             told = "is not served: what its owner has published is read without one"
@@ -174,9 +175,10 @@ class Training:
 
 
 def _check_optimizer(kind: OptimizerKind) -> None:
-    """
+    """Check that the optimizer is AdamW.
+
     Raises:
-        RefusedRequest: the optimizer is not served.
+        RefusedRequest: it is another one.
     """
     if kind.type != "adamw":
         told = f"{kind.type!r:.40} is not served: its step is not published"

@@ -1,4 +1,4 @@
-"""The weights on disk: what clients saved under a name, and the snapshots from which models are restored.
+"""Weights on disk: checkpoints that clients saved, and snapshots from which the server restores models.
 
     FOLDER/tinker.sqlite
     FOLDER/weights/MODEL/weights/NAME           with the optimizer      tinker://MODEL/weights/NAME
@@ -6,7 +6,7 @@
     FOLDER/weights/MODEL/external_weights/NAME  as peft reads them      tinker://MODEL/external_weights/NAME
     FOLDER/snapshots/MODEL/SEQ                  never shown to a client
 
-A folder appears whole: it is written beside its place and renamed.
+Folders appear atomically: each is written under another name and then renamed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stretto.core.errors import RefusedRequest
 from stretto.model.hf.folder import whole_folder
 
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
-#: The SDK's word for each kind.
+#: Type of a checkpoint in the SDK, by kind.
 TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -31,7 +31,7 @@ _NAMES = "letters, digits, '.', '_' and '-', at most 128 of them, no '.' in fron
 
 @dataclass(frozen=True)
 class Place:
-    """Where weights are: ``tinker://MODEL/KIND/NAME``."""
+    """Address of a checkpoint: ``tinker://MODEL/KIND/NAME``."""
 
     model: str
     kind: str
@@ -39,10 +39,10 @@ class Place:
 
     @classmethod
     def of(cls, path: str, field: str = "path") -> Self:
-        """The place that a path names.
+        """Parse a path. `field`: name of the request's field, for the error.
 
         Raises:
-            RefusedRequest: it names none.
+            RefusedRequest: it is not a path of weights.
         """
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in TYPES:
@@ -51,20 +51,20 @@ class Place:
 
     @property
     def path(self) -> str:
-        """The place as clients write it."""
+        """The address as text, ``tinker://MODEL/KIND/NAME``."""
         return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
 
     @property
     def id(self) -> str:
-        """What the SDK calls the checkpoint's id: its name within a training run."""
+        """The SDK's checkpoint id, ``KIND/NAME``, which is unique within a training run."""
         return f"{self.kind}/{self.name}"
 
 
 def checked_name(name: str, field: str = "path") -> str:
-    """The name of a checkpoint.
+    """Return `name` if it is a valid name of a checkpoint. `field`: name of the request's field, for the error.
 
     Raises:
-        RefusedRequest: it cannot be one.
+        RefusedRequest: the name is not valid.
     """
     if not _NAME.fullmatch(name):
         raise RefusedRequest(field, f"{name!r:.120}", _NAMES)
@@ -72,35 +72,36 @@ def checked_name(name: str, field: str = "path") -> str:
 
 
 class Weights:
-    """The folders of weights below the folder of a server."""
+    """Folders of checkpoints and snapshots below the server's folder."""
 
     def __init__(self, folder: Path) -> None:
         self._named, self._snapshots = folder / "weights", folder / "snapshots"
 
     def folder(self, place: Place) -> Path:
-        """Where the weights of a place are, or would be."""
+        """Folder for the weights of a checkpoint; it may not exist."""
         return self._named / _file(place.model) / place.kind / place.name
 
     def snapshot(self, model: str, seq: int) -> Path:
-        """Where the state of a model after a request is, or would be."""
+        """Folder for the snapshot of a model after its request number `seq`; it may not exist."""
         return self._snapshots / _file(model) / str(seq)
 
     def write(self, folder: Path, save: Callable[[Path], None]) -> int:
-        """Write a folder, whole or not at all; its size in bytes.
+        """Write a folder atomically: `save` writes the files into a temporary folder, which is then renamed. Returns
+        the size in bytes.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the folder cannot be written.
         """
         with whole_folder(folder) as partial:
             save(partial)
         return size_of(folder)
 
     def drop(self, folder: Path) -> None:
-        """Remove a folder, if it is there."""
+        """Remove a folder, if it exists."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def keep(self, folders: Collection[Path]) -> None:
-        """Remove all folders but these: what a killed process has left half written, or had begun to remove."""
+        """Remove all checkpoints and snapshots except `folders`, such as the incomplete folders of a killed process."""
         for folder in (*self._named.glob("*/*/*"), *self._snapshots.glob("*/*")):
             if folder not in folders:
                 self.drop(folder)
@@ -110,22 +111,22 @@ class Weights:
         self.drop(self._snapshots / _file(model))
 
     def keep_snapshot(self, model: str, seq: int) -> None:
-        """Remove all snapshots of a model but one."""
+        """Remove all snapshots of a model except that after request number `seq`."""
         for folder in (self._snapshots / _file(model)).glob("*"):
             if folder.name != str(seq):
                 self.drop(folder)
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder."""
+    """Size of all files in a folder together, in bytes."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The files of a folder by their path in it."""
+    """Files of a folder, by their relative paths."""
     return {str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 def _file(model: str) -> str:
-    """The name of a model's folder; ids of models are made here, of letters, digits, '-' and ':'."""
+    """Name of a model's folder. Model ids are made by the server and consist of letters, digits, '-' and ':'."""
     return model.replace(":", "_")

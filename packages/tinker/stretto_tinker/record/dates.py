@@ -1,4 +1,4 @@
-"""Dates, which clients read; the lifetime of a checkpoint is counted in them, since it outlasts the process."""
+"""Dates (Unix time) for clients and for the lifetime of checkpoints, which outlive the process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 
 
 def now() -> float:
-    """Seconds since 1970."""
+    """Current Unix time in seconds."""
     return time.time()
 
 
 def written(seconds: float) -> str:
-    """A date as the SDK reads it.
+    """Format a Unix time in the SDK's date format (ISO 8601, UTC).
 
     >>> written(0.5)
     '1970-01-01T00:00:00.500000+00:00'

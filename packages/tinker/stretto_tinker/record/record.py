@@ -1,11 +1,11 @@
-"""The durable record of a server: who has asked for what, and what the answer is.
+"""Durable record of a server in SQLite: sessions, models, samplers, checkpoints, and each request with its result.
 
-    asked ─► queued ─► done | failed        one row a request; a row is on disk before its request is acknowledged
+    request ─► queued ─► done | failed ─► forgotten      one row a request
 
-Work is acknowledged once its row is committed, and a result is told once it is. So after `kill -9` a client that asks
-again finds its request, or its result: what was acknowledged is computed once as far as anybody can tell, because the
-state of a model is a function of the rows (`work.models`). SQLite's log survives the end of the process without a sync
-to disk; a loss of power may take the last moments, and never tears a row.
+A request is acknowledged after its row is committed, and its result is sent after it is committed. So after `kill -9` a
+client that repeats a request finds it or its result. The state of a model is a function of the rows (`work.models`), so
+that each acknowledged request takes effect once. Commits survive the end of the process without a sync to disk; a loss
+of power may lose the last ones, but leaves no partial row.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from stretto.core.errors import Problem, RunFolderError
 from stretto_tinker.record.dates import now
 
 QUEUED, DONE, FAILED, FORGOTTEN = "queued", "done", "failed", "forgotten"
-#: Kinds of results: how the SDK decodes them.
+#: Encodings of results.
 PROTO, JSON = "proto", "json"
 _FORMAT = 1
-_LOG_BYTES = 64 << 20  # of SQLite's log, when it is empty again
-_PAGES = 1024  # given back to the disk at a time
+_LOG_BYTES = 64 << 20  # size to which SQLite's log file is truncated after a checkpoint
+_PAGES = 1024  # free pages that are returned to the disk at a time
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sessions (
@@ -66,23 +66,23 @@ CREATE INDEX IF NOT EXISTS checkpoints_of_model ON checkpoints (model);
 
 @dataclass(frozen=True)
 class Asked:
-    """A request on record."""
+    """A recorded request. Its *lane* is the model or the sampler that it is for; `seq` is its number in the lane."""
 
     id: str
-    lane: str  # the model, or the sampler, that it is for
+    lane: str
     seq: int
     owner: str
     kind: str
     body: bytes | None
     state: str = QUEUED
     result: bytes | None = None
-    form: str | None = None  # how the SDK decodes the result
+    form: str | None = None  # encoding of the result, `PROTO` or `JSON`
     proof: str = ""  # checksum of the weights after a step
 
 
 @dataclass(frozen=True)
 class SessionRow:
-    """A session of a client."""
+    """A client's session. `body`: the request that opened it. `ended`: how it ended; None while it is open."""
 
     id: str
     owner: str
@@ -93,7 +93,8 @@ class SessionRow:
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model that is trained. `snapshot` is the last request whose effect is in a file, -1 for none."""
+    """A client's model. `body`: its `ModelFacts` as JSON. `snapshot`: number of the last request whose effect is in the
+    snapshot on disk; -1 without a snapshot."""
 
     id: str
     session: str
@@ -105,8 +106,8 @@ class ModelRow:
 
 @dataclass(frozen=True)
 class SamplerRow:
-    """A sampling session. `path` is that of its weights, None for those of the base model; `model` is set while it
-    follows a model's newest weights."""
+    """A sampling session. `path`: its weights, None for the base model. `model`: the model whose newest weights it
+    follows; None if its weights are fixed."""
 
     id: str
     session: str
@@ -118,7 +119,8 @@ class SamplerRow:
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """Weights that a client saved under a name. `body` holds what it said about them."""
+    """A checkpoint. `request`: id of the request that saved it. `body`: JSON with the client's metadata, and whether it
+    has no name (`unnamed`)."""
 
     path: str
     model: str
@@ -138,17 +140,17 @@ _CHECKPOINT = "SELECT path, model, owner, kind, name, created, size, public, exp
 
 
 class Record:
-    """The one writer of ``tinker.sqlite``; for any thread."""
+    """Reads and writes ``tinker.sqlite``. It must be the only writer; its methods may be called in any thread."""
 
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            RunFolderError: the file is none of this version, or cannot be opened.
+            RunFolderError: the file has another format, or cannot be opened.
         """
         self._lock = threading.RLock()
         try:
             self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file; before it has tables
+            self._connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has an effect only before tables exist
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
             self._connection.execute("PRAGMA synchronous = NORMAL")
@@ -168,7 +170,7 @@ class Record:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """One transaction: all of it is written, or nothing."""
+        """Context manager: one transaction for all writes in the block, rolled back on an error."""
         with self._lock:
             if self._connection.in_transaction:
                 yield
@@ -190,7 +192,7 @@ class Record:
         return found[0] if found else None
 
     def fact(self, name: str, value: str) -> str:
-        """A fact about the whole record; `value` if none is on record, which it is from then on."""
+        """Return the value that is recorded under a name; if there is none, record `value` and return it."""
         self._all("INSERT OR IGNORE INTO facts VALUES (?, ?)", name, value)
         [(found,)] = self._all("SELECT value FROM facts WHERE name = ?", name)
         return str(found)
@@ -198,7 +200,7 @@ class Record:
     # Sessions
 
     def open_session(self, id: str, owner: str, asked: str, body: bytes) -> str:
-        """Open a session; `asked` names the request, which may come again: then its session is found."""
+        """Add a session; returns its id. `asked`: idempotency key; a repeated key returns the first session's id."""
         with self.together():
             self._all(
                 "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, NULL, NULL)", id, owner, asked, now(), body
@@ -207,18 +209,17 @@ class Record:
         return str(found)
 
     def session(self, id: str) -> SessionRow | None:
-        """The session with this id."""
+        """Session with this id, or None."""
         found = self._one("SELECT id, owner, created, body, ended FROM sessions WHERE id = ?", id)
         return None if found is None else SessionRow(*found)
 
     def sessions(self, owner: str) -> list[SessionRow]:
-        """All sessions of an owner, the newest first."""
+        """Sessions of an owner, the newest first."""
         sql = "SELECT id, owner, created, body, ended FROM sessions WHERE owner = ? ORDER BY created DESC, id"
         return [SessionRow(*found) for found in self._all(sql, owner)]
 
     def unfinished_sessions(self) -> list[tuple[str, bool]]:
-        """The sessions that have not ended, and those that have while a request of theirs waits; each with whether it
-        has."""
+        """Ids of sessions that have not ended or still have queued requests, each with whether it has ended."""
         of_models = "SELECT session FROM models JOIN requests ON lane = models.id WHERE state = 'queued'"
         of_samplers = of_models.replace("models", "samplers")
         waiting = f"id IN ({of_models} UNION {of_samplers})"
@@ -226,11 +227,12 @@ class Record:
         return [(id, bool(ended)) for id, ended in self._all(sql)]
 
     def end_session(self, id: str, how: str) -> None:
-        """Say how a session ended; the first word counts."""
+        """Record how a session ended; nothing changes if it has ended already."""
         self._all("UPDATE sessions SET ended = ?, ended_at = ? WHERE id = ? AND ended IS NULL", how, now(), id)
 
     def forget_sessions(self, seconds: float) -> None:
-        """Drop the requests, results and samplers of sessions that ended so long ago; their checkpoints stay."""
+        """Delete the settled requests and the samplers of sessions that ended more than `seconds` ago; their
+        checkpoints stay."""
         ended = "SELECT id FROM sessions WHERE ended_at < ? AND ended_at > 0"
         lanes = (
             f"SELECT id FROM models WHERE session IN ({ended}) UNION SELECT id FROM samplers WHERE session IN ({ended})"
@@ -239,13 +241,13 @@ class Record:
         with self.together():
             self._all(f"DELETE FROM requests WHERE state != 'queued' AND lane IN ({lanes})", until, until)
             self._all(f"DELETE FROM samplers WHERE session IN ({ended})", until)
-            self._all("UPDATE sessions SET ended_at = 0 WHERE ended_at < ? AND ended_at > 0", until)  # once is enough
+            self._all("UPDATE sessions SET ended_at = 0 WHERE ended_at < ? AND ended_at > 0", until)  # 0: cleaned up
 
     def forget_fetched(self, seconds: float) -> None:
-        """Drop results that their clients have had for so long, but for those that a model is restored from; and give
-        pages that are free back to the disk."""
+        """Drop results that were fetched more than `seconds` ago, except of requests that a model may be restored from.
+        Also returns free pages to the disk."""
         old = "SELECT id FROM fetched WHERE at < ?"
-        sql = "UPDATE requests SET state = 'forgotten', result = NULL"  # a body is there if a model needs it
+        sql = "UPDATE requests SET state = 'forgotten', result = NULL"  # a body is kept only if a model needs it
         until = now() - seconds
         with self.together():
             self._all(f"{sql} WHERE id IN ({old}) AND state IN ('done', 'failed') AND body IS NULL", until)
@@ -256,33 +258,33 @@ class Record:
     # Models and samplers
 
     def add_model(self, row: ModelRow) -> None:
-        """Add a model; one that is there already stays."""
+        """Add a model, unless its id is recorded already."""
         values = (row.id, row.session, row.owner, row.created, row.body, row.snapshot)
         self._all("INSERT OR IGNORE INTO models VALUES (?, ?, ?, ?, ?, ?)", *values)
 
     def model(self, id: str) -> ModelRow | None:
-        """The model with this id."""
+        """Model with this id, or None."""
         found = self._one("SELECT id, session, owner, created, body, snapshot FROM models WHERE id = ?", id)
         return None if found is None else ModelRow(*found)
 
     def models(self, owner: str) -> list[ModelRow]:
-        """All models of an owner, the newest first."""
+        """Models of an owner, the newest first."""
         sql = "SELECT id, session, owner, created, body, snapshot FROM models WHERE owner = ? ORDER BY created DESC, id"
         return [ModelRow(*found) for found in self._all(sql, owner)]
 
     def describe_model(self, id: str, body: bytes) -> None:
-        """Replace what is known of a model."""
+        """Replace the body (`ModelFacts`) of a model."""
         self._all("UPDATE models SET body = ? WHERE id = ?", body, id)
 
     def snapshotted(self, id: str, seq: int) -> None:
-        """The effect of all requests of a model up to `seq` is in a file: their bodies are not needed any more."""
+        """Record that the model's snapshot holds the effect of its requests up to `seq`, and drop their bodies."""
         with self.together():
             self._all("UPDATE models SET snapshot = ? WHERE id = ?", seq, id)
             self._all("UPDATE requests SET body = NULL WHERE lane = ? AND seq <= ? AND state != 'queued'", id, seq)
 
     def places(self) -> list[str | tuple[str, int]]:
-        """What is in folders: the paths of checkpoints, and models that may be asked for again with the numbers of
-        their snapshots."""
+        """Folders on disk that are needed: paths of checkpoints, and (id, snapshot) of models whose session is open or
+        which have queued requests."""
         paths = [path for (path,) in self._all("SELECT path FROM checkpoints")]
         open_ = "SELECT id FROM sessions WHERE ended IS NULL"
         waiting = "SELECT lane FROM requests WHERE state = 'queued'"
@@ -290,11 +292,11 @@ class Record:
         return [*paths, *((id, seq) for id, seq in self._all(sql))]
 
     def knows_places(self) -> bool:
-        """Whether anything was ever in a folder."""
+        """Whether a model was ever recorded, so that `places` is complete."""
         return bool(self._all("SELECT 1 FROM models LIMIT 1"))
 
     def last_sampled(self) -> dict[str, float]:
-        """When samples by each path of weights were last asked for; endless where one still waits."""
+        """Unix time of the last request for samples by path of weights; 9e99 if a request is still queued."""
         sql = (
             "SELECT path, MAX(CASE state WHEN 'queued' THEN 9e99 ELSE asked END) FROM samplers"
             " JOIN requests ON lane = samplers.id WHERE path IS NOT NULL GROUP BY path"
@@ -302,31 +304,31 @@ class Record:
         return dict(self._all(sql))
 
     def add_sampler(self, row: SamplerRow) -> None:
-        """Add a sampling session; one that is there already stays."""
+        """Add a sampling session, unless its id is recorded already."""
         values = (row.id, row.session, row.owner, row.created, row.path, row.model)
         self._all("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?, 0)", *values)
 
     def sampler(self, id: str) -> SamplerRow | None:
-        """The sampling session with this id."""
+        """Sampling session with this id, or None."""
         found = self._one("SELECT id, session, owner, created, path, model FROM samplers WHERE id = ?", id)
         return None if found is None else SamplerRow(*found)
 
     def samplers(self, session: str) -> list[SamplerRow]:
-        """All sampling sessions of a session."""
+        """Sampling sessions of a session, the oldest first."""
         sql = "SELECT id, session, owner, created, path, model FROM samplers WHERE session = ? ORDER BY created, id"
         return [SamplerRow(*found) for found in self._all(sql, session)]
 
     def followers_wait(self, model: str) -> bool:
-        """Whether a request of a sampler that follows a model waits."""
+        """Whether a sampler that follows this model has a queued request."""
         lanes = "SELECT id FROM samplers WHERE model = ?"
         return bool(self._all(f"SELECT 1 FROM requests WHERE state = 'queued' AND lane IN ({lanes}) LIMIT 1", model))
 
     def follow(self, model: str, path: str) -> None:
-        """All samplers that follow a model have new weights."""
+        """Set new weights for all samplers that follow a model."""
         self._all("UPDATE samplers SET path = ? WHERE model = ?", path, model)
 
     def join_sampler(self, id: str) -> int:
-        """A number for a further client of a sampling session, 1 for the first."""
+        """Count a further client of a sampling session; returns its number, 1 for the first."""
         with self.together():
             self._all("UPDATE samplers SET clones = clones + 1 WHERE id = ?", id)
             [(clones,)] = self._all("SELECT clones FROM samplers WHERE id = ?", id)
@@ -335,8 +337,8 @@ class Record:
     # Requests
 
     def ask(self, asked: Asked, said: bytes | None = None) -> tuple[Asked, bool, bool]:
-        """Put a request on record, unless it is. Returns the one on record, whether it is the same, and whether it is
-        new. `said`: by which one that comes again is known; None: its body."""
+        """Record a request, unless its id is recorded already. Returns the recorded request, whether it is the same
+        request, and whether it is new. `said`: content that must be equal in a retry; None for the body."""
         digest = hashlib.blake2b(said or asked.body or b"", digest_size=16, person=asked.kind.encode()[:16]).digest()
         with self.together():
             found = self.request(asked.id)
@@ -351,50 +353,53 @@ class Record:
         return found, held == digest, False
 
     def request(self, id: str) -> Asked | None:
-        """The request with this id."""
+        """Request with this id, or None."""
         found = self._one(f"{_REQUEST} WHERE id = ?", id)
         return None if found is None else Asked(*found)
 
     def queued(self) -> Iterator[Asked]:
-        """All requests that wait, in the order in which they came; one is in memory at a time."""
+        """Iterate over queued requests in the order of their arrival; only one is in memory at a time."""
         for (id,) in self._all("SELECT id FROM requests WHERE state = 'queued' ORDER BY asked, seq"):
             if (found := self.request(id)) is not None:
                 yield found
 
     def settled(self, lane: str, after: int, kinds: Iterable[str]) -> list[Asked]:
-        """The requests of a model, of some kinds, that were settled and come after one of them, in order."""
+        """Requests of a lane with numbers above `after` that are not queued any more and of one of these kinds, in
+        order."""
         rows = self._all(f"{_REQUEST} WHERE lane = ? AND seq > ? AND state != 'queued' ORDER BY seq", lane, after)
         return [asked for asked in (Asked(*found) for found in rows) if asked.kind in kinds]
 
     def next_seq(self, lane: str) -> int | None:
-        """The first number of a model that is not settled, counted from the last settled one; None if none is."""
+        """Number after the last settled request of a lane; None if none is settled."""
         [(last,)] = self._all("SELECT MAX(seq) FROM requests WHERE lane = ? AND state != 'queued'", lane)
         return None if last is None else int(last) + 1
 
     def last_asked(self, lane: str) -> float | None:
-        """When the newest request of a model came."""
+        """Unix time at which the newest request of a lane was recorded; None without requests."""
         [(found,)] = self._all("SELECT MAX(asked) FROM requests WHERE lane = ?", lane)
         return None if found is None else float(found)
 
     def begin(self, id: str) -> int:
-        """Say that a request is computed now; how often it was begun and not ended, this time included."""
+        """Record that the computation of a request begins. Returns how often it has begun without a `pause` or an end,
+        this time included; more than once means that the server was killed meanwhile."""
         with self.together():
             self._all("INSERT INTO begun VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET times = times + 1", id)
             [(times,)] = self._all("SELECT times FROM begun WHERE id = ?", id)
         return int(times)
 
     def pause(self, id: str) -> None:
-        """Say that a request that was begun is not computed now: others have their turn."""
+        """Record that the computation of a request is paused, so that a kill is not attributed to it."""
         self._all("UPDATE begun SET times = times - 1 WHERE id = ?", id)
 
     def none_computed(self) -> None:
-        """Say that no request is computed now: the server ends as it should."""
+        """Record that no request is being computed, when the server ends regularly."""
         self._all("DELETE FROM begun")
 
     def settle(
         self, id: str, state: str, result: bytes, form: str, *, proof: str = "", keep_body: bool = False
     ) -> None:
-        """Say what became of a request. The first word counts."""
+        """Record the outcome of a queued request; nothing changes if it is settled already. `proof`: checksum of the
+        weights after it. `keep_body`: keep the request's body, which restoring its model needs."""
         with self.together():
             self._place += 1
             body = "" if keep_body else ", body = NULL"
@@ -403,8 +408,8 @@ class Record:
             self._all("DELETE FROM begun WHERE id = ?", id)
 
     def settled_after(self, lane: str, place: int, first: int, last: int) -> list[tuple[str, str, int, int]]:
-        """Id, state, bytes of the result and place of the requests of a sampler with numbers from `first` to `last`
-        that were settled after `place`."""
+        """Requests of a sampler with numbers from `first` to `last` that were settled after `place`: id, state, size of
+        the result in bytes, and place. Places number all settled requests in the order of settling."""
         sql = (
             "SELECT id, state, LENGTH(result), place FROM requests"
             " WHERE lane = ? AND place > ? AND seq BETWEEN ? AND ? ORDER BY place"
@@ -412,11 +417,11 @@ class Record:
         return [(id, state, size or 0, at) for id, state, size, at in self._all(sql, lane, place, first, last)]
 
     def fetched(self, id: str) -> None:
-        """Say that a client has a result."""
+        """Record that a client has fetched a result."""
         self._all("INSERT OR IGNORE INTO fetched VALUES (?, ?)", id, now())
 
     def forget_results(self, lane: str, ids: Iterable[str]) -> None:
-        """Drop results that their client has."""
+        """Drop results of a sampler that its client has received."""
         with self.together():
             for id in ids:
                 self._all(
@@ -429,7 +434,7 @@ class Record:
     # Checkpoints
 
     def add_checkpoint(self, row: CheckpointRow) -> None:
-        """Add a checkpoint, or replace the one of its path."""
+        """Add a checkpoint, or replace the checkpoint with the same path."""
         values = (row.path, row.model, row.owner, row.kind, row.name, row.created, row.size, row.public)
         self._all(
             "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -440,12 +445,12 @@ class Record:
         )
 
     def checkpoint(self, path: str) -> CheckpointRow | None:
-        """The checkpoint of this path, expired ones too."""
+        """Checkpoint with this path, also if it has expired; None if there is none."""
         found = self._one(f"{_CHECKPOINT} WHERE path = ?", path)
         return None if found is None else CheckpointRow(*found)
 
     def checkpoints(self, *, owner: str | None = None, model: str | None = None) -> list[CheckpointRow]:
-        """The checkpoints of an owner, or of a model, or all of them; the newest first."""
+        """Checkpoints of an owner, of a model, or all; the newest first."""
         where, values = ("owner = ?", owner) if owner is not None else ("model = ?", model)
         if values is None:
             return [CheckpointRow(*found) for found in self._all(f"{_CHECKPOINT} ORDER BY created DESC")]
@@ -454,17 +459,17 @@ class Record:
         ]
 
     def change_checkpoint(self, path: str, *, public: bool | None = None, expires: float | None = None) -> None:
-        """Change who may read a checkpoint, or with `public` None until when it is kept."""
+        """Set whether all clients may read a checkpoint, or, if `public` is None, its expiry (None: never)."""
         if public is None:
             self._all("UPDATE checkpoints SET expires = ? WHERE path = ?", expires, path)
         else:
             self._all("UPDATE checkpoints SET public = ? WHERE path = ?", public, path)
 
     def drop_checkpoint(self, path: str) -> None:
-        """Forget a checkpoint."""
+        """Delete a checkpoint from the record; its files stay."""
         self._all("DELETE FROM checkpoints WHERE path = ?", path)
 
 
 def encode(value: object) -> bytes:
-    """A value as JSON."""
+    """Encode a value as JSON."""
     return msgspec.json.encode(value)

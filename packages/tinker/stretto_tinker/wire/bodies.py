@@ -1,4 +1,4 @@
-"""The JSON bodies of the SDK's requests, field by field as it sends them."""
+"""Record types of the SDK's JSON bodies; each docstring names the endpoint."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from stretto.processes.http.bodies import parse_record
 Body = TypeVar("Body", bound=msgspec.Struct)
 Metadata = dict[str, Any] | None
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-#: A number that counts: of requests, models, samplers, seconds. The largest that a result's place can be, and less.
+#: Number of a request, model or sampler, or a limit.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Far = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]  # a count beyond all that one client reaches
+Far = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]  # number of a request of a sampler, or a cursor
 _NOTHING = frozenset({b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""'})
 
 
-#: Seconds that a checkpoint is kept.
+#: Lifetime of a checkpoint in seconds: an hour to ten years.
 Lifespan = Annotated[int, msgspec.Meta(ge=3_600, le=10 * 366 * 86_400)]
 
 
@@ -63,7 +63,7 @@ class EndSession(msgspec.Struct, frozen=True):
 
 
 class Lora(msgspec.Struct, frozen=True):
-    """Which adapters a model gets."""
+    """LoRA settings of a model: rank, seed of the initial values, and layers that get adapters."""
 
     rank: int
     seed: int | None = None
@@ -73,7 +73,7 @@ class Lora(msgspec.Struct, frozen=True):
 
 
 class OptimizerKind(msgspec.Struct, frozen=True):
-    """The optimizer of a model, for its life."""
+    """Optimizer of a model."""
 
     type: str = "adamw"
     version: int = 1
@@ -99,7 +99,7 @@ class OfModel(msgspec.Struct, frozen=True):
 
 
 class Adam(msgspec.Struct, frozen=True):
-    """The settings of one optimizer step."""
+    """Settings of AdamW for one step. `grad_clip_norm`: largest norm of the gradient; 0 for no limit."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -120,7 +120,7 @@ class OptimStep(msgspec.Struct, frozen=True):
 
 
 class Numbered(msgspec.Struct, frozen=True):
-    """The number of a request to a model, whatever else is in its body."""
+    """Model and number of a training request; its other fields are ignored."""
 
     model_id: str | None = None
     seq_id: Count | None = None
@@ -142,7 +142,7 @@ class SaveWeights(msgspec.Struct, frozen=True):
 
 
 class LoadWeights(msgspec.Struct, frozen=True):
-    """``load_weights``, into a model or into a new one"""
+    """``load_weights``, into an existing model (`model_id`) or a new one (`session_id` and `model_seq_id`)"""
 
     path: str
     optimizer: bool
@@ -175,22 +175,22 @@ class JoinSampler(msgspec.Struct, frozen=True):
 
 
 class TextChunk(msgspec.Struct, frozen=True):
-    """A part of a prompt; chunks of other types hold no tokens."""
+    """A part of a prompt. Chunks of other types than "encoded_text" (images, say) are refused."""
 
     type: str = "encoded_text"
     tokens: tuple[int, ...] = ()
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
-    """A prompt."""
+    """A prompt as a list of chunks."""
 
     chunks: tuple[TextChunk, ...]
 
     def token_ids(self) -> tuple[int, ...]:
-        """All of them.
+        """Token ids of all chunks.
 
         Raises:
-            RefusedRequest: a chunk is of another kind.
+            RefusedRequest: a chunk is not text.
         """
         for at, chunk in enumerate(self.chunks):
             if chunk.type != "encoded_text":
@@ -200,7 +200,7 @@ class PromptTokens(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How a completion is sampled."""
+    """Sampling settings of a request."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -211,7 +211,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class TargetIds(msgspec.Struct, frozen=True):
-    """Tokens whose log-probabilities are wanted: an array, dense or compressed by rows."""
+    """Tokens whose log-probabilities are requested, [P - 1, K]: a dense array, or a sparse one in CSR format."""
 
     data: list[int]
     dtype: str = "int64"
@@ -248,7 +248,7 @@ class OfRequest(msgspec.Struct, frozen=True):
 
 
 class OfSampler(msgspec.Struct, frozen=True):
-    """The requests of a sampling session that one client of it sent."""
+    """One client of a sampling session, whose requests are meant."""
 
     sampling_session_id: str
     cloned_sampler_id: Count = 0
@@ -288,13 +288,13 @@ class OfPath(msgspec.Struct, frozen=True):
 
 
 def parse(raw: bytes, kind: type[Body]) -> Body:
-    """The request in a body.
+    """Decode a JSON body.
 
-    A later version of the SDK may send a field that is unknown here: where it holds nothing (null, false, 0, or an
-    empty list), it is passed over; otherwise the request is refused with the field's name.
+    A later version of the SDK may send unknown fields. They are ignored if they are empty (null, false, 0, "", [] or
+    {}); otherwise the request is refused.
 
     Raises:
-        RefusedRequest: a field is wrong, missing or unknown.
+        RefusedRequest: names the first field that is wrong, missing or unknown.
     """
     body = parse_record(raw, kind)
     known = {field.encode_name for field in msgspec.structs.fields(kind)}

@@ -1,4 +1,4 @@
-"""What a request trains on: sequences of tokens, each with the arrays that its loss reads."""
+"""Data of a training request: sequences of tokens, each with the arrays that its loss reads."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Array = NDArray[Any]
 FLOAT32, INT64 = 1, 2
 _DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype(np.float32), INT64: np.dtype(np.int64)}
 _INT64 = np.dtype(np.int64)
-#: Targets of one sequence: each is a row of the output matrix's input, of which a model keeps some for the gradient.
+#: Most targets of one sequence; each takes a row of hidden state, which is kept for the backward pass.
 _MOST_TARGETS = 1 << 19
-#: Cells of all arrays of a request that arrive sparse: rows and columns are any two numbers, in a body of a few bytes.
+#: Most elements of all sparse arrays of a request. A body of a few bytes could otherwise request arrays of any size.
 _MOST_CELLS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence: position i of `tokens` predicts row i of ``inputs["target_tokens"]``."""
+    """One sequence to train on. Position i of `tokens` predicts row i of ``inputs["target_tokens"]``. The other inputs
+    are arrays that the loss reads, in the shape of the targets."""
 
     tokens: NDArray[np.int64]  # [N]
     inputs: Mapping[str, Array]  # each [N], or [N, K] for several targets a position
@@ -36,26 +37,27 @@ class Datum:
 
     @property
     def width(self) -> int:
-        """Targets of a position."""
+        """Number of targets per position."""
         return self.targets.shape[1] if self.targets.ndim == 2 else 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """A decoded request for a forward, or for a forward and a backward pass."""
+    """A decoded request for a forward pass (`forward_only`), or a forward and a backward pass. `config`: settings of
+    the loss."""
 
     model_id: str
     seq_id: int
     loss: str
     config: Mapping[str, float | str]
     forward_only: bool
-    data: tuple[Any, ...]  # messages `Datum`: decoded when their turn comes
+    data: tuple[Any, ...]  # protobuf messages `Datum`, which `datums` decodes
 
     def datums(self) -> list[Datum]:
-        """The sequences.
+        """Decode the sequences.
 
         Raises:
-            RefusedRequest: one of them is none; names it and its field.
+            RefusedRequest: there are none, or one is invalid; names the datum and its field.
         """
         if not self.data:
             raise RefusedRequest("data", "no datum", "at least one")
@@ -71,10 +73,10 @@ class Job:
 
 
 def parse_job(raw: bytes) -> Job:
-    """The request in a body.
+    """Decode the protobuf body of a training request. Its data are decoded later, by `Job.datums`.
 
     Raises:
-        RefusedRequest: the body is no such message.
+        RefusedRequest: the body is not such a message.
     """
     message = schema.parse("ForwardBackwardRequest", raw)
     config: dict[str, float | str] = {pair.key: pair.value for pair in message.loss_fn_config}
@@ -99,7 +101,7 @@ def _datum(message: Any, place: str) -> Datum:
 
 
 def _array(message: Any, place: str) -> Array:
-    """The array of a message, dense."""
+    """Decode an array; a sparse one is converted to a dense one. `place`: its field, for errors."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise RefusedRequest(place, f"numbers of the type {message.dtype}", "float32 (1) or int64 (2)")
@@ -115,7 +117,7 @@ def _array(message: Any, place: str) -> Array:
 
 
 def _dense(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], place: str) -> Array:
-    """The dense array of a compressed one; cells that it does not list are 0."""
+    """Convert a sparse array in CSR format to a dense one; elements that it does not list are 0."""
     if len(shape) != 2:
         raise RefusedRequest(place, f"a sparse array of the shape {shape}", "two axes")
     values = _numbers(csr.values, dtype, place)
@@ -142,14 +144,16 @@ def _numbers(raw: bytes, dtype: np.dtype[Any], place: str) -> Array:
 
 
 def check(datums: Sequence[Datum], takes: Mapping[str, bool], vocabulary: int, context: int, *, several: bool) -> None:
-    """Refuse data that a loss cannot be computed of.
+    """Check that a loss can be computed on all data.
 
     Args:
-        takes: the inputs of the loss, each with whether it is needed.
+        takes: inputs that the loss reads, each with whether it is required.
+        vocabulary: number of tokens.
+        context: most tokens of a sequence.
         several: whether a position may have several targets.
 
     Raises:
-        RefusedRequest: with the datum, the field, what it holds and what is allowed.
+        RefusedRequest: names the first wrong datum and field, its value, and what is allowed.
     """
     for at, datum in enumerate(datums):
         place = f"data[{at}]"

@@ -1,4 +1,4 @@
-"""Results as the SDK decodes them: protobuf for log-probabilities and samples."""
+"""Results of forward passes and of sampling, and their encoding as the SDK's protobuf messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Computed:
-    """The result of a forward pass: log-probabilities of each datum's targets, and numbers about all of them."""
+    """Result of a forward pass: log-probabilities of each datum's targets, and metrics of all data together."""
 
     logprobs: Sequence[Floats]  # each [N] or [N, K]
     metrics: Mapping[str, float]
@@ -28,7 +28,8 @@ class Computed:
 
 @dataclass(frozen=True)
 class Likeliest:
-    """The likeliest tokens of each position, the likeliest first; rows without any hold token 0 and -99999."""
+    """The K likeliest tokens at each of N positions, the likeliest first. Empty entries hold token 0 and
+    log-probability -99999."""
 
     token_ids: NDArray[np.int32]  # [N, K]
     logprobs: Floats  # [N, K]
@@ -40,16 +41,16 @@ class SampledTokens:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    stopped: bool  # by its end, not by its length
+    stopped: bool  # by a stop, not by its limit of tokens
     likeliest: Likeliest | None = None
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The result of a request for samples."""
+    """Result of a request for samples; the fields about the prompt are None unless requested."""
 
     sequences: Sequence[SampledTokens]
-    prompt_logprobs: Floats | None = None  # [P], NaN where there is none
+    prompt_logprobs: Floats | None = None  # [P], NaN for positions that were not scored
     prompt_likeliest: Likeliest | None = None
     target_logprobs: Floats | None = None  # [P - 1, K]
     drawn: Likeliest | None = None  # tokens drawn at each prompt position, [P - 1, K]
@@ -57,7 +58,8 @@ class Sampled:
 
 
 def encode_computed(computed: Computed) -> bytes:
-    """The message of a forward pass; arrays of one width make one record."""
+    """Encode the result of a forward pass. Consecutive arrays with the same number of targets per position share one
+    record of the message."""
     message = schema.new("ForwardBackwardOutput")
     message.loss_fn_output_type = "ArrayRecord"
     for name, number in computed.metrics.items():
@@ -80,7 +82,7 @@ def encode_computed(computed: Computed) -> bytes:
 
 
 def encode_sampled(sampled: Sampled) -> bytes:
-    """The message of samples."""
+    """Encode the result of a request for samples."""
     message = schema.new("SampleResponse")
     for sequence in sampled.sequences:
         added = message.sequences.add(

@@ -1,7 +1,7 @@
-"""The protobuf messages of the Tinker SDK, as tables of fields.
+"""Protobuf messages of the Tinker SDK, defined by tables of fields.
 
-The descriptors are built here and kept in a pool of their own, so that a process that has the SDK too sees no clash.
-Maps are written as what they are on the wire (repeated pairs of key and value), enums as their numbers.
+The descriptors are in a pool of their own, so that they do not clash with those of the SDK in the same process. Maps
+are defined by their wire format (repeated pairs of key and value), enums as integers.
 """
 
 from __future__ import annotations
@@ -90,15 +90,15 @@ _POOL = _pool()
 
 
 def new(name: str) -> Any:
-    """An empty message."""
+    """Make an empty message of the type `name`."""
     return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}"))()
 
 
 def parse(name: str, raw: bytes) -> Any:
-    """The message in `raw`.
+    """Decode a message of the type `name`.
 
     Raises:
-        RefusedRequest: the bytes are no such message.
+        RefusedRequest: the bytes are not such a message.
     """
     found = new(name)
     try:

@@ -1,12 +1,12 @@
-"""A model that is trained: its state as a function of the requests on record.
+"""Models in memory. The state of each is a function of its recorded requests.
 
     create 0 ─ forward_backward 1 ─ optim_step 2 ─ forward_backward 3 ─ optim_step 4 ─ ...
                                                  └ snapshot 2
 
-What is in memory is always the snapshot and the effect of the requests behind it, in their order. So a kill loses
-nothing: the requests are computed again, bit for bit, and each step is taken once. A snapshot is written when the
-requests behind the last one have taken `_RATIO` times as long as it takes to write one: writing costs at most that
-part of the time, and a restart computes at most so much again.
+A model in memory equals its snapshot on disk plus the effect of the requests after it, in order. After a kill these
+requests are computed again, bit for bit, so that nothing is lost and each step is taken once. A snapshot is written
+when the computation since the last one has taken a second, and 20 times as long as writing one takes. So writing costs
+at most 5 % of the time, and a restart has little more than this to compute again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from stretto_tinker.wire.outputs import encode_computed
 log = logging.getLogger(__name__)
 
 CREATE, LOAD, FORWARD, BACKWARD, STEP = "create_model", "load_weights", "forward", "forward_backward", "optim_step"
-#: A request that was refused when it came. It has its number, which those behind it wait for, and no effect.
+#: Kind of a request that was refused on arrival. It has a number, so that later requests can follow, and no effect.
 REFUSED = "refused"
-#: Requests that change the state of a model; their bodies are kept until a snapshot holds their effect.
+#: Kinds of requests that change a model; their bodies are kept until a snapshot holds their effect.
 EFFECTS = frozenset({CREATE, LOAD, BACKWARD, STEP})
 _RATIO = 20.0
 _LEAST_SECONDS = 1.0
@@ -43,7 +43,7 @@ _ANY = float("inf")
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What is known of a model beside its weights."""
+    """Recorded facts about a model. `corrupted`: a restored step gave other weights than at first."""
 
     base_model: str
     shape: Shape
@@ -53,29 +53,37 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 @dataclass
 class Live:
-    """A model in memory."""
+    """A model in memory.
+
+    Attributes:
+        seq: number of the last request whose effect it holds.
+        broken: why the accumulated gradient is incomplete (a failed request); "" if it is complete.
+        grown: whether a gradient is accumulated.
+        behind: seconds of computation since the last snapshot.
+        saving: seconds that writing the last snapshot took.
+    """
 
     model: TrainedModel
     facts: ModelFacts
-    seq: int = -1  # the last request whose effect it holds
-    broken: str = ""  # why the gradient is not whole
-    grown: bool = False  # whether there is a gradient
-    behind: float = 0.0  # seconds of computation behind the snapshot
-    saving: float = 0.05  # seconds that a snapshot takes
+    seq: int = -1
+    broken: str = ""
+    grown: bool = False
+    behind: float = 0.0
+    saving: float = 0.05
 
 
 class Models:
-    """The models in memory, and how one comes there."""
+    """Models in memory: restores them from record and snapshot, applies requests, writes snapshots."""
 
     def __init__(self, backend: Backend, record: Record, weights: Weights) -> None:
         self.backend, self._record, self._weights = backend, record, weights
         self._live: dict[str, Live] = {}
 
     def live(self, row: ModelRow) -> Pieces[Live]:
-        """The model, from memory, or restored from the record.
+        """Return a model from memory, or restore it from its snapshot and the requests after it, in pieces.
 
         Raises:
-            StoreError: its snapshot is not whole.
+            StoreError: files of its snapshot are missing or damaged.
         """
         if (found := self._live.get(row.id)) is None:
             found = self._live[row.id] = yield from self._restored(row)
@@ -91,7 +99,8 @@ class Models:
         return live
 
     def _again(self, live: Live, asked: Asked) -> Pieces[None]:
-        """The effect of a request that is settled."""
+        """Apply a settled request to a model that is being restored. If a step gives other weights than at first, the
+        model is recorded as corrupted."""
         live.seq = asked.seq
         if asked.state != DONE:
             self._failed(live, asked.kind, "a forward_backward before this step failed")
@@ -104,14 +113,15 @@ class Models:
             self._record.describe_model(asked.lane, msgspec.json.encode(live.facts))
 
     def perform(self, live: Live, asked: Asked) -> Pieces[tuple[bytes, str, str]]:
-        """The effect of a request that is new: its result, the result's form, and a proof of the weights after it.
+        """Apply a new request, in pieces; returns its result, the result's encoding, and after a step a checksum of the
+        weights.
 
         Raises:
             RefusedRequest, StoreError: the request fails.
         """
         try:
             result, form = yield from self._take_effect(live, asked)
-        except GeneratorExit:  # the server ends: the request is computed by the next one
+        except GeneratorExit:  # the server stops; after its restart the request is computed again
             raise
         except BaseException as error:
             self._failed(live, asked.kind, f"forward_backward {asked.seq} before this step failed: {error}")
@@ -137,7 +147,7 @@ class Models:
         return found, "json"
 
     def _at_once(self, live: Live, asked: Asked, body: bytes) -> bytes:
-        """The effect of a request that has one piece."""
+        """Apply a request that is computed in one piece; returns its result as JSON."""
         if asked.kind == STEP:
             metrics = self._step(live, adam_of(parse(body, OptimStep)))
             return msgspec.json.encode({"metrics": metrics})
@@ -176,10 +186,11 @@ class Models:
         return place.path
 
     def snapshot_if_due(self, live: Live, id: str, *, now: bool = False) -> None:
-        """Write a snapshot where it is worth it, or `now`; none while there is a gradient, which it could not hold.
+        """Write a snapshot if it is due (see the module) or `now`. None is written while a gradient is accumulated,
+        because snapshots do not include it.
 
         Raises:
-            OSError: it cannot be written; the one before stays.
+            OSError: the snapshot cannot be written; the earlier one stays.
         """
         due = live.behind >= max(_LEAST_SECONDS, _RATIO * live.saving)
         if live.grown or live.broken or not (now or due):
@@ -191,7 +202,7 @@ class Models:
         live.saving, live.behind = time.monotonic() - began, 0.0
 
     def retire(self, id: str) -> None:
-        """Take a model from memory; it is restored when it is asked for again."""
+        """Remove a model from memory, after a snapshot if it has changed. It is restored at its next request."""
         live = self._live.get(id)
         if live is None:
             return
@@ -203,19 +214,19 @@ class Models:
         self.forget(id)
 
     def end(self, id: str) -> None:
-        """Take a model from memory and from the disk: nobody will ask for it again."""
+        """Remove a model from memory and delete its snapshots, when no request for it can come any more."""
         self.forget(id)
         self._weights.drop_snapshots(id)
 
     def forget(self, id: str) -> None:
-        """Take a model from memory without a snapshot."""
+        """Remove a model from memory without writing a snapshot."""
         self._live.pop(id, None)
 
     def shape_at(self, folder: Path) -> Shape:
-        """The shape of the model that wrote a checkpoint.
+        """Read the shape of the model in a checkpoint's folder.
 
         Raises:
-            RefusedRequest: there is no such checkpoint, or it is of another base model.
+            RefusedRequest: the folder is missing or damaged, or has another base model.
         """
         try:
             return self.backend.shape_of(folder)
@@ -224,7 +235,7 @@ class Models:
 
 
 def _timed(live: Live, pieces: Pieces[Found]) -> Pieces[Found]:
-    """The pieces, whose seconds are behind the model's snapshot."""
+    """Run pieces and add their seconds to the model's computation since its snapshot."""
     try:
         while True:
             began = time.monotonic()
@@ -240,13 +251,13 @@ def _timed(live: Live, pieces: Pieces[Found]) -> Pieces[Found]:
 
 
 def adam_of(body: OptimStep) -> Adam:
-    """The numbers of a step.
+    """Read the AdamW settings of a step.
 
     Raises:
-        RefusedRequest: they are not finite or out of their range, or are those of another optimizer.
+        RefusedRequest: a setting is unknown, not finite or out of range, or another optimizer is requested.
     """
     if body.adam_params is not None and body.optimizer_params is not None:
-        raise RefusedRequest("optimizer_params", "beside adam_params", "one of them")
+        raise RefusedRequest("optimizer_params", "given together with adam_params", "one of them")
     if body.adam_params is None:
         found = (body.optimizer_params or {}).get("type", "nothing")
         raise RefusedRequest("optimizer_params", f"the optimizer {found!r} is not served", "adamw")
@@ -264,7 +275,7 @@ def adam_of(body: OptimStep) -> Adam:
 
 
 def facts_of(body: CreateModel, seed: int) -> ModelFacts:
-    """What a request for a model says."""
+    """Make the facts of a new model from the request that creates it. `seed`: used if the request has none."""
     lora = body.lora_config
     seed = lora.seed if lora is not None and lora.seed is not None else seed
     return ModelFacts(body.base_model, Shape(lora, seed % 2**63), body.user_metadata)

@@ -1,4 +1,4 @@
-"""Sampling: one engine for each set of weights, and requests that end when all of their sequences have."""
+"""Sampling requests: queues of waiting ones, and engines, one for each set of weights, that compute them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _MOST_WIDTH = 1024
 
 
 class Lane(NamedTuple):
-    """Some weights; and a client that has an engine of them alone, or "" for the engine that all others share."""
+    """Key of an engine: path of its weights ("" for the base model), and the client that has it alone ("" for the
+    engine that clients share)."""
 
     weights: str
     owner: str = ""
@@ -37,24 +38,26 @@ _BASE = Lane("")
 
 
 class Seeded(msgspec.Struct, frozen=True):
-    """A request for samples as it is put on record: its seed is drawn when it is accepted, so that it gives the same
-    tokens when it is computed again."""
+    """A request for samples as it is recorded. Its seed is drawn when it is accepted, so that a repeated computation
+    gives the same tokens."""
 
     sample: Sample
     seed: int
-    weights: str | None  # path of the weights, None for those of the base model
+    weights: str | None  # path of the weights, None for the base model
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """A request for samples that waits. Its body is on record alone."""
+    """A queued request for samples, without its body, which is only in the record. `tokens`: most tokens of its longest
+    sequence, prompt included."""
 
     asked: Asked
     sequences: int
-    tokens: int  # of the longest sequence, its prompt included
+    tokens: int
 
 
 def waiting(asked: Asked) -> tuple[str, Waiting]:
-    """A request as it waits, behind the path of its weights."""
+    """Make the queue entry of a request for samples; returns the path of its weights ("" for the base model), and the
+    entry."""
     seeded = msgspec.json.decode(asked.body or b"", type=Seeded)
     prompt, most = seeded.sample.prompt.token_ids(), seeded.sample.sampling_params.max_tokens
     tokens = _UNBOUNDED if most is None else len(prompt) + max(0, most)
@@ -62,21 +65,21 @@ def waiting(asked: Asked) -> tuple[str, Waiting]:
 
 
 class Engines:
-    """The sampled models in memory. To make one takes longer than a small sample: so the one that was not used for
-    longest takes over new weights of its shape, once there are some.
+    """Engines in memory, by their lane. They share one budget of KV cache.
 
-    All of them have one budget of KV cache.
+    Making an engine takes longer than a small sample. So once three engines are idle, the least recently used one gets
+    the new weights instead, if their shape is the same.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._engines: OrderedDict[Lane, SampledModel] = OrderedDict()  # the one that was used last is last
+        self._engines: OrderedDict[Lane, SampledModel] = OrderedDict()  # the most recently used last
 
     def of(self, lane: Lane, folder: Path | None) -> SampledModel:
-        """The engine of some weights.
+        """Return the engine of a lane, made if needed. `folder`: its weights, None for the base model.
 
         Raises:
-            StoreError: they are not whole.
+            StoreError: files of the weights are missing or damaged.
         """
         if lane not in self._engines:
             self._engines[lane] = self._reused(folder) or self._backend.sampled(folder)
@@ -91,8 +94,8 @@ class Engines:
         return engine if engine.take(folder) else None
 
     def make_room(self, chosen: SampledModel) -> None:
-        """Let an engine have its share of the KV cache, and what its longest sequence needs. Others give theirs back as
-        far as there is no room for both: the idle ones first, then those whose turn is longest ago."""
+        """Give an engine its share of the KV cache, at least what its longest sequence needs. If there is not enough
+        room, the limits of other engines are reduced: idle ones first, then the least recently used."""
         others = [engine for engine in self._engines.values() if engine is not chosen]
         for lane in [lane for lane, engine in self._engines.items() if engine is chosen]:
             self._engines.move_to_end(lane)
@@ -110,21 +113,22 @@ class Engines:
 
     @property
     def cache(self) -> int:
-        """Bytes of KV cache of all engines."""
+        """Bytes of KV cache that all engines have allocated."""
         return sum(engine.cache for engine in self._engines.values())
 
     def trim(self) -> None:
-        """Forget idle engines but for those used last and that of the base model."""
+        """Remove idle engines from memory, except the three most recently used and that of the base model."""
         idle = [lane for lane, engine in self._engines.items() if engine.idle and lane != _BASE]
         for lane in idle[: max(0, len(idle) - _FEWEST_IDLE)]:
             del self._engines[lane]
 
     def discard(self, lane: Lane) -> None:
-        """Forget an engine that has failed."""
+        """Remove the engine of a lane, after it has failed."""
         self._engines.pop(lane, None)
 
     def drop(self, weights: str) -> None:
-        """Forget the engines of some weights: their places are the first that are taken."""
+        """Detach the engines from a path of weights, so that its next request gets a new engine. The detached ones
+        finish their open requests, and are the first to be reused or removed."""
         for lane in [lane for lane in self._engines if lane.weights == weights]:
             engine = self._engines.pop(lane)
             gone = Lane(f"{weights} ({id(engine)}, gone)", lane.owner)
@@ -133,33 +137,34 @@ class Engines:
 
 
 class SampleQueue:
-    """Requests for samples of one set of weights that wait, in a queue for each client."""
+    """Queued requests for samples from one set of weights, in a queue for each client."""
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[Waiting]] = {}
 
     def add(self, waiting: Waiting) -> None:
-        """Put a request behind those of its client."""
+        """Append a request to the queue of its client."""
         self._queues.setdefault(waiting.asked.owner, deque()).append(waiting)
 
     def first(self, owner: str) -> Waiting:
-        """The first request of a client that waits."""
+        """First request in the queue of a client, which must not be empty."""
         return self._queues[owner][0]
 
     def next(self, open: Mapping[str, int], owners: Collection[str]) -> Waiting | None:
-        """The first request of the client that has the fewest of `open`, of some; None where none of them waits."""
+        """First request of the client among `owners` that has the fewest open requests; None if none of them has a
+        queued request. `open`: number of open requests by client."""
         waiting = [owner for owner in self._queues if owner in owners]
         return self.first(min(waiting, key=lambda owner: open.get(owner, 0))) if waiting else None
 
     def remove(self, waiting: Waiting) -> None:
-        """Take the first request of a client away; the client is asked behind the others next time."""
+        """Remove the first request of a client's queue; among equals, the client is then considered last."""
         queue = self._queues.pop(waiting.asked.owner)
         assert queue.popleft() is waiting
         if queue:
             self._queues[waiting.asked.owner] = queue
 
     def discard(self, chosen: Callable[[Asked], bool]) -> list[Asked]:
-        """Take some requests away."""
+        """Remove the requests for which `chosen` is true; returns them."""
         found = [one.asked for queue in self._queues.values() for one in queue if chosen(one.asked)]
         for owner in {asked.owner for asked in found}:
             kept = deque(one for one in self._queues[owner] if not chosen(one.asked))
@@ -171,26 +176,27 @@ class SampleQueue:
 
     @property
     def owners(self) -> list[str]:
-        """The clients that wait."""
+        """Clients with queued requests."""
         return list(self._queues)
 
 
 class Sampling:
-    """The open requests of one set of weights."""
+    """Open requests of one engine: those that it is sampling."""
 
     def __init__(self, engine: SampledModel) -> None:
         self.engine = engine
         self._open: dict[str, tuple[Asked, Sampled]] = {}
-        self._sequences: dict[str, int] = {}  # of each open request
+        self._sequences: dict[str, int] = {}  # number of sequences by open request
 
     @property
     def owners(self) -> list[str]:
-        """The clients it works for, each as often as it has a request open."""
+        """Client of each open request; a client appears once per request."""
         return [asked.owner for asked, _ in self._open.values()]
 
     def begins(self, waiting: Waiting) -> bool:
-        """Whether a request can begin now. One of a client that has less than its part of the open sequences has to
-        find room to its end: it is not to wait for those of others."""
+        """Whether a request can begin on this engine now; always, if no request is open. Otherwise it needs a free slot
+        and a short backlog. If its client has less than an equal share of the open sequences, it also needs KV cache
+        up to its end, so that it does not have to wait for the sequences of others."""
         if self.idle:
             return True
         if self.engine.free <= 0 or self.engine.backlog >= turns.TURN_TOKENS // 2:
@@ -198,21 +204,21 @@ class Sampling:
         return not self.owes(waiting.asked.owner) or self.engine.fits(waiting.sequences, waiting.tokens)
 
     def owes(self, owner: str) -> bool:
-        """Whether a client has less than its part of the open sequences, beside others."""
+        """Whether a client has fewer open sequences than an equal share of all."""
         clients = {owner, *self.owners}
         own = sum(self._sequences[id] for id, (asked, _) in self._open.items() if asked.owner == owner)
         return own * len(clients) < sum(self._sequences.values())
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is open."""
+        """Whether no request is open."""
         return not self._open
 
     def begin(self, asked: Asked) -> None:
-        """Begin with a request: the prompt is scored, where that is wanted, and the sampling begins.
+        """Open a request, with its body: add it to the engine, and score its prompt if requested.
 
         Raises:
-            RefusedRequest: with the field that is wrong.
+            RefusedRequest: names the wrong field.
         """
         seeded = msgspec.json.decode(asked.body or b"", type=Seeded)
         sample, prompt = seeded.sample, seeded.sample.prompt.token_ids()
@@ -228,7 +234,7 @@ class Sampling:
             raise
 
     def _of_prompt(self, sample: Sample, prompt: tuple[int, ...], seed: int) -> Sampled:
-        """What is wanted of the prompt itself."""
+        """Compute the requested log-probabilities and tokens of the prompt; the result has no sequences yet."""
         logprobs: Floats | None = None
         likeliest: Likeliest | None = None
         first = 1 if sample.prompt_logprobs_last_n is None else len(prompt) - sample.prompt_logprobs_last_n
@@ -245,8 +251,8 @@ class Sampling:
         return Sampled([], logprobs, likeliest, targets, drawn)
 
     def turn(self, over: Callable[[], bool]) -> Iterator[tuple[Asked, bytes | StrettoError]]:
-        """Sample a token at least of each sequence, and more until it is over; the requests that ended, with their
-        results, or why they have none."""
+        """Sample at least one token of each sequence, and go on until `over()` is true or no sequence is open. Yields
+        each request that ends, with its encoded result or its error."""
         last = self.engine.idle
         while not last:
             found = self.engine.step()
@@ -260,7 +266,7 @@ class Sampling:
         return self._open.pop(id)
 
     def abort(self, id: str) -> Asked | None:
-        """End a request; None if it is not open."""
+        """Abort an open request and return it; None if it is not open."""
         if id not in self._open:
             return None
         asked, _ = self._end(id)
@@ -268,7 +274,7 @@ class Sampling:
         return asked
 
     def open(self) -> list[Asked]:
-        """The open requests."""
+        """Open requests, without their bodies."""
         return [asked for asked, _ in self._open.values()]
 
 
@@ -281,10 +287,10 @@ def _encoded(sampled: Sampled, sequences: Any) -> bytes | StrettoError:
 
 
 def check_sample(sample: Sample, prompt: tuple[int, ...]) -> None:
-    """Refuse what is not served, before anything is computed.
+    """Check the settings of a request for samples.
 
     Raises:
-        RefusedRequest: with the first field that is wrong.
+        RefusedRequest: names the first field that is wrong or not served.
     """
     settings = sample.sampling_params
     bounds: dict[str, tuple[float, float, float]] = {
@@ -308,10 +314,11 @@ def check_sample(sample: Sample, prompt: tuple[int, ...]) -> None:
 
 
 def dense_targets(targets: TargetIds, prompt: int) -> list[list[int]]:
-    """The wanted tokens, a row for each position of a prompt after the first; -1 for none.
+    """Convert the requested target tokens to a dense array [P - 1, K], one row for each position of a prompt after the
+    first; -1 marks an empty entry. `prompt`: number of the prompt's tokens, P.
 
     Raises:
-        RefusedRequest: the rows do not fit the prompt.
+        RefusedRequest: the array does not fit the prompt, or its indices are inconsistent.
     """
     field, shape = "target_prompt_logprobs", targets.shape or []
     if wrong := [token for token in targets.data if not 0 <= token < 2**31]:

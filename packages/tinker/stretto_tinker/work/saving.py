@@ -1,4 +1,4 @@
-"""Weights under a name: for training again, for samplers, for others."""
+"""Requests that save checkpoints: to train further, to sample from, or for other programs."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from stretto_tinker.work.models import Live
 SAVE, SAVE_FOR_SAMPLER, SAVE_EXTERNAL = "save_weights", "save_weights_for_sampler", "save_weights_external"
 _KINDS = {SAVE: TRAINING, SAVE_FOR_SAMPLER: SAMPLER, SAVE_EXTERNAL: EXTERNAL}
 SAVES = frozenset(_KINDS)
-_KEPT = ("snapshot", "inflight")  # what samplers of weights without a name have after the next save
+_KEPT = ("snapshot", "inflight")  # weights without a name: a sampler keeps them, or follows the model's newest
 _UNNAMED = "unnamed-"
 _OPTIMIZER = "optimizer.*"
 
 
 class Saving:
-    """Carries out requests to save."""
+    """Computes requests that save checkpoints."""
 
     def __init__(self, record: Record, weights: Weights) -> None:
         self._record, self._weights = record, weights
 
     def save(self, live: Live, asked: Asked) -> tuple[list[Place], bytes]:
-        """Write the weights; the places that hold others from now on, or nothing, and the result.
+        """Write a checkpoint and record it. For weights without a name, open a sampling session on them. Returns the
+        places whose weights have changed or were deleted, and the encoded result.
 
         Raises:
-            RefusedRequest: there is no such name, or the name is taken.
-            OSError: they cannot be written; nothing is left of them.
+            RefusedRequest: the name is invalid, missing or taken, or an option is not served.
+            OSError: the files cannot be written; none are left.
         """
         body = parse(asked.body or b"", SaveWeights)
         kind = _KINDS[asked.kind]
@@ -62,8 +63,8 @@ class Saving:
         return [place, *outdated], encode({"sampling_session_id": sampler, "type": asked.kind})
 
     def _outdated(self, model: str) -> list[Place]:
-        """In-flight weights of a model that can be deleted: all but the newest two. None while a sampler that follows
-        the model has a request in the queue."""
+        """Places of in-flight weights of a model that can be deleted: all but the newest two. Empty while a sampler
+        that follows the model has a queued request."""
         if self._record.followers_wait(model):
             return []
         rows = [row for row in self._record.checkpoints(model=model) if msgspec.json.decode(row.body).get("inflight")]
@@ -81,7 +82,8 @@ class Saving:
             raise RefusedRequest("age_encryption_recipients", told, "none")
 
     def _open(self, body: SaveWeights, place: Place, asked: Asked) -> str:
-        """The sampling session of weights without a name."""
+        """Open the sampling session for weights without a name, or set new weights for one that follows the model;
+        returns its id."""
         session = asked.lane.partition(":")[0]
         if body.sampling_session_seq_id is None:
             raise RefusedRequest("sampling_session_seq_id", "missing", "a number, where there is no path")
@@ -100,12 +102,13 @@ class Saving:
 
 
 def sampler_id(session: str, seq: int) -> str:
-    """The id of a sampling session: the same for a request that comes again."""
+    """Id of a sampling session; a retry of the request that opens it gives the same."""
     return f"{session}:sample:{seq}"
 
 
 def _written(live: Live, kind: str) -> Callable[[Path], None]:
-    """What writes the weights; the optimizer is for training alone."""
+    """Make the function that writes a model into a folder; the optimizer state is left out unless `kind` is for
+    training."""
 
     def write(folder: Path) -> None:
         live.model.save(folder)

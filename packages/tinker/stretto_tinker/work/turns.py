@@ -1,4 +1,4 @@
-"""Whose turn it is: the client for whom the least has been computed goes first."""
+"""Fair sharing of computation: the next turn goes to the client with the fewest seconds of computation so far."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
 from typing import TypeVar
 
-#: A turn of sampling ends after so many seconds, or so many tokens; one of training after a micro-batch.
+#: A turn of sampling ends after this many seconds or tokens; a turn of training after one micro-batch.
 TURN_SECONDS, TURN_TOKENS = 0.05, 4096
 Lane = TypeVar("Lane", bound=Hashable)
 
 
 class Backlog:
-    """Requests of each client that wait or are computed, and their bytes on disk."""
+    """Number of each client's unsettled requests, and size of their bodies in bytes."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, tuple[str, int]] = {}
         self._requests, self._bytes = Counter[str](), Counter[str]()
 
     def add(self, id: str, owner: str, size: int) -> None:
-        """A request of a client waits."""
+        """Count a request; one that is counted already is ignored."""
         if id not in self._sizes:
             self._sizes[id] = owner, size
             self._requests[owner] += 1
             self._bytes[owner] += size
 
     def done(self, id: str) -> None:
-        """It does not wait any more."""
+        """Stop counting a request."""
         owner, size = self._sizes.pop(id, ("", 0))
         self._requests[owner] -= 1
         self._bytes[owner] -= size
@@ -34,15 +34,15 @@ class Backlog:
             del self._requests[owner], self._bytes[owner]
 
     def of(self, owner: str) -> tuple[int, int]:
-        """Requests and bytes of a client."""
+        """Number of a client's requests, and their bytes."""
         return self._requests[owner], self._bytes[owner]
 
 
 class Turns:
-    """Seconds of computation of each client, and the choice that they make.
+    """Counts each client's seconds of computation, and chooses the lane whose client has the fewest.
 
-    A client that comes anew, or again, begins with the least that any busy client has, or had when there was one: it is
-    not owed the time in which it asked for nothing, nor does one who comes first have to wait for all that others get.
+    A client without work gains no claim to later turns: when it becomes busy, its count is raised to the lowest count
+    of the busy clients. If no client is busy, the last such value counts.
 
     >>> turns = Turns()
     >>> turns.choose({"model-1": ["ann"], "model-2": ["bob"]})
@@ -55,12 +55,13 @@ class Turns:
     def __init__(self) -> None:
         self._spent: dict[str, float] = {}
         self._busy: frozenset[str] = frozenset()
-        self._least = 0.0  # that a busy client has, or had; it never falls
-        self._last: dict[Hashable, int] = {}  # when each lane had its last turn
+        self._least = 0.0  # lowest count of a busy client so far; it never falls
+        self._last: dict[Hashable, int] = {}  # number of each lane's last turn
         self._turn = 0
 
     def choose(self, lanes: Mapping[Lane, Collection[str]]) -> Lane:
-        """The lane that is next, of those with work; each has the clients it works for."""
+        """Choose the lane for the next turn: that of the client with the fewest seconds, and among equals the lane
+        whose last turn is longest ago. `lanes`: lanes with work, each with the clients that it works for."""
         owners = frozenset(owner for clients in lanes.values() for owner in clients)
         self._least = max(self._least, min((self._spent[owner] for owner in owners & self._busy), default=0.0))
         for owner in owners - self._busy:
@@ -75,6 +76,6 @@ class Turns:
         return chosen
 
     def spent(self, owners: Collection[str], seconds: float) -> None:
-        """A turn for these clients took so long; each bears an equal part."""
+        """Count the seconds of a turn, in equal parts for the clients that it worked for."""
         for owner in owners:
             self._spent[owner] = self._spent.get(owner, 0.0) + seconds / len(owners)

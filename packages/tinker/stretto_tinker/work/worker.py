@@ -1,14 +1,13 @@
-"""The thread that computes: in fair turns over models and samplers, so many tokens a turn, whatever a request asks for.
+"""Thread that computes all requests, in short turns that are shared fairly among clients.
 
     HTTP ─ submit(asked) ─► lanes ─ Turns.choose ─► a micro-batch of a model's request, or a stretch of sampling
                                                         └► record.settle ─► listeners
 
-A lane is a model, whose requests are computed in the order of their numbers, or an engine with the weights of a
-sampler. A request whose number comes too early waits for those before it. Clients that sample by the same weights share
-an engine, in which their sequences are computed together; one that would have to wait there for another's sequences to
-end gets an engine of its own meanwhile, and so turns of its own.
+A lane is a model or an engine. A model's requests are computed in the order of their numbers: a request that arrives
+early waits for the numbers before it. Clients that sample from the same weights share an engine. A client that would
+have to wait there for the sequences of another client gets an engine of its own meanwhile.
 
-What waits is on record: here are its number and its size alone.
+The bodies of queued requests are only in the record; this thread keeps their numbers and sizes in memory.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ log = logging.getLogger(__name__)
 SAMPLE = "sample"
 USER, SERVER = "user", "server"
 _PAUSE_SECONDS = 1.0
-#: Of one client, waiting: then it has to come again later.
+#: Most unsettled requests of a client, and bytes of their bodies; further requests are refused for the moment.
 _MOST_REQUESTS, _MOST_BYTES = 100_000, 1 << 32
-#: A request under which the process was killed so often is not computed again: it may be what kills it.
+#: A request fails if the process was killed this many times while it was computed: it may be the cause.
 _MOST_KILLS = 3
 _KILLED = f"the server was killed {_MOST_KILLS} times while it computed this"
 
@@ -52,42 +51,56 @@ _TRAINING = frozenset({CREATE, LOAD, FORWARD, BACKWARD, STEP, *SAVES})
 
 @dataclass
 class _ModelLane:
-    """The requests of a model that wait, by their number."""
+    """A model's queued requests, by number.
+
+    Attributes:
+        owner: client of the model.
+        next: number of the request to compute next.
+        work: rest of that request, if it has begun.
+    """
 
     owner: str
     next: int
     waiting: dict[int, Asked] = field(default_factory=dict)
-    work: Pieces[None] | None = None  # what is left of the next one, if it has begun
+    work: Pieces[None] | None = None
 
 
 class Worker:
-    """See the module. `submit`, `cancel` and `retire` are for any thread."""
+    """Computes requests in its own thread (see the module). All public methods may be called in any thread."""
 
-    def __init__(self, backend: Backend, record: Record, weights: Weights, settled: Settled) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        record: Record,
+        weights: Weights,
+        settled: Settled,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._record, self._weights, self._settled = record, weights, settled
+        self._clock = clock  # seconds, for the length of turns and for the clients' shares
         self.models = Models(backend, record, weights)
         self._saving = Saving(record, weights)
         self._engines = Engines(backend)
         self._turns = Turns()
         self._models: dict[str, _ModelLane] = {}
-        self._asked: dict[str, SampleQueue] = {}  # samples that wait, by the weights they want
+        self._asked: dict[str, SampleQueue] = {}  # queued requests for samples, by path of weights
         self._samplings: dict[Lane, Sampling] = {}
         self._backlog = Backlog()
-        self.computed = 0  # tokens, of all lanes
-        self._leaving: dict[str, str] = {}  # models that leave the memory once what is in flight is computed, and why
-        self._orders: list[Callable[[], None]] = []  # what other threads want done between two turns
+        self.computed = 0  # tokens computed in all lanes
+        self._leaving: dict[str, str] = {}  # models to retire once their requests are computed: `ended` of `_retire`
+        self._orders: list[Callable[[], None]] = []  # functions of other threads, to call between two turns
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="tinker-worker", daemon=True)
 
     def start(self) -> None:
-        """Take up what is on record, and begin."""
+        """Queue the unsettled requests of the record, and start the thread."""
         for asked in self._record.queued():
             self._enqueue(asked)
         self._thread.start()
 
     def stop(self, seconds: float = 30.0) -> None:
-        """End after the turn that is being taken, and write snapshots of models that are ahead of theirs."""
+        """Stop after the current turn, and write snapshots of models that have changed. Waits for at most `seconds`."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -97,8 +110,8 @@ class Worker:
             self._record.none_computed()
 
     def crowded(self, owner: str, model: str = "", seq: int = -1) -> bool:
-        """Whether so much of a client waits that another request has to come later; never the one that its model waits
-        for."""
+        """Whether a client has so many unsettled requests that a further one is refused for the moment. Always False
+        for the request that its model needs next (`model` and `seq`)."""
         with self._wake:
             lane = self._models.get(model)
             if model and (lane is None or lane.next == seq):
@@ -107,22 +120,27 @@ class Worker:
             return requests >= _MOST_REQUESTS or size > _MOST_BYTES
 
     def submit(self, asked: Asked) -> None:
-        """Compute a request, which is on record."""
+        """Queue a recorded request."""
         with self._wake:
             self._enqueue(asked)
             self._wake.notify()
 
     def cancel(self, id: str) -> None:
-        """End a request for samples, if it is not settled yet."""
-        self._order(lambda: self._cancel(lambda asked: asked.id == id, "its client gave it up"))
+        """Fail a request for samples, unless it is settled; its sequences are dropped."""
+        self._order(lambda: self._cancel(lambda asked: asked.id == id, "its client cancelled it"))
 
     def retire(self, model: str, why: str, *, ended: bool) -> None:
-        """Take a model from memory, once its requests are computed; one that comes meanwhile keeps it there. `ended`:
-        none will come any more, so those fail that wait for one that never came; otherwise they go on waiting."""
+        """Remove a model from memory once its queued requests are computed; a further request meanwhile keeps it.
+
+        Args:
+            why: reason for the errors of requests that fail.
+            ended: no further requests will come. So queued requests whose predecessors are missing fail, and the
+                model's snapshots are deleted; otherwise they stay.
+        """
         self._order(lambda: self._retire(model, why if ended else ""))
 
     def end_samples(self, lane: str, why: str) -> None:
-        """Fail the requests of a sampling session."""
+        """Fail all unsettled requests of a sampling session (`lane`) with the reason `why`."""
 
         def end() -> None:
             self._cancel(lambda asked: asked.lane == lane, why)
@@ -130,7 +148,7 @@ class Worker:
         self._order(end)
 
     def forget_engine(self, path: str) -> None:
-        """Take the engine of some weights from memory: they are gone, or others."""
+        """Stop using the engines of a path, whose weights were deleted or replaced; open requests are finished."""
         self._order(lambda: self._forget_engine(path))
 
     def _order(self, order: Callable[[], None]) -> None:
@@ -148,13 +166,13 @@ class Worker:
         if lane is None:
             lane = self._models[asked.lane] = _ModelLane(asked.owner, self._record.next_seq(asked.lane) or 0)
         self._leaving.pop(asked.lane, None)
-        if asked.seq < lane.next:  # it could never be computed
+        if asked.seq < lane.next:  # its turn in the order has passed
             why = f"seq_id {asked.seq} comes after {lane.next - 1}, which was settled without it"
             self._orders.append(lambda: self._fail(asked, why, USER))
             return
         lane.waiting[asked.seq] = replace(asked, body=None)
 
-    # The thread
+    # In the worker's thread
 
     def _run(self) -> None:
         while True:
@@ -169,24 +187,24 @@ class Worker:
                 self._guarded(order)
             if ready:
                 chosen = self._turns.choose(ready)
-                owners, began = ready[chosen], time.monotonic()
+                owners, began = ready[chosen], self._clock()
                 self._guarded(lambda chosen=chosen: self._turn(chosen))  # type: ignore[misc]
-                self._turns.spent(owners, time.monotonic() - began)
+                self._turns.spent(owners, self._clock() - began)
         for id, lane in list(self._models.items()):
             if lane.work is not None:
                 lane.work.close()
             self.models.retire(id)
 
     def _guarded(self, piece: Callable[[], None]) -> None:
-        """A piece of work; a bug in it ends that piece alone."""
+        """Call a piece of work; an unexpected error (a bug) is logged and ends only this piece."""
         try:
             piece()
-        except Exception:  # the thread serves other clients too
+        except Exception:  # the thread must go on, for other clients
             log.exception("a piece of work failed")
             time.sleep(_PAUSE_SECONDS)
 
     def _ready(self) -> dict[str | Lane, list[str]]:
-        """The lanes with work, models by their ids, each with the clients it works for."""
+        """Lanes with work (a model's id, or the `Lane` of an engine), each with the clients that it works for."""
         ready: dict[str | Lane, list[str]] = {
             id: [lane.owner] for id, lane in self._models.items() if lane.next in lane.waiting
         }
@@ -198,7 +216,7 @@ class Worker:
         return ready
 
     def _lane(self, weights: str, owner: str) -> Lane | None:
-        """Where the next request of a client for samples begins now; None: it waits for the client's own to end."""
+        """Lane of the engine on which a client's next request for samples can begin now; None if it has to wait."""
         first, shared = self._asked[weights].first(owner), self._samplings.get(Lane(weights))
         if shared is None or shared.begins(first):
             return Lane(weights)
@@ -216,18 +234,18 @@ class Worker:
             asked = lane.waiting.get(lane.next)
         if asked is None:
             return
-        work = lane.work or self._work(asked)  # where the record cannot be read, it is tried again
+        work = lane.work or self._work(asked)  # if the record cannot be read, a later turn tries again
         times, ended = self._record.begin(asked.id), True
         try:
             if times > _MOST_KILLS:
-                self.models.forget(asked.lane)  # restored from the record, where this has failed
+                self.models.forget(asked.lane)  # to be restored from the record, in which this request has failed
                 self._fail(asked, _KILLED, SERVER)
             else:
                 lane.work = work
                 if (tokens := next(work, None)) is not None:
                     self.computed += tokens
                     ended = False
-        finally:  # whatever happened: a request is never performed again in this process
+        finally:  # also after an error, so that no request is computed twice in this process
             if ended:
                 self._over(chosen, lane, asked)
             else:
@@ -249,7 +267,7 @@ class Worker:
         return self._train(asked, row, whole)
 
     def _train(self, asked: Asked, row: ModelRow, whole: Asked) -> Pieces[None]:
-        """One request of a model: its effect, its result on record, and then the word that it is there."""
+        """Compute one request of a model in pieces, and record its result. `asked` lacks the body, `whole` has it."""
         if asked.kind == REFUSED:
             self._fail(asked, (whole.body or b"").decode(), USER)
             return
@@ -262,12 +280,12 @@ class Worker:
                     self._forget_engine(place.path)
             else:
                 result, form, proof = yield from self.models.perform(live, whole)
-            if asked.kind == LOAD:  # what it has loaded may be gone later
+            if asked.kind == LOAD:  # the loaded checkpoint may be deleted later
                 self.models.snapshot_if_due(live, row.id, now=True)
         except (RefusedRequest, StoreError, OSError) as error:
             self._failed(asked, _said(error), USER if isinstance(error, RefusedRequest) else SERVER)
             return
-        except Exception as error:  # a bug, or a model that cannot compute this: its client is told, others go on
+        except Exception as error:  # a bug, or a model that cannot compute this: the request fails, others go on
             log.exception("request %s failed", asked.id)
             self._failed(asked, _said(error), SERVER)
             return
@@ -280,22 +298,23 @@ class Worker:
                 log.warning("%s: no snapshot: %s", row.id, described(error) if isinstance(error, OSError) else error)
 
     def _failed(self, asked: Asked, why: str, category: str) -> None:
-        """A request of a model has failed. Of weights that were loaded in part, or loaded and then not kept, nothing
-        stays: the model is restored from the record when it is asked for again."""
+        """Fail a request of a model. After a failed load the model may hold a part of the new weights, so it is removed
+        from memory; its next request restores it from the record."""
         if asked.kind == LOAD:
             self.models.forget(asked.lane)
         self._fail(asked, why, category)
 
     def _settle(self, asked: Asked, write: Callable[[], None]) -> None:
-        """Put an outcome on record, when there is room for it: it is in memory already."""
+        """Record the outcome of a request with `write`, and wake its client. If the record cannot be written, tries
+        again every second until it can, or the worker stops. A result that is too large fails the request."""
         while True:
             try:
                 write()
-            except sqlite3.DataError as error:  # it is too large for a row, and stays so
+            except sqlite3.DataError as error:  # too large for a row
                 self.models.forget(asked.lane)
                 body = msgspec.json.encode({"error": f"the result cannot be kept: {error}", "category": SERVER})
                 write = partial(self._record.settle, asked.id, FAILED, body, "json")
-            except sqlite3.Error as error:  # any: the request is never performed again in this process
+            except sqlite3.Error as error:  # of any kind, because the request must not be computed again
                 log.error("the record cannot be written, waiting: %s", error)
                 if self._stopping:
                     return
@@ -311,11 +330,11 @@ class Worker:
         self._settle(asked, lambda: self._record.settle(asked.id, FAILED, body, "json"))
 
     def _sample(self, lane: Lane) -> None:
-        """A turn of some weights. Whatever fails, every request that it touched is settled."""
-        began = time.monotonic()
+        """Take a turn of sampling on one engine. After an error all requests on the engine are settled as failed."""
+        began = self._clock()
         try:
             sampling = self._sampling(lane)
-        except Exception as error:  # weights that are gone, torn, or too large: their requests are told, others go on
+        except Exception as error:  # weights are missing, damaged or too large: their requests fail, others go on
             why = f"the weights {lane.weights} are not there: {_said(error)}"
             with self._wake:
                 gone = self._asked.pop(lane.weights, SampleQueue()).discard(lambda asked: True)
@@ -325,24 +344,25 @@ class Worker:
         engine, before = sampling.engine, self.computed
         others = before - engine.computed
 
-        def over(part: float = 1.0) -> bool:
+        def over(part: float = 1.0, due: int = 0) -> bool:
+            """Whether the fraction `part` of the turn is used up; `due` tokens count as computed already."""
             self.computed = others + engine.computed
-            full = self.computed - before >= part * turns.TURN_TOKENS
-            return full or time.monotonic() - began > part * turns.TURN_SECONDS
+            full = self.computed + due - before >= part * turns.TURN_TOKENS
+            return full or self._clock() - began > part * turns.TURN_SECONDS
 
         try:
             self._engines.make_room(engine)
             while (asked := self._next(lane, sampling)) is not None:
                 self._begin(sampling, asked)
-                if over(0.5):  # the other half is for those that have begun
+                if over(0.5, engine.backlog):  # the other half of the turn is for sequences that have begun
                     break
-            self._engines.make_room(engine)  # for the longest of those that have begun
+            self._engines.make_room(engine)  # again, because new sequences may be longer
             for asked, result in sampling.turn(over):
                 if isinstance(result, StrettoError):
                     self._fail(asked, str(result), SERVER)
                 else:
                     self._settle(asked, partial(self._record.settle, asked.id, DONE, result, "proto"))
-        except Exception as error:  # the engine cannot go on: all that it had is told, and a new one is made
+        except Exception as error:  # the engine has failed: its requests fail, and the next one makes a new engine
             log.exception("the engine of %s failed", lane.weights or "the base model")
             self._engines.discard(lane)
             with self._wake:
@@ -367,7 +387,8 @@ class Worker:
         return found
 
     def _next(self, lane: Lane, sampling: Sampling) -> Asked | None:
-        """The request that begins next in a lane: of the client that has the fewest open. It does not wait any more."""
+        """Take the next request for an engine out of the queue: that of the client with the fewest open requests. None
+        if no request can begin there."""
         with self._wake:
             if (queue := self._asked.get(lane.weights)) is None:
                 return None
@@ -385,11 +406,11 @@ class Worker:
                 self._fail(asked, _KILLED, SERVER)
             else:
                 sampling.begin(self._record.request(asked.id) or asked)
-        except Exception as error:  # a prompt that this model cannot score, or a bug: its client is told
+        except Exception as error:  # a prompt that cannot be scored, or a bug: the request fails
             self._fail(asked, _said(error), USER if isinstance(error, RefusedRequest) else SERVER)
 
     def _forget_engine(self, path: str) -> None:
-        """See `forget_engine`. What has begun goes on with the weights that it began with."""
+        """See `forget_engine`. Open requests continue with the weights that they began with."""
         self._engines.drop(path)
         with self._wake:
             for lane in [lane for lane in self._samplings if lane.weights == path]:
@@ -397,7 +418,7 @@ class Worker:
                 self._samplings[Lane(f"{path} ({id(sampling)})", lane.owner)] = sampling
 
     def _cancel(self, chosen: Callable[[Asked], bool], why: str) -> None:
-        """Fail some requests for samples."""
+        """Fail the requests for samples for which `chosen` is true, queued or open."""
         with self._wake:
             ended = [asked for queue in self._asked.values() for asked in queue.discard(chosen)]
             self._asked = {weights: queue for weights, queue in self._asked.items() if queue.owners}
@@ -407,11 +428,11 @@ class Worker:
             self._fail(asked, why, USER)
 
     def _retire(self, model: str, ended: str) -> None:
-        """`ended`: why no request of the model will come any more; "": some may."""
+        """See `retire`. `ended`: why no further request of the model will come; "" if some may."""
         with self._wake:
             lane = self._models.get(model)
             if lane is not None and lane.next in lane.waiting:
-                self._leaving[model] = ended  # what was acknowledged is computed first
+                self._leaving[model] = ended  # accepted requests are computed first
                 return
             self._leaving.pop(model, None)
             early = [] if lane is None or not ended else sorted(lane.waiting.values(), key=lambda asked: asked.seq)
@@ -426,7 +447,7 @@ class Worker:
 
 
 def _said(error: Exception) -> str:
-    """What a client is told of an error."""
+    """Text of an error for the client."""
     if isinstance(error, OSError):
         return described(error)
     return str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"

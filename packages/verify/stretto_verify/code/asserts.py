@@ -1,9 +1,9 @@
 """Parser of tests written as Python asserts (HumanEval, MBPP) into calls and expected results.
 
-A program can fool an assert that runs beside it: by an object that equals everything, or by an early exit. It cannot
-fool a call whose result is compared elsewhere. So ``assert candidate([1, 2]) == 3`` becomes the call ``f([1, 2])`` and
-the result 3, and ``assert abs(candidate(2) - 1.41) < 0.01`` a result and a tolerance. Asserts of another form are
-refused, never dropped: ``assert candidate(1)`` tests the truth of a result that may be no plain value.
+A program can fool an assert that runs in its own process: by an object that equals everything, or by an early exit. It
+cannot fool a comparison of its result in another process. So ``assert candidate([1, 2]) == 3`` becomes the call
+``f([1, 2])`` and the expected result 3; ``assert abs(candidate(2) - 1.41) < 0.01`` becomes a call, a result and a
+tolerance. Asserts of another form are refused, never dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BadTests(Undecided):
 
 
 def calls_of_check(source: str, entry_point: str) -> Iterator[CallTest]:
-    """Tests from the asserts of HumanEval's ``def check(candidate): ...``.
+    """Yield the tests in the asserts of HumanEval's ``def check(candidate): ...``, as calls of `entry_point`.
 
     Raises:
         BadTests: a statement is not of the form ``assert candidate(...) == ...``.
@@ -42,7 +42,7 @@ def calls_of_check(source: str, entry_point: str) -> Iterator[CallTest]:
 
 
 def call_of_assert(line: str) -> CallTest:
-    """Test from one assert of MBPP.
+    """Parse one assert of MBPP into a test.
 
     Raises:
         BadTests: it is not of the form ``assert f(...) == ...``.
@@ -55,7 +55,8 @@ def call_of_assert(line: str) -> CallTest:
 
 
 def _test(statement: ast.Assert, names: dict[str, str]) -> CallTest | None:
-    """Test from one assert; `None` for an assert without any call, such as HumanEval's ``assert True``."""
+    """Parse one assert into a test; None for an assert without a call, such as HumanEval's ``assert True``. `names`:
+    the function to call, by its name in the assert."""
     match statement.test:
         case ast.Compare(left=ast.Call() as call, ops=[ast.Eq() | ast.Is()], comparators=[wanted]):
             return _call(call, _value(wanted, statement), names, statement)
@@ -69,7 +70,7 @@ def _test(statement: ast.Assert, names: dict[str, str]) -> CallTest | None:
             comparators=[most],
         ):
             middle, within = _number(wanted, statement), _number(most, statement)
-            # Below a number is at most the float before it.
+            # "Less than a number" means at most the float before it.
             within = math.nextafter(within, -math.inf) if isinstance(order, ast.Lt) else within
             return _call(call, middle, names, statement, within)
         case ast.Constant(value=True):

@@ -1,13 +1,13 @@
-"""Comparison of expected and actual outputs, in the grader, so that a program never has the expected ones in its
-memory.
+"""Compare expected and actual outputs. This runs in the grader, so that the program never has the expected outputs in
+its memory.
 
-Text is compared line by line, without trailing spaces and trailing empty lines, word by word, numbers by value.
-Formatting of the expected text counts: leading zeros, indentation, several spaces in a row. A line without letters or
-digits is a drawing and compared exactly. Results of calls must have the same type: a number is no text and True is not
-1.
+Text is compared line by line and word by word, numbers by value, without trailing spaces and trailing empty lines. The
+formatting of the expected text counts: leading zeros, indentation, several spaces in a row. A line without letters or
+digits is a drawing and compared exactly. The result of a call must have the expected type: a number is no text and True
+is not 1.
 
-An expected integer must be matched exactly. For an expected fraction, the tolerance is one part in a million, but less
-than half of the last shown digit of the first six; or 1e-9.
+An expected integer must be matched exactly. For an expected decimal, the tolerance is one part in a million, but at
+most half a unit of its last decimal place (1e-6 for six places or more), and at least 1e-9.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LONGEST_NUMBER = 400
 
 
 def same_text(expected: str, printed: str, *, alike: bool = False) -> bool:
-    """Whether the standard output equals the expected one. `alike`: 3.0 equals 3.
+    """Whether the standard output `printed` equals the `expected` one. `alike`: 3.0 equals 3.
 
     >>> same_text("1 2.50\\n", "1  2.5 \\n\\n"), same_text("12", "1 2"), same_text("100000000", "100000001")
     (True, False, False)
@@ -112,7 +112,7 @@ def same_value(expected: Any, found: Any, *, alike: bool = False) -> bool:
 
 
 def near(expected: float, found: Any, within: float) -> bool:
-    """Whether the result of a call is a number within the distance `within` of the expected one.
+    """Whether the result `found` of a call is a number that differs from the expected one by at most `within`.
 
     >>> near(1.41, 1.4142, 0.01), near(1.41, 1.43, 0.01), near(1.0, True, 0.01)
     (True, False, False)
@@ -132,7 +132,7 @@ def _close_value(expected: float, found: float) -> bool:
 
 
 def _close(expected: str, found: Fraction) -> bool:
-    """Whether a number equals the shown one within its tolerance."""
+    """Whether a number equals the expected one, given as text, within the tolerance of the module's docstring."""
     wanted, shown = Fraction(expected), -int(Decimal(expected).as_tuple().exponent)
     last = Fraction(1, 2) / Fraction(10) ** shown if shown < _PLACES else Fraction(1, 10**_PLACES)
     return abs(found - wanted) <= max(min(_RELATIVE * abs(wanted), last), _ABSOLUTE)

@@ -1,13 +1,13 @@
-"""Reads tests: our own form, and the rows of public datasets.
+"""Parse tests: in stretto's own form, or as rows of public datasets.
 
     [{"stdin", "stdout"}, {"call", "args", "expected"}]            ours
     [{"input", "output", "testtype", "metadata"?}]                 LiveCodeBench, DeepCoder
     [{"type", "input", "output", "fn_name"?}]                      DeepCoder
-    {"tests": any of these lists, "preamble"?, "entry_point"?}     ours, for completions that go on from a head
+    {"tests": any of these lists, "preamble"?, "entry_point"?}     ours, for completions that continue a given head
     {"inputs", "outputs", "fn_name"?}                              APPS, TACO
     a whole row of LiveCodeBench, APPS, DeepCoder, HumanEval or MBPP
 
-Each of them may also be a text that holds it as JSON, as datasets often have it.
+Each form may also be given as JSON text, as in many datasets.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from stretto_verify.code.tests import CallTest, ProgramTests, StdinTest
 _LARGEST_PACKED = 64 << 20  # bytes of packed tests after unpacking
 _DEPTH = 3  # JSON in JSON in JSON
 
-#: LiveCodeBench and APPS let functions use these without importing them. Of two things of one name the later stands:
-#: the module `bisect` and not its function, as in `bisect.insort`; Python's own `pow`, with a modulus, and not math's.
+#: Names that functions for LiveCodeBench and APPS may use without importing them. The order decides between equal
+#: names: `bisect` is the module, not its function, as in `bisect.insort`; `pow` is Python's own, with a modulus, not
+#: math's.
 _PRELUDE = """\
 from typing import *
 from bisect import *
@@ -45,7 +46,7 @@ from builtins import *
 
 
 def parse_tests(given: object) -> ProgramTests:
-    """Parse tests in any of the forms above.
+    """Parse tests in any form that the module's docstring lists.
 
     Raises:
         BadTests: no form fits; the message says which test is wrong, and how.
@@ -60,7 +61,7 @@ def parse_tests(given: object) -> ProgramTests:
 
 
 def gold(prompt: str, completion: str, answer: str) -> bool:
-    """Whether `answer` can be the tests of a question.
+    """Whether `answer` holds tests of a question; `prompt` and `completion` are not used. Never returns False.
 
     Raises:
         BadTests: it cannot; the reason says why.
@@ -98,7 +99,7 @@ def _row(row: Mapping[str, Any]) -> ProgramTests:
 
 
 def _mbpp(row: Mapping[str, Any]) -> ProgramTests:
-    """Asserts with their imports (sanitized rows) and their setup code (other rows)."""
+    """Tests from a row of MBPP: its asserts, with imports (sanitized rows) and setup code (other rows)."""
     imports, setup = row.get("test_imports") or "", row.get("test_setup_code") or ""
     texts = {"test_imports": _joined(imports, "test_imports"), "test_setup_code": _text(setup, "test_setup_code")}
     for place, text in texts.items():
@@ -170,12 +171,13 @@ def _lists(inputs: object, outputs: object, name: object) -> ProgramTests:
 
 
 def _accepted(wanted: object) -> tuple[Any, ...]:
-    """Accepted results: some rows wrap the result in a list, others do not, without any mark."""
+    """Accepted results of a call. Some rows wrap the result in a list and others do not, without any mark, so both
+    readings are accepted."""
     return (wanted, wanted[0]) if isinstance(wanted, list) and len(wanted) == 1 else (wanted,)
 
 
 def _joined(value: object, place: str) -> str:
-    """A text, or its lines joined."""
+    """The text, or the lines of a list joined to one text."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     return _text(value, place)
@@ -202,7 +204,7 @@ def _metadata(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _unpacked(given: Any) -> Iterable[object]:
-    """List of tests: as it is, from JSON, or from LiveCodeBench's packing (JSON in a pickle, deflated, base 64)."""
+    """List of tests, given as a list, as JSON, or in LiveCodeBench's packing (JSON in a pickle, deflated, base 64)."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -226,7 +228,7 @@ def _unpickled_text(packed: str) -> str:
 
 
 class _TextsOnly(pickle.Unpickler):
-    """Unpickler that refuses to call anything, since a pickle is a program."""
+    """Unpickler that refuses to import anything, because a pickle can run any code."""
 
     def find_class(self, module: str, name: str) -> Never:
         raise pickle.UnpicklingError(f"it wants {module}.{name}")

@@ -1,8 +1,8 @@
-"""Extraction of the program from a completion.
+"""Extract the program from a completion.
 
 Models show drafts and explanations beside their program. The program is the last finished code block, or the last one
-that defines the required function. A completion without any block is taken as a program, as from models that were told
-to write nothing else.
+that defines the required functions. A completion without any block is taken as a program as a whole, for models that
+were told to write nothing else.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _FENCE = re.compile(
     re.MULTILINE,
 )
 _PYTHON = frozenset({"python", "python3", "py", "py3", "python2", "pypy3"})
-_MOST_CLOSING = 8  # fences that are tried as the end of a block
+_MOST_CLOSING = 8  # most fences that are tried as the end of a block
 
 
 class Program(NamedTuple):
-    """A program to run; `before` and `after` are other texts of the same module."""
+    """Source text of a program. `before` and `after`: further source that is run before and after it in the same
+    module."""
 
     source: str
     before: str = ""
@@ -37,10 +38,10 @@ def extract_program(
 ) -> str | None:
     """Extract the program of a completion; `None` if there is none.
 
-    A code block counts when it is closed and marked as Python; unmarked blocks count only if none is marked (otherwise
-    they are outputs or examples). With `called` functions, a block that defines them is preferred to later ones, which
-    show their use. With an `entry_point`, the block may also continue the `preamble` (the function's head, in the
-    prompts of HumanEval) if it does not define that name itself.
+    A code block counts if it is closed and marked as Python. Unmarked blocks count only if none is marked; otherwise
+    they are outputs or examples. A block that defines all `called` functions is preferred to later blocks, which may
+    only show their use. If the program does not define the function `entry_point`, it continues the `preamble` (the
+    function's head, in the prompts of HumanEval), which is put before it.
 
     >>> extract_program("First\\n```python\\nx = 1\\n```\\nor\\n```python\\nprint(2)\\n```\\nIt says\\n```\\n2\\n```")
     'print(2)\\n'
@@ -70,12 +71,13 @@ def defines(program: str, name: str) -> bool:
 
 
 def helpers(preamble: str, entry_point: str) -> str:
-    """Code of a preamble besides the required function: imports, other functions. Empty if it is no valid Python.
+    """Code of a preamble without the function `entry_point`: imports and other functions. Empty if it is no valid
+    Python.
 
     >>> helpers("import math\\n\\ndef half(n): return n / 2\\n\\ndef f(n):", "f")
     'import math\\ndef half(n):\\n    return n / 2'
     """
-    for text in (preamble, f"{preamble} pass"):  # a docstring is a body, a head without one needs another
+    for text in (preamble, f"{preamble} pass"):  # a head with a docstring is complete, one without needs a body
         try:
             body = ast.parse(text).body
             return "\n".join(ast.unparse(given) for given in body if not _is_left_out(given, entry_point))
@@ -85,8 +87,8 @@ def helpers(preamble: str, entry_point: str) -> str:
 
 
 def _is_left_out(statement: ast.stmt, entry_point: str) -> bool:
-    """Whether to drop a statement: the required function, which only the completion may define, and statements that
-    must come first in a file."""
+    """Whether to drop a statement of the preamble: the required function, which only the completion may define, and
+    ``from __future__`` imports, which must come first in a file."""
     return _defined([statement], entry_point) or (
         isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
     )
@@ -112,7 +114,7 @@ def _names(statement: ast.stmt) -> list[str]:
 
 
 def _blocks(text: str) -> tuple[list[str], bool]:
-    """Finished blocks of Python (or unmarked ones if none is marked), and whether any block was begun."""
+    """Finished blocks marked as Python (or unmarked ones if none is marked), and whether the text has any fence."""
     labelled: list[str] = []
     unlabelled: list[str] = []
     fences = list(_FENCE.finditer(text))
@@ -126,7 +128,7 @@ def _blocks(text: str) -> tuple[list[str], bool]:
         if not closing:
             break
         is_python = opening["label"].lower() in _PYTHON
-        # A fence in a text of the program closes nothing: the first that leaves a whole program does, else the first.
+        # A string of the program may contain a fence: take the first end that leaves valid Python, else the first.
         end, block = next((found for found in closing if is_python and _is_program(found[1])), closing[0])
         at = end + 1
         if is_python:
@@ -137,7 +139,7 @@ def _blocks(text: str) -> tuple[list[str], bool]:
 
 
 def _closing(fences: Sequence[re.Match[str]], start: int, ticks: str) -> Iterator[int]:
-    """Fences from `start` on that may close a block."""
+    """Indices of the fences from `start` on that may close a block opened with `ticks`."""
     for number in range(start, len(fences)):
         fence = fences[number]
         if fence["ticks"].startswith(ticks) and not fence["label"] and not fence["bullet"]:

@@ -1,9 +1,9 @@
-"""Verdict on a program: run in a sandbox, judged outside of it.
+"""Judge a program: run it in a sandbox, compare its outputs outside of it.
 
     completion ──► program ──► sandbox: one process per input ──► outputs ──► compared here with what was expected
 
-Right: every test passed. Wrong: a test failed through the program. Undecided: the sandbox or the tests are at fault, or
-all tests together exceed the time limit.
+Right: every test passed. Wrong: the program failed a test. Undecided: the sandbox or the tests are at fault, or all
+tests together exceeded their time limit.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _OUT_OF_TIME = "time limit of all tests"
 
 
 class Judgement(NamedTuple):
-    """Number of passed tests, of all tests, and the first failure. `unknown`: the time limit was reached without any
-    failure."""
+    """Number of passed tests, number of all tests, and the first failure (`problem`). `unknown`: the time limit of all
+    tests was reached without any failure, so there is no verdict."""
 
     passed: int
     total: int
@@ -50,7 +50,7 @@ class Judgement(NamedTuple):
 class CodeReward:
     """Judges programs, one at a time, in one persistent sandbox.
 
-    As a reward, its gold answer is the tests as JSON, in any form of `formats`.
+    As a reward function it takes the tests as gold answer: JSON in any form of `formats`.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class CodeReward:
         self._sandbox = sandbox(walls, config)
 
     def __call__(self, prompt: str, completion: str, answer: str) -> bool:
-        """Whether the program is right. Tests after the first failure are not run.
+        """Whether the program in `completion` passes the tests in `answer`. Tests after the first failure are not
+        run.
 
         Raises:
             Undecided: the tests cannot be read, or the sandbox could not run them.
@@ -80,11 +81,11 @@ class CodeReward:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Facts for the run's record: level of the sandbox, and how it was found."""
+        """Facts for the run's record: the level of the sandbox, and how it was found."""
         return {"sandbox": str(self.report)}
 
     def judge(self, completion: str, tests: ProgramTests, *, to_the_end: bool = True) -> Judgement:
-        """Run a completion's program against all tests, or until one fails.
+        """Run the program of a completion on all tests, or until one fails.
 
         Raises:
             SandboxFailed: the sandbox could not run it.
@@ -106,14 +107,14 @@ class CodeReward:
         self._sandbox.close()
 
     def _judge_input(self, program: Program, test: StdinTest, clock: _Clock, *, alike: bool) -> str:
-        """Failure of the program on one input; empty if it passes."""
+        """Run the program on one input. Return the reason of its failure, or "" if it passes."""
         if clock.left <= 0:
             return _OUT_OF_TIME
         seconds, patience = clock.allow(1)
         ended = self._run(program._asdict(), test.stdin.encode(errors="surrogateescape"), seconds, patience)
         clock.charge(ended)
         if ended.timed_out and (seconds < self._config.seconds or patience < clock_limit(seconds)):
-            return _OUT_OF_TIME  # the tests before took what this one might have had
+            return _OUT_OF_TIME  # earlier tests used up part of this test's time
         if not ended.well:
             return ended.how
         return "" if same_text(test.stdout, ended.output.decode(errors="replace"), alike=alike) else "wrong output"
@@ -121,8 +122,8 @@ class CodeReward:
     def _judge_calls(
         self, program: Program, tests: tuple[CallTest, ...], clock: _Clock, *, alike: bool
     ) -> tuple[int, str]:
-        """Run all calls in one process, which gets the arguments but not the expected results; returns the number
-        passed and the first failure."""
+        """Run all calls in one process, which gets the arguments but not the expected results. Return the number of
+        passed calls and the first failure."""
         calls = [{"name": test.call, "args": list(test.args)} for test in tests]
         ended = self._run({**program._asdict(), "calls": calls}, b"", *clock.allow(len(tests)))
         clock.charge(ended)
@@ -135,7 +136,7 @@ class CodeReward:
             for test, result in zip(tests, results, strict=False)
         ]
         if ended.timed_out and all(right) and not self._is_slow_alone(ended):
-            return sum(right), _OUT_OF_TIME  # no call took too long, all of them together did
+            return sum(right), _OUT_OF_TIME  # no single call took too long, but all together did
         if not ended.well:
             return sum(right), ended.how
         problems = (
@@ -146,13 +147,13 @@ class CodeReward:
         return sum(right), next(problems, "")
 
     def _is_slow_alone(self, ended: ProgramEnd) -> bool:
-        """Whether the last call alone exceeded its limit. Its CPU share is estimated from the whole run."""
+        """Whether the last call alone exceeded its limit. Its CPU time is estimated from the share of the whole run."""
         computed = ended.silent * ended.cpu_seconds / ended.seconds
         return computed >= self._config.seconds or ended.silent >= clock_limit(self._config.seconds)
 
     def _run(self, task: dict[str, Any], given: bytes, seconds: float, patience: float) -> ProgramEnd:
-        """Run a program; returns its end. A program that repeatedly kills its sandbox, while others do not, is blamed
-        for it.
+        """Run a program and return how it ended. If the sandbox fails twice with this program and then runs an empty
+        one, the program is blamed: it ends as if killed.
 
         Raises:
             SandboxFailed: the sandbox fails without the program's fault.
@@ -165,8 +166,8 @@ class CodeReward:
 
 
 def program_of(completion: str, tests: ProgramTests) -> Program | None:
-    """A completion's program ready to run: after `prelude` and `preamble` (without the function's head if the
-    completion repeats it), before `setup`."""
+    """Program of a completion, ready to run. Before it come the tests' `prelude` and the helpers of their `preamble`
+    (unless the program begins with the preamble); after it comes `setup`. None if there is no program."""
     called = frozenset(test.call for test in tests.calls)
     source = extract_program(completion, tests.preamble, tests.entry_point, called)
     if source is None:
@@ -177,11 +178,11 @@ def program_of(completion: str, tests: ProgramTests) -> Program | None:
 
 @dataclass
 class _Clock:
-    """Time spent on one completion; failures of the sandbox are not charged."""
+    """Time that the tests of one completion have used. Failures of the sandbox are not charged."""
 
     config: SandboxConfig
     computed: float = 0.0
-    waited: float = 0.0  # by the clock
+    waited: float = 0.0  # wall-clock seconds
 
     @property
     def left(self) -> float:
@@ -193,7 +194,7 @@ class _Clock:
         return clock_limit(self.config.completion_seconds) - self.waited
 
     def allow(self, tests: int) -> tuple[float, float]:
-        """CPU and wall-clock seconds for the next run, which has this many tests."""
+        """CPU and wall-clock seconds for the next run, which executes this number of tests."""
         seconds = min(tests * self.config.seconds, self.left)
         return seconds, min(clock_limit(seconds), self._patience)
 
@@ -209,7 +210,8 @@ def _is_accepted(test: CallTest, value: Any, *, alike: bool) -> bool:
 
 
 def _result(line: bytes) -> dict[str, Any]:
-    """Guest's report about one call, untrusted, since the program may have written it."""
+    """Report of the sandbox about one call: ``{"value": ...}`` or ``{"error": ...}``; empty if malformed. It is
+    untrusted, because the program may have written it."""
     try:
         result = json.loads(line)
     except (ValueError, RecursionError):

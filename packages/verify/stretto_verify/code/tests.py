@@ -15,7 +15,8 @@ class StdinTest(Record, frozen=True):
 
 
 class CallTest(Record, frozen=True):
-    """A call and its accepted results, in the form of `sandbox.values.plain`.
+    """A function call and its accepted results, in the form of `sandbox.values.plain`. The test passes if one of
+    `accepted` is returned.
 
     Example: ``CallTest(call="add", args=(3, 8), accepted=(11,))``
     """
@@ -23,18 +24,18 @@ class CallTest(Record, frozen=True):
     call: str
     args: tuple[Any, ...]
     accepted: tuple[Any, ...]
-    within: float | None = None  #: how far a number may be from the accepted one; None: as far as `same_value` allows
+    within: float | None = None  #: largest distance of a number from the accepted one; None: that of `same_value`
 
 
 class ProgramTests(Record, frozen=True):
-    """All tests of one question: see `code.program_of` for the texts."""
+    """All tests of one question, with further source texts; `code.reward.program_of` puts them around the program."""
 
     stdin: tuple[StdinTest, ...] = ()
     calls: tuple[CallTest, ...] = ()
-    prelude: str = ""  #: names that a completion may use without importing them
+    prelude: str = ""  #: imports that run before the program
     preamble: str = ""  #: text that the completion continues: imports, helpers, and the head of `entry_point`
     entry_point: str = ""
-    alike: bool = False  #: whether values that Python calls equal are the same, as where the tests are from: 1 and True
+    alike: bool = False  #: whether values that are equal in Python count as the same: 1 and True
     setup: str = ""  #: code of the tests that runs after the program and before the calls
 
     @property

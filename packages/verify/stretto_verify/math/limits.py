@@ -1,7 +1,7 @@
-"""Limits: texts that are refused before anything is computed.
+"""Limits of the computation: texts that are refused before anything is computed, and time.
 
-``9^{9^{9^{9}}}`` has fourteen characters and cannot be evaluated. The pool would kill a hanging worker, which takes a
-second for each of perhaps a thousand such completions. So texts are measured first, and every evaluation is limited to
+``9^{9^{9^{9}}}`` has fourteen characters and cannot be evaluated. A hanging worker would be killed, but that takes a
+second for each of perhaps a thousand such completions. So texts are checked first, and every evaluation is limited by
 `LARGEST_EXPONENT` and `LARGEST_INTEGER`.
 """
 
@@ -25,12 +25,12 @@ DEEPEST: Final = 40  # brackets within brackets
 LONGEST_NUMBER: Final = 1_000  # digits in a row
 LONGEST_WORD: Final = 60  # letters in a row
 MOST_OPERATIONS: Final = 200  # signs and commands
-LARGEST_EXPONENT: Final = 1 << 34  # bits of a number's magnitude while it is approximated
+LARGEST_EXPONENT: Final = 1 << 34  # bits of a number's magnitude while it is approximate
 LARGEST_INTEGER: Final = 1 << 17  # bits of a number that is computed exactly
 _LARGEST_POWER: Final = 64  # largest exponent that the symbolic fallback may expand
 
 SECONDS: Final = 0.5  # of processor time for one comparison; most take a hundredth of it
-_AGAIN: Final = 0.05  # seconds after which a signal is sent again that a library has swallowed
+_AGAIN: Final = 0.05  # seconds between repeated signals, since a library may swallow one
 
 _DIGITS = re.compile(rf"[0-9]{{{LONGEST_NUMBER + 1}}}")
 _LETTERS = re.compile(rf"[a-zA-Z]{{{LONGEST_WORD + 1}}}")
@@ -39,27 +39,28 @@ _TOWER = re.compile(r"(?:\^[\s{(]*[^\s{}()^+*/=,-]{1,9}[\s})]*){5}|(?:\^\s*\{[^{
 _UNBOUNDED = re.compile(
     r"\\(?:sum|prod|int|iint|oint|lim|binom|tbinom|dbinom)(?![a-z])|[0-9})\]]\s*!|\^\s*\{?[^{}]*\^|\^\s*\{?\s*\(?[a-z0-9]*\^"
 )
-# The LaTeX parser computes these while it reads.
+# The LaTeX parser evaluates these functions while it parses.
 _COMPUTED = re.compile(r"\\(?:[dt]?binom|det|gcd|lcm|text\s*\{\s*(?:gcd|lcm|det|rank)|operatorname)(?![a-z])")
 _MANY = re.compile(r"[0-9]{6}|\^|&.*&.*&.*&.*&.*&.*&.*&.*&", re.DOTALL)
 _POWER = re.compile(r"\^\s*[{(]?\s*-?\s*([0-9]+)")
 
 
 class TooLong(BaseException):
-    """The time limit is over. A BaseException, so that no library catches it."""
+    """The time limit was exceeded. A BaseException, so that no library catches it."""
 
 
 @contextmanager
 def limited_time(seconds: float = SECONDS) -> Iterator[None]:
     """Limit the CPU time of the main thread within the block; other threads get no signals and so no limit.
 
-    Garbage collection is paused, since a collection of the whole process can exceed the limit and fail a right answer.
+    Garbage collection is paused, since a collection of the whole process could exceed the limit and fail a right
+    answer.
 
-    A signal during a weak reference callback or finalizer cannot end the comparison: Python drops the exception after
-    reporting it. The next signal ends it, so the report is suppressed.
+    A signal during a weak reference callback or finalizer has no effect: Python reports the exception and drops it. The
+    report is suppressed, and the next signal ends the block.
 
     Raises:
-        TooLong: the limit is over.
+        TooLong: the limit was exceeded.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Verdict on a completion in mathematics.
+"""Judge a completion in mathematics.
 
     completion ─► final answer ─► structure ─► compared with the gold structure ─► right · wrong
                    extract          parse        compare                             │ unknown
@@ -62,7 +62,7 @@ def math(prompt: str, completion: str, answer: str) -> bool:
             given = final_answer(without_frame(completion.replace("’", "'"), prompt.replace("’", "'")))
             return given is not None and bool(given.text.strip()) and judged(expected, given, prompt)
     except (TooLong, Undecided):
-        return not gold(prompt, completion, answer)  # whose fault was it? The gold answer's stays undecided
+        return not gold(prompt, completion, answer)  # raises Undecided if the gold answer is at fault
 
 
 @lru_cache(maxsize=1 << 16)
@@ -84,7 +84,7 @@ def _checked(answer: str) -> str:
 
 
 def gold(prompt: str, completion: str, answer: str) -> bool:
-    """Check that `answer` can be a gold answer.
+    """Check that `answer` can be a gold answer; `prompt` and `completion` are not used. Returns True, or raises.
 
     Raises:
         Undecided: it cannot, with the reason.
@@ -96,7 +96,7 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def gold_piece(answer: str) -> FinalAnswer:
-    """Final answer in a gold answer.
+    """Extract the final answer from a gold answer.
 
     Raises:
         Undecided: there is none.
@@ -114,7 +114,7 @@ def gold_piece(answer: str) -> FinalAnswer:
 
 
 def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
-    """Compare two final answers: strictly first, and by math-verify where that is unknown."""
+    """Whether two final answers are equal: compared strictly first, and by math-verify if that is undetermined."""
     check_piece(given.text)
     given = _with_point(given, gold)
     if is_open(gold.text) != is_open(given.text):
@@ -131,12 +131,12 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         opinion = same(expected, found)
         plain = undeclared(spelled(given.text))
         if not opinion and plain != spelled(given.text) and undeclared(spelled(gold.text)) == spelled(gold.text):
-            other = _structure(plain)  # a declaration in the answer may be the question's
+            other = _structure(plain)  # the declaration may repeat the question
             opinion = opinion if other is None else same(expected, other)
         if opinion is not None:
             return opinion
     if isinstance(expected, Letter) or (isinstance(expected, Words) and not is_product(expected)):
-        return False  # math-verify knows formulas
+        return False  # math-verify knows only formulas
     try:
         return accepts(_shown(gold), _shown(given))
     except Unreadable as error:
@@ -144,15 +144,15 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
 
 
 def _with_point(given: FinalAnswer, gold: FinalAnswer) -> FinalAnswer:
-    """The answer with a decimal comma read as a point (``2,75`` as 2.75) if the gold answer is a decimal; otherwise
-    ``2,75`` is a list."""
+    """The answer with a decimal comma replaced by a point (``2,75`` becomes 2.75) if the gold answer is a decimal.
+    (Otherwise ``2,75`` is a list.)"""
     if _DECIMAL.fullmatch(gold.text) is None or (found := _COMMA.fullmatch(given.text)) is None:
         return given
     return FinalAnswer(f"{found[1]}.{found[2]}", given.certain)
 
 
 def _is_written_back(gold: Node | None, given: FinalAnswer, found: Node | None, prompt: str) -> bool:
-    """Whether the answer only repeats an unsolved equation or a range of the question."""
+    """Whether the answer only repeats an unsolved equation or an inequality of the question."""
     relations = [one for one in (found.items if isinstance(found, Listing) else (found,)) if isinstance(one, Relation)]
     if not relations or compact(spelled(given.text)) not in _asked(prompt):
         return False
@@ -170,8 +170,8 @@ def _understand(given: Node) -> None:
     """Check that every scalar of a structure can be parsed and evaluated.
 
     Raises:
-        Unreadable: one cannot be parsed.
-        Undecided: the value of one exceeds the limits.
+        Unreadable: a scalar cannot be parsed.
+        Undecided: its value exceeds the limits.
     """
     match given:
         case Scalar(latex=latex):
@@ -206,5 +206,5 @@ def _structure(text: str, *, is_whole: bool = False) -> Node | None:
 
 
 def _shown(piece: FinalAnswer) -> str:
-    """The text in the form that math-verify expects."""
+    """The text of a final answer in the form that math-verify expects."""
     return f"${spelled(piece.text)}$" if piece.certain else piece.text

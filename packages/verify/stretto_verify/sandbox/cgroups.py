@@ -1,6 +1,6 @@
 """Control group of a sandbox: limits on the memory and processes of everything in it.
 
-Creating groups usually needs root; without them there is no level A.
+Creating groups usually needs root. Without control groups, level A is not possible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """A folder in which groups can be created, with the limits to set there: file name → name of the limit."""
+    """A folder in which groups can be created. `files`: which limit (``memory``, ``swap`` or ``processes``)
+    is written into each file there."""
 
     folder: Path
     files: Mapping[str, str]
@@ -36,7 +37,7 @@ _OPTIONAL = {"memory.memsw.limit_in_bytes", "memory.swap.max"}  # kernels withou
 
 
 class ProgramGroup:
-    """One group in every hierarchy."""
+    """A control group of one sandbox, in every hierarchy that is needed."""
 
     def __init__(self) -> None:
         self._folders: list[Path] = []
@@ -46,7 +47,7 @@ class ProgramGroup:
         """Create a group with at most `memory` bytes and `processes` processes.
 
         Raises:
-            OSError: no hierarchy supports both limits, or we may not change it.
+            OSError: no hierarchy supports both limits, or this process may not change it.
         """
         name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
         group = cls()
@@ -87,7 +88,8 @@ def remove_groups_of(process: int) -> None:
 
 
 def find_hierarchies(proc: Path = Path("/proc/self")) -> list[Hierarchy]:
-    """Folders in which groups for memory and processes can be created: below our own group, else at the visible root.
+    """Folders in which groups for memory and processes can be created: below the group of this process, else at the
+    visible root.
 
     Raises:
         OSError: there are none.
@@ -106,7 +108,7 @@ def find_hierarchies(proc: Path = Path("/proc/self")) -> list[Hierarchy]:
 
 
 def _own_groups(text: str) -> Iterator[tuple[str, str]]:
-    """Lines of /proc/self/cgroup, ``4:memory:/path``; of version 2, ``0::/path``."""
+    """Controller and path in each line of /proc/self/cgroup: ``4:memory:/path``, or ``0::/path`` in version 2."""
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
@@ -114,7 +116,7 @@ def _own_groups(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _mounts(text: str) -> Iterator[tuple[str, Path]]:
-    """Mount folder of each controller; that of version 2 has the name ``""``."""
+    """Controller and mount folder of each hierarchy; the controller of version 2 is called ``""``."""
     for line in text.splitlines():
         _, folder, kind, options, *_ = line.split(" ")
         if kind == "cgroup2":
@@ -125,7 +127,8 @@ def _mounts(text: str) -> Iterator[tuple[str, Path]]:
 
 
 def _below(mount: Path, path: str) -> Path:
-    """Folder of our group; in a container the path may be an outside one, which is not visible here."""
+    """Folder of this process's group. In a container, the path may be one outside that is not visible: then the mount
+    folder."""
     inside = mount / path.lstrip("/")
     return inside if inside.is_dir() else mount
 

@@ -1,4 +1,4 @@
-"""The settings of code rewards."""
+"""Settings of code rewards."""
 
 from __future__ import annotations
 

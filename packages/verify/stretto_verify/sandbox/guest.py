@@ -5,11 +5,11 @@
                                                        └──────── how it ended ◄───────┘
 
 The host sends this file, `script` and `values` to a bare interpreter (``python -I -S -B``), so they import little and
-nothing of this package. Programs, inputs and outputs travel in descriptors that the guest passes on unread, so a later
-program cannot find an earlier one in its memory. Expected outputs never enter.
+nothing else of this package. Programs, inputs and outputs travel in file descriptors that the guest passes on unread,
+so a later program cannot find an earlier one in its memory. Expected outputs never enter the sandbox.
 
-If a step between fork and program fails, the child ends with a message and the run is undecided: no wall is silently
-missing.
+If a step between fork and program fails, the child ends with a message and the verdict is undecided: no wall is
+silently missing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ import time
 from stretto_verify.sandbox.script import perform
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # a third of a guest's start would go into these, and nothing of them is needed to run
+if TYPE_CHECKING:  # for types alone: these imports would take a third of a guest's start
     from collections.abc import Callable, Iterable
     from typing import Any
 
-ORDER = struct.Struct("<dd")  # seconds of processor time, and by the clock; descriptors: input, output, errors, task
+ORDER = struct.Struct("<dd")  # limits of CPU and wall-clock seconds; with descriptors of input, output, errors, task
 REPLY = struct.Struct("<i?ddq")  # status, timed out, seconds, processor seconds, bytes of memory; then a problem
 SETTINGS_BYTES = 1 << 16
 STARTED = b"+"
-_SHORTEST_LOOK, _LONGEST_LOOK = 0.01, 0.25  # seconds between two looks at the processor time of a program
+_SHORTEST_LOOK, _LONGEST_LOOK = 0.01, 0.25  # seconds between two checks of a program's CPU time
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 _MACHINE = os.uname().machine
@@ -50,7 +50,7 @@ _NOSUID_NODEV, _MOUNT_READ_ONLY, _MOUNT_SETATTR = 2 | 4, 1, 442
 _CAPABILITY_VERSION_3 = 0x20080522
 _LANDLOCK_READ, _LANDLOCK_EXECUTE, _LANDLOCK_LIST = 4, 1, 8
 _LANDLOCK_OF_A_FILE = 1 | 2 | 4 | 1 << 14  # execute, write, read, truncate
-_FIRST_FREE = 5  # descriptors of a child: input, output, errors, task, and where it says that it has started
+_FIRST_FREE = 5  # after a child's descriptors: input, output, errors, task, and the pipe for its start report
 
 _USE_ERRNO = 1 | 8  # the C calling convention, and a copy of errno
 _INTEGERS = struct.Struct("i")
@@ -58,7 +58,7 @@ _INTEGERS = struct.Struct("i")
 assert sys.platform == "linux", "its walls are the Linux kernel's"
 
 
-# The ctypes module and array would take a third of a guest's start; this is all that is needed of them.
+# The modules ctypes and array would take a third of a guest's start; only this part of ctypes is needed.
 
 
 class _Int(_ctypes._SimpleCData):  # type: ignore[type-arg]
@@ -83,7 +83,7 @@ _syscall, _prctl_call, _mount = _function("syscall"), _function("prctl"), _funct
 
 
 class Guest:
-    """The interpreter inside one sandbox; `settings` come from `walls.guest_settings`."""
+    """The interpreter inside one sandbox. It receives its settings (from `walls.guest_settings`) over `control`."""
 
     def __init__(self, control: _socket.socket) -> None:
         body, (self._proc,) = _receive(control, SETTINGS_BYTES)
@@ -93,7 +93,7 @@ class Guest:
         _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # a program may send it to the first process of its namespace
         for name in self._settings["loaded"]:  # modules that many programs import, loaded once
             __import__(name)
-        gc.freeze()  # what a program leaves is looked for among its own objects
+        gc.freeze()  # exclude the guest's objects from garbage collections of programs
         self._ids = os.getuid(), os.getgid()
 
     def serve(self) -> None:
@@ -109,7 +109,7 @@ class Guest:
             self._control.send(self._run(seconds, patience, given))
 
     def _run(self, seconds: float, patience: float, given: list[int]) -> bytes:
-        """Run one program; returns how it ended."""
+        """Run one program, and return the packed `REPLY`: how it ended."""
         start = time.monotonic()
         told, tell = os.pipe()
         child = _fork(self._settings["namespaces"])
@@ -126,8 +126,11 @@ class Guest:
         return REPLY.pack(status, timed_out, time.monotonic() - start, processor, usage.ru_maxrss * 1024) + problem
 
     def _wait(self, child: int, seconds: float, until: float) -> tuple[bool, float]:
-        """Wait for the child; returns whether it was killed, and its CPU seconds. It is killed after `seconds` of CPU
-        time (and not before as much wall-clock time), at the time `until`, or when the host orders it or is gone."""
+        """Wait for the child. Return whether it exceeded a limit, and its CPU seconds.
+
+        It is killed after `seconds` of CPU time (and not before as much wall-clock time), at the time `until`, or when
+        the host orders it or is gone.
+        """
         descriptor = os.pidfd_open(child)
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -148,8 +151,8 @@ class Guest:
         return not ready, computed
 
     def _computed(self, child: int) -> float:
-        """CPU seconds of the child and, as far as the kernel tells, of its descendants."""
-        ticks, guest = 0, os.readlink("self", dir_fd=self._proc)  # by its number there
+        """CPU seconds of the child and of its descendants, as far as the kernel reports them."""
+        ticks, guest = 0, os.readlink("self", dir_fd=self._proc)  # its pid in that /proc
         waiting = [guest]
         while waiting:
             process = waiting.pop()
@@ -157,8 +160,8 @@ class Guest:
                 waiting += self._children(process)
                 if process != guest:
                     words = self._read_proc(f"{process}/stat").rpartition(")")[2].split()
-                    ticks += sum(map(int, words[11:15]))  # its own, and of those that it has waited for
-            except OSError:  # it has ended, or this kernel does not tell
+                    ticks += sum(map(int, words[11:15]))  # its own time, and that of children that it has waited for
+            except OSError:  # it has ended, or this kernel does not report it
                 continue
         return max(ticks / _TICKS, time.clock_gettime(~child << 3 | 2))
 
@@ -178,7 +181,7 @@ class Guest:
             return file.read()
 
     def _live(self, given: list[int]) -> None:
-        """Body of a child process; never returns."""
+        """Body of a child process: set up the walls and run the program. Never returns."""
         try:
             self._raise_walls(given)
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
@@ -190,9 +193,9 @@ class Guest:
     def _raise_walls(self, given: list[int]) -> None:
         settings = self._settings
         _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-        self._tell_proc("oom_score_adj", "1000")  # when memory is short, the kernel kills the program, not the guest
+        self._tell_proc("oom_score_adj", "1000")  # if memory runs short, the kernel kills the program, not the guest
         limits = dict(settings["limits"])
-        if settings["threads"]:  # the user has other processes, which count too
+        if settings["threads"]:  # the limit counts the user's other processes too
             limits["RLIMIT_NPROC"] = self._tasks_of(self._ids[0]) + settings["threads"]
         if settings["namespaces"]:
             self._map_user()
@@ -219,7 +222,7 @@ class Guest:
         self._tell_proc("gid_map", f"{group} {group} 1")
 
     def _tasks_of(self, user: int) -> int:
-        """Number of threads that the user has now, in all processes."""
+        """Number of threads that the user has now, in all its processes."""
         found = 0
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
         processes = os.listdir(folder)
@@ -250,27 +253,28 @@ def _receive(control: _socket.socket, size: int) -> tuple[bytes, list[int]]:
 
 
 def _become(uid: int | None) -> None:
-    """Switch from root to the user `uid`; `None`: stay the same user."""
+    """Switch from root to the user `uid`; None: do not switch."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        _prctl(_PR_SET_DUMPABLE, 1)  # else its own uid_map would belong to root
+        _prctl(_PR_SET_DUMPABLE, 1)  # otherwise its uid_map would belong to root
 
 
 def _fork(namespaces: int) -> int:
-    """Same as `os.fork`; with `namespaces`, the child is the first process of a new PID namespace, whose other
-    processes the kernel ends with it."""
+    """Same as `os.fork`. With `namespaces` (clone flags), the child is the first process of a new PID namespace; when
+    it ends, the kernel ends all others in it."""
     if not namespaces:
         return os.fork()
     return _checked("clone", _syscall(_SYS_CLONE[_MACHINE], namespaces | _SIGCHLD, None, None, None, None))
 
 
-# Walls. Each of them either stands or raises.
+# Walls. Each function sets up a wall or raises.
 
 
 def _hide(folders: list[str]) -> None:
-    """If the host's files are visible, mount empty folders over these, and make everything below the root read-only."""
+    """Mount empty folders over these folders and make everything below the root read-only; does nothing for an empty
+    list. Needed if the host's files are visible."""
     if folders:
         for folder in folders:
             _checked(f"mount {folder}", _mount(b"tmpfs", folder.encode(), b"tmpfs", _NOSUID_NODEV, b"size=4096"))
@@ -296,7 +300,7 @@ def _keep_only(given: list[int]) -> None:
 def _limit(resource_number: int, value: int) -> None:
     _, highest = resource.getrlimit(resource_number)
     value = value if highest == resource.RLIM_INFINITY else min(value, highest)
-    kept = resource_number == resource.RLIMIT_STACK  # programs raise it; it takes no more than the address space has
+    kept = resource_number == resource.RLIMIT_STACK  # programs may raise it: the address space limits it
     resource.setrlimit(resource_number, (value, highest if kept else value))
 
 
@@ -306,7 +310,8 @@ def _drop_capabilities() -> None:
 
 
 def _landlock(files: int, scopes: int, read: Iterable[str], write: Iterable[str]) -> None:
-    """Allow only reads below `read` and writes below `write`; `files` and `scopes` are the handled access rights."""
+    """Allow only reads below `read` and writes below `write`. `files` and `scopes`: bit masks of the access rights that
+    are restricted."""
     attributes = struct.pack("<QQQ", files, 0, scopes)
     size = 24 if scopes else 8
     ruleset = _checked("landlock_create_ruleset", _syscall(_LANDLOCK_CREATE, attributes, size, 0))

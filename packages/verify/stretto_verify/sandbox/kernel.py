@@ -19,7 +19,7 @@ def memory_file(name: str) -> int:
 
 
 def place(path: str) -> int:
-    """Descriptor that refers to a folder without read access (O_PATH).
+    """Open a folder without read access (O_PATH); return the descriptor.
 
     Raises:
         OSError: there is no such folder, or the system lacks O_PATH.

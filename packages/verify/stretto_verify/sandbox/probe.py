@@ -1,7 +1,7 @@
-"""Search for the strongest walls that hold on this machine, by attacking its own sandbox.
+"""Find the strongest walls that hold on this machine, by attacking its own sandbox.
 
-Kernel, container and configuration decide in too many ways which walls are possible. So the rungs of the ladder are
-tried from the strongest, with the attacks of `attacks` and one honest program, and the first that holds is used.
+Kernel, container and configuration decide in too many ways which walls are possible. So each rung of the ladder is
+tried, from the strongest, with all attacks and one honest program. The first rung that holds is used.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
 from stretto_verify.sandbox.walls import Level, Walls, ladder
 from stretto_verify.verdicts import Record, SandboxRefused
 
-_DAEMON_SECONDS = 0.5  # the daemon of the attack needs 0.3 s until it leaves its mark
+_DAEMON_SECONDS = 0.5  # the attack's daemon needs 0.3 s to leave its mark
 
 
 class Finding(Record, frozen=True):
-    """Result of one attack on one rung: `stopped`, or else the observation."""
+    """Result of one attack on one rung. `seen`: the end of the program's output, and how it ended."""
 
     attack: str
     stopped: bool
@@ -37,7 +37,7 @@ class Finding(Record, frozen=True):
 
 
 class Rung(Record, frozen=True):
-    """Findings of one rung, or the `problem` that prevented it."""
+    """Walls that were tried: the findings of the attacks, or the `problem` that prevented them."""
 
     level: str
     warm: bool
@@ -57,7 +57,7 @@ class Rung(Record, frozen=True):
 
 
 class Report(Record, frozen=True):
-    """All rungs that were tried; the last one was taken."""
+    """All rungs that were tried. The last one is used."""
 
     rungs: tuple[Rung, ...]
 
@@ -71,7 +71,8 @@ class Report(Record, frozen=True):
 
 
 class Baits:
-    """The targets of attacks: a listening port, an abstract socket, a secret file, a place for a mark, a process."""
+    """Targets of attacks (context manager): a listening port, an abstract socket, a secret file, a path for a mark, a
+    process."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -111,16 +112,16 @@ class Baits:
         self._stack.close()
 
     def lay(self, program: str) -> str:
-        """Insert the addresses of the baits into a program."""
+        """Insert the addresses of the baits into a program, and remove an earlier mark."""
         self.mark.unlink(missing_ok=True)
         return Template(program).safe_substitute(self._values)
 
 
 def try_attack(sandbox: Sandbox, attack: Attack, baits: Baits) -> Finding:
-    """Run one attack.
+    """Run one attack in the sandbox, and return whether it was stopped.
 
     Raises:
-        SandboxFailed: the sandbox did not survive it, or could not run it.
+        SandboxFailed: the sandbox did not survive the attack, or could not run it.
     """
     ended = sandbox.run({"source": baits.lay(attack.program)}, b"", attack.seconds)
     if "$MARK" in attack.program and "fork" in attack.program:
@@ -140,7 +141,8 @@ def _seen(ended: ProgramEnd) -> str:
 
 
 def try_rung(walls: Walls, config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> Rung:
-    """Set up the walls of one rung, and run the attacks that its level must stop."""
+    """Set up these walls and run the attacks that their level must stop, until one gets through. Never raises
+    `SandboxFailed`; it becomes the rung's problem."""
     findings: list[Finding] = []
     problem = ""
     try:
@@ -160,7 +162,8 @@ def try_rung(walls: Walls, config: SandboxConfig, attacks: Sequence[Attack] = AT
 
 
 def probe(config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> tuple[Walls, Report]:
-    """Find the strongest walls that hold here; also returns the report of all rungs tried.
+    """Find the strongest walls that hold on this machine, and return them with the report of all rungs tried. It takes
+    seconds.
 
     Raises:
         SandboxRefused: only walls weaker than the configuration allows hold.

@@ -1,7 +1,7 @@
-"""Sandbox: runs a program on an input; returns its output and how it ended.
+"""Sandbox: run a program on an input, and return its output and how it ended.
 
-Exceptions, signals and limits of the program are in its `ProgramEnd`, and the program is wrong. `SandboxFailed` means
-that the sandbox could not run it, which says nothing about the program.
+If a program ends by an exception, a signal or a limit, its `ProgramEnd` says so, and the program is wrong.
+`SandboxFailed` means that the sandbox could not run it, which says nothing about the program.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from stretto_verify.verdicts import Record
 _START_SECONDS = 20.0
 _GRACE = 5.0  # seconds beyond a program's own limit after which the guest itself is given up
 _END_SECONDS = 2.0
-_KEPT_ERRORS = 4096  # bytes of the last errors, to be shown
+_KEPT_ERRORS = 4096  # last bytes of standard error that are kept
 _READ = 1 << 16
 _LARGEST_REPLY = 1 << 16
-_STOP = b"k"  # anything that is no order
+_STOP = b"k"  # any message that is no order
 _GUEST_BYTES, _GUEST_PROCESSES = 32 << 20, 2  # the guest's own share of its group's limits
 
 
@@ -41,17 +41,17 @@ class SandboxFailed(Exception):
 
 
 class ProgramEnd(Record, frozen=True):
-    """How a program ended. `status` is its exit status, or minus the signal that ended it."""
+    """How a program ended. `status`: its exit status, or minus the number of the signal that ended it."""
 
     status: int
     timed_out: bool
-    flooded: bool  #: ended because it wrote too much
+    flooded: bool  #: it was ended because it wrote too much
     output: bytes
-    errors: bytes  #: the end of what it wrote there
+    errors: bytes  #: end of its standard error
     seconds: float
     cpu_seconds: float
-    memory: int  #: bytes, the most that one of its processes had
-    silent: float  #: seconds from the last that it wrote to its end
+    memory: int  #: peak bytes of one of its processes
+    silent: float  #: seconds from its last output to its end
 
     @property
     def well(self) -> bool:
@@ -71,12 +71,12 @@ class ProgramEnd(Record, frozen=True):
 
 
 class _Streams:
-    """The beginning of a program's output and the end of its errors."""
+    """Beginning of a program's standard output, and end of its standard error."""
 
     def __init__(self, limit: int) -> None:
         self.output, self.errors = bytearray(), bytearray()
         self.flooded = False
-        self.heard = time.monotonic()  # when the last output came
+        self.heard = time.monotonic()  # time of the last output
         self._limit, self._error_bytes = limit, 0
 
     def take_output(self, chunk: bytes) -> None:
@@ -93,10 +93,10 @@ class _Streams:
 
 
 class Sandbox:
-    """Runs one program at a time. With warm walls the guest process is kept, otherwise each program gets a new one.
+    """Runs one program at a time (context manager). With warm walls one guest process runs all programs; otherwise each
+    program gets a new one.
 
-    Start it from a thread that lives as long as the sandbox: the kernel ends bubblewrap with the thread that started
-    it.
+    Start it in a thread that lives as long as the sandbox, because bubblewrap ends with the thread that started it.
 
     Example::
 
@@ -129,14 +129,15 @@ class Sandbox:
             raise self._failed(problem) from error
 
     def run(self, task: Mapping[str, Any], given: bytes, seconds: float, patience: float | None = None) -> ProgramEnd:
-        """Run the program of a task (see `script.perform`) with `given` as its standard input.
+        """Run the program of a task with `given` as its standard input. `task`: the dictionary that `script.perform`
+        takes.
 
         Args:
-            seconds: limit on CPU time; for a program that computes in parallel, on wall-clock time.
-            patience: limit on wall-clock time for a program that waits; None: `clock_limit`.
+            seconds: limit on CPU time. A program that computes in parallel gets at least as much wall-clock time.
+            patience: limit on wall-clock time; None: `clock_limit(seconds)`.
 
         Raises:
-            SandboxFailed: it could not be run.
+            SandboxFailed: the program could not be run.
         """
         self.start()
         assert self._control is not None
@@ -200,7 +201,7 @@ class Sandbox:
                 start_new_session=True,
             )
             told.close_write()
-            self._control.send(guest_program(interpreter))  # it starts while it is added to its group
+            self._control.send(guest_program(interpreter))  # the guest starts up while it is added to its group
             if self._group is not None:
                 self._group.add(_told_process(told.read, time.monotonic() + _START_SECONDS))
         self._control.settimeout(_START_SECONDS)
@@ -235,7 +236,7 @@ class Sandbox:
             if not reply and not ready:
                 raise OSError("the guest does not say how the program ended")
             if reply and (not ready or time.monotonic() > until):
-                break  # without namespaces, a process that the program left behind keeps the other end open
+                break  # without namespaces, a process that the program left may keep the pipe open
             for descriptor, _ in ready:
                 if descriptor == control:
                     reply = self._heard()
@@ -258,7 +259,7 @@ class Sandbox:
         return message
 
     def _failed(self, problem: str) -> SandboxFailed:
-        """Exception to raise; the guest is not used again."""
+        """End the guest, and return the exception to raise, with the last line of the guest's standard error."""
         words = self._last_words()
         self._end()
         return SandboxFailed(f"{problem}: {words}" if words else problem)
@@ -276,7 +277,7 @@ class Sandbox:
         if self._control is not None:
             self._control.close()
         if self._guest is not None:
-            try:  # it ends by itself, and bubblewrap with it: so every process is waited for by its parent
+            try:  # the guest ends when its socket is closed, and bubblewrap with it
                 self._guest.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:
                 self._guest.kill()
@@ -287,7 +288,7 @@ class Sandbox:
 
 
 def _told_process(descriptor: int, until: float) -> int:
-    """Pid of the guest, reported by bubblewrap before the guest starts."""
+    """Pid of the guest, which bubblewrap writes to this descriptor before the guest starts."""
     told, poll = b"", select.poll()
     poll.register(descriptor, select.POLLIN)
     while not told.rstrip().endswith(b"}"):  # it writes in pieces
@@ -302,7 +303,7 @@ def _told_process(descriptor: int, until: float) -> int:
 
 @contextmanager
 def _file(content: bytes) -> Iterator[int]:
-    """In-memory file with this content, positioned at its beginning."""
+    """In-memory file with this content, positioned at its beginning (context manager of its descriptor)."""
     with open(memory_file("stretto-input"), "w+b") as file:
         file.write(content)
         file.seek(0)
@@ -310,7 +311,7 @@ def _file(content: bytes) -> Iterator[int]:
 
 
 class _Pipe:
-    """Both ends of a pipe, each closed once."""
+    """Both ends of a pipe, each closed only once (context manager)."""
 
     def __init__(self) -> None:
         self.read, self.write = os.pipe()

@@ -1,6 +1,6 @@
-"""Execution of a program as a script inside the sandbox.
+"""Run a program as a script inside the sandbox.
 
-Guests get this file too, so it imports little, and of this package only `values`.
+This file is sent to guests, so it imports little, and of this package only `values`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-_LARGEST_STACK = 64 << 20  # of a thread: deep recursion takes none, and a larger one would take all memory
+_LARGEST_STACK = 64 << 20  # bytes of a thread's stack: more could use up the memory
 
 
 def perform() -> int:
-    """Run the task in descriptor 3; returns the exit status."""
+    """Run the task in descriptor 3 (a marshalled dictionary with ``source``, ``before``, ``after``, ``calls``). Return
+    the exit status of the program."""
     with open(3, "rb") as file:
         task: dict[str, Any] = marshal.load(file)
     sys.argv = ["program.py"]
-    # The site module, which the guest does without, would make these; scripts end with them.
+    # Scripts use these names, which the site module would define; the guest runs without it.
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     stack_size = _thread.stack_size
     _thread.stack_size = lambda size=0, /: stack_size(min(size, _LARGEST_STACK))
@@ -36,13 +37,13 @@ def perform() -> int:
     if calls is None:
         return _concluded(lambda: _execute(task, "__main__"), "__main__")
     results = os.dup(1)
-    os.dup2(2, 1)  # printed text is no result
+    os.dup2(2, 1)  # printed text must not mix with the results
     return _concluded(lambda: _call_all(_execute(task, "program"), calls, results), "program")
 
 
 def _concluded(work: Callable[[], object], name: str) -> int:
-    """Run like an interpreter runs a script, and end like it: join threads, run exit functions, flush, clear the
-    module's names (so that open files are closed), and flush again."""
+    """Call `work` as an interpreter runs a script, and end in the same way: join threads, run exit functions, flush,
+    clear the module's names (so that open files are closed), and flush again. Return the exit status."""
     _reopen(name)
     status = 0
     try:
@@ -55,7 +56,7 @@ def _concluded(work: Callable[[], object], name: str) -> int:
     for step in (_join, _run_exit_functions, _flush, lambda: _clear(name), _flush_all):
         try:
             step()
-        except BaseException:  # of the program; an interpreter tells it, and counts that of a stream
+        except BaseException:  # of the program; as in an interpreter, only a failed flush changes the status
             status = status or (120 if step is _flush else 0)
     return status
 
@@ -77,8 +78,7 @@ def _flush() -> None:
 
 
 def _flush_all() -> None:
-    """Flush all streams, the original ones too (a program may have replaced them), as an interpreter does at its
-    end."""
+    """Flush all streams, including the original ones, which a program may have replaced."""
     _flush()
     if sys.__stdout__ is not None and not sys.__stdout__.closed:
         sys.__stdout__.flush()
@@ -103,8 +103,8 @@ def _status(code: object) -> int:
 
 
 def _reopen(name: str) -> None:
-    """Open fresh standard streams, without the guest's buffers; for a script also their files, which are unreachable
-    without /proc."""
+    """Open new standard streams, without the guest's buffers. For a script (``__main__``), make /dev/stdin, /dev/stdout
+    and /dev/stderr work, which do not exist without /proc."""
     stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
@@ -124,8 +124,8 @@ def _reopen(name: str) -> None:
 
 
 def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run the program between its `before` and `after` parts: one module, each part compiled separately, so that the
-    program's first line is a first line (``from __future__ import annotations``)."""
+    """Run the program between its `before` and `after` parts, in one module; return the module's names. Each part is
+    compiled separately, so that ``from __future__`` imports work in the program's first line."""
     module = type(sys)(name)
     sys.modules[name] = module
     for part, file in (("before", "before.py"), ("source", "program.py"), ("after", "after.py")):
@@ -140,7 +140,7 @@ def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: i
         try:
             function = _found(namespace, call["name"])
             line = encoded({"value": plain(function(*map(lively, call["args"])))})
-        except Exception as error:  # of the program; the next call may do better
+        except Exception as error:  # of the program; the next call may succeed
             line = encoded({"error": f"{type(error).__name__}: {error}"[:200]})
         rest = line.encode() + b"\n"
         while rest:
@@ -148,7 +148,7 @@ def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: i
 
 
 def _found(namespace: dict[str, Any], name: str) -> Callable[..., object]:
-    """Method of that name of a class ``Solution``, or the function."""
+    """Method `name` of a class ``Solution`` if the program defines one, else the function `name`."""
     if hasattr(namespace.get("Solution"), name):
         return getattr(namespace["Solution"](), name)  # type: ignore[no-any-return]
     return namespace[name]  # type: ignore[no-any-return]

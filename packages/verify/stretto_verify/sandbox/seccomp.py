@@ -1,7 +1,7 @@
 """System call filter (seccomp) for programs in a sandbox.
 
-The filter is a classic BPF program: instructions of eight bytes, only forward jumps. Refused calls fail with EPERM,
-calls newer than the table with ENOSYS, as on an older kernel, so that nothing unknown gets through.
+The filter is a classic BPF program: instructions of eight bytes, only forward jumps. Refused calls fail with EPERM.
+Calls newer than the table fail with ENOSYS, as on an older kernel, so that no unknown call gets through.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24  # offsets 
 _NEWEST_KNOWN = 462  # mseal, Linux 6.10; the same on every architecture from 424 on
 _CLONE_NAMESPACES = 0x7E020080  # CLONE_NEW*
 _CLONE_THREAD = 0x00010000
-#: Commands of fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX, by which a file that is ready signals a named process; locks,
-#: leases and notifications.
+#: Refused commands of fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX, by which a file signals another process; locks, leases
+#: and notifications.
 _REFUSED_COMMANDS = (8, 10, 15, 6, 7, 37, 38, 1024, 1026)
 _CHANGE_FLAGS = (0x40086602, 0x401C5820)  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: the program ends with its guest
 _UNIX, _STREAM, _SOCKET_KIND = 1, 1, 0xF
 
-#: Why a program might want them: sockets (it has connected pairs, for asyncio); another process' memory, files or
-#: scheduling; namespaces and mounts; the kernel's large, young or privileged interfaces; keys and memory that no limit
-#: counts; locks and watches on files that others use; a larger share of the processor.
+#: Refused calls, for: sockets (a program has only connected pairs, for asyncio); another process's memory, files or
+#: scheduling; namespaces and mounts; large, young or privileged interfaces of the kernel; keys and memory that no limit
+#: counts; locks and watches on files that others use; a larger share of the CPU.
 _REFUSED = """
 socket connect bind listen accept accept4 sendmsg sendmmsg recvmmsg
 ptrace process_vm_readv process_vm_writev process_madvise pidfd_getfd kcmp move_pages migrate_pages
@@ -43,7 +43,7 @@ shmget msgget semget mq_open memfd_secret memfd_create
 flock inotify_init inotify_init1 inotify_add_watch
 setpriority ioprio_set sched_setaffinity sched_setscheduler sched_setparam sched_setattr
 """
-#: Where no namespace parts the program from other processes of its user, and from the files that are this user's.
+#: Also refused where no namespace separates the program from its user's other processes and files.
 _REFUSED_AMONG_OTHERS = """
 kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open pidfd_send_signal fork vfork
 chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat
@@ -53,7 +53,7 @@ setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 
 @dataclass(frozen=True)
 class Architecture:
-    """A machine architecture: its kernel name, and its numbers of the system calls above."""
+    """A machine architecture: its number in the kernel's audit interface, and its numbers of the system calls above."""
 
     audit: int
     numbers: Mapping[str, int]
@@ -106,10 +106,10 @@ ARCHITECTURES = {
 
 
 def call_filter(machine: str | None = None, *, among_others: bool = False) -> bytes:
-    """Filter for a machine (default: this one), as BPF instructions for the kernel.
+    """Compile the filter for a machine (default: this one) to BPF instructions.
 
-    `among_others`: the program shares its PID namespace with other processes, so it may not signal or start any,
-    threads excepted.
+    `among_others`: the program shares its PID namespace with other processes, so it may neither signal nor start
+    processes (it may start threads).
 
     Raises:
         KeyError: there is no table for this machine.
@@ -126,9 +126,9 @@ def call_filter(machine: str | None = None, *, among_others: bool = False) -> by
         (JUMP_EQUAL, 1, 0, architecture.audit),
         (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, NUMBER),
-        (JUMP_AT_LEAST, 0, 1, _NEWEST_KNOWN + 1),  # those of x32 too
+        (JUMP_AT_LEAST, 0, 1, _NEWEST_KNOWN + 1),  # calls of the x32 ABI too
         _refuse(errno.ENOSYS),
-        (JUMP_EQUAL, 0, 1, numbers["clone3"]),  # its flags are in memory, out of reach: the C library falls back
+        (JUMP_EQUAL, 0, 1, numbers["clone3"]),  # its flags are out of reach; the C library falls back to clone
         _refuse(errno.ENOSYS),
     ]
     for number in refused:

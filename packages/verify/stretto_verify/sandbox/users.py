@@ -1,4 +1,4 @@
-"""User ids for root's sandboxes; each is used by only one sandbox on this machine, and owns nothing.
+"""User ids for sandboxes that root starts. Each is used by only one sandbox on this machine, and owns no file.
 
 Process limits are counted per user, so two sandboxes with the same user would share one limit.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import socket
 
-_FIRST_UNUSED_UID = 60_000  # no system gives these to people or to its own services
+_FIRST_UNUSED_UID = 60_000  # not used for people or services by any system
 _UNUSED_UIDS = 4_000
 
 
 class SandboxUser:
-    """User id of one sandbox; `uid` is None if we are not root and the guest keeps our user.
+    """User id of one sandbox. `uid` is None if this process is not root; the guest then keeps this process's user.
 
     Raises:
         OSError: all users are taken.

@@ -1,6 +1,6 @@
 """Lossless JSON for arguments and results of calls: tuples differ from lists, keys may be numbers.
 
-Guests get this file too (`guest`), so it imports little and nothing of this package.
+This file is sent to guests too (see `guest`), so it imports little and nothing of this package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def plain(value: object) -> Any:
     """`value` as JSON that distinguishes tuples, lists, sets, and keys of any type.
 
     Raises:
-        TypeError: it contains something else than numbers, texts, bytes, None and these containers.
+        TypeError: it contains anything but numbers, texts, bytes, None and these containers.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -53,7 +53,7 @@ def encoded(value: Any) -> str:
 
 
 def lively(value: Any) -> Any:
-    """The inverse of `plain`."""
+    """Convert a value in the form of `plain` back to Python objects."""
     if isinstance(value, list):
         return [lively(item) for item in value]
     if not isinstance(value, dict):

@@ -30,7 +30,7 @@ from stretto_verify.sandbox.seccomp import ARCHITECTURES, call_filter
 _MIB = 1 << 20
 _STACK_BYTES = 64 * _MIB
 _TMP_FILES = 1024
-_SPARE_THREADS = 128  # by which the other processes of an ordinary user may grow while a program runs
+_SPARE_THREADS = 128  # threads by which the user's other processes may grow meanwhile
 
 _NEW_USER, _NEW_PROCESSES, _NEW_MOUNTS = 0x10000000, 0x20000000, 0x00020000
 _NEW_IPC, _NEW_NET, _NEW_UTS = 0x08000000, 0x40000000, 0x04000000
@@ -58,7 +58,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
 class Level(StrEnum):
-    """The strength of the walls; a later letter is weaker."""
+    """Strength of the walls. A later letter is weaker."""
 
     A = "A"
     B = "B"
@@ -69,7 +69,8 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Walls:
-    """One rung of the ladder. `namespaces`: those created for each program."""
+    """One rung of the ladder: the walls of a sandbox. `group`: a control group; `namespaces`: clone flags of the
+    namespaces that each program gets."""
 
     level: Level
     bwrap: bool = False
@@ -80,13 +81,13 @@ class Walls:
 
     @property
     def warm(self) -> bool:
-        """Whether one guest may run several programs, since none leaves a trace for the next."""
+        """Whether one guest may run several programs, because none leaves a trace for the next."""
         return bool(self.namespaces) or not self.bwrap
 
 
 def ladder(warm: bool) -> Iterator[Walls]:
-    """Rungs from the strongest. `warm`: also rungs with one bubblewrap for all programs, which need nested namespaces;
-    the others start a new one for each program."""
+    """Yield the rungs, strongest first. `warm`: include rungs with one bubblewrap for all programs, which need nested
+    namespaces. The other rungs with bubblewrap start a new one for each program."""
     for level, group in ((Level.A, True), (Level.B, False)):
         if warm:
             yield Walls(level, bwrap=True, group=group, namespaces=_INSIDE_BWRAP)
@@ -98,7 +99,7 @@ def ladder(warm: bool) -> Iterator[Walls]:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python interpreter and the folders that it needs."""
+    """A Python interpreter, and the folders of libraries that it needs."""
 
     executable: Path
     libraries: tuple[Path, ...]
@@ -115,17 +116,18 @@ class Interpreter:
         return [path for path in found if path.is_dir() and not path.is_symlink()]
 
     def usable_by(self, uid: int | None) -> bool:
-        """Whether the user can read it (`None`: our user)."""
+        """Whether the user `uid` can read it (None: the user of this process)."""
         try:
             if uid is None:
                 return all(os.access(path, os.R_OK | os.X_OK) for path in (self.executable, self.libraries[0]))
             return all(path.stat().st_mode & 0o005 == 0o005 for path in (self.executable, *self.executable.parents))
-        except OSError:  # a folder on the way is closed to us
+        except OSError:  # a folder of the path is not accessible
             return False
 
 
 def find_interpreter(walls: Walls, uid: int | None) -> Interpreter:
-    """Our own interpreter without its virtual environment, or the system's if the guest's user cannot read ours.
+    """The interpreter of this process without its virtual environment, or the system's if the guest's user cannot read
+    that.
 
     Raises:
         OSError: there is none.
@@ -141,8 +143,8 @@ def find_interpreter(walls: Walls, uid: int | None) -> Interpreter:
 
 
 def command(walls: Walls, interpreter: Interpreter, config: SandboxConfig, control: int, told: int) -> list[str]:
-    """Command that starts a guest with the socket `control`; bubblewrap writes the guest's pid to `told` before the
-    guest is ready, to put it into its group.
+    """Command that starts a guest with the socket `control` (a descriptor). Bubblewrap writes the guest's pid to the
+    descriptor `told` before the guest is ready, so that it can be put into its group.
 
     Raises:
         OSError: bubblewrap is not installed.
@@ -152,8 +154,8 @@ def command(walls: Walls, interpreter: Interpreter, config: SandboxConfig, contr
 
 
 def guest_program(interpreter: Interpreter) -> bytes:
-    """The modules `values`, `script` and `guest`, marshalled for the interpreter: compiled for our own one, else as
-    source."""
+    """The modules `values`, `script` and `guest`, marshalled: compiled if `interpreter` is that of this process, else
+    as source."""
     return marshal.dumps(_COMPILED if interpreter.executable == _own_executable() else _SOURCES)
 
 
@@ -162,8 +164,8 @@ def _own_executable() -> Path:
 
 
 def _bwrap(walls: Walls, interpreter: Interpreter, config: SandboxConfig, told: int) -> list[str]:
-    """Arguments of bubblewrap. Root starts it as root, so that it can bind every interpreter; the guest then changes
-    its user."""
+    """Arguments of bubblewrap. Root starts it as root, so that it can bind any interpreter; the guest then changes its
+    user."""
     program = shutil.which("bwrap", path=_BWRAP_PLACES)
     if program is None:
         raise OSError("bubblewrap is not installed (Debian: apt-get install bubblewrap)")
@@ -187,7 +189,7 @@ def _bwrap(walls: Walls, interpreter: Interpreter, config: SandboxConfig, told: 
 
 
 def guest_settings(walls: Walls, interpreter: Interpreter, config: SandboxConfig, uid: int | None) -> dict[str, Any]:
-    """Settings of a guest. `uid`: the user that it becomes (`None`: it stays ours).
+    """Settings of a guest. `uid`: the user to which it switches (None: it does not switch).
 
     Raises:
         OSError: the walls need landlock or a system call table, and the machine lacks it.
@@ -211,8 +213,8 @@ def guest_settings(walls: Walls, interpreter: Interpreter, config: SandboxConfig
 
 
 def _limits(config: SandboxConfig, *, counted: bool) -> dict[str, int]:
-    """Resource limits. `counted`: the guest's user has no other processes, so per-user limits apply to the program
-    alone."""
+    """Resource limits of a program. `counted`: the guest's user has no other processes, so that limits per user apply
+    to the program alone."""
     limits = {
         "RLIMIT_CPU": int(config.completion_seconds) + 1,
         "RLIMIT_AS": config.memory_mib * _MIB,

@@ -1,4 +1,5 @@
-"""A client of an engine's HTTP server (`engine.http.server`): light, without torch, every wait with a deadline."""
+"""Client of an engine's HTTP server (`engine.http.server`). It is imported without torch, and every wait has a
+deadline."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Message = TypeVar("Message")
 
 _OK, _SERVER_ERROR = 200, 500
 _IDLE_SECONDS = 60.0  # an engine's server keeps its connections for a day
-_LOOKS = 6  # a wait for a completion asks the engine what it does after this part of its limit
+_LOOKS = 6  # a wait for a completion first asks for the engine's health after 1/6 of its limit
 _NAMED = 3  # most requests named in a message
 _FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.Decoder(Completion | list[Refusal])
 
@@ -34,9 +35,9 @@ class HttpEngine:
 
     Example::
 
-        async for completion in engine.generate(request):    # as the completions end, in no order
+        async for completion in engine.generate(request):    # as the completions end, in any order
             ...
-        await engine.update(7)                                # 7: loaded, the next token is sampled by it
+        await engine.update(7)                                # version 7 is loaded and samples the next token
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class HttpEngine:
         """Args:
         address: ``unix:/path/to.sock`` or ``host:port``.
         answer_seconds: longest wait for the next completion of a request while the engine computes no tokens.
-        load_seconds: longest wait during a load in which the engine reads no further bytes.
+        load_seconds: longest time during a load in which the engine reads no further bytes.
         health_seconds: longest wait for any other reply; the engine replies between two steps.
         key: secret sent with each request; "" for none.
-        context: for TLS; None without."""
+        context: TLS settings; None: no TLS."""
         self.name = name
         self._owner = f"the client of {name}"
         self._answer_seconds, self._load_seconds, self._health_seconds = answer_seconds, load_seconds, health_seconds
@@ -68,8 +69,9 @@ class HttpEngine:
         Requests sent together start in the same step.
 
         Raises:
-            RefusedRequest: the engine refused one of them, and so all; a server behind it may do so later.
-            EngineLost: it cannot be reached, is stopping, or ended before the last completion.
+            RefusedRequest: the engine refused one of the requests, and so all; a server such as vLLM behind the engine
+                may refuse one after others have been yielded.
+            EngineLost: the engine cannot be reached, is stopping, or ended before the last completion.
             EngineLied: the server behind it returned impossible results.
             DeadlineExceeded: no completion ended and no token was computed for `answer_seconds`.
         """
@@ -90,24 +92,24 @@ class HttpEngine:
             raise EngineLost(self.name, f"ended {requested} with {missing} completions missing")
 
     async def _part(self, connection: Connection, awaited: str) -> bytes:
-        """The next bytes of a reply. A completion may take as long as the engine computes tokens, for it or for others:
-        each has a length at which it ends."""
-        with suppress(DeadlineExceeded):  # most come soon, and cost no look at the engine
+        """The next bytes of a reply. A completion may take any time as long as the engine computes tokens, for it or
+        for others, since the length of each completion is limited."""
+        with suppress(DeadlineExceeded):  # most completions end before the engine's health must be asked for
             async with deadline(self._owner, awaited, self._answer_seconds / _LOOKS):
                 return await connection.read()
         async with standstill(self._owner, awaited, self._answer_seconds, self._computed):
             return await connection.read()
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Make the engine load a published version; returns the version it uses from then on, with its answer to the
-        challenge that `ask` makes.
+        """Make the engine load a published version; returns the version that samples the next token, and the scores
+        with which the engine answers the challenge. `ask` returns the challenge for a version; None: no challenge.
 
-        A load may take longer than `load_seconds` as long as it makes progress; it is never ordered twice.
+        A load may take longer than `load_seconds` as long as it makes progress; the order is sent once.
 
         Raises:
-            TornPublication: the publication is incomplete, or not of this model; the engine goes on with its version.
+            TornPublication: the publication is incomplete, or not of this model; the engine keeps its version.
             EngineLost: as for `generate`.
-            DeadlineExceeded: no bytes were read for `load_seconds`.
+            DeadlineExceeded: the engine has read no bytes for `load_seconds`.
         """
         awaited = f"{self.name} to load version {version}"
         order = UpdateRequest(version=version, challenge=await ask(version) if ask is not None else None)
@@ -115,12 +117,12 @@ class HttpEngine:
             return decoded(await self._reply("/update_weights", order), Loaded)
 
     async def moved(self) -> object:
-        """Number of bytes of published versions that it has read; None if it does not reply in time."""
+        """Number of bytes of published versions that the engine has read; None if it does not reply in time."""
         health = await self._look()
         return None if health is None else health.checked
 
     async def _computed(self) -> object:
-        """Counts that grow while it computes or loads; None if it does not reply in time."""
+        """Counters that grow while the engine computes or loads; None if it does not reply in time."""
         health = await self._look()
         return None if health is None else (health.generated, health.prefilled, health.recomputed, health.checked)
 
@@ -135,7 +137,14 @@ class HttpEngine:
         await self._exchange("/abort", AbortRequest(request=request_id), "an abort", self._health_seconds)
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """Tokens of unfinished completions beyond the `known` ones."""
+        """New tokens of unfinished completions. `known`: by request id, the number of tokens of each member that the
+        caller already has.
+
+        Raises:
+            WireError: a checksum of the tokens does not match.
+            EngineLost: as for `generate`.
+            DeadlineExceeded: no reply within `health_seconds`.
+        """
         message = PartialsRequest(known={request: list(counts) for request, counts in known.items()})
         body = await self._exchange("/partials", message, "the tokens of unfinished completions", self._health_seconds)
         found = decoded(body, Partials)
@@ -145,10 +154,11 @@ class HttpEngine:
         return found
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """The log-probabilities of all tokens but the first of each text by the version in use, at temperature 1.
+        """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
+        1.
 
         Raises:
-            RefusedRequest: a text is none that the model can read.
+            RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
             EngineLost: as for `generate`.
         """
         message = ScoreRequest(texts=tuple(map(tuple, texts)))
@@ -161,16 +171,16 @@ class HttpEngine:
         return decoded(body, EngineHealth)
 
     async def spans(self) -> list[Span]:
-        """Its busy spans since the last call."""
+        """The engine's busy spans since the last call; they are delivered once."""
         body = await self._exchange("/spans", None, "its spans", self._health_seconds)
         return decoded(body, list[Span])
 
     def break_off(self) -> None:
-        """Close every connection at once."""
+        """Close every connection at once; open calls end with EngineLost."""
         self._connections.break_off()
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the idle connections; open calls are not ended."""
         self._connections.close()
 
     async def _exchange(self, path: str, message: object, awaited: str, seconds: float) -> bytes:
@@ -178,7 +188,11 @@ class HttpEngine:
             return await self._reply(path, message)
 
     async def _reply(self, path: str, message: object) -> bytes:
-        """The body of a reply, without a timeout of its own."""
+        """Send a message (None: a GET without body) and return the body of the reply. The caller sets the deadline.
+
+        Raises:
+            WireError, EngineLost: the error that the engine replied with, or the connection broke.
+        """
         method, body = ("GET", b"") if message is None else ("POST", msgspec.msgpack.encode(message))
         async with self._connections.one() as connection:
             connection.send(method, path, body)
@@ -200,10 +214,10 @@ class HttpEngine:
 
 
 def decoded(body: bytes, kind: type[Message]) -> Message:
-    """Decode a reply.
+    """Decode a MessagePack reply.
 
     Raises:
-        WireError: it is not a `kind`.
+        WireError: the reply is not of type `kind`.
     """
     try:
         return msgspec.msgpack.decode(body, type=kind)
@@ -212,11 +226,11 @@ def decoded(body: bytes, kind: type[Message]) -> Message:
 
 
 def _unknown(body: bytes, error: msgspec.DecodeError) -> WireError:
-    return WireError(f"a reply that no engine of ours sends: {body[:80]!r} ({error})")
+    return WireError(f"a reply that no stretto engine sends: {body[:80]!r} ({error})")
 
 
 def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:
-    """The error raised by the engine, from the status and body of its reply."""
+    """The error that an engine's reply stands for, to be raised here. `status`: HTTP status, above 200."""
     try:
         told = decoded(body, Refusal)
     except WireError as error:

@@ -1,7 +1,7 @@
-"""HTTP/1.1 to one engine over connections that are kept: a request costs a write and a few reads.
+"""HTTP/1.1 to one engine over connections that stay open: a request costs a write and a few reads.
 
-The conductor requests a hundred groups a second on a shared core; a general HTTP client would cost more than all its
-other work (docs/explanation/decisions/0007-own-connections.md). httptools parses, as in the server.
+The conductor requests a hundred groups per second on a shared core. A general HTTP client would take more time than all
+its other work (docs/explanation/decisions/0007-own-connections.md). httptools parses the responses.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from stretto.engine.wire import MSGPACK, split_address
 from stretto.processes.kernel.silence import notice_silence
 
 _CONNECT_SECONDS = 10.0
-_SILENT_SECONDS = 60  # from the other end's kernel: unreachable, or restarted
+_SILENT_SECONDS = 60  # without a sign of the other machine's kernel, which is then unreachable or was restarted
 _IDLE_SECONDS = (
     2.0  # servers close idle connections after about five seconds; a request sent at that moment would be lost
 )
-_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)  # the network or the machine is
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)  # network or machine is down
 
 
 class Connection(asyncio.Protocol):
@@ -35,7 +35,7 @@ class Connection(asyncio.Protocol):
     Example::
 
         connection.send("POST", "/generate", body)
-        while part := await connection.read():   # status is known from the first part on
+        while part := await connection.read():   # `connection.status` is set when the first part has arrived
             ...
     """
 
@@ -60,7 +60,7 @@ class Connection(asyncio.Protocol):
         return not self._lost and self.complete and self._kept and since < idle
 
     def send(self, method: str, path: str, body: bytes, media: str = MSGPACK) -> None:
-        """Send a request whose bodies are of type `media`."""
+        """Send a request and prepare for its response. `media`: media type of the bodies of both."""
         assert self._transport is not None, "the event loop has connected it"
         self._begin()
         headers = f"accept: {media}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n"
@@ -68,7 +68,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\n{headers}".encode() + body)
 
     async def read(self) -> bytes:
-        """The next part of the response's body; empty at its end.
+        """Wait for the next part of the response's body; empty at its end. The caller sets the deadline.
 
         Raises:
             EngineLost: the connection broke before the end.
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close it and drop unsent data."""
+        """Close the connection at once; unsent data is dropped."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
         self._wake.set()
 
     def on_headers_complete(self) -> None:
-        """Called by the parser, as are the two methods below."""
+        """Called by httptools' parser, as are `on_body` and `on_message_complete`."""
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
@@ -137,8 +137,8 @@ class Connections:
         silent: int = _SILENT_SECONDS,
         idle: float = _IDLE_SECONDS,
     ) -> None:
-        """`silent`: seconds without a sign of the engine's machine until a connection counts as lost; `idle`: seconds
-        after which an idle one is not used again."""
+        """`silent`: seconds without a sign of the engine's machine after which a TCP connection counts as lost. `idle`:
+        seconds after which an idle connection is not used again."""
         self._engine, self._key, self._context, self._silent = engine, key, context, silent
         self._path, self._host, self._port = split_address(address)
         self._named = address if self._path is None else "localhost"  # as an HTTP server knows itself
@@ -148,12 +148,13 @@ class Connections:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
-        """Lend a connection for one exchange. Leaving before the response is complete closes it, which aborts the
-        request.
+        """Context manager: an idle or new connection for one exchange. Leaving the block before the response is
+        complete closes the connection, by which the engine aborts the request.
 
         Raises:
-            EngineLost: nobody listens at the address.
-            DeadlineExceeded: the address does not answer at all.
+            EngineLost: no process listens at the address, or it cannot be reached.
+            DeadlineExceeded: the address does not reply at all.
+            WireError: this process cannot open a connection.
         """
         while self._idle and not self._idle[-1].is_reusable(self._longest):
             self._idle.pop().close()
@@ -169,7 +170,7 @@ class Connections:
                 connection.close()
 
     def close(self) -> None:
-        """Close idle connections now, and the others when their exchange ends."""
+        """Close the idle connections. A connection in use returns to the pool when its exchange ends."""
         while self._idle:
             self._idle.pop().close()
 
@@ -195,6 +196,6 @@ class Connections:
         except OSError as error:
             if isinstance(error, (socket.gaierror, TimeoutError)) or error.errno in _UNREACHABLE:
                 raise EngineLost(self._engine, f"cannot be reached ({error.strerror or error})") from None
-            # Ours, not the engine's: too many open files, for one.
+            # A fault of this process, not of the engine, such as too many open files.
             raise WireError(f"no connection to {self._engine} can be made: {error.strerror or error}") from None
         return made

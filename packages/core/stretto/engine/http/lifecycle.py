@@ -1,4 +1,4 @@
-"""Life of a server: listen, receive a signal, finish open requests, end."""
+"""Life cycle of an HTTP server: listen, receive a signal, finish open requests, end."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ _BACKLOG = 4096  # connections that may wait to be accepted while a step runs
 def server_of(
     app: ASGIApp, keep_alive_seconds: int, unix_path: str | None = None, tls: str = "", *, has_key: bool = False
 ) -> HttpServer:
-    """An HTTP server that ends at once on a signal. `tls`: see `processes.tls`. Without a key clients are unknown, so
-    more connections are allowed."""
+    """Create an HTTP server that ends at once on a signal. `unix_path`: socket to listen at; None: sockets are given
+    later. `tls`: folder of certificates (`processes.tls`). `has_key`: clients must send a key, so only a few
+    connections without a valid key are allowed."""
     config = _config(app, keep_alive_seconds, unix_path)
     config.load()
     config.ssl = server_context(tls)
     return HttpServer(config, strangers=STRANGERS if has_key else _BACKLOG)
 
 
-#: Works until cancelled; an error ends all requests and is raised.
+#: The engine's loop: runs until it is cancelled; an error ends all requests and is raised.
 Run = Callable[[], Coroutine[Any, Any, None]]
 
 
 class OpenWork(Protocol):
-    """Open requests that an ending server waits for."""
+    """The open requests of an application, for which an ending server waits."""
 
     stopping: bool  # open requests are finished, new ones refused
 
@@ -51,13 +52,14 @@ class OpenWork(Protocol):
 class GracefulServer(HttpServer):
     """A server that, on a signal, finishes open requests and refuses new ones.
 
-    A second signal ends it at once. The signal is not raised again, since ending is the expected result.
+    A second signal ends it at once. The signal is not raised again after the end, since ending is the expected result.
     """
 
     def __init__(
         self, app: ASGIApp, work: OpenWork, *, keep_alive_seconds: int, patience: float, signals: bool = True
     ) -> None:
-        """Args: patience: seconds for open requests to end. signals: see `HttpServer`."""
+        """`keep_alive_seconds`: time after which an idle connection is closed. `patience`: seconds that open requests
+        have to end after a signal. `signals`: see `HttpServer`."""
         config = _config(app, keep_alive_seconds, None)
         # Arbitrary clients: many may wait, and idle between two requests.
         super().__init__(config, strangers=_BACKLOG, patience=keep_alive_seconds, signals=signals)
@@ -72,7 +74,8 @@ class GracefulServer(HttpServer):
         self._work.stopping = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; True ends the server."""
+        """Called by uvicorn ten times a second; returns True to end the server. After a signal it does so when open
+        requests have ended, or when `patience` is over."""
         if not await super().on_tick(counter):
             return False
         self._work.stopping = True
@@ -85,10 +88,11 @@ class GracefulServer(HttpServer):
 
 
 async def run_app(server: HttpServer, sockets: Sequence[socket.socket] | None, run: Run) -> None:
-    """Serve, and `run` the engine's loop beside, until the server ends or the engine fails; cancelling it ends both.
+    """Serve HTTP and `run` the engine's loop concurrently, until the server ends or the loop fails; then both are
+    ended, as by a cancellation. `sockets`: where to listen; None: as configured.
 
     Raises:
-        Exception: the error that ended the engine's loop, after open requests were broken off.
+        Exception: the error that ended the engine's loop, after open requests were ended.
     """
     serving = asyncio.create_task(server.serve(None if sockets is None else list(sockets)))
     steps = asyncio.create_task(run())
@@ -105,10 +109,11 @@ async def run_app(server: HttpServer, sockets: Sequence[socket.socket] | None, r
 
 
 def bind(host: str, port: int, place: str) -> socket.socket:
-    """A socket bound to an address of this machine; port 0 takes a free one.
+    """A TCP socket bound to an address of this machine; port 0 takes a free port. `place`: the setting that gives the
+    address, for the error.
 
     Raises:
-        RecipeError: the address is not available; `place` names the setting it came from.
+        RecipeError: the address is not available.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

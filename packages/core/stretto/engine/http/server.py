@@ -1,11 +1,11 @@
-"""The HTTP server of an engine: one thread, one event loop, one task that steps.
+"""HTTP server of an engine: one thread, one event loop, one task that steps the engine.
 
     request ─► submit ─► stream ◄─ frames ◄─ step, step, step ...        (Generation.run)
                                                ▲
     update_weights ───────────────────────────┘ runs between two steps, because both run in this loop
 
-Everything that touches the native engine runs in the event loop's thread and does not await while it does, so an
-update cannot happen inside a step. The wire is described in `stretto.engine.wire`.
+All code that uses the native engine runs in the event loop's thread and does not await meanwhile, so an update cannot
+happen inside a step. `stretto.engine.wire` describes the messages.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PARTIALS = msgspec.msgpack.Decoder(PartialsRequest)
 _SCORE = msgspec.msgpack.Decoder(ScoreRequest)
 _REQUESTS = Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
 _DOCUMENTED = "see stretto.engine.wire"
-_KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client stays connected; one that is gone closes its socket
+_KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client stays connected; a client that ends closes its socket
 
 
 class _Streaming:
@@ -68,7 +68,8 @@ class _Streaming:
 
 
 class _Exchange:
-    """An endpoint that takes one message and replies with one message or a refusal."""
+    """An endpoint that receives one message and replies with one message or a refusal. `handler`: takes the request's
+    body, and returns the reply or raises the error to send; `largest`: most bytes of a body."""
 
     def __init__(self, handler: Callable[[bytes], Awaitable[object]], largest: int) -> None:
         self._handler, self._largest = handler, largest
@@ -86,7 +87,7 @@ class _Exchange:
 
 
 class EngineApp:
-    """The ASGI application: a method per endpoint."""
+    """The ASGI application of an engine, with one method per endpoint of `engine.wire`."""
 
     def __init__(self, backend: Backend, largest: int = LARGEST_BODY, key: str = "") -> None:
         """`largest`: most bytes of a request body. `key`: secret that clients must send; "" for a private socket."""
@@ -119,7 +120,7 @@ class EngineApp:
         await self._router(scope, receive, send)
 
     async def stream_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream each completion as it ends; abort them when the client disconnects."""
+        """Stream each completion of the requests as it ends. If the client disconnects, the rest is aborted."""
         body = await read_body(scope, receive, self._largest)
         if body is None:
             await _reply(send, 413, _too_large(self._largest))
@@ -148,7 +149,7 @@ class EngineApp:
                 self._backend.close(request.id)
 
     async def update_weights(self, body: bytes) -> Loaded:
-        """Load a published version."""
+        """Load a published version, and answer its challenge."""
         order = _UPDATE.decode(body)
         return await self._backend.update(order.version, order.challenge)
 
@@ -157,11 +158,11 @@ class EngineApp:
         return await self._backend.health()
 
     async def partials(self, body: bytes) -> Partials:
-        """Tokens of unfinished completions beyond the known ones."""
+        """Tokens of unfinished completions beyond the tokens that the client knows."""
         return self._backend.partials(_PARTIALS.decode(body).known)
 
     async def score(self, body: bytes) -> list[tuple[float, ...]]:
-        """The log-probabilities of texts."""
+        """Log-probabilities of the texts' tokens."""
         return await self._backend.score(_SCORE.decode(body).texts)
 
     async def health(self, _: bytes) -> EngineHealth:
@@ -181,13 +182,13 @@ def serve(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = 
 
     Raises:
         RecipeError: the port is in use.
-        Exception: the error that ended the engine's loop, after open requests were broken off.
+        Exception: the error that ended the engine's loop, after open requests were ended.
     """
     event_loop.run(run_server(engine, subscriber, listen, key, tls))
 
 
 async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = "", tls: str = "") -> None:
-    """`serve` in the running event loop; cancelling it stops the server."""
+    """The same as `serve`, in the running event loop; cancelling it stops the server."""
     newest = subscriber.newest()
     if newest is not None and newest > engine.version:
         engine.update(newest, subscriber.load(newest))
@@ -197,7 +198,7 @@ async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str, 
 
 
 async def serve_app(app: EngineApp, listen: str, run: Run, tls: str = "") -> None:
-    """Serve at an address and run the engine until either ends.
+    """Serve `app` at the address `listen` and run the engine's loop `run`, until either ends.
 
     Raises:
         RecipeError: the port is in use.
@@ -222,7 +223,7 @@ def _too_large(largest: int) -> Refusal:
 
 
 def _refusal(error: Exception) -> tuple[int, Refusal]:
-    """Status and body from which the client raises the same error."""
+    """HTTP status and body from which the client raises the same error."""
     if isinstance(error, RefusedRequest):
         return 400, Refusal.of(error)
     if isinstance(error, EngineLost):

@@ -10,9 +10,10 @@ from stretto.model.hf.inspection import ModelFolder
 
 
 def longest_row(layout: CacheLayout, cache_bytes: int) -> int:
-    """The most tokens of one row in a cache of this size, at most the context; 0 if not even the shortest slot fits.
+    """Largest number of tokens (prompt plus completion) of one row in a cache of `cache_bytes`, at most the context
+    length; 0 if not even the shortest slot fits.
 
-    A row takes a whole slot, whose length is a power of two or the context.
+    A row takes a whole slot, whose length is a power of two or the context length.
 
     Example: memory for 700 tokens and a context of 4,096: a row may have 512, since the next slot has 1,024.
     """

@@ -2,7 +2,7 @@
 
     history    [rows, width]  prompt, then completion         5 12 8 13 | 4 4 .  .
     logprobs   [rows, width]  of sampled tokens                .  .  . . | -0.1 -0.7
-    versions   [rows, width]  that sampled them            .  .  . . | 6 6
+    versions   [rows, width]  that sampled the tokens          .  .  . . | 6 6
 
 Axes: R rows of this step, in the order of the logits.
 """
@@ -34,11 +34,12 @@ _NO_TOKEN = -1
 
 
 class Completions:
-    """Unfinished completions as arrays. Columns are public: the engine passes them, indexed by row, to the policy and
-    the sampler."""
+    """Unfinished completions as arrays. The columns are public attributes: the engine indexes them by row and passes
+    them to the policy and the sampler."""
 
     def __init__(self, rows: int, context_length: int, stop_texts: StopTexts, grammars: Grammars | None = None) -> None:
-        """`grammars` None: requests have no grammar."""
+        """`rows`: number of completions at a time. `grammars`: compiler of grammars; None: no request has a
+        grammar."""
         self._grammars = grammars
         self._context_length = context_length
         self._stop_texts = stop_texts
@@ -60,7 +61,8 @@ class Completions:
         self._last: tuple[Ints, Ints] | None = None  # rows and tokens of the last step
 
     def open(self, row: int, member: Member) -> None:
-        """Start a completion in a row."""
+        """Start the completion of `member` in a row: store its prompt, settings and prefix, and replace earlier
+        contents."""
         prompt, sampling = member.request.prompt_token_ids, member.request.sampling
         self.limits[row] = min(member.tokens, self._context_length)
         self._widen(int(self.limits[row]), len(sampling.stop_token_ids))
@@ -86,7 +88,7 @@ class Completions:
             self._resume(row, member.request.prefixes[member.index])
 
     def _resume(self, row: int, prefix: Segment) -> None:
-        """Continue from a segment that another engine or an earlier run sampled."""
+        """Append a segment that another engine or an earlier process sampled, and continue after it."""
         if not prefix.length:
             return
         token_ids = prefix.token_ids
@@ -102,7 +104,7 @@ class Completions:
             self.matchers[row].take(token_ids)
 
     def context(self, row: int) -> Ints:
-        """All tokens of a row except the newest: the contents of its KV cache."""
+        """All tokens of a row except the newest: the tokens whose KV entries the row needs before its next step."""
         return self._history[row, : self.lengths[row] - 1]
 
     def sampled_with(self, row: int, version: int) -> Ints:
@@ -111,11 +113,12 @@ class Completions:
         return begin + np.flatnonzero(self._versions[row, begin:end] == version)
 
     def told(self, row: int, places: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
-        """Tokens of a row at `places` and the log-probabilities reported to callers."""
+        """Tokens of a row at `places` (positions in its history), and their log-probabilities at sampling."""
         return self._history[row, places], self._logprobs[row, places]
 
     def constrained(self, order_R: Ints, found: Filtered | None) -> Filtered | None:
-        """`found`, the filtered rows among `order_R`, with the tokens that their grammars now allow."""
+        """Add to `found`, the filtered rows among `order_R`, the tokens that their grammars allow next. Rows without a
+        grammar allow all tokens."""
         allowed = {at: self.matchers[row].allowed for at, row in enumerate(order_R.tolist()) if row in self.matchers}
         if found is None or not allowed:
             return found
@@ -133,8 +136,9 @@ class Completions:
         """Store the top log-probabilities of the next token for rows that requested them.
 
         Args:
+            order_R: row of each line of the logits.
             filtered: all filtered rows of `order_R`.
-            tokens_R, logprobs_R: the sampled tokens, which have the log-probability that they were sampled with.
+            tokens_R, logprobs_R: the sampled tokens; a sampled token keeps the log-probability of its sampling.
         """
         if not self._likeliest or not len(places := np.flatnonzero(self._wanted[order_R])):
             return
@@ -147,7 +151,8 @@ class Completions:
             self._likeliest[row].append(tuple((one, own if one == token else other) for one, other in tokens))
 
     def record(self, order_R: Ints, tokens_R: Ints, logprobs_R: npt.NDArray[np.float32], version: int) -> Ints:
-        """Append one token to each row of `order_R`; returns the rows that have ended."""
+        """Append one token, sampled by `version`, to each row of `order_R`; returns the rows that have ended: by a stop
+        token, a stop text, or their limit."""
         places_R = self.lengths[order_R]
         self._history[order_R, places_R] = tokens_R
         self._logprobs[order_R, places_R] = logprobs_R
@@ -167,12 +172,13 @@ class Completions:
         return ended
 
     def progress(self, row: int, member: Member, known: int) -> Progress:
-        """Tokens of a row's completion beyond its first `known` ones."""
+        """The tokens of a row's completion after its first `known` tokens."""
         segment, likeliest = self._segment(row, known), self._likeliest.get(row, [])[known:]
         return Progress(member.request.id, member.index, segment, likeliest)
 
     def new_tokens(self, members: Mapping[int, Member], wanted: Container[str]) -> Iterator[NewToken]:
-        """The tokens of this step, of rows whose completions go on and belong to `wanted` requests."""
+        """The tokens of the last step, of unfinished completions of `wanted` requests. `members`: unfinished
+        completions by row."""
         if self._last is None:
             return
         for row, token in zip(*(column.tolist() for column in self._last), strict=True):

@@ -44,7 +44,7 @@ from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.kernels.matmul import use_onednn
 
-_WORKING = 1 << 30  # bytes of a step beside weights and cache
+_WORKING = 1 << 30  # bytes that a step needs in addition to weights and cache
 
 
 class NativeEngine:
@@ -69,8 +69,9 @@ class NativeEngine:
         detokenizer: Callable[[], Detokenizer] | None = None,
         grammars: Callable[[int], Grammars] | None = None,
     ) -> None:
-        """`detokenizer` is called by the first request with stop texts, `grammars` with the vocabulary size. Without
-        them, requests with stop texts or a grammar are refused."""
+        """`detokenizer` makes the detokenizer when the first request with stop texts comes. `grammars` makes the
+        compiler of grammars from the vocabulary size. Without them, requests with stop texts or a grammar are refused.
+        `name`: role in spans and errors; `version`: version of the model's weights."""
         use_onednn(model)
         self._cache_bytes, self._has_sampled = config.cache_bytes, False  # whether the last step sampled
         self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)
@@ -94,13 +95,14 @@ class NativeEngine:
         self._tiles: Path | None = None
 
     def tune(self, record: Path | None) -> None:
-        """Take the kernels' tiles that are on record for the run; comes before the first request."""
+        """Choose the tile sizes of the kernels for decoding on a GPU (`model.kernels.tiles`). `record`: file that keeps
+        the choice for the run. Call it before the first request."""
         self._tiles = record
         self._policy.tune(record)
 
     @classmethod
     def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine", version: int = 0) -> Self:
-        """An engine with the model of a folder.
+        """Load the model and the tokenizer of a Hugging Face folder and make an engine.
 
         Raises:
             ModelFolderError: the folder cannot be loaded, or the cache does not support its attention.
@@ -111,7 +113,8 @@ class NativeEngine:
         return cls(model, config, name=name, version=version, detokenizer=tokenizer, grammars=grammars)
 
     def _spare(self) -> int | None:
-        """Bytes left on the device beside the cache, as large as it may become."""
+        """Bytes free on the device after the KV cache at its largest and the working memory of a step; None without a
+        limit."""
         cache = self._cache_bytes - self._policy.bytes_allocated
         return spare(self._policy.layout.device, cache + _WORKING)
 
@@ -132,7 +135,7 @@ class NativeEngine:
 
     @property
     def longest_row(self) -> int:
-        """Most tokens of a prompt plus completion that the context and the cache hold."""
+        """Largest number of tokens of prompt plus completion that the context and the KV cache can hold."""
         return longest_row(self._policy.layout, self._config.cache_bytes)
 
     @property
@@ -142,24 +145,25 @@ class NativeEngine:
 
     @property
     def computed(self) -> int:
-        """Tokens computed so far: of prompts, of dropped completions, and new ones."""
+        """Number of tokens computed so far: prompt tokens, recomputed tokens, and sampled tokens."""
         return self._generated + self._prefilled + self._recomputed
 
     def cache_of(self, tokens: int) -> int:
-        """Bytes of KV cache for one completion of so many tokens, its prompt included."""
+        """Bytes of KV cache for one completion of this many tokens, including its prompt."""
         layout = self._policy.layout
         return layout.slot(tokens) * layout.bytes_per_token
 
     @property
     def backlog(self) -> int:
-        """Tokens of prompts, and of dropped completions, that are computed before their completions go on."""
+        """Number of tokens to prefill or recompute before all open completions can run; a prompt counts once per
+        request."""
         rows = {self._scheduler.member(row).request.id: row for row in self._scheduler.pending}
         pending = {id: int(self._completions.lengths[row]) for id, row in rows.items()}
         return sum({**self._scheduler.prompts_waiting(), **pending}.values())
 
     def limit(self, cache_bytes: int) -> None:
-        """Hold at most so many bytes of KV cache from now on, and never more than `engine.cache_gib`. What does not fit
-        is dropped, the newest completions first, and recomputed later."""
+        """Set the limit of the KV cache, at most `engine.cache_gib`. Running completions that no longer fit lose their
+        entries, the newest completions first, and are recomputed later."""
         self._cache_bytes = min(cache_bytes, self._config.cache_bytes)
         for row in self._scheduler.limit(self._cache_bytes // self._policy.layout.bytes_per_token):
             self._policy.release(row)
@@ -191,10 +195,10 @@ class NativeEngine:
                 self._policy.release(row)
 
     def give_up(self, requests: Iterable[str]) -> None:
-        """Abort requests whose logits are not finite, and recompute the cache of all others.
+        """Abort these requests, whose logits are not finite, and recompute the KV cache of all others.
 
-        The KV cache of those requests may hold NaN, and masked entries still enter matmuls, where 0 * nan is nan; so
-        the whole cache is replaced.
+        The cache of the aborted requests may hold NaN. Masked entries still enter matmuls, where 0 * nan is nan, so the
+        whole cache is replaced.
         """
         for request in requests:
             self.abort(request)
@@ -206,10 +210,10 @@ class NativeEngine:
         """Sample one token of every running completion; returns the completions that ended. Does nothing when idle.
 
         Raises:
-            BrokenLogits: some logits are not finite. No completion got a token; call `give_up`, or the next step fails
-                again.
-            BrokenGrammar: a grammar cannot be followed further. No completion got a token; call `abort`, or the next
-                step fails again.
+            BrokenLogits: logits of some requests are not finite. No completion got a token. Unless `give_up` is called,
+                the next step fails again.
+            BrokenGrammar: the grammar of a request cannot be followed further. No completion got a token. Unless the
+                request is aborted, the next step fails again.
         """
         start, columns = time.monotonic(), self._completions
         self._has_sampled = False
@@ -241,10 +245,11 @@ class NativeEngine:
         return completions
 
     def progress(self, known: Mapping[str, Sequence[int]]) -> list[Progress]:
-        """New tokens of unfinished completions; those without any are left out.
+        """New tokens of unfinished completions; completions without new tokens are left out.
 
         Args:
-            known: tokens already known of each member's completion, by request; other requests are left out.
+            known: by request id, the number of tokens of each member that the caller already has; other requests are
+                left out.
         """
         rows = ((row, self._scheduler.member(row)) for row in self._scheduler.rows)
         found = (
@@ -255,20 +260,22 @@ class NativeEngine:
         return [progress for progress in found if progress.segment.length]
 
     def new_tokens(self, requests: Container[str]) -> Iterator[NewToken]:
-        """The tokens that the last step sampled for unfinished completions of these requests; read before the next."""
+        """The tokens that the last step sampled for unfinished completions of `requests` (ids). Consume the iterator
+        before the next step."""
         return self._completions.new_tokens(self._scheduler.members, requests) if self._has_sampled else iter(())
 
     def update(self, version: int, tensors: Mapping[str, Tensor], since: float | None = None) -> None:
-        """Interrupt every running completion and load weights.
+        """Interrupt every running completion and load weights. Unless ``engine.on_update = "keep"``, the KV cache is
+        dropped, to be recomputed with the new weights.
 
         Args:
-            version: of the weights; never older than the one in use.
+            version: version of the weights, not older than the version in use.
             tensors: all parameters by name, or adapters (`engine.native.parameters`); any floating type, any device.
-            since: `time.monotonic` when reading and checking them began, beside the steps.
+            since: `time.monotonic` at the time when reading the tensors began; adds the span "map".
 
         Raises:
             TornPublication: a name is missing or unknown, or a shape differs; nothing was loaded.
-            RefusedRequest: the version is older than the one in use.
+            RefusedRequest: the version is older than the version in use.
         """
         mapped = time.monotonic()
         if version < self.version:
@@ -284,8 +291,9 @@ class NativeEngine:
         self._spend("load", mapped)
 
     def prove(self, canary: Canary) -> Scores:
-        """Answer a canary: checksum the weights in memory and score the text with the forward pass of `step`. The last
-        `DECODED` tokens are computed one at a time over a KV cache, the others together. No completion is touched."""
+        """Answer a canary: compare the weights in memory with its digests, and score its text with the forward pass of
+        `step`. The last `DECODED` tokens are computed one at a time over a KV cache, the others together. Completions
+        and their cache are not changed."""
         start = time.monotonic()
         differing, compared = self._parameters.differing(canary.digests)
         logprobs, decoded = self._prover.text(canary.token_ids)
@@ -293,11 +301,11 @@ class NativeEngine:
         return Scores(logprobs, decoded, differing=differing + self._stale, compared=compared)
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """The log-probabilities of all tokens but the first of each text by the version in use, at temperature 1. It
-        touches no completion.
+        """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
+        1. Completions and their cache are not changed.
 
         Raises:
-            RefusedRequest: a text is empty, longer than the context, or has tokens outside of the vocabulary.
+            RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
         """
         start = time.monotonic()
         for number, text in enumerate(texts):
@@ -307,8 +315,8 @@ class NativeEngine:
         return found
 
     def sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
-        """Recompute log-probabilities of about `wanted` sampled tokens of running completions, of the version in use.
-        Returns (as sampled, recomputed without cache) pairs; empty if none is running."""
+        """Recompute, without the KV cache, the log-probabilities of about `wanted` tokens that the version in use
+        sampled for running completions. Returns (as sampled, recomputed) pairs; empty if no completion is running."""
         start = time.monotonic()
         completions, most = self._completions, self._config.max_prefill_tokens
         found = self._prover.sampled(completions, self._scheduler.running, self.version, wanted, most)
@@ -334,7 +342,7 @@ class NativeEngine:
         )
 
     def drain_spans(self) -> list[Span]:
-        """Spans of generating, recomputing and loading since the last call."""
+        """Spans of generating, recomputing, loading and proving since the last call; they are returned once."""
         return self._spans.drain()
 
     def check_integrity(self) -> None:
@@ -356,13 +364,14 @@ class NativeEngine:
                 raise BrokenGrammar(self._scheduler.member(row).request.id, refused) from None
 
     def _preempt(self) -> None:
-        """Let running completions grow; if the cache is full, drop the newest ones from it, to be recomputed later."""
+        """Let running completions grow into longer slots; if the KV cache is full, drop the entries of the newest
+        completions, to be recomputed later."""
         for row in self._scheduler.grow(self._completions.lengths):
             self._policy.release(row)
             self._preempted += 1
 
     def _take_contexts(self) -> tuple[list[Context], bool]:
-        """The contexts that enter the cache in this step, and whether any is recomputed."""
+        """The contexts whose KV entries this step computes, and whether any of them is recomputed."""
         columns, scheduler = self._completions, self._scheduler
         if not scheduler.has_capacity(columns.lengths):
             return [], False
@@ -383,13 +392,14 @@ class NativeEngine:
         return again + new, bool(again)
 
     def _interrupted_contexts(self, rows: list[int]) -> list[Context]:
-        """The contexts of interrupted rows; the first row of a request computes the prompt for the others."""
+        """The contexts of interrupted rows, to be recomputed. The first row of a request computes the prompt, which the
+        other rows of the request share."""
         contexts: list[Context] = []
         first: dict[str, int] = {}  # context of each request
         for row in rows:
             tokens = self._completions.context(row)
             prefix_of = first.setdefault(self._scheduler.member(row).request.id, len(contexts))
-            # A context needs a token of its own, even when it is the prompt alone.
+            # A context needs at least one token that is not shared, even if it is only the prompt.
             shared = min(int(self._completions.prompts[row]), len(tokens) - 1) if prefix_of < len(contexts) else 0
             contexts.append(Context(tokens, (row,), prefix_of, shared))
         return contexts
@@ -403,8 +413,8 @@ class NativeEngine:
         return int(self._completions.lengths[row] - self._completions.prompts[row])
 
     def _tally(self, completions: Sequence[Completion]) -> None:
-        """Count tokens of ended completions while their request is open; an abort wastes these too, since a group is
-        judged whole."""
+        """Count the tokens of ended completions while their request is open. An abort wastes these tokens too, since a
+        group is judged as a whole."""
         for completion in completions:
             self._ended[completion.request] += completion.segment.length
             if not self._scheduler.is_open(completion.request):
@@ -423,7 +433,8 @@ class NativeEngine:
             self._policy.clear()
 
     def _stale_rows(self) -> tuple[str, ...]:
-        """Message about KV entries of earlier weights that an update should have dropped; empty if there are none."""
+        """A tuple with one message if KV entries of earlier weights are left that an update should have dropped;
+        otherwise empty."""
         rows = len(self._policy) if self._config.on_update == "recompute" else 0
         return (f"the KV cache of {rows} completions",) if rows else ()
 

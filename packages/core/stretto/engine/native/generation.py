@@ -1,4 +1,4 @@
-"""The task that steps an engine and passes completions to listeners.
+"""The task that steps an engine and passes its completions to the listeners of their requests.
 
 submit(request, listener) ─► engine ◄─ run(): step, step, step ...
                              engine ─► listener.progressed(tokens), listener.ended(completion)
@@ -37,7 +37,7 @@ MOST_WAITING = MOST_COMPLETIONS
 _TURNS = 3
 
 
-#: Takes a new token at once; False if it cannot now, and wants it later.
+#: Consumes a new token; returns False to get the token from the iterator later instead.
 Take = Callable[[NewToken], bool]
 
 _GRAMMAR_SECONDS = 20.0  # most grammars compile in milliseconds, the worst in one or two seconds
@@ -54,8 +54,8 @@ class FrameListener(Stream):
 class TokenStream:
     """The tokens of requests submitted together, as they are sampled.
 
-    Tokens are offered to `take` in the step that samples them; the iterator has those that it does not take, and the
-    end of each completion. So a step of many streams wakes no task for each of them.
+    Each token is offered to `take` in the step that samples it. Iterating yields the tokens that `take` has not
+    consumed, and the end of each completion. So a step with many streams need not wake a task for each of them.
     """
 
     def __init__(self, engine: str, completions: int, take: Take | None = None) -> None:
@@ -68,7 +68,8 @@ class TokenStream:
         self._wake = asyncio.Event()
 
     def progressed(self, new: NewToken) -> None:
-        """Take the next token of an unfinished completion."""
+        """Offer the next token of an unfinished completion to `take`. Queue it for the iterator if `take` does not
+        consume it, or if earlier tokens are queued."""
         self._known[new.request, new.member] += 1
         try:
             if self._take is not None and not self._new and self._take(new):
@@ -78,7 +79,8 @@ class TokenStream:
         self._pass_on(new.progress())
 
     def ended(self, completion: Completion) -> None:
-        """Take a finished completion with all its tokens."""
+        """Queue the end of a finished completion for the iterator: its tokens that `progressed` has not had, with the
+        stop reason."""
         self.missing -= 1
         known = self._known[completion.request, completion.member]
         rest, likeliest = completion.segment.after(known), completion.top_logprobs[known:]
@@ -89,24 +91,24 @@ class TokenStream:
         self._wake.set()
 
     def refuse(self, error: RefusedRequest | EngineLost) -> None:
-        """Take a late refusal; the request is closed."""
+        """End the stream: the iterator raises `error` instead of further tokens."""
         self._error = self._error or error
         self._wake.set()
 
     def break_off(self, why: str = ENDED) -> None:
-        """End the stream: no more tokens will come."""
+        """End the stream: the iterator raises EngineLost with the reason `why`."""
         self.refuse(EngineLost(self._engine, why))
 
     def __aiter__(self) -> TokenStream:
         return self
 
     async def __anext__(self) -> list[Progress]:
-        """Wait for new tokens. No timeout here: the client has one.
+        """Wait for new tokens, at most one piece per completion and step. There is no timeout: the client has one.
 
         Raises:
-            RefusedRequest: the request was refused late.
-            EngineLost: no more tokens will come.
-            Exception: `take` raised it.
+            RefusedRequest: the request was refused after it was submitted.
+            EngineLost: the stream was ended early.
+            Exception: an error raised by `take`.
         """
         while True:
             if (error := self._fault or (self._error if self.missing else None)) is not None:
@@ -121,13 +123,13 @@ class TokenStream:
 
 
 class Generation:
-    """Steps an engine and serves its listeners (satisfies `engine.backend.Backend`).
+    """Steps a native engine and passes its completions to listeners. Implements `engine.backend.Backend`.
 
     No method awaits while it uses the engine, so weights are loaded only between two steps.
     """
 
     def __init__(self, engine: NativeEngine, mailbox: Subscriber | None = None) -> None:
-        """`mailbox` None: the engine keeps its weights."""
+        """`mailbox`: where `update` loads versions from; None: the engine keeps the weights of its folder."""
         self.engine = engine
         self._mailbox = mailbox
         self.stopping = False  # open requests are finished, new ones refused
@@ -141,10 +143,11 @@ class Generation:
         return len(self._listeners)
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """Compile the grammars of requests while the engine steps; `submit` would compile them between two steps.
+        """Compile the grammars of requests in a thread, while the engine steps. Otherwise `submit` would compile them
+        between two steps.
 
         Raises:
-            RefusedRequest: a grammar cannot be compiled.
+            RefusedRequest: a grammar cannot be compiled, or not in time.
         """
         wanted = dict.fromkeys((request.sampling.grammar, request.sampling.stop_token_ids) for request in requests)
         for grammar, stop_token_ids in wanted:
@@ -156,10 +159,10 @@ class Generation:
                     raise RefusedRequest("sampling.grammar", str(late), "a simpler one") from None
 
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
-        """Submit requests; they start in the same step, and each completion is streamed when it is whole.
+        """Submit requests that start in the same step; the stream gets each completion when it has ended.
 
         Raises:
-            RefusedRequest: one of them is invalid; none is accepted then.
+            RefusedRequest: a request is invalid; then none is accepted.
             EngineLost: the server is stopping, or too many completions wait.
         """
         stream = FrameListener(sum(len(request.seeds) for request in requests))
@@ -176,8 +179,8 @@ class Generation:
 
     @contextmanager
     def streaming(self, requests: Sequence[GenerateRequest], take: Take | None = None) -> Iterator[TokenStream]:
-        """Submit requests and stream completions as they end; with `take`, their tokens as they come (`TokenStream`).
-        The end of the block closes the requests.
+        """Context manager: submit requests, and close them at the end of the block. Without `take` the stream yields
+        completions as they end; with `take` it has every token when it is sampled (`TokenStream`).
 
         Raises:
             RefusedRequest, EngineLost: as for `submit_all`.
@@ -192,7 +195,8 @@ class Generation:
                 self.close(request.id)
 
     def submit(self, request: GenerateRequest, listener: FrameListener | TokenStream, *, every_token: bool) -> None:
-        """Submit a request; `listener` gets its completions until `close`.
+        """Submit a request; `listener` gets its completions until `close` is called. `every_token`: it also gets each
+        token in the step that samples it, unless the request continues prefixes.
 
         Raises:
             RefusedRequest, EngineLost: as for `submit_all`.
@@ -207,11 +211,11 @@ class Generation:
         self.engine.add(request)
         self._work.set()
         self._listeners[request.id] = listener
-        if every_token and not request.prefixes:  # tokens after earlier ones come whole
+        if every_token and not request.prefixes:  # a continued completion is passed on when it has ended
             self._by_token.add(request.id)
 
     def close(self, request: str) -> None:
-        """End a request and abort its unfinished completions. May be called twice."""
+        """End the request with this id and abort its unfinished completions. May be called twice."""
         listener = self._listeners.pop(request, None)
         self._by_token.discard(request)
         if listener is not None and listener.missing:
@@ -219,15 +223,16 @@ class Generation:
             self.engine.abort(request)
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """Tokens of unfinished completions beyond the `known` ones."""
+        """New tokens of unfinished completions. `known`: by request id, the number of tokens of each member that the
+        caller already has; other requests are left out."""
         found: Partials = {}
         for progress in self.engine.progress(known):
             found.setdefault(progress.request, {})[progress.member] = progress.segment
         return found
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
-        """Load a published version and answer the challenge before the next step. After a failed answer no step runs
-        until the version is loaded again.
+        """Load a published version, unless it is loaded and proven, and answer the challenge before the next step.
+        After an answer outside the tolerance no step runs until the version is loaded again.
 
         Raises:
             WireError, RefusedRequest: as for `weights.mailbox.Subscriber.load` and `NativeEngine.update`.
@@ -249,10 +254,11 @@ class Generation:
         return Loaded(self.engine.version, scores)
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """The log-probabilities of all tokens but the first of each text by the version in use, between two steps.
+        """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
+        1. They are computed between two steps.
 
         Raises:
-            RefusedRequest: a text is none that the model can read.
+            RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
         """
         return self.engine.score(texts)
 
@@ -266,7 +272,8 @@ class Generation:
         return self.engine.drain_spans()
 
     async def run(self) -> None:
-        """Step while there is work, until cancelled. An error of the engine ends all requests and is raised."""
+        """Step the engine while it has work, until cancelled. An error of the engine ends all requests and is raised.
+        Whenever the engine becomes idle, its integrity is checked."""
         try:
             while True:
                 if self.engine.idle or self._in_doubt:
@@ -304,10 +311,10 @@ class Generation:
 
 
 class SharedGeneration(Generation):
-    """Generation for independent clients: a request with non-finite logits ends alone.
+    """Generation for independent clients: a request with non-finite logits is aborted, and the others continue.
 
-    In a run that is an error (`Generation` raises it): dropping such completions would bias the distribution that is
-    trained.
+    In a run, non-finite logits are an error that `Generation` raises: dropping such completions would bias the training
+    distribution.
     """
 
     def _step(self) -> list[Completion]:

@@ -1,13 +1,13 @@
-"""The parameters of an engine's model; published versions are loaded into them whole, or as adapters.
+"""The parameters of an engine's model. A published version replaces all of them, or adds adapters to them.
 
-    whole       model.layers.0.self_attn.q_proj.weight = W                  all parameters by name
+    all         model.layers.0.self_attn.q_proj.weight = W                  all parameters by name
     adapters    model.layers.0.self_attn.q_proj.lora_A = A, ....lora_B = B  W becomes W + B A (LoRA, arXiv 2106.09685)
 
-Adapters are always added to the last weights that were loaded whole (initially the model folder's), never to an
-earlier sum: the result does not depend on the versions in between.
+Adapters are always added to the base weights: the last complete weights that were loaded, initially those of the model
+folder. They are never added to an earlier sum, so the result does not depend on the versions in between.
 
-`differing` compares the parameters in memory with the trainer's digests, which do not come through the mailbox, and so
-detects any loss or change since the publication.
+`Parameters.differing` compares the parameters in memory with the trainer's digests. The digests do not come through the
+mailbox, so the comparison detects any loss or change since the publication.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _Shape = tuple[int, ...]
 
 
 class Parameters:
-    """All parameters of a model, into which versions are copied. For a layer with adapters it keeps the base weight and
-    the sum."""
+    """Copies published versions into the parameters of a model. For a layer with adapters it keeps the base weight
+    beside the parameter, which holds the sum."""
 
     def __init__(self, model: nn.Module, spare: Callable[[], int | None] = lambda: None) -> None:
-        """`spare`: bytes left on the device, None without a limit. Base weights that all together do not fit in them
-        are kept in host memory, and come back layer by layer."""
+        """`spare` returns the bytes free on the device, None without a limit. If the base weights of all layers with
+        adapters do not fit in them, they are kept in host memory and copied back layer by layer."""
         self._spare, self._beyond = spare, False  # beyond the device
         self._parameters = dict(model.named_parameters())
         self._beside = _adapters_of(model)  # of a model that computes W x + B A x: its weights are never changed
@@ -42,7 +42,7 @@ class Parameters:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a version that `check` lets pass."""
+        """Copy the tensors of a version into the parameters. `check` must have accepted the version."""
         if self._beside:
             for name, parameter in self._beside.items():
                 parameter.copy_(tensors[name])
@@ -68,9 +68,9 @@ class Parameters:
 
     @torch.no_grad()
     def differing(self, digests: Mapping[str, TensorDigest]) -> tuple[tuple[str, ...], int]:
-        """Names of tensors in memory that differ in any bit from those with these digests, and how many were compared.
-        Tensors published in another dtype than the engine's are rounded, so they are not compared. What lies on a GPU
-        is compared by its sums, if the digests have them."""
+        """Names of tensors in memory that are missing or differ in any bit from the published tensors with these
+        digests, and the number of tensors compared. A tensor published in another dtype than the engine's was rounded
+        when it was loaded, so it is not compared. A tensor on a GPU is compared by its sums, if its digest has them."""
         held = {name: self._held(name) for name in digests}
         there = {name: tensor for name, tensor in held.items() if tensor is not None}
         alike = {name: tensor for name, tensor in there.items() if name_of(tensor.dtype) == digests[name].dtype}
@@ -82,7 +82,8 @@ class Parameters:
         return (*lost, *differing(digests, found), *wrong, *added), len(alike) + len(lost)
 
     def _held(self, name: str) -> Tensor | None:
-        """The tensor in memory for a published name: for a weight with adapters, its base."""
+        """The tensor in memory for a published name; for a weight with adapters, its base weight; None if there is
+        none."""
         base = self._bases.get(name.removesuffix(".weight"))
         return base if base is not None else self._parameters.get(name, self._adapters.get(name))
 
@@ -119,13 +120,13 @@ class Parameters:
 
 
 def is_away(tensor: Tensor) -> bool:
-    """Whether all of a tensor would have to be copied to be hashed."""
+    """Whether a tensor is not in host memory, so that hashing would have to copy all of it."""
     return tensor.device.type != "cpu"
 
 
 def _adapters_of(model: nn.Module) -> dict[str, Tensor]:
-    """A and B of the layers that have adapters of their own, by the names under which they are published; their scale
-    is 1, for B is published with it."""
+    """The matrices A and B of layers that compute W x + B A x, by the names under which they are published. Their scale
+    is 1, because the published B includes the scale."""
     found = dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         for kind in (LORA_A, LORA_B):
@@ -150,7 +151,8 @@ def _layers(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _adapter_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, _Shape]) -> dict[str, _Shape]:
-    """Required shapes of A and B for each layer with an A, given A's rank."""
+    """Required shapes of A and B for each layer whose A is published, from the rank of A and the shape of the layer's
+    weight."""
     shapes: dict[str, _Shape] = {}
     for layer in _layers(tensors):
         width_out, *width_in = weights.get(f"{layer}.weight", (0,))
@@ -161,5 +163,5 @@ def _adapter_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, _Shape]
 
 
 def _some(names: Collection[str]) -> str:
-    """The first name, and how many more there are."""
+    """The alphabetically first name, and the number of others, as text."""
     return min(names) + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")

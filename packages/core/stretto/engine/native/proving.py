@@ -29,15 +29,16 @@ class Prover:
         self._policy = DecodePolicy(policy.model, _SPARE_TOKENS * policy.layout.bytes_per_token)
 
     def text(self, token_ids: Sequence[int]) -> tuple[tuple[float, ...], int]:
-        """Log-probabilities of all tokens but the first of a text (three tokens or more), and how many of the last were
-        decoded one at a time over the cache."""
+        """Log-probabilities of all tokens but the first of a text of at least three tokens, and the number of last
+        tokens that were decoded one at a time over the KV cache."""
         text = np.asarray(token_ids, np.int64)
         decoded = min(DECODED, len(text) - 2)
         logits_LV = self._policy.forward_of_text(text[:-1], decoded)
         return tuple(_logprobs(logits_LV, text[1:]).tolist()), decoded
 
     def texts(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """The log-probabilities of all tokens but the first of each text, under the model's own distribution."""
+        """Log-probabilities of all tokens but the first of each text, at temperature 1 without filters; empty for a
+        text of one token."""
         found = list[tuple[float, ...]]()
         for text in texts:
             if len(text) < 2:
@@ -51,9 +52,9 @@ class Prover:
     def sampled(
         self, completions: Completions, rows: Sequence[int], version: int, wanted: int, most: int
     ) -> tuple[tuple[float, float], ...]:
-        """Recompute the log-probabilities of about `wanted` tokens that `version` sampled in `rows`, without a KV
-        cache. Returns (reported, recomputed) pairs. `most`: most tokens fed to the model; rows with a grammar are left
-        out."""
+        """Recompute, without a KV cache, the log-probabilities of about `wanted` tokens that `version` sampled in
+        `rows`. Returns (reported, recomputed) pairs. `most`: largest number of tokens fed to the model. Rows with a
+        grammar are left out."""
         chosen = _chosen(completions, rows, version, wanted, most)
         if not chosen:
             return ()
@@ -73,7 +74,8 @@ class Prover:
 
 
 def _chosen(completions: Completions, rows: Sequence[int], version: int, wanted: int, most: int) -> list[int]:
-    """The shortest rows that together have enough tokens."""
+    """The shortest rows that together have `wanted` tokens sampled by `version`; fewer if their texts would exceed
+    `most` tokens. Rows with a grammar are left out."""
     chosen, found = list[int](), 0
     for row in sorted(rows, key=lambda row: completions.lengths[row]):
         most -= int(completions.lengths[row])

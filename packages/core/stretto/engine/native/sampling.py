@@ -2,7 +2,7 @@
 
 So a completion does not depend on the rest of the batch, the engine, or the number of interruptions.
 
-Axes: R row, K tokens from the likeliest on, V vocabulary.
+Axes: R row, K likeliest tokens in descending order, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TO_UNIT = 2.0**-52
 
 
 class BrokenLogits(FloatingPointError):
-    """Some completions have logits that are not finite, so nothing can be drawn from them."""
+    """Some completions have logits that are not finite, so no token can be drawn from them."""
 
     def __init__(self, requests: frozenset[str]) -> None:
         """`requests`: ids of the affected requests."""
@@ -42,13 +42,13 @@ class BrokenLogits(FloatingPointError):
 class Filtered:
     """The rows of a step that have a grammar, top-k, top-p or min-p, with their settings."""
 
-    rows: npt.NDArray[np.int64]  # places in the step's logits, at least one
+    rows: npt.NDArray[np.int64]  # indices of rows of the step's logits, at least one
     truncation: Truncation
     allowed: npt.NDArray[np.int32] | None = None  # [rows, W], bits of the tokens that grammars allow; None: no grammar
 
     def among(self, places: npt.NDArray[np.int64]) -> Filtered | None:
-        """The subset at `places` (ascending rows of the logits), renumbered for logits restricted to these places; None
-        if empty."""
+        """The filtered rows that are also in `places` (ascending row indices of the logits), renumbered as indices into
+        ``logits[places]``; None if there are none."""
         kept = np.isin(self.rows, places).nonzero()[0]
         if not len(kept):
             return None
@@ -57,7 +57,7 @@ class Filtered:
 
 
 class SamplingColumns:
-    """The sampling settings of every row, as columns."""
+    """Sampling settings of the engine's rows, as one array per setting."""
 
     def __init__(self, rows: int) -> None:
         self.seeds = np.zeros(rows, np.uint64)
@@ -76,7 +76,7 @@ class SamplingColumns:
         self._filtered[row] = sampling.filtered or bool(sampling.grammar)
 
     def filtered(self, order_R: npt.NDArray[np.int64]) -> Filtered | None:
-        """The filtered rows among `order_R`; None if there are none."""
+        """The rows of `order_R` (row of each line of the logits) with a filter or grammar; None if there are none."""
         places = self._filtered[order_R].nonzero()[0]
         return Filtered(places, self._truncation.rows(order_R[places])) if len(places) else None
 
@@ -130,14 +130,14 @@ def sample(
 
 
 def draws(device: torch.device) -> bool:
-    """Whether logits of this device are drawn from by its own kernel."""
+    """Whether a Triton kernel draws from logits on this device."""
     return DRAWS and device.type == "cuda"
 
 
 def draw_by_torch(
     logits_RV: Tensor, greedy: npt.NDArray[np.bool_], targets: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """As `model.kernels.draw`, without numba or Triton."""
+    """Draw one token per row with torch operations; arguments and result are those of `model.kernels.draw.draw`."""
     logprobs_RV = logits_RV.log_softmax(-1)
     # Not exp() of the line above: it is slow where it underflows, as at every token removed by a filter.
     cumulative_RV = logits_RV.softmax(-1).cumsum(-1, dtype=torch.float64)
@@ -152,7 +152,7 @@ def draw_by_torch(
 
 
 def tempered(logits_RV: Tensor, temperatures: npt.NDArray[np.float32], filtered: Filtered | None) -> Tensor:
-    """The logits of the sampled distribution; for temperature 0, those at temperature 1."""
+    """Divide each row of logits by its temperature (by 1 if that is 0) and apply the filters."""
     if (temperatures != 1.0).any():
         divisors = torch.from_numpy(np.where(temperatures == 0.0, np.float32(1.0), temperatures))
         logits_RV = logits_RV / divisors.to(logits_RV.device)[:, None]
@@ -169,11 +169,11 @@ def _filter(logits_RV: Tensor, filtered: Filtered) -> Tensor:
 def top_logprobs(
     logits_RV: Tensor, counts: npt.NDArray[np.int64], temperatures: npt.NDArray[np.float32], filtered: Filtered | None
 ) -> list[Likeliest]:
-    """The likeliest tokens of the distributions that `sample` draws from.
+    """The likeliest tokens of the distributions from which `sample` draws.
 
     Args:
         logits_RV: float32.
-        counts: [R], tokens wanted for each row.
+        counts: [R], number of tokens wanted for each row.
         temperatures, filtered: as for `sample`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Scheduling: completions run first come, first served, in a fixed number of rows and a budget of cached tokens.
+"""Scheduling: completions run first come, first served, within a fixed number of rows and a budget of cached tokens.
 
     add            queue the completions of a request
     admit          give free rows to the head of the queue
@@ -6,7 +6,7 @@
     take_pending   start pending rows, oldest first, as far as the cache has capacity
     finish         free the row of a completion
     interrupt      drop the cache of running completions, which become pending again
-    limit          another budget of cached tokens, as long as other engines need theirs
+    limit          change the budget of cached tokens, which other engines share
     abort          remove a request wherever its completions are
 
 A completion is in one of three places: waiting (no row), pending (a row, nothing cached), running (cached). It holds
@@ -28,21 +28,21 @@ from stretto.core.records import GenerateRequest
 
 Ints = npt.NDArray[np.int64]
 
-#: The part of the cache that is kept free for growth when a completion starts. Without it, a completion would start in
-#: the last free slot and be preempted, and recomputed, as soon as its neighbour grows.
+#: Part of the cache that is kept free for growth when a completion starts. Otherwise a completion would start in the
+#: last free slot, and be preempted and recomputed as soon as another completion grows.
 GROWTH = 1 / 16
 
 
 @dataclass(frozen=True)
 class Member:
-    """One completion of a request, by index."""
+    """One completion of a request: the completion of ``request.seeds[index]``."""
 
     request: GenerateRequest
     index: int
 
     @property
     def tokens(self) -> int:
-        """Most tokens of prompt plus completion."""
+        """Largest possible number of tokens of prompt plus completion."""
         return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens
 
 
@@ -56,7 +56,7 @@ class Scheduler:
     scheduler.admit()                              # [(row 0, member 2)]
 
     Args:
-        rows: completions that may have a row.
+        rows: number of completions that may have a row.
         cache_tokens: tokens of all slots together.
         slot: the length of the slot for a number of tokens (`model.decode.length_buckets.CacheLayout.slot`).
     """
@@ -135,8 +135,8 @@ class Scheduler:
         return self._preempted(least=1)
 
     def limit(self, cache_tokens: int) -> list[int]:
-        """Hold at most so many tokens from now on, and never more than at first; returns the preempted rows, newest
-        first. Pending rows whose slots are longer wait for another limit."""
+        """Set the budget of cached tokens, at most the initial budget; returns the rows preempted to keep it, newest
+        first. Pending rows whose slots are longer than the budget wait until it is raised."""
         self._cache_tokens = min(cache_tokens, self._most_tokens)
         return self._preempted(least=0)
 
@@ -189,7 +189,7 @@ class Scheduler:
         return taken
 
     def finish(self, row: int) -> Member:
-        """Free the row of a completion that has ended; returns the request and the completion's index in it."""
+        """Free the row of a completion that has ended; returns the completion."""
         self._running.remove(row)
         return self._leave(row)
 
@@ -201,7 +201,7 @@ class Scheduler:
         self._held = 0
 
     def abort(self, request: str) -> list[int]:
-        """Drop a request; returns its rows. Unknown ids are ignored."""
+        """Drop the request with this id; returns the rows that its completions had. Unknown ids are ignored."""
         self._waiting = deque(member for member in self._waiting if member.request.id != request)
         rows = [row for row, member in self._members.items() if member.request.id == request]
         self._pending = deque(row for row in self._pending if row not in rows)

@@ -1,6 +1,6 @@
-"""Stop texts: a completion ends with the token that completes one of them.
+"""Stop texts: a completion ends with the token that completes a stop text.
 
-The engine shows each token to a `Watch`, which finds stop texts in the text of the completion (`conversation.text`).
+The engine passes each token to a `Watch`, which searches the decoded text of the completion (`conversation.text`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from stretto.core.errors import ModelFolderError, RefusedRequest
 
 
 class Watch:
-    """Looks for stop texts in one completion, token by token. `seen`: tokens so far."""
+    """Searches for stop texts in one completion, token by token. `seen`: number of tokens so far."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self.seen = 0

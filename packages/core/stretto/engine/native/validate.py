@@ -24,7 +24,7 @@ _LARGEST_FLOAT = 3.4e38  # completions keep log-probabilities in float32
 
 
 class BrokenGrammar(Exception):
-    """A request's grammar turned out to be impossible to follow; `refused` says why."""
+    """The grammar of a running request cannot be followed further; `refused` is the reason."""
 
     def __init__(self, request: str, refused: RefusedRequest) -> None:
         """`request`: id of the request."""
@@ -33,10 +33,10 @@ class BrokenGrammar(Exception):
 
 
 def check_text(text: Sequence[int], field: str, vocab_size: int, context_length: int) -> None:
-    """Refuse a text that the model cannot read.
+    """Refuse a text (token ids) that the model cannot read. `field`: name of the text in the error.
 
     Raises:
-        RefusedRequest: with the field.
+        RefusedRequest: the text is empty, longer than the context, or has tokens outside the vocabulary.
     """
     if not 1 <= len(text) <= context_length:
         raise RefusedRequest(field, f"{len(text)} tokens", f"1 to {context_length}, the context")
@@ -45,7 +45,7 @@ def check_text(text: Sequence[int], field: str, vocab_size: int, context_length:
 
 
 def check_grammar(request: GenerateRequest, grammars: Grammars | None) -> None:
-    """Refuse a grammar that is not supported, or that the prefixes violate.
+    """Refuse a grammar that is not supported, and prefixes that do not follow the grammar.
 
     Raises:
         RefusedRequest: names the first wrong field.
@@ -86,7 +86,7 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
 
 
 def _check_counts(request: GenerateRequest) -> None:
-    """Limits that stop one request from taking all memory or time."""
+    """Refuse a request with so many stop tokens or completions that it could take all memory or time."""
     if (stops := len(request.sampling.stop_token_ids)) > MOST_STOP_TOKENS:
         raise RefusedRequest("sampling.stop_token_ids", f"{stops:,} tokens", f"at most {MOST_STOP_TOKENS}")
     if (completions := len(request.seeds)) > MOST_COMPLETIONS:

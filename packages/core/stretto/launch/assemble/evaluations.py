@@ -1,4 +1,4 @@
-"""Evaluations of a run: held-out questions, further sets, and which of them selects the best policy."""
+"""Assembling the evaluations of a run: the held-out questions, further sets, and the choice of the best policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from stretto.store.series.metrics import EvaluationLine, read_metrics, read_sets
 
 
 def with_samples(evaluator: Evaluator, plan: Plan) -> Evaluator:
-    """Extend the evaluator by the recipe's number of completions per prompt, and the reward's final answers."""
+    """Return the evaluator with the recipe's number of completions per prompt, and with the reward's function for final
+    answers."""
     chosen = plan.recipe.evaluation
     return replace(evaluator, samples=chosen.samples, final_answer=FINAL_ANSWERS.get(plan.recipe.rewards.deciding))
 
@@ -23,7 +24,7 @@ def with_samples(evaluator: Evaluator, plan: Plan) -> Evaluator:
 def evaluations(
     plan: Plan, folder: RunFolder, held_out: Evaluator, recorder: Recorder, say: Callable[[str], None]
 ) -> Evaluations:
-    """All evaluations of a run; `held_out` is that of its held-out questions."""
+    """Return all evaluations of a run. `held_out`: evaluator of the held-out questions; `say`: writes a log line."""
     config = plan.recipe.evaluation
     held_out = with_samples(held_out, plan)
     best = _best(plan, folder, say) if config.keep_best or config.patience or config.goal else None

@@ -1,4 +1,4 @@
-"""Final answers as text, over which a majority is counted, for rewards that define a final answer."""
+"""Extraction of the final answer from a completion, for rewards that define one. maj@n counts these answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from stretto_verify.math.extract.final import final_answer, without_frame
 
-_LONGEST = 20_000  # characters at the end of a completion, in which its final answer is looked for
+_LONGEST = 20_000  # characters at the end of a completion that are searched for its final answer
 _NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -39,7 +39,7 @@ def _plain(text: str) -> str | None:
     return " ".join(text.split()) or None
 
 
-#: By the reward's name: (prompt, completion) -> the final answer. Other rewards have no majority.
+#: By name of the reward: function from (prompt, completion) to the final answer, or None. Other rewards have no maj@n.
 FINAL_ANSWERS: Mapping[str, Callable[[str, str], str | None]] = {
     "exact_match": _whole,
     "final_answer": _behind_the_last_sign,

@@ -1,4 +1,4 @@
-"""Machines of a run: this one alone, or others too through `stretto_cluster`."""
+"""The machines of a run: this machine alone, or also others, through `stretto_cluster`."""
 
 from __future__ import annotations
 
@@ -22,42 +22,43 @@ _PACKAGES = ("stretto_app", "stretto_cluster")
 
 
 class Machines(Protocol):
-    """Other machines of a run: the port where they join, the weights they receive, the ranks and engines they run
-    (Protocol)."""
+    """Services of a run for other machines: the port at which they join, the weights that they receive, the ranks and
+    engines that they run (Protocol)."""
 
     @property
     def ranks(self) -> StartRanks | None:
-        """Starter of trainer ranks on other machines; None if there are none."""
+        """Function that starts trainer ranks on other machines; None if there are no other machines."""
         ...
 
     async def open(self) -> None:
         """Let machines join.
 
         Raises:
-            RecipeError: an address cannot be had.
+            RecipeError: an address cannot be listened on.
         """
         ...
 
     async def supervise(self) -> NoReturn:
-        """Keep the services for other machines alive.
+        """Replace services for other machines that die, until an error ends the run.
 
         Raises:
-            RoleDied: one of them dies too often.
+            RoleDied: a service has died too often.
         """
         ...
 
     def drain_spans(self) -> list[Span]:
-        """Spans of other machines since the last call."""
+        """Return the time spans of other machines since the last call."""
         ...
 
     async def close(self, why: str, again: bool) -> None:
-        """Dismiss every machine with the reason `why`. `again`: the run may be resumed, so they may look for it."""
+        """Dismiss all machines and end the services. `why`: the reason that machines are given; `again`: the run may be
+        resumed, so machines may try to join it again."""
         ...
 
 
 @dataclass(frozen=True)
 class MachineParts:
-    """Parts of a run that `Machines` need."""
+    """Objects of a run from which `Machines` are made. `report`: writes a log line."""
 
     plan: Plan
     folder: RunFolder
@@ -81,12 +82,12 @@ class ThisMachine:
         self.parts.report(f"weights.medium is {medium.medium}: {medium.reason}")
 
     async def supervise(self) -> NoReturn:
-        """Wait forever: nothing needs to be kept alive."""
+        """Wait forever: there are no services."""
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")
 
     def drain_spans(self) -> list[Span]:
-        """Empty: local roles report their spans themselves."""
+        """Return nothing: local roles report their own spans."""
         return []
 
     async def close(self, why: str, again: bool) -> None:
@@ -94,11 +95,11 @@ class ThisMachine:
 
 
 def machines_of(parts: MachineParts) -> Machines:
-    """The machines of a run. Where `stretto_cluster` is installed, its gate also serves runs on one machine, for
-    `stretto scale`.
+    """Return the machines of a run. If `stretto_cluster` is installed, its gate also serves runs on this machine alone,
+    for `stretto scale`.
 
     Raises:
-        RecipeError: the recipe names other machines, and the package is missing or of another version.
+        RecipeError: the recipe needs other machines, and the package is missing or has another version.
     """
     if not parts.plan.recipe.has_machines and not is_there(*_PACKAGES):
         return ThisMachine(parts)

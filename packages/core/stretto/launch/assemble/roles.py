@@ -1,4 +1,4 @@
-"""Processes of a run: started together, replaced when they die, always ended."""
+"""The role processes of a run: starting them together, replacing those that die, and ending all of them."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.weights.folder import SHARED, own, remove, remove_abandoned, shared_folder
 from stretto.worlds.workflows.pool import WorkflowPool
 
-_SOCKETS = ".sockets"  # holds the path of the folder with the sockets of a run
+_SOCKETS = ".sockets"  # file in the run folder with the path of the folder of its sockets
 _STOP_GRACE = 1.0
 _LAST_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Roles:
-    """All role processes of a run."""
+    """All roles of a running run."""
 
     engines: EnginePool
     trainer: TrainerLink
@@ -66,8 +66,8 @@ class Roles:
     workflows: Conversing | None = None
 
     async def poll(self, patience: float | None = None) -> list[Span]:
-        """Collect the spans of all roles since the last poll and refresh the counters of `work`; waits `patience`
-        seconds for engines."""
+        """Fetch the time spans of all roles since the last poll, and update the counters of `work`. `patience`: seconds
+        to wait for an engine (None: `deadlines.answer`)."""
         of_engines = await self.engines.poll(patience)
         return [
             *of_engines,
@@ -77,13 +77,15 @@ class Roles:
         ]
 
     async def poll_unless(self, stop: StopSignal) -> list[Span]:
-        """Same as `poll`; once a stop is requested, it waits only a second for an engine that does not reply."""
+        """Same as `poll`; but once a stop is requested, it waits at most `_LAST_POLL_SECONDS` for an engine."""
         spans = None if stop.requested else await stop.unless(self.poll())
         return await self.poll(_LAST_POLL_SECONDS) if spans is None else spans
 
     async def supervise(self) -> NoReturn:
-        """Replace roles that die or hang. One task does it as long as the roles run: a replacement that is cancelled
-        half-way leaves a role that is down.
+        """Replace roles that die or hang, until an error ends the run.
+
+        To be run in one task as long as the roles run: cancelling it during a replacement leaves a role without a
+        process.
 
         Raises:
             RoleDied: a role has died too often.
@@ -92,14 +94,14 @@ class Roles:
         raise AssertionError("a watcher never ends by itself")
 
     def progress(self) -> object:
-        """Value that changes with any role's work; for engines, as of the last poll."""
+        """Return a value that changes whenever a role has done some work; for engines, as of the last poll."""
         work = self.work()
         ended = 0 if self.workflows is None else self.workflows.ended
         roles = self.rewards.busy_seconds, self.trainer.progress, ended
         return work.generated, work.recomputed, self.engines.busy(), *roles
 
     def work(self) -> Work:
-        """Work of all roles so far; for engines, as of the last poll."""
+        """Return the work of all roles so far; for engines, as of the last poll."""
         busy = self.engines.busy() | {
             "trainer": self.trainer.busy_seconds,
             "rewards": self.rewards.busy_seconds / self.rewards.workers,
@@ -115,7 +117,8 @@ class Roles:
         )
 
     def resident(self) -> dict[str, int]:
-        """Memory in bytes by role, descendants included; for engines, as of the last poll."""
+        """Return the resident memory in bytes by role, descendant processes included; for engines, as of the last
+        poll."""
         pids = {"trainer": self.trainer.process.pids, "rewards": self.rewards.pids}
         if isinstance(self.workflows, WorkflowPool):
             pids["workflow"] = self.workflows.pids
@@ -124,8 +127,8 @@ class Roles:
 
 
 def kept_proving(ledger: Ledger, version: int) -> Proving:
-    """Canary checks of a run resumed at this version, restored from its ledger and kept there from now on. Older
-    ledgers have none."""
+    """Return the canary checks of a run, restored from its ledger. From now on the ledger stores their record at each
+    flush. `version`: of the start; checks of a run without a record begin there."""
     proving = Proving()
     proving.restore(ledger.get(CANARY, CanaryRecord) or CanaryRecord(since=version))
     ledger.watch(CANARY, lambda: proving.record)
@@ -145,13 +148,15 @@ async def running_roles(
     spawner: Spawner,
     proving: Proving,
 ) -> AsyncIterator[Roles]:
-    """Start every role, unless a stop is requested meanwhile; afterwards no process, socket or shared memory is left.
+    """Start every role, and end all of them after the block: then no process, socket or shared memory is left.
+
+    If a stop is requested while the roles start, the block begins at once.
 
     Args:
         version: current version of the run; the trainer reaches it from the checkpoint of step `saved_step`.
-        tenure: identifies this conductor among all that the run has had.
-        proving: the canary checks, those of earlier processes included.
-        report: gets sentences for the log: replaced roles, facts of a reward, roles that did not end well.
+        tenure: identifies this conductor among all conductors of the run.
+        report: gets log lines: replaced roles, facts of a reward, roles that failed while they were ended.
+        proving: the canary checks.
     """
     recipe = plan.recipe
     with _endpoints(plan, folder, version) as endpoints:
@@ -180,7 +185,7 @@ async def running_roles(
         engines.report_to(report)
         trainer.tell_canaries(proving.published, proving.agreed)
         proving.expect(report)
-        # Steps that are done again may take longer than an engine waits for its first weights.
+        # If the trainer repeats steps, engines start after it: an engine may not wait that long for its first weights.
         train = partial(trainer.start, trainer_spec(plan, model, endpoints, folder.tokens), version)
         serve = partial(engines.start, version)
         finished = False
@@ -199,8 +204,8 @@ async def running_roles(
 
 @contextmanager
 def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoints]:
-    """Create the endpoints of a run; those outside its folder are removed at the end, even if a second signal cuts the
-    wait for the roles short."""
+    """Create the endpoints of a run. After the block, sockets and shared memory are removed, even if a second signal
+    cuts the wait for the roles short."""
     mailbox = mailbox_name(folder)
     _sweep(folder, mailbox)
     remove_abandoned(SHARED)
@@ -213,7 +218,7 @@ def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoint
         mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
         undo.callback(os.close, own(mailbox, mailbox_folder))
         undo.callback(remove, mailbox, mailbox_folder)
-        recorded = version == 0 or folder.kernels.exists()  # runs of an earlier stretto have none
+        recorded = version == 0 or folder.kernels.exists()  # runs of earlier versions of stretto have no such file
         yield Endpoints(mailbox, mailbox_folder, sockets, folder.kernels if recorded else None, plan.seats)
 
 
@@ -223,11 +228,11 @@ def _forget_sockets(folder: RunFolder) -> None:
 
 
 def locked_socket_folder() -> tuple[Path, int]:
-    """Create a folder for sockets; returns it with the descriptor of its lock, which keeps other runs from removing it
-    while this process lives.
+    """Create a folder for sockets and lock it, so that other runs do not remove it while this process lives. Returns
+    the folder, and the descriptor of the lock.
 
     Raises:
-        RunFolderError: it cannot be locked; it is gone then.
+        RunFolderError: the folder cannot be locked; it is removed.
     """
     sockets = socket_folder()
     try:
@@ -252,10 +257,13 @@ def _reward_pool(plan: Plan, folder: RunFolder, report: Callable[[str], None]) -
 
 
 def _sweep(folder: RunFolder, mailbox: str) -> None:
-    """Remove sockets and shared memory that a killed run left outside of its folder, nothing else. In a copy of a run
-    folder, the file names the sockets of the original; while that runs, they stay."""
+    """Remove the sockets and the shared memory that a killed process of this run has left outside of its folder.
+
+    In a copy of a run folder, the file `_SOCKETS` names the sockets of the original run; while that is running, they
+    stay.
+    """
     remove(mailbox, SHARED)
-    with contextlib.suppress(OSError):  # there are none, or they are not ours: the next run has a folder of its own
+    with contextlib.suppress(OSError):  # no sockets, or of another user: each run creates a new folder anyway
         sockets = Path((folder.path / _SOCKETS).read_text().strip())
         if lock.is_held(sockets):
             return
@@ -270,19 +278,19 @@ def _sweep(folder: RunFolder, mailbox: str) -> None:
 
 
 def mailbox_name(folder: RunFolder) -> str:
-    """Name for the run's shared memory, derived from the lock of its folder: unique among living runs, even if the
-    folder is moved or copied."""
+    """Return the name of the run's shared memory, derived from the lock file of its folder. It is unique among running
+    runs, even if a folder is moved or copied."""
     return digest(identity(folder.path / lock.NAME))
 
 
 def record_facts(folder: RunFolder, facts: Mapping[str, str]) -> None:
-    """Write ``rewards.json``: facts of the reward, such as the level of its sandbox."""
+    """Write the facts of the reward, such as the level of its sandbox, to ``rewards.json``; no file without facts."""
     if facts:
         folder.write("rewards.json", msgspec.json.format(msgspec.json.encode(facts)).decode() + "\n")
 
 
 async def end_all(report: Callable[[str], None], *ends: Coroutine[Any, Any, None]) -> None:
-    """Await all coroutines to their end; errors are reported."""
+    """Await all coroutines, also if some fail; an error becomes a log line through `report`."""
     for end in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(end, BaseException):
             report(f"while the roles were ended: {end}")
@@ -291,7 +299,8 @@ async def end_all(report: Callable[[str], None], *ends: Coroutine[Any, Any, None
 async def _up(
     machines: Machines, engines: EnginePool, patience: float, *starts: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    """Open the gate, start all roles, and wait for the first engine; others may still be starting.
+    """Let machines join, start all roles, and wait until an engine takes requests. `patience`: seconds for the first
+    engine.
 
     Raises:
         StrettoError: a role cannot be started, or a service for other machines fails meanwhile; names it.

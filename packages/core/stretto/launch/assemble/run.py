@@ -1,4 +1,4 @@
-"""One run from its plan to its summary: roles start, the conductor runs, roles end.
+"""Carrying out a run from its plan to its end: the roles start, the conductor runs, the roles end.
 
 plan ─► warm start ─► policy/v000000 ─► roles up ─► evaluate ─► conduct ─► evaluate ─► roles down ─► plots
 """
@@ -53,18 +53,18 @@ from stretto.worlds.single_turn import GroupWorkflow, SingleTurn
 from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.workflows.config import WorkflowConfig
 
-_DRAIN_SECONDS = 5.0  # for an engine to give the tokens of its completions
-#: Facts of the ledger: the state of the controller, and the tenure of the present conductor.
+_DRAIN_SECONDS = 5.0  # timeout for collecting the tokens in flight of an engine that leaves
+#: Name of the ledger's fact with the tenure of the present conductor.
 CONDUCTOR = "conductor"
 
 
 @dataclass(frozen=True)
 class StartState:
-    """Starting point of a run: version 0, or the state after the last recorded batch."""
+    """Starting point of a process of a run: version 0, or the version after the last recorded batch."""
 
     version: int = 0
-    saved_step: int = 0  # step of the checkpoint from which the trainer reaches it
-    broken: tuple[str, ...] = ()  # faults of newer checkpoints
+    saved_step: int = 0  # step of the checkpoint from which the trainer reaches `version`; 0: none
+    broken: tuple[str, ...] = ()  # error messages of newer checkpoints
 
     def sentences(self) -> list[str]:
         """Log lines about the starting point."""
@@ -79,10 +79,10 @@ class StartState:
 
     @classmethod
     def of(cls, folder: RunFolder, keep: int) -> StartState:
-        """State after the last batch of the ledger.
+        """Find the starting point of a run to resume. `keep`: number of checkpoints that the run keeps.
 
         Raises:
-            StoreError: the ledger, or every checkpoint, is broken.
+            StoreError: the ledger, or every checkpoint, is damaged.
         """
         version = last_step(folder.ledger)
         checkpoint = Recovery(folder, keep).newest(version)
@@ -91,7 +91,7 @@ class StartState:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Objects that every part of a run uses."""
+    """Objects that are needed everywhere while a run is assembled."""
 
     plan: Plan
     folder: RunFolder
@@ -101,16 +101,16 @@ class RunContext:
     stop: StopSignal
 
     def report(self, sentence: str) -> None:
-        """Show a sentence about the roles, and record it."""
+        """Show a log line about the roles, and record it as an event in the ledger."""
         self.reporter.say(sentence)
         self.ledger.event("role", sentence)
 
 
 async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Reporter, spawner: Spawner) -> int:
-    """Train from `start` to the recipe's last step; returns the exit code: 0, or 128 + the signal that stopped it.
+    """Train from `start` to the recipe's last step; returns the exit code: 0, or 128 + the signal that stopped the run.
 
     Raises:
-        StrettoError: the run cannot continue; its folder stays resumable from the last checkpoint.
+        StrettoError: the run cannot continue. It can be resumed from its last checkpoint.
     """
     stop, since = StopSignal(), time.monotonic()
     stop.call(lambda: reporter.say(_stopping(plan, folder)))
@@ -157,7 +157,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
 
 
 def _followed(context: RunContext) -> AbstractAsyncContextManager[None]:
-    """Let the tools of `[logging]` follow the run during the block."""
+    """Return a context manager during whose block the tools of ``[logging]`` follow the run."""
     recipe, reporter, stop = context.plan.recipe, context.reporter, context.stop
     if not recipe.logging.tools:
         return nullcontext()
@@ -169,7 +169,8 @@ def _followed(context: RunContext) -> AbstractAsyncContextManager[None]:
 
 
 def _earlier(folder: RunFolder, ledger: Ledger) -> Totals:
-    """Totals of earlier processes of the run; tokens in flight without a journal count as lost."""
+    """Read the totals of earlier processes of the run. Tokens that are neither in the ledger nor journaled count as
+    stopped."""
     if (totals := ledger.get(TOTALS, Totals)) is None:
         return Totals(max_staleness=None)
     members = (member for group in read_unfinished(folder.ledger) for member in group.members.values())
@@ -187,14 +188,14 @@ def _roles_of(recipe: Recipe) -> str:
 
 
 def _keep_roster(context: RunContext, roles: Roles) -> None:
-    """Keep the list of engines in the ledger: those of earlier processes, then those of this one."""
+    """Restore the roster of engines from the ledger, which stores it at each flush from now on."""
     ledger, roster = context.ledger, roles.engines.roster
     roster.restore(ledger.get(ENGINES, list[Membership]) or [], context.start.version)
     ledger.watch(ENGINES, roster.rows)
 
 
 def _selection(context: RunContext) -> SelectionWatch:
-    """The watch for selection bias, which sees every lost group; the ledger keeps its state."""
+    """Return the watch for selection bias, restored from the ledger, which stores its state at each flush."""
     ledger = context.ledger
     watch = SelectionWatch(ledger, time.monotonic, ledger.get(SELECTION, SelectionBias), context.report)
     ledger.watch(SELECTION, lambda: watch.known)
@@ -228,12 +229,14 @@ def _stopping(plan: Plan, folder: RunFolder) -> str:
 
 
 def _phase(recipe: Recipe, number: int) -> str:
-    """Title of the phase that begins; a run without a warm start has only the last two of three."""
+    """Title of phase `number` of three, for a log line. A run without a warm start has only phases 2 and 3, shown as 1
+    and 2."""
     return f"phase {number} of 3" if recipe.warm_start is not None else f"phase {number - 1} of 2"
 
 
 def _drop_what_came_later(context: RunContext) -> None:
-    """Drop broken checkpoints, policies of unrecorded steps, and log lines of steps that will be repeated."""
+    """Remove policies of steps that are not recorded, set broken checkpoints aside, and remove lines of metrics and
+    samples of steps that will be repeated."""
     folder, start = context.folder, context.start
     for path in folder.policies.glob("v*"):
         if path > folder.policy(start.version):
@@ -303,8 +306,8 @@ def _prompts(plan: Plan, position: Position) -> PromptStream:
 def _generation(
     context: RunContext, roles: Roles, controller: Controller, restored: Mapping[str, GroupInFlight]
 ) -> tuple[InFlight, GroupWorkflow]:
-    """Generation and judging of groups; in rounds if the run is synchronous, since groups then begin and end
-    together."""
+    """Return the generator of completions, and the workflow of single turns that uses it; in rounds if the recipe has
+    rounds. `restored`: progress of groups in flight."""
     plan = context.plan
     in_flight = InFlight(roles.engines, context.ledger, restored)
     rounds: Rounds | None = None
@@ -320,7 +323,8 @@ def _generation(
 def _conversations(
     context: RunContext, roles: Roles, pool: Conversing, unfinished: Sequence[UnfinishedGroup]
 ) -> tuple[InFlight, GroupWorkflow]:
-    """Generation of trajectories by the recipe's workflow."""
+    """Return the generator of completions, and the recipe's workflow on sessions that use it. `unfinished`: groups
+    whose sessions continue from their record."""
     in_flight = InFlight(roles.engines, context.ledger)
     sessions = TrajectorySessions(in_flight, context.ledger, unfinished_sessions(unfinished))
     return in_flight, workflow_groups(context.plan, pool, sessions, roles.rewards.score_group)
@@ -362,19 +366,21 @@ def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluat
 
 
 def _record_again(context: RunContext, updates: Sequence[Update], controller: Controller, recorder: Recorder) -> None:
-    """Record steps that were repeated because the run ended between a batch and the line of its step."""
+    """Record repeated steps that have no line of metrics yet: the earlier process ended between the batch and its
+    line."""
     recorded = context.ledger.last_update()
+    prompts = {prompt.id: prompt for prompt in context.plan.training}  # the ledger has no texts and no gold answers
     for update in (update for update in updates if update.step > recorded):
         (batch,) = read_batches(context.folder.ledger, update.step - 1, update.step)
         for group in batch.groups:
-            recorder.judged(group.prompt, group.trajectories)
+            recorder.judged(prompts[group.prompt.id], group.trajectories)
         recorder.in_force(controller.max_staleness)
         controller.observe(update.step, update.metrics)
         recorder.updated(batch, update)
 
 
 async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> None:
-    """Evaluate, train, save, evaluate."""
+    """Measure the initial accuracy, train, save checkpoint and policy, and measure the final accuracy."""
     recipe, stop, say = context.plan.recipe, context.stop, context.reporter.say
     controller, recorder = conductor.controller, conductor.recorder
     checkpointing, evaluation = conductor.checkpointing, conductor.evaluation
@@ -383,7 +389,7 @@ async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> N
         say(f"{_phase(recipe, 2)}: measuring the held-out accuracy of version 0")
         await stop.unless(evaluation.evaluate(controller.published))
     if not stop.requested:
-        # A run that was killed behind its last checkpoint may lack the policy of that step.
+        # A run that was killed after its last checkpoint may lack the policy of that step.
         await checkpointing.save_policy(controller.published)
         recorder.spans(await roles.poll_unless(stop))
         say(f"{_phase(recipe, 3)}: reinforcement learning, steps {controller.published + 1} to {recipe.trainer.steps}")
@@ -391,7 +397,7 @@ async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> N
         recorder.rl_begins()
         await conductor.run()
     if stop.requested:
-        roles.trainer.retire()  # a stop does not wait for another one to get here
+        roles.trainer.retire()  # a stopped run does not wait for a replacement
     if roles.trainer.ready or not stop.requested:
         await checkpointing.save_checkpoint()
         await checkpointing.save_policy(controller.published)

@@ -1,4 +1,4 @@
-"""Specs (start-up settings) of a run's roles, and their endpoints."""
+"""The specs of a run's roles (the settings that a process gets at its start), and the endpoints that roles share."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from stretto.processes.spawn import Spawner
 from stretto.store.series.config import TokensConfig
 from stretto.trainer.spec import TokensSpec, TrainerSpec
 
-#: Files among the sockets of a run.
+#: Names of files in the folder of a run's sockets.
 CONTROL, WEIGHTS_KEY = "control.sock", "weights.key"
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Resources that roles share: mailbox of published weights, folder for sockets, file of chosen kernels, GPUs."""
+    """Resources that roles share. `mailbox`: name of the shared memory with published weights; `kernels`: file with the
+    chosen matmul kernels; `seats`: assignment of roles to GPUs."""
 
     mailbox: str
     mailbox_folder: Path
@@ -36,14 +37,20 @@ class Endpoints:
 
 
 def engine_specs(recipe: Recipe, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
-    """Specs of the engines that the run starts itself; `published` False: they serve the model folder as it is."""
+    """Return the specs of the engines that the run itself starts. `published`: a trainer publishes weights; False: the
+    engines serve the model folder."""
     return [engine_spec(recipe, model, endpoints, number, published) for number in range(recipe.local_engines)]
 
 
 def engine_spec(
     recipe: Recipe, model: Path, endpoints: Endpoints, number: int, published: bool, seat_number: int | None = None
 ) -> EngineSpec:
-    """Spec of one engine on the run's own machine; `seat_number`: its seat, None: that of its number."""
+    """Return the spec of engine `number` on the run's own machine.
+
+    Args:
+        published: as for `engine_specs`.
+        seat_number: number of the engine whose GPUs it takes; None: `number`.
+    """
     config, deadlines = recipe.engine, recipe.deadlines
     unix = config.transport == "unix"
     seat = seat_of_engine(endpoints.seats, number if seat_number is None else seat_number)
@@ -55,12 +62,12 @@ def engine_spec(
         mailbox_folder=str(endpoints.mailbox_folder),
         config=config.model_dump_json(),
         threads=config.threads,
-        # The trainer starts beside it, and then publishes.
+        # The trainer starts at the same time, and publishes after that.
         publication_seconds=deadlines.start + deadlines.save if published else 0.0,
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
         server=config.addresses[number] if number < len(config.addresses) else None,
         scratch=str(endpoints.sockets / f"engine-{number}"),
-        token_seconds=deadlines.answer / 2,  # then another engine goes on, before the conductor gives the run up
+        token_seconds=deadlines.answer / 2,  # below `answer`, so that another engine can continue in time
         load_seconds=deadlines.load,
         start_seconds=deadlines.start,
         broadcast=recipe.weights.medium == "broadcast",
@@ -73,7 +80,7 @@ def engine_spec(
 
 
 def _share(config: EngineConfig, seat: Seat | None) -> float:
-    """Part of its GPUs' memory that an engine may take. A server does not start with less than it is told to take."""
+    """Share of its GPUs' memory that an engine may take. A server does not start if less than this share is free."""
     if seat is None:
         return 1.0
     return seat.share if config.kind == "native" else seat.room
@@ -82,14 +89,21 @@ def _share(config: EngineConfig, seat: Seat | None) -> float:
 def engines_of_folder(
     recipe: Recipe, model: Path, folder: Path, logs: Path, spawner: Spawner, seats: tuple[Seat, ...] = ()
 ) -> EnginePool:
-    """Pool of engines, not started yet, that serve a model folder without a trainer; `folder`: see `socket_folder`."""
+    """Create a pool of engines that serve a model folder without a trainer; they are not started yet.
+
+    Args:
+        model: model folder.
+        folder: for the sockets (`engine.spec.socket_folder`).
+        logs: folder for the logs.
+        seats: assignment of engines to GPUs.
+    """
     endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder, seats=seats)  # no weights
     specs = engine_specs(recipe, model, endpoints, published=False)
     return EnginePool(specs, logs, recipe.deadlines, recipe.engine.role, spawner=spawner)
 
 
 def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) -> TrainerSpec:
-    """Spec of the trainer; `tokens` is the folder for per-token data."""
+    """Return the spec of the trainer. `model`: folder of version 0; `tokens`: folder for per-token data."""
     recipe, folder = plan.recipe, inspect_model_folder(model)
     seats = [seat for seat in endpoints.seats if seat.need.apart or seat.need.role == "rank 0"]
     kept = TokensSpec(folder=str(tokens), config=recipe.logging.model_dump_json(include=set(TokensConfig.model_fields)))
@@ -120,7 +134,7 @@ def _rank_host(recipe: Recipe) -> str:
 
 
 def own_address() -> str:
-    """Address of this machine in its network; loopback if there is no network."""
+    """Return the IP address of this machine in its network; the loopback address if there is no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # no packet is sent: the kernel chooses the interface of the default route
@@ -131,9 +145,9 @@ def own_address() -> str:
 
 
 def _published(recipe: Recipe) -> str | None:
-    """Dtype to which all engines round the weights on loading, so that the trainer may round before publishing; None if
-    they differ or do not round. Adapters are rounded after merging; servers at given addresses decide by their own
-    flags."""
+    """Return the dtype to which all engines round the weights when they load them; the trainer may then round before it
+    publishes. None if engines do not round, if adapters are published (they are rounded after merging), or if servers
+    at given addresses decide by their own flags."""
     engine = recipe.engine
     if engine.dtype == "float32" or recipe.trainer.lora is not None or engine.addresses:
         return None

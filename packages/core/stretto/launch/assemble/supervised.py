@@ -1,4 +1,4 @@
-"""Supervised training in a process of its own, for a warm start, `stretto sft` and `stretto dpo`."""
+"""Running supervised training in a process of its own: for a warm start, `stretto sft` and `stretto dpo`."""
 
 from __future__ import annotations
 
@@ -44,11 +44,25 @@ async def train_in_process(
     say: Callable[[str], None] = lambda text: None,
     seat: Seat | None = None,
 ) -> None:
-    """Train the policy in `model` on examples; `folder` appears once the policy in it is complete. A process that is
-    killed, or sends no heartbeat for `hung` seconds, is replaced once, reported to `say`. `seat`: its GPU.
+    """Train the policy of a model folder on examples, in a process of its own. A process that is killed or hangs is
+    replaced once.
+
+    Args:
+        role: name of the process, for messages.
+        model: model folder to begin with.
+        examples: demonstrations or preferences, as token ids.
+        folder: gets the trained policy; it appears once the policy is complete.
+        log: log file of the process.
+        seconds: deadline for the whole training.
+        hung: seconds without a heartbeat after which the process is killed.
+        on_learning: called with the progress.
+        say: gets a log line if the process is replaced.
+        seat: GPU of the process; None: the CPU.
 
     Raises:
-        RoleDied, DeadlineExceeded, RoleFailed: the process failed, was killed twice, or took more than `seconds`.
+        RoleDied: the process was killed twice.
+        RoleFailed: the process reports an error.
+        DeadlineExceeded: the training took more than `seconds`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     shown = folder.with_name(f".{folder.name}.{os.getpid()}.examples")
@@ -104,7 +118,7 @@ async def _follow(
 
 
 def refuse_old(out: Path) -> None:
-    """Check that the output folder of a command does not exist yet.
+    """Check that the output folder of a command does not exist.
 
     Raises:
         RunFolderError: it exists.
@@ -114,11 +128,13 @@ def refuse_old(out: Path) -> None:
 
 
 def train_into(out: Path, training: Callable[[Path], Coroutine[Any, Any, None]]) -> None:
-    """Run ``training(log file)``, which writes the folder `out`, until it is done or a signal ends it.
+    """Run a training that writes the folder `out`, until it is done or a signal stops it.
+
+    `training`: takes the path of the log file and returns the coroutine to run.
 
     Raises:
         RunFolderError: the folder cannot be written.
-        SystemExit: a signal ended it; nothing is left.
+        SystemExit: a signal stopped the training; `out` does not exist.
     """
 
     async def until_stopped() -> None:

@@ -1,4 +1,4 @@
-"""Supervised warm start, trained in its own process with all cores; the result is cached for later runs."""
+"""The supervised warm start: trained in a process of its own before the run, and cached for later runs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ async def warm_start(
     spawner: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Folder of version 0 of the policy: the base itself if the recipe has no warm start.
+    """Return the folder of version 0 of the policy: the result of the warm start, from the cache or trained now. If the
+    recipe has no warm start, it is the base model.
 
     Raises:
-        RoleDied, DeadlineExceeded, RoleFailed: the process that trains failed.
+        RoleDied, DeadlineExceeded, RoleFailed: the training failed.
     """
     if plan.recipe.warm_start is None:
         return plan.base.path
@@ -51,7 +52,8 @@ async def warm_start(
 
 
 def warm_start_key(plan: Plan) -> str:
-    """Digest of everything that determines the result: base model, demonstrations, settings."""
+    """Compute a digest of everything that determines the result of the warm start: base model, demonstrations,
+    settings, seed, and version of stretto. It names the folder in the cache."""
     recipe = plan.recipe
     assert recipe.warm_start is not None
     weights = xxhash.xxh3_128()
@@ -70,7 +72,8 @@ async def fine_tune_to(
     spawner: Spawner,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Train the plan's base on its demonstrations; `folder` appears once the policy in it is complete."""
+    """Train the base model of the plan on its demonstrations; `folder` appears once the policy in it is complete.
+    Raises as `train_in_process`."""
     recipe = plan.recipe
     assert recipe.warm_start is not None
     await train_in_process(
@@ -96,9 +99,9 @@ def sft(
     """Run the recipe's warm start alone and write the policy to `out` (`stretto sft`).
 
     Raises:
-        UserError: the recipe has no warm start, or something that it names is wrong.
-        RoleError: the process that trains failed.
-        SystemExit: a signal ended it; nothing is left.
+        UserError: the recipe has no warm start, or has a mistake; or `out` exists.
+        RoleError: the training failed.
+        SystemExit: a signal stopped the training; `out` does not exist.
     """
     recipe = load_recipe(recipe_path, overrides)
     if recipe.warm_start is None:
@@ -111,7 +114,8 @@ def sft(
 
 
 def copy_policy(source: Path, target: Path, copied: Callable[[Path], None] = lambda part: None) -> None:
-    """Copy a policy folder, completely or not at all; `copied` is called with the copy before it is renamed."""
+    """Copy a policy folder to `target`, completely or not at all. `copied`: called with the finished copy before it is
+    renamed to `target`."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)

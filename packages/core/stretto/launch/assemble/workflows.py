@@ -1,4 +1,4 @@
-"""Workflows of a run and of its evaluations."""
+"""Assembling the workflow of a run and of its evaluations: worker processes, or a gateway for agents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Conversations(Protocol):
         ...
 
     async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
-        """Generate one trajectory of an evaluation."""
+        """Generate and judge one trajectory of an evaluation, with this id and seed."""
         ...
 
 
@@ -44,7 +44,7 @@ class AgentGateway(Protocol):
 
     @property
     def ended(self) -> int:
-        """Number of trajectories that have ended: a sign of progress."""
+        """Number of trajectories that have ended; the watchdog takes it as progress."""
         ...
 
     async def start(self) -> None: ...
@@ -54,15 +54,21 @@ class AgentGateway(Protocol):
     ) -> Conversations: ...
 
 
-#: Makes trajectories of several turns; has to be started and closed.
+#: Runs workflows, or serves agents; must be started and closed.
 Conversing = WorkflowPool | AgentGateway
 
 
 def workflow_pool(
     plan: Plan, log: Path, say: Callable[[str], None] = lambda sentence: None, folder: RunFolder | None = None
 ) -> Conversing | None:
-    """Worker processes of the recipe's workflow, or the gateway of its agents, not started yet; None if the recipe has
-    neither. `folder`: that of the run, if there is one."""
+    """Create the worker processes of the recipe's workflow, or the gateway for its agents, without starting them. None
+    if the recipe has neither.
+
+    Args:
+        log: log file of the worker processes.
+        say: writes a log line.
+        folder: run folder; None: an evaluation without a run.
+    """
     config = plan.recipe.workflow
     if isinstance(config, AgentConfig):
         gateway = from_package("stretto_app.extensions.agents:RunGateway", "workflow.kind", "stretto_gateway")
@@ -75,7 +81,13 @@ def workflow_pool(
 
 
 def workflow_groups(plan: Plan, pool: Conversing, sessions: TrajectorySessions, score: Score) -> Conversations:
-    """Generates the groups of a run by its workflow."""
+    """Return the object that generates the groups of a run by its workflow.
+
+    Args:
+        pool: worker processes or gateway, from `workflow_pool`.
+        sessions: opens the session of each trajectory.
+        score: judges completions.
+    """
     if not isinstance(pool, WorkflowPool):
         return pool.groups(sessions.open, score, _verdict_of(plan))
     return WorkflowGroups(pool, sessions.open, plan.details, _services(plan, pool, score))
@@ -88,7 +100,14 @@ def conversing(
     score: Score,
     count: Callable[[Completion], None] = lambda completion: None,
 ) -> Converse | None:
-    """Generates the trajectories of an evaluation; None: single turns. `count` is called with each turn."""
+    """Return the function that generates one trajectory of an evaluation by the recipe's workflow; None if `pool` is
+    None: the evaluation has single turns.
+
+    Args:
+        generate: sends requests to an engine.
+        score: judges completions.
+        count: called with each sampled turn.
+    """
     if pool is None:
         return None
     opened = sessions_of_evaluation(generate, count)
@@ -112,6 +131,7 @@ def _services(plan: Plan, pool: WorkflowPool, score: Score) -> Services:
 
 
 def _verdict_of(plan: Plan) -> Callable[[float], Verdict]:
-    """Function from a number to a verdict, by the recipe's rewards of right and wrong."""
+    """Return the function that converts a workflow's reward to a verdict, by the recipe's `rewards.right` and
+    `rewards.wrong`."""
     worth = Worth(right=plan.recipe.rewards.right, wrong=plan.recipe.rewards.wrong)
     return lambda value: verdict_of(value, worth)

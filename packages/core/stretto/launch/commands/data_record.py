@@ -1,4 +1,4 @@
-"""Record of a run's data: questions with their origins, their digest, and their order."""
+"""Recording a run's data: the questions with their origins, their digest, and what determines their order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from stretto.store.export import ExportedQuestion
 from stretto.store.folder.run_folder import RunFolder
 from stretto.worlds.sources.task import DatasetTask
 
-DATA = "data"  #: the name of the fact in the ledger
+DATA = "data"  #: name of the ledger's fact with the `DataRecord`
 
 
 class DataRecord(Record, frozen=True):
-    """Digest and order of a run's questions. `digest` covers id, prompt and gold answer of each line of
-    ``questions.jsonl``. Seed, epoch, sources and skipped prompts (`easy`, `hard`; None: none) determine the order of an
-    epoch."""
+    """Digest of a run's questions, and the settings that determine their order.
+
+    `digest`: over id, prompt and gold answer of each line of ``questions.jsonl``. `seed` and `sources` determine the
+    order of each epoch, together with `easy` and `hard`, the success rates of prompts that the curriculum skips (None:
+    no curriculum).
+    """
 
     digest: str
     seed: int

@@ -1,4 +1,4 @@
-"""`stretto dpo`: trains a policy on preference pairs; `launch.recipe.preferences` is its recipe."""
+"""`stretto dpo`: trains a policy on preference pairs, by a recipe of its own (`launch.recipe.preferences`)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ def dpo(
     on_warning: Callable[[str], None] = lambda _: None,
     spawner: Spawner = FRESH,
 ) -> None:
-    """Train the recipe's model on its pairs by DPO; the policy is written to `out` as a Hugging Face folder.
+    """Train the recipe's model on its pairs by DPO, and write the policy to `out` as a Hugging Face folder.
+
+    Args:
+        on_learning: called with the progress.
+        on_warning: called with each warning.
 
     Raises:
-        UserError: something that the recipe names is wrong; nothing was started.
-        RoleError: the process that trains failed.
-        SystemExit: a signal ended it; nothing is left.
+        UserError: the recipe has a mistake, or `out` exists; nothing was started.
+        RoleError: the training failed.
+        SystemExit: a signal stopped the training; `out` does not exist.
     """
     recipe = load_preferences(recipe_path, overrides)
     refuse_old(out)
@@ -69,7 +73,7 @@ def dpo(
 
 
 def _found(recipe: PreferenceRecipe) -> tuple[ModelFolder, Preferences]:
-    """The model, and the pairs as token ids, after all checks that need no loaded model."""
+    """Check the recipe; returns the model folder, and the pairs as token ids. The model's weights are not loaded."""
     config = recipe.preferences
     check_data_files([("preferences.file", config.file)])
     check_devices({"preferences": config})

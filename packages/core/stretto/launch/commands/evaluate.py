@@ -1,4 +1,5 @@
-"""`stretto eval`: accuracy of a model folder on held-out questions, with the engine, sampling and reward of a run."""
+"""`stretto eval`: measures the accuracy of a model folder on held-out questions, with the engine, sampling and reward
+that a run has."""
 
 from __future__ import annotations
 
@@ -34,18 +35,20 @@ from stretto.worlds.sources.readers import is_local
 
 _GYM = "reasoning-gym:"
 _GYM_QUESTIONS = 256
-_SEED = 20_250_530  # seed of generated questions, different from that of a run
+_SEED = 20_250_530  # seed of generated questions, different from the default seed of runs
 
 
 @dataclass(frozen=True)
 class DataChoice:
-    """Datasets to evaluate on, with all their rows: files, folders, names of the hub, or ``reasoning-gym:TASK``."""
+    """Datasets to evaluate on, with all of their rows. `data`: files, folders, names on the hub, or
+    ``reasoning-gym:TASK``; `mapping`: name of the mapping from rows to questions."""
 
     data: tuple[str, ...]
     mapping: str | None = None
 
     def tree(self, overrides: Overrides = ()) -> dict[str, Any]:
-        """Recipe sections for evaluating on these datasets. Overrides of ``source.KEY`` apply to each source.
+        """Return the sections of a recipe for evaluating on these datasets. Overrides of ``source.KEY`` apply to each
+        dataset.
 
         Raises:
             RecipeError: the mapping is unknown, or an override is malformed.
@@ -87,8 +90,8 @@ class DataChoice:
 
 @dataclass(frozen=True)
 class Asked:
-    """Options beside the recipe: completions per question (None: as in the recipe), and a file for per-question
-    results."""
+    """Options of `stretto eval` beside the recipe. `samples`: completions per question (None: as in the recipe);
+    `rows`: file for the results by question. `evaluate` fills `results`."""
 
     samples: int | None = None
     rows: Path | None = None
@@ -103,12 +106,17 @@ def evaluate(
     say: Callable[[str], None] = lambda text: None,
     asked: Asked | None = None,
 ) -> Evaluation:
-    """Evaluate the model on the held-out prompts of `task`: a recipe, a JSONL file with all its rows, or datasets.
+    """Evaluate a model on the held-out prompts of a task.
+
+    Args:
+        model: model folder.
+        task: a recipe, a JSONL file (all rows are used), or datasets.
+        say: writes a log line.
 
     Raises:
-        UserError: the folder, the task or an override is wrong.
+        UserError: the folder, the task or an override has a mistake.
         RoleError: an engine or a reward worker failed.
-        SystemExit: a signal ended it.
+        SystemExit: a signal stopped the evaluation.
     """
     asked = asked or Asked()
     if asked.rows is not None and not asked.rows.absolute().parent.is_dir():
@@ -153,7 +161,7 @@ def _recipe(model: Path, task: Path | DataChoice, overrides: Overrides, samples:
 
 
 def _files(task: Path | DataChoice) -> Iterator[tuple[str, str]]:
-    """Files that the command line names, each with its option."""
+    """Yield (option, file) for each file that the command line names."""
     if isinstance(task, Path):
         yield "--task", str(task)
         return
@@ -162,7 +170,7 @@ def _files(task: Path | DataChoice) -> Iterator[tuple[str, str]]:
 
 
 def _several(rewards: object) -> bool:
-    """Whether the section has rewards of its own, in place of the data's default."""
+    """Whether the section has a list of rewards; then the dataset's default reward is not used."""
     return isinstance(rewards, dict) and bool(rewards.get("functions"))
 
 

@@ -1,4 +1,4 @@
-"""`stretto replay`: train again on the recorded batches, without generation.
+"""`stretto replay`: trains again on the recorded batches of a run, without generation.
 
     the run's start, or its newest checkpoint up to step --from
         │  batches up to --from, with the run's own settings
@@ -6,7 +6,7 @@
     the state after step --from
         │  batches after it, with the changed settings
         ▼
-    a branch: RUN/branches/001, a folder with its recipe, its metrics, its ledger and its last policy
+    a branch: RUN/branches/001, a folder with recipe, metrics, ledger and last policy
 
 With unchanged settings the weights are bit-equal to the run's, on the same machine with the same number of threads.
 """
@@ -45,8 +45,8 @@ _STOP_GRACE = 1.0
 
 @dataclass(frozen=True)
 class Replayed:
-    """Result of a replay. `equal`: whether the weights equal the run's; None if settings were changed, or if the
-    weights cannot be compared for the reason `incomparable`."""
+    """Result of a replay. `folder`: of the branch. `equal`: whether the weights equal the run's; None if settings were
+    changed, or if the weights cannot be compared. `incomparable`: why they cannot."""
 
     folder: Path
     branch: Branch
@@ -71,10 +71,15 @@ def replay(
     say: Callable[[str], None] = print,
     spawner: Spawner = FRESH,
 ) -> Replayed:
-    """Train again on the run's batches after `first_step`.
+    """Train again on the run's batches after step `first_step`, and write the result as a branch.
+
+    Args:
+        overrides: changed settings, which apply to the repeated steps.
+        out: folder of the branch; None: the next number in ``branches`` of the run folder.
+        say: writes a log line.
 
     Raises:
-        UserError: the run, the step or an override is wrong.
+        UserError: the run, the step or an override has a mistake.
         StoreError: the run has not kept the tokens of its batches.
         RoleError: the trainer failed; only its logs stay in the folder of the branch.
     """
@@ -113,10 +118,10 @@ def replay(
 
 
 def _refuse_edited(folder: RunFolder, recorded: Recipe) -> None:
-    """Check that recipe.toml still equals the recorded recipe.
+    """Check that ``recipe.toml`` of the run still equals the recipe in its ledger.
 
     Raises:
-        RunFolderError: they differ.
+        RunFolderError: they differ; names each key.
     """
     if edited := differences(recorded, load_recipe(folder.recipe)):
         remedy = "restore the run's own recipe, and change settings by --set"
@@ -151,7 +156,7 @@ async def _train(
 
 
 async def _saved(trainer: TrainerLink, checkpoint: Path) -> None:
-    """Save a checkpoint; if the trainer dies, its replacement saves it, within the restart budget."""
+    """Save a checkpoint to the folder `checkpoint`. If the trainer dies meanwhile, its replacement saves it."""
     while True:
         try:
             return await trainer.save_checkpoint(checkpoint)
@@ -169,7 +174,13 @@ async def _trainer(
     recovery: Recovery | None = None,
     version: int = 0,
 ) -> AsyncIterator[TrainerLink]:
-    """Start a trainer process as in a run, but without publishing."""
+    """Start a trainer as in a run, but without publishing; it is ended after the block.
+
+    Args:
+        checkpoint: to begin with; None: version 0 of the run.
+        recovery: checkpoints and batches from which the trainer reaches `version`, and replacements are restored.
+        version: to bring the trainer to.
+    """
     link = TrainerLink(log, recipe.deadlines, recovery, spawner=spawner)
     model = folder.policy(0)
     spec = TrainerSpec(
@@ -192,7 +203,7 @@ async def _trainer(
 
 
 def _all_but_logs_removed(target: Path) -> list[Path]:
-    """Remove everything except the logs of the trainer and its ranks; returns those, which explain a failure."""
+    """Remove everything in the folder except the logs of the trainer and its ranks; returns the logs."""
     logs = sorted(target.glob("*.txt"))
     for path in [path for path in target.iterdir() if path not in logs]:
         if path.is_dir():
@@ -207,7 +218,7 @@ def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
     taken = [int(path.name) for path in branches.glob("*") if path.name.isdecimal()]
     target = out or branches / f"{max(taken, default=0) + 1:03d}"
     try:
-        target.mkdir(parents=True)  # new: a failed replay removes it
+        target.mkdir(parents=True)  # fails if it exists: a failed replay removes the folder
         (target / "policy").mkdir()
     except OSError as error:
         found = f"cannot be created: {error.strerror}"
@@ -216,7 +227,8 @@ def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
 
 
 def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, updates: Sequence[Update]) -> None:
-    """Complete the branch as a run folder: ledger and metrics of the run, with the branch's updates."""
+    """Complete the branch as a run folder: write its origin and recipe, and copy the run's ledger and metrics with the
+    repeated updates in them."""
     (target / ORIGIN).write_bytes(msgspec.json.format(msgspec.json.encode(branch)) + b"\n")
     (target / "recipe.toml").write_text(to_toml(recipe))
     try:
@@ -229,7 +241,7 @@ def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, upd
                 copy.execute(
                     "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?", update_columns(update)
                 )
-            copy.execute("DELETE FROM meta WHERE name IN (?, ?)", (RECIPE, START))  # these are the run's
+            copy.execute("DELETE FROM meta WHERE name IN (?, ?)", (RECIPE, START))  # facts that hold for the run only
             copy.commit()
     except sqlite3.Error as error:
         raise StoreError(f"{target}: the ledger cannot be copied: {error}") from error

@@ -1,4 +1,4 @@
-"""`stretto train`: from a recipe file to a run folder."""
+"""`stretto train`: checks a recipe, creates or resumes its run folder, and trains."""
 
 from __future__ import annotations
 
@@ -57,19 +57,23 @@ _MAY_CHANGE = (
     "logging",
 )
 
-_JOIN = "join.json"  # of a run folder: other machines could join it, and another conductor may have a copy
+_JOIN = "join.json"  # file of a run that other machines could join; another conductor may have a copy of the folder
+#: Names of the ledger's facts with digests of the training questions, the held-out questions and the model.
 _QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
 _RECORDED = ("id", "token_ids", "text", "answer")  # fields of a prompt in the digest of the questions
-_HOPELESS = 2.0  # times the available memory
-_CONTAINERS = 1_000_000
+_HOPELESS = 2.0  # a run that needs more than this many times the available memory is refused
+_CONTAINERS = 1_000_000  # allocations between two garbage collections
 
 
 @contextmanager
 def collected_seldom() -> Iterator[None]:
-    """Within the block, collect garbage rarely: objects from before are exempt, and a collection starts only after a
-    million further allocations. Records hold no cycles; otherwise collection would take a third of the time of a
-    conductor with hundreds of engines (docs/how_to/cluster.md). Afterwards the collector is as before, unless something
-    was frozen earlier: that is shared with another process, or large."""
+    """Make garbage collection rare within the block. Existing objects are exempt, and a collection starts only after a
+    million further allocations.
+
+    Records have no reference cycles. With the usual settings, collection would take a third of the time of a conductor
+    with hundreds of engines (docs/how_to/cluster.md). After the block the settings are restored. Objects are unfrozen
+    only if none were frozen before: earlier ones are shared with another process, or large.
+    """
     (first, *others), frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.freeze()
     gc.set_threshold(_CONTAINERS, *others)
@@ -82,11 +86,14 @@ def collected_seldom() -> Iterator[None]:
 
 
 def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run_dir: Path | None = None) -> None:
-    """`stretto train --dry-run`: read, check and measure everything, start nothing. If the model folder has no weights,
-    everything else is checked, and the skipped checks are named.
+    """Check a recipe and print a summary, as `stretto train --dry-run` does; nothing is started. If the model folder
+    has no weights, everything else is checked, and the skipped checks are named.
+
+    Args:
+        resume: check that a run can be resumed; `recipe_path` is then its folder, or `run_dir` is.
 
     Raises:
-        UserError: lists every mistake.
+        UserError: has every mistake.
     """
     if resume:
         prepared = prepare(recipe_path, overrides, run_dir, resume, write=False)
@@ -96,7 +103,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
             print(f"resume      {sentence}")
     else:
         wanted = load_recipe(recipe_path, overrides)
-        plan = outline(wanted) if is_on_paper(wanted) else _fitting(make_plan(wanted, dry=True), dry=True)
+        plan = _seated(outline(wanted)) if is_on_paper(wanted) else _fitting(make_plan(wanted, dry=True), dry=True)
     recipe = plan.recipe
     print(f"recipe      {recipe_path}")
     for label, sentence in zip(("a step", "the run"), step_and_run(plan), strict=True):
@@ -109,7 +116,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     tokens = f"prompt {plan.longest_prompt} + completion {plan.sampling.max_tokens} tokens"
     print(f"longest     {tokens}, context {plan.base.context_length}")
     print(f"memory      {estimate_memory(plan)}")
-    for sentence in _devices(plan):
+    for sentence in placed(plan, plan.seats) or (unplaced(recipe),):
         print(f"devices     {sentence}")
     if is_on_paper(recipe):
         print(f"per device  {_memory_per_device(plan)}")
@@ -123,14 +130,17 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
 def prepare(
     recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, write: bool = True
 ) -> Prepared:
-    """Check everything and lock the run folder; nothing is started.
+    """Check everything, and create or open the run folder and lock it; nothing is started.
 
-    A run to resume is given as its folder, with its own recipe, or as a recipe and `run_dir`. `write`: replace the
-    recipe of a resumed run.
+    Args:
+        recipe_path: recipe file; with `resume`, also the folder of a run with its own recipe.
+        run_dir: run folder; None: ``runs/RECIPE-DATE``, or the folder given as `recipe_path`.
+        resume: continue a run.
+        write: replace the recipe in the folder and ledger of a resumed run; False for a dry run.
 
     Raises:
-        UserError: lists every mistake.
-        StoreError: a resumed run's ledger is damaged, or has another format.
+        UserError: has every mistake.
+        StoreError: the ledger of a resumed run is damaged, or has another format.
     """
     if resume and recipe_path.is_dir():
         if run_dir is not None and run_dir.resolve() != recipe_path.resolve():
@@ -170,35 +180,32 @@ def _memory_per_device(asked: Outline) -> str:
 
 
 def _assert_alone(path: Path, recipe: Recipe) -> None:
-    """Check that no conductor of the same run is alive with another copy of this folder.
+    """Check that no other conductor of this run is alive, on another copy of its folder.
 
     Raises:
-        RunFolderError: one is.
+        RunFolderError: another conductor is alive.
     """
     if (path / _JOIN).exists():
         alone = from_package("stretto_cluster.succession:assert_alone", f"{path / _JOIN}")
         asyncio.run(alone(path, recipe.cluster.tls or ""))
 
 
-def _devices(plan: Outline) -> Sequence[str]:
-    """Sentences about the GPUs of the roles."""
-    seats = plan.seats if isinstance(plan, Plan) else seats_of(plan, usable_gpus(plan.recipe, dry=True))
-    if not seats:
-        return (unplaced(plan.recipe),)
-    return placed(plan, seats)
+def _seated(plan: Outline) -> Outline:
+    """Return the plan with the GPUs that its roles would get on this machine."""
+    return replace(plan, seats=seats_of(plan, usable_gpus(plan.recipe, dry=True)))
 
 
 def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
-    """The plan with the GPUs of its roles, if memory may suffice.
+    """Return the plan with GPUs assigned to its roles, after a check of the memory.
 
     Raises:
-        RecipeError: the estimate is far more than the available memory; or no GPU has what a role needs.
+        RecipeError: the run needs far more than the available memory, or a role more than any GPU has.
     """
     there = usable_gpus(plan.recipe, dry=dry)
-    memory, seats = estimate_memory(plan), seats_of(plan, there)
-    plan = replace(plan, seats=seats, warm_seat=seat_of_warm_start(plan, there))
-    # GPUs without nvidia-smi have no seats.
-    if memory.total > _HOPELESS * memory.available and not (seats or torch.cuda.is_available()):
+    plan = replace(plan, seats=seats_of(plan, there), warm_seat=seat_of_warm_start(plan, there))
+    memory = estimate_memory(plan)
+    # Without nvidia-smi, GPUs are not known here, and no seats are assigned.
+    if memory.total > _HOPELESS * memory.available and not (plan.seats or torch.cuda.is_available()):
         remedy = "a smaller model, fewer engines or engine.slots, a smaller engine.cache_gib or trainer.lora need less"
         raise RecipeError([Problem("memory", f"the run needs {memory}", remedy)])
     return plan
@@ -206,7 +213,7 @@ def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan, the locked run folder, and the starting point of the run."""
+    """A checked run that is ready to train: its plan, the locked run folder, and the starting point."""
 
     plan: Plan
     folder: RunFolder
@@ -221,11 +228,11 @@ class Prepared:
         return self.plan.recipe.trainer.steps
 
     def recall(self, step: Callable[[StepMetrics], None], evaluated: Callable[[EvaluationLine], None]) -> None:
-        """Replay the recorded measurements of a resumed run to the callbacks, without those of steps that will be
-        repeated.
+        """Call `step` and `evaluated` with the recorded measurements of a resumed run, without those of steps that will
+        be repeated.
 
         Raises:
-            StoreError: a line cannot be read.
+            StoreError: a line of the metrics cannot be read.
         """
         steps, evaluations = read_metrics(self.folder.metrics)
         for line in steps:
@@ -236,7 +243,8 @@ class Prepared:
                 evaluated(evaluation)
 
     def train(self, reporter: Reporter, spawner: Spawner = FRESH) -> int:
-        """Train; returns the exit code: 0, or 128 + the signal that stopped the run.
+        """Train; returns the exit code: 0, or 128 + the signal that stopped the run. At the end the folder is unlocked,
+        and the ending is in the ledger.
 
         Raises:
             StrettoError: the run failed; it can be resumed from its last checkpoint.
@@ -255,8 +263,8 @@ class Prepared:
                 with collected_seldom():
                     code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook, spawner))
             except SystemExit as end:
-                code = int(end.code or 0)  # the last checkpoint stands
-            except Exception as error:  # one of ours, or a bug: either ends the run, and is on record
+                code = int(end.code or 0)  # the run can be resumed from the last checkpoint
+            except Exception as error:  # an error of stretto, or a bug: both end the run and are recorded
                 told = described(error) if isinstance(error, OSError) else str(error)
                 logbook.ends()
                 logbook.note(f"failed: {told}")
@@ -290,17 +298,23 @@ def _new(path: Path, plan: Plan) -> RunFolder:
 
 
 def _fingerprints(plan: Plan) -> tuple[str, str]:
-    """Digests of the training prompts: the one to record, and that of versions which recorded `Prompt.opens` too.
+    """Compute two digests of the training prompts: the one to record, and the one that some versions of stretto
+    recorded.
 
-    The first one knows the four fields of the first versions alone, since the tokens decide all later ones.
+    The first covers the four fields that `Prompt` had at first; later fields follow from the tokens. The second also
+    covers `Prompt.opens`.
     """
     recorded = [{name: getattr(prompt, name) for name in _RECORDED} for prompt in plan.training]
     return digest(msgspec.json.encode(recorded)), digest(msgspec.json.encode(plan.training))
 
 
 def _check_moved(folder: RunFolder, before: Recipe, plan: Plan) -> tuple[str, ...]:
-    """Keys of paths that a resume may change because their contents are compared instead: the model here, the data as
-    questions."""
+    """Return the keys of paths that a resume may change because the contents are compared: of the model in this
+    function, of the data by the digest of the questions.
+
+    Raises:
+        RunFolderError: the model at the new path is another one.
+    """
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
         known = ledger.get(_MODEL, str)
     moved = before.model.path != plan.recipe.model.path
@@ -312,18 +326,19 @@ def _check_moved(folder: RunFolder, before: Recipe, plan: Plan) -> tuple[str, ..
 
 
 def _model_fingerprint(plan: Plan) -> str:
-    """Digest of config, tokenizer, and names and shapes of the weights (the run has its own copy of the values)."""
+    """Compute a digest of the model's config, its tokenizer, and the names, dtypes and shapes of its weights. The
+    values are not read: the run has its own copy."""
     tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_weights(plan.base.path).items())
     texts = [(plan.base.path / name).read_text() for name in ("config.json", "tokenizer.json")]
     return digest(*texts, tensors)
 
 
 def _check_questions(folder: RunFolder, plan: Plan) -> None:
-    """Check that the questions of a resumed run are unchanged: a checkpoint holds a position in the training questions,
-    and accuracies on other held-out questions could not be compared.
+    """Check that the questions of a resumed run are unchanged. The run continues at a position in the training
+    questions, and accuracies on other held-out questions could not be compared.
 
     Raises:
-        RunFolderError: they have changed.
+        RunFolderError: the questions, or their order, have changed.
     """
     for kind, key, found in (
         ("training", _QUESTIONS, _fingerprints(plan)),
@@ -331,7 +346,7 @@ def _check_questions(folder: RunFolder, plan: Plan) -> None:
     ):
         with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
             known = ledger.get(key, str)
-            if known is None:  # the run was killed when its ledger was still empty, or an earlier stretto began it
+            if known is None:  # the run was killed before it was recorded, or began with an earlier version of stretto
                 ledger.put(key, found[0])
         if known is not None and known not in found:
             changed = (
@@ -344,7 +359,7 @@ def _check_questions(folder: RunFolder, plan: Plan) -> None:
         if order is None:
             ledger.put(DATA, DataRecord.of(plan))
         elif order != DataRecord.of(plan):
-            changed = "the sources, their weights or the curriculum are not those of the run, and decide the order"
+            changed = "the sources, their weights or the curriculum are not those of the run; they determine the order"
             raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
 
 
@@ -368,12 +383,12 @@ def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:
 
 
 def _check_rates(folder: RunFolder, before: TrainerConfig, after: TrainerConfig, beginning: StartState) -> None:
-    """Check that steps after the last checkpoint, which are repeated, get the same learning rates.
+    """Check that the repeated steps after the last checkpoint get the same learning rates as before.
 
     Raises:
-        RunFolderError: they would get others.
+        RunFolderError: they would get other learning rates, since `trainer.steps` was changed.
     """
-    again = range(beginning.saved_step, beginning.version)  # their versions
+    again = range(beginning.saved_step, beginning.version)  # versions before the repeated steps
     if all(learning_rate(before, at, before.steps) == learning_rate(after, at, after.steps) for at in again):
         return
     found = (

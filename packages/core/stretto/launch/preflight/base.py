@@ -1,4 +1,4 @@
-"""Base policy before any training: a folder, or a model that is built once and cached."""
+"""The base model before any training: a folder, or a new model that is built once and cached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.model.hf.build import build_policy
 
 
 def base_folder(model: ModelConfig, seed: int) -> Path:
-    """Folder of the policy before any training; a model from `[model.build]` is built once and cached."""
+    """Return the folder of the base model. A model from ``[model.build]`` is built at the first call and cached."""
     if model.path is not None:
         return Path(model.path)
     assert model.build is not None, "validated: either a path or a build"
@@ -28,18 +28,18 @@ def check_cache() -> None:
     """Check that the cache of built models and warm starts can be written.
 
     Raises:
-        RecipeError: it cannot.
+        RecipeError: it cannot be written.
     """
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         found = f"the cache of built models and warm starts cannot be written: {error}"
         raise RecipeError([Problem(str(folder), found, "set STRETTO_CACHE to a folder of your own")]) from None
 
 
 def digest(*parts: object) -> str:
-    """Short name that depends on all parts."""
+    """Compute a hash of the parts, each converted to text: 20 hexadecimal digits."""
     return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=10).hexdigest()

@@ -54,7 +54,7 @@ _LARGEST_PORT = 65_535
 
 
 def longest_prompt_allowed(recipe: Recipe, base: ModelFolder) -> int:
-    """Length in tokens of the longest prompt that leaves ``sampling.max_tokens`` for the completion.
+    """Return the length in tokens of the longest prompt that leaves room for ``sampling.max_tokens``.
 
     Raises:
         ModelFolderError, RecipeError: no prompt fits into the model's context or the engine's KV cache.
@@ -77,10 +77,11 @@ def check_top_k(recipe: Recipe, base: ModelFolder) -> None:
 
 
 def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> None:
-    """Check that the model in the folder `reference`, named by `key`, has the vocabulary of `tokenizer`.
+    """Check that the model in the folder `reference` has the vocabulary of `tokenizer`. `key`: recipe key that names
+    the folder.
 
     Raises:
-        ModelFolderError: it has another.
+        ModelFolderError: it has another vocabulary.
     """
     folder = inspect_model_folder(reference)
     check_kind(folder)
@@ -92,11 +93,11 @@ def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> None:
 
 
 def check_reward_function(config: RewardsConfig) -> None:
-    """Import the reward in a process that can be killed, since a user's module may hang or exit, and a built-in may
-    depend on the machine.
+    """Check that the rewards can be loaded, in a process that can be killed: a user's module may hang or exit, and a
+    built-in reward may depend on the machine.
 
     Raises:
-        RewardFunctionError: it cannot be loaded.
+        RewardFunctionError: a reward cannot be loaded.
     """
     if all(part.function in BUILT_IN and not BUILT_IN[part.function].configured for part in config.parts):
         return
@@ -106,16 +107,16 @@ def check_reward_function(config: RewardsConfig) -> None:
     try:
         asyncio.run(check_reward(config))
     except RoleError as error:
-        if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
+        if isinstance(error.__cause__, OSError):  # the machine lacks resources: not the user's mistake
             raise
         raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
 
 
 def check_reward_addresses(config: RewardsConfig) -> None:
-    """Check that every address that a reward asks accepts connections.
+    """Check that the server of every reward with an address accepts connections.
 
     Raises:
-        RewardFunctionError: one does not.
+        RewardFunctionError: a server does not; names each of them.
     """
     faults = {name: (section.address, unreachable(section.address)) for name, section in config.asked.items()}
     if dead := {name: told for name, told in faults.items() if told[1]}:
@@ -127,10 +128,10 @@ def check_reward_addresses(config: RewardsConfig) -> None:
 
 
 def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
-    """Load the workflow in a process that can be killed; returns its requirements.
+    """Check that the workflow can be loaded, in a process that can be killed; returns its requirements.
 
     Raises:
-        WorkflowError: it cannot be used.
+        WorkflowError: it cannot be loaded.
     """
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         log = Path(folder) / "workflow.txt"
@@ -145,11 +146,15 @@ def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
 
 
 def check_workflow_fits(name: str, needs: WorkflowReady, tokenizer: Tokenizer, plain: str | None) -> None:
-    """Check model and prompts against the requirements `needs`. `plain`: place of a prompt that is no chat, if there is
-    one.
+    """Check that tokenizer and prompts fulfil the requirements of a workflow.
+
+    Args:
+        name: of the workflow, for messages.
+        needs: its requirements.
+        plain: place of a prompt that is no chat; None: all are chats.
 
     Raises:
-        WorkflowError: they do not fit.
+        WorkflowError: a requirement is not fulfilled.
     """
     problems, why = [], needs.needs_chat_template
     if why and not tokenizer.has_chat_template:
@@ -169,10 +174,10 @@ def check_workflow_fits(name: str, needs: WorkflowReady, tokenizer: Tokenizer, p
 
 
 def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
-    """Check the sources that rewards name.
+    """Check the sources that rewards name against those of the questions.
 
     Raises:
-        RewardFunctionError: a reward names an unknown source, or no reward judges the questions of one.
+        RewardFunctionError: a reward names an unknown source, or a source has no reward.
     """
     known, problems = set(sources), []
     named = known - {""} or {"none: the task has no sources with names"}
@@ -190,11 +195,11 @@ def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
 
 
 def check_machine(recipe: Recipe, *, dry: bool = False) -> None:
-    """Check that this machine can run its own roles; other machines are checked when they join. `dry`: GPUs that
-    `ASSUMED` names are judged in place of this machine's.
+    """Check ports, logging tools and devices of this machine; other machines are checked when they join. `dry`: do not
+    check devices if the environment variable `ASSUMED` names GPUs.
 
     Raises:
-        RecipeError: it cannot.
+        RecipeError: a check fails.
     """
     check_ports(recipe)
     check_logging(recipe.logging)
@@ -207,7 +212,7 @@ def check_ports(recipe: Recipe) -> None:
     """Check the ports of this machine on which engines will listen.
 
     Raises:
-        RecipeError: one is in use, or does not exist.
+        RecipeError: a port is in use, or its number is too large.
     """
     config = recipe.engine
     if config.transport == "unix" or not recipe.local_engines:  # engines elsewhere take free ports of their machines
@@ -222,10 +227,10 @@ def check_ports(recipe: Recipe) -> None:
 
 
 def check_logging(config: OutletsConfig) -> None:
-    """Check the tools of `[logging]`.
+    """Check the tools of ``[logging]``.
 
     Raises:
-        RecipeError: one is not installed, or its port is in use.
+        RecipeError: a tool is not installed, or the port for Prometheus is in use.
     """
     if config.tools:
         check_packages(OUTLETS.key, "stretto_report")
@@ -244,34 +249,36 @@ def check_logging(config: OutletsConfig) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be found; a mere folder of its name, such as W&B's ``wandb/``, does not count."""
+    """Whether a package can be imported. A folder of its name without code, such as the ``wandb/`` that W&B writes,
+    does not count."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 
 
 def check_cluster(recipe: Recipe) -> None:
-    """Check that the machines that the run needs can join as the recipe says.
+    """Check the settings by which other machines join the run; does nothing for a run on this machine alone.
 
     Raises:
-        RecipeError: they cannot.
+        RecipeError: machines cannot join so.
     """
     if recipe.has_machines:
         from_package("stretto_app.extensions.joining:check_cluster", "cluster", "stretto_cluster")(recipe)
 
 
 def check_ray(recipe: Recipe) -> None:
-    """Check that the Ray cluster that will start the engines is there and large enough.
+    """Check that the Ray cluster that will start the engines can be reached and is large enough; does nothing if the
+    recipe has no Ray.
 
     Raises:
-        RecipeError: it is not.
+        RecipeError: it cannot be reached, or is too small.
     """
     if recipe.cluster.placer == "ray":
         from_package("stretto_app.extensions.joining:check_ray", "cluster.placer", "stretto_cluster")(recipe)
 
 
 def check_in_flight(config: RolloutConfig) -> None:
-    """Check that all completions in flight fit into the queue of one engine, perhaps the only one while others are
-    replaced. A full queue would look like a lost engine.
+    """Check that all completions in flight fit into the queue of one engine: while others are replaced, it may be the
+    only one. A full queue would look like a lost engine.
 
     Raises:
         RecipeError: they do not fit.
@@ -284,10 +291,11 @@ def check_in_flight(config: RolloutConfig) -> None:
 
 
 def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None]) -> None:
-    """Check that torch finds a GPU if a section asks for one.
+    """Check that torch can use a GPU if a section has ``device = "cuda"``. `sections`: by name; None: not in the
+    recipe.
 
     Raises:
-        RecipeError: it finds none.
+        RecipeError: torch cannot use a GPU.
     """
     wanted = [name for name, section in sections.items() if section is not None and section.device == "cuda"]
     if wanted and not torch.cuda.is_available():
@@ -297,10 +305,10 @@ def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None])
 
 
 def check_kind(base: ModelFolder) -> None:
-    """Check by the model's config that engine and trainer can compute it.
+    """Check by the model's config that engine and trainer support its architecture.
 
     Raises:
-        ModelFolderError: they cannot.
+        ModelFolderError: they do not.
     """
     config = check_fit(base)
     refuse_unsupported(config)
@@ -319,10 +327,10 @@ def is_free(port: int) -> bool:
 
 
 def medium_of(recipe: Recipe) -> ChosenMedium:
-    """Chosen way for weights to reach the engines of a run, with the reason.
+    """Choose how weights reach the engines of a run; returns the medium with the reason.
 
     Raises:
-        RecipeError: the recipe allows none.
+        RecipeError: no medium fits the recipe.
     """
     elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
     return choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))

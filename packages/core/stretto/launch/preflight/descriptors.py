@@ -1,5 +1,5 @@
-"""File descriptors of a run. With too few, libraries fail with misleading errors, as SQLite's "unable to open database
-file"."""
+"""Check of the number of file descriptors that a run needs. With too few, libraries fail with misleading errors, such
+as SQLite's "unable to open database file"."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _GUEST = 4  # an engine that joins: its machine's wire, log, counters and tokens
 def descriptors_needed(
     *, engines: int = 1, ranks: int = 1, reward_workers: int = 1, groups: int = 1, agents: int = 0
 ) -> int:
-    """Most descriptors that the conductor may have open at once, more than any other process; `groups` are in
-    flight."""
+    """Return the most descriptors that the conductor may have open at once; no other process has more. `groups`: most
+    groups in flight."""
     roles = _ENGINE * engines + _RANK * ranks + _REWARD_WORKER * reward_workers
     return _CONDUCTOR + roles + _GROUP * groups + _AGENT * agents
 
 
 def no_room_for(guests: int) -> str:
-    """Why this process has too few descriptors for `guests` more engines; "" if it has enough."""
+    """Return why this process has too few free descriptors for `guests` more engines; "" if it has enough."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     left = allowed - len(open_descriptors())
     if allowed == resource.RLIM_INFINITY or left >= _GUEST * guests:
@@ -36,10 +36,10 @@ def no_room_for(guests: int) -> str:
 
 
 def check_descriptors(needed: int | None = None) -> None:
-    """Refuse to start with fewer than `needed` descriptors; the default is that of the smallest run.
+    """Check that this process may open `needed` descriptors (None: as many as the smallest run needs).
 
     Raises:
-        RecipeError: with both numbers.
+        RecipeError: it may not; has both numbers.
     """
     needed = descriptors_needed() if needed is None else needed
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

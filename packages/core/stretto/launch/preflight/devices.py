@@ -1,6 +1,6 @@
-"""GPUs of this machine and of a run's roles on it: what the roles need, whether it fits, what torch can use.
+"""Assignment of this machine's GPUs to the roles of a run: memory needs, checks, and the GPUs that torch can use.
 
-`core.placement` decides; a role without a seat on a GPU runs on the processor.
+A *seat* is the assignment of one role to one or several GPUs (`core.placement`). A role without a seat runs on the CPU.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from stretto.model.hf.shape import BYTES, shape_of_model
 from stretto.trainer.config import OptimizerConfig, TrainerConfig
 from stretto.trainer.memory import collective_bytes, rank_memory
 
-_ASSUMED_CUDA = "12.8"  # of the torch that they have, where this one has none
+_ASSUMED_CUDA = "12.8"  # CUDA version of torch for assumed GPUs, if this machine's torch has no CUDA
 _KIND = re.compile(r"\s*(\d{1,4})\s*x\s*(\d{1,5})\s*(?:@\s*([\d.]+))?\s*")
 _OF_TRAINER, _KEYS = re.compile(r"trainer\.(\w+)"), OptimizerConfig.model_fields.keys()
-_HOPELESS = 1.5  # times the memory; an estimate may be wrong by less
+_HOPELESS = 1.5  # more than this many times the free memory is refused; an estimate may be off by less
 _SMALLER = {
     "weights of the engine": 'engine.dtype = "bfloat16", or tensor parallelism in engine.arguments',
     "cache": "a smaller engine.cache_gib or engine.slots",
@@ -40,8 +40,8 @@ _SMALLER = {
 
 
 def needs_of(plan: Outline, *, ranks: bool = True, engines: bool = True) -> list[Need]:
-    """Needs of the local ranks and engines that run on GPUs; the reference, the critic and adapters are parts of each
-    rank."""
+    """List the memory needs of the local ranks and engines that run on GPUs. The need of a rank includes the reference,
+    the critic and adapters. `ranks`, `engines`: whether to include them."""
     recipe, needs = plan.recipe, list[Need]()
     if ranks and recipe.trainer.device != "cpu":
         told, several = rank_of(plan), recipe.trainer.ranks > 1
@@ -59,10 +59,11 @@ def needs_of(plan: Outline, *, ranks: bool = True, engines: bool = True) -> list
 
 
 def seats_of(plan: Outline, there: Sequence[Gpu], *, ranks: bool = True) -> tuple[Seat, ...]:
-    """Seats of the roles of a run on the GPUs `there`; none without GPUs.
+    """Assign the roles of a run to the GPUs `there`; empty if there are no GPUs. `ranks`: whether to assign ranks.
 
     Raises:
-        RecipeError: more ranks or tensor parallelism than GPUs, ranks on GPUs that differ, or far too little memory.
+        RecipeError: there are fewer GPUs than ranks, or than an engine's tensor parallelism; ranks would be on GPUs of
+            different kinds; or memory is far too small.
     """
     recipe, needs = plan.recipe, needs_of(plan, ranks=ranks)
     if not there or not needs:
@@ -77,10 +78,10 @@ def seats_of(plan: Outline, there: Sequence[Gpu], *, ranks: bool = True) -> tupl
 
 
 def seat_alone(config: EngineConfig, base: ModelFolder, there: Sequence[Gpu]) -> Seat | None:
-    """Seat of an engine that is served without a run, on the GPU with the most memory left; None: the processor.
+    """Return the seat of an engine without a run, on the GPU with the most free memory; None: the CPU.
 
     Raises:
-        RecipeError: far too little memory.
+        RecipeError: memory is far too small.
     """
     if config.device == "cpu" or not there:
         return None
@@ -97,14 +98,16 @@ def seat_of_supervised(
     *,
     reference: bool = False,
 ) -> Seat | None:
-    """Seat of a process that trains on examples, before anything else of a run or without one; None: the processor.
+    """Return the seat of a process that trains on examples, on the GPU with the most free memory; None: the CPU. It
+    runs before all roles of a run, or without a run.
 
     Args:
-        longest: tokens of the longest example.
-        reference: it holds a second model.
+        role: name of the process; with "_" for spaces, of its section in the recipe.
+        longest: number of tokens of the longest example.
+        reference: the process also holds a reference model.
 
     Raises:
-        RecipeError: far too little memory.
+        RecipeError: memory is far too small.
     """
     if config.device == "cpu" or not there:
         return None
@@ -115,13 +118,13 @@ def seat_of_supervised(
 
 
 def _in_section(section: str, words: str) -> str:
-    """Of the words for what a rank could have smaller, those of keys that this section has too."""
+    """Convert advice on how a rank needs less memory to another section: keys that this section has, under its name."""
     found = [one for one in words.split(", or ") if (key := _OF_TRAINER.search(one)) and key[1] in _KEYS]
     return ", or ".join(one.replace("trainer.", f"{section}.") for one in found) or "a smaller model"
 
 
 def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
-    """See `seat_of_supervised`; None too if there is no warm start."""
+    """Return the seat of the run's warm start, as `seat_of_supervised`; also None if there is no warm start."""
     config, shown = plan.recipe.warm_start, plan.demonstrations
     if config is None or not shown:
         return None
@@ -130,10 +133,10 @@ def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
 
 
 def _alone(need: Need, there: Sequence[Gpu]) -> Seat:
-    """The GPU with the most memory left.
+    """Assign a single need to the GPU with the most free memory.
 
     Raises:
-        RecipeError: far too little memory.
+        RecipeError: memory is far too small.
     """
     seats = place(there, [need])
     if problems := [problem for problem, factor in _overfull(seats) if factor > _HOPELESS]:
@@ -162,7 +165,8 @@ def _kind(gpu: Gpu) -> str:
 
 
 def _overfull(seats: Sequence[Seat]) -> Iterator[tuple[Problem, float]]:
-    """A problem for each GPU whose roles need more than its memory, with how many times as much."""
+    """Yield (problem, factor) for each GPU whose roles need more than its free memory. `factor`: need divided by free
+    memory."""
     for gpu, own in _by_gpu(seats).items():
         needed = sum(seat.need.bytes for seat in own)
         if gpu.free and needed > gpu.free:
@@ -175,7 +179,7 @@ def _overfull(seats: Sequence[Seat]) -> Iterator[tuple[Problem, float]]:
 
 
 def notes_of(seats: Sequence[Seat]) -> Iterator[str]:
-    """Sentences about GPUs that are shared, used by others, or too small."""
+    """Yield a sentence for each GPU that several roles share, that other programs use, or that may be too small."""
     for gpu, own in _by_gpu(seats).items():
         if len(own) > 1:
             split = ", ".join(f"{seat.need.role} at most {seat.share:.0%}" for seat in own)
@@ -186,13 +190,13 @@ def notes_of(seats: Sequence[Seat]) -> Iterator[str]:
 
 
 def placed(plan: Outline, seats: Sequence[Seat]) -> tuple[str, ...]:
-    """The table of the roles on GPUs, with its notes; empty without any."""
+    """Return lines for the log: each role on a GPU, and notes about them; empty if no role is on a GPU."""
     first = (str(plan.warm_seat),) if isinstance(plan, Plan) and plan.warm_seat is not None else ()
     return (*first, *map(str, seats), *notes_of(seats), *_slow(plan.recipe, seats))
 
 
 def unplaced(recipe: Recipe) -> str:
-    """The sentence of a machine without GPUs."""
+    """Return the line for a machine without GPUs: that roles run on the CPU, or which keys ask for a GPU."""
     sections = {"trainer": recipe.trainer} | ({"engine": recipe.engine} if recipe.local_engines else {})
     wanted = [f"{name}.device" for name, section in sections.items() if section.device == "cuda"]
     if not wanted:
@@ -204,7 +208,7 @@ def unplaced(recipe: Recipe) -> str:
 
 
 def _slow(recipe: Recipe, seats: Sequence[Seat]) -> Iterator[str]:
-    """A sentence for each side that computes in float32 on a GPU."""
+    """Yield a warning for trainer and engine if they compute in float32 on a GPU."""
     for name, section in (("rank", recipe.trainer), ("engine", recipe.engine)):
         if section.dtype == "float32" and any(seat.need.role.startswith(name) for seat in seats):
             key = "trainer.dtype" if name == "rank" else "engine.dtype"
@@ -220,17 +224,19 @@ def _by_gpu(seats: Sequence[Seat]) -> dict[Gpu, list[Seat]]:
 
 
 def seat_of_engine(seats: Sequence[Seat], number: int) -> Seat | None:
-    """Seat of engine `number`; engines beyond those of the recipe take the seats in turn. None: the processor."""
+    """Return the seat of engine `number`; None: the CPU. Engines beyond the recipe's number take the seats of the first
+    ones again, in turn."""
     own = [seat for seat in seats if seat.need.role.startswith("engine-")]
     return own[number % len(own)] if own else None
 
 
 def usable_gpus(recipe: Recipe, *, dry: bool = False) -> tuple[Gpu, ...]:
-    """The GPUs of this machine that torch can use; `dry`: those that `STRETTO_GPUS` assumes, if it is set.
+    """Return the GPUs of this machine that torch can use. `dry`: return the GPUs that the environment variable
+    ``STRETTO_GPUS`` assumes, if it is set.
 
     Raises:
-        RecipeError: there are some that this torch cannot use, though it is built for GPUs and a role may take one; or
-            collectives are bound to a network interface that is not there.
+        RecipeError: torch is built for GPUs but cannot use this machine's, and roles may run on them; or collectives
+            are bound to a network interface that does not exist.
     """
     if problems := list(missing_interfaces(recipe.trainer, os.environ, [name for _, name in socket.if_nameindex()])):
         raise RecipeError(problems)
@@ -247,10 +253,10 @@ def usable_gpus(recipe: Recipe, *, dry: bool = False) -> tuple[Gpu, ...]:
 
 
 def assumed_gpus(text: str) -> tuple[Gpu, ...]:
-    """GPUs written as "8x80" or "2x80,1x24@570.86": a number of them, the GiB of each, and a driver version.
+    """Parse GPUs written as "8x80" or "2x80,1x24@570.86": number of GPUs, GiB of each, and optionally a driver version.
 
     Raises:
-        RecipeError: it is something else.
+        RecipeError: the text has another form.
     """
     found = list[Gpu]()
     for word in text.split(","):
@@ -263,7 +269,13 @@ def assumed_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def missing_interfaces(config: TrainerConfig, told: Mapping[str, str], there: Sequence[str]) -> Iterator[Problem]:
-    """Problems if collectives of several ranks are bound to a network interface that this machine lacks."""
+    """Yield a problem for each environment variable that binds the collectives of several ranks to a network interface
+    which this machine does not have.
+
+    Args:
+        told: environment variables.
+        there: names of this machine's network interfaces.
+    """
     if config.ranks == 1:
         return
     gloo, nccl = told.get("GLOO_SOCKET_IFNAME", ""), told.get("NCCL_SOCKET_IFNAME", "")

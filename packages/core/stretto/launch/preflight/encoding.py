@@ -1,4 +1,4 @@
-"""Questions as token ids. Every question that cannot be encoded is reported with file and line."""
+"""Encoding questions to token ids. Every question that cannot be encoded is reported with file and line."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from stretto.worlds.data.preferences import Pair
 from stretto.worlds.data.task import Question
 from stretto_verify.thoughts import opened
 
-_SHOWN = 20
-_LAST = 64  # tokens of a prompt among which the mark of a thought may be
+_SHOWN = 20  # most problems in one message
+_LAST = 64  # number of last tokens of a prompt that are searched for an opening mark of reasoning
 
 
 def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest: int) -> tuple[Prompt, ...]:
-    """Encode prompts to 1 to `longest` tokens; chats are rendered by the chat template.
+    """Encode the prompts of questions; chats are rendered by the chat template.
 
     Raises:
-        DataError: lists every question that is too long or has characters unknown to the tokenizer.
+        DataError: a prompt is empty, has more than `longest` tokens, or has characters that the tokenizer does not
+            know; names every such question.
         ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     prompts: list[Prompt] = []
@@ -48,7 +49,7 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest:
 
 
 def prompts_as_bytes(questions: Iterable[Question]) -> tuple[Prompt, ...]:
-    """Prompts without a tokenizer: each byte of the text counts as one token."""
+    """Make prompts without a tokenizer: each byte of the text counts as one token."""
     return tuple(
         Prompt(id=one.id, token_ids=tuple(_all_text(one).encode()), text=one.text, answer=one.answer)
         for one in questions
@@ -61,7 +62,7 @@ def _all_text(question: Question) -> str:
 
 @dataclass(frozen=True)
 class Within:
-    """Questions whose prompts fit, with their prompts, and a note if some did not."""
+    """Questions whose prompts are within the limit, with their prompts; `note`: a warning if some were too long."""
 
     questions: tuple[Question, ...]
     prompts: tuple[Prompt, ...]
@@ -75,11 +76,14 @@ def encode_within(
     long_prompts: Literal["drop", "truncate"],
     which: str,
 ) -> Within:
-    """Same as `encode_prompts`, but longer prompts are dropped or lose their first tokens; `which` names the questions
-    in the note.
+    """Encode prompts as `encode_prompts`, but handle those with more than `longest` tokens.
+
+    Args:
+        long_prompts: "drop": leave out long prompts; "truncate": cut off their first tokens.
+        which: names the questions in the note: "held out".
 
     Raises:
-        DataError: as for `encode_prompts`; or every prompt is too long.
+        DataError: as `encode_prompts`; or all prompts are dropped.
     """
     whole = encode_prompts(questions, tokenizer, sys.maxsize)
     long = [prompt.id for prompt in whole if len(prompt.token_ids) > longest]
@@ -102,11 +106,11 @@ def encode_within(
 def encode_demonstrations(
     questions: Sequence[Question], tokenizer: Tokenizer, context: int
 ) -> tuple[Demonstration, ...]:
-    """Encode prompts and demonstrations, at most `context` tokens together; demonstrations end with the end-of-sequence
-    token.
+    """Encode prompts with their demonstrations, to which the end-of-sequence token is added. Prompt and demonstration
+    may have at most `context` tokens together.
 
     Raises:
-        DataError: as for `encode_prompts`.
+        DataError: as `encode_prompts`; names every question with a mistake.
     """
     prompts = encode_prompts(questions, tokenizer, context)
     end = tokenizer.eos_token_ids[:1]
@@ -128,10 +132,10 @@ def encode_demonstrations(
 
 
 def encode_preferences(pairs: Sequence[Pair], tokenizer: Tokenizer, context: int) -> tuple[Preference, ...]:
-    """Encode pairs; a prompt with either completion has at most `context` tokens.
+    """Encode preference pairs. A prompt with either completion may have at most `context` tokens.
 
     Raises:
-        DataError: as for `encode_prompts`.
+        DataError: as `encode_demonstrations`.
     """
     shown = [replace(p.question, demonstration=answer) for p in pairs for answer in (p.question.answer, p.rejected)]
     both = encode_demonstrations(shown, tokenizer, context)
@@ -149,12 +153,12 @@ def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def place_of(question: Question) -> str:
-    """FILE:LINE of a question, or its id."""
+    """Return the place of a question for messages: FILE:LINE, or its id if it is from no file."""
     return question.place or f"question {question.id}"
 
 
 def refuse(problems: Sequence[Problem]) -> None:
-    """Raise DataError with the first of the problems and the number of the others, if there are any."""
+    """Raise DataError if there are problems: with the first ones, and the number of the others."""
     problems = list(dict.fromkeys(problems))  # one file may hold training and held-out questions
     if len(problems) > _SHOWN:
         more = Problem("the task", f"{len(problems) - _SHOWN} more questions like these")

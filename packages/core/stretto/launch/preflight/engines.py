@@ -1,4 +1,4 @@
-"""Checks of `[engine]` that start no server: keys, addresses, interpreter, head size."""
+"""Checks of the section ``[engine]`` that start no server: keys, addresses, interpreter, head size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto.model.hf.tokenizer import Tokenizer
 
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
 _LARGEST_PORT = 65_535
-_ASK_SECONDS = 30.0  # an interpreter that starts
+_ASK_SECONDS = 30.0  # timeout for an interpreter that prints a version
 _VERSION = """
 import importlib.metadata, sys
 for name in sys.argv[1:]:
@@ -32,10 +32,10 @@ for name in sys.argv[1:]:
 
 
 def check_embedded(config: EngineConfig) -> None:
-    """Check settings for the embedded engine of this process.
+    """Check the settings of a command whose engine runs in its own process, so that it must be the native one.
 
     Raises:
-        RecipeError: they are settings of a server.
+        RecipeError: a setting is for a server of another make.
     """
     found = "and only the runs and evaluations of a recipe have another engine than the embedded one"
     problems = [Problem(f"engine.{key}", f"is given, {found}", "leave it out") for key in _given(config)]
@@ -51,11 +51,11 @@ def _given(config: EngineConfig) -> list[str]:
 
 
 def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
-    """Check that the kind of engine supports all keys of `[engine]` and, if `here`, that the interpreter has it
-    installed.
+    """Check that the recipe's make of engine (`engine.kind`) supports all of its settings. `here`: also check that the
+    interpreter `engine.python` has the make installed, in a supported version.
 
     Raises:
-        RecipeError: lists everything unsupported.
+        RecipeError: a check fails; names every problem.
     """
     config = recipe.engine
     if config.kind == "native":
@@ -69,7 +69,8 @@ def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
 
 
 def make_of_recipe(recipe: Recipe) -> Capabilities:
-    """Capabilities of the recipe's kind of engine, from the release on that the recipe needs."""
+    """Return the capabilities of the recipe's kind of engine. `oldest` is the oldest release that the recipe can
+    use."""
     make = capabilities_of(recipe.engine.kind)
     return replace(make, oldest=max(make.oldest, make.broadcast)) if recipe.weights.medium == "broadcast" else make
 
@@ -124,7 +125,7 @@ def _addresses(config: EngineConfig) -> Iterator[Problem]:
 
 
 def _is_here(address: str) -> bool:
-    """Whether the address of a server is loopback."""
+    """Whether the host of a server's address (host:port) is loopback."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -161,7 +162,7 @@ def check_head_dim(recipe: Recipe, base: ModelFolder) -> None:
     """Check that a CPU server on this machine has an attention kernel for the model's head size.
 
     Raises:
-        RecipeError: it has none.
+        RecipeError: the server has no such kernel.
     """
     config = recipe.engine
     if config.kind == "native" or config.addresses or recipe.cluster.placer != "local" or not config.on_cpu:
@@ -175,10 +176,11 @@ def check_head_dim(recipe: Recipe, base: ModelFolder) -> None:
 
 
 def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
-    """Ask every server of `engine.addresses` for its model, and for the tokens of some of the prompts.
+    """Check every server of `engine.addresses`: request its model, and its tokens of some of the prompts. Does nothing
+    without addresses. `prompts`: token ids.
 
     Raises:
-        RecipeError: some do not answer, or serve another model; lists all of them.
+        RecipeError: a server does not reply, or serves another model; names each of them.
     """
     if recipe.engine.addresses:
         ask = from_package("stretto_servers.checks:check_running_servers", "engine.addresses")

@@ -1,4 +1,4 @@
-"""Estimates of a run's memory and disk, and warnings about settings that work but may not do what the user hopes."""
+"""Estimates of the memory and disk space that a run needs, and warnings about unfavourable settings."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that each part of the run will need, and bytes available."""
+    """Bytes of host memory that the roles of a run need on this machine, and bytes available."""
 
     trainer: int
     engines: int
     others: int
     available: int
-    rank: RankMemory  # of each rank: on its GPU, or on the CPU part of `trainer`
+    rank: RankMemory  # memory of each rank: on its GPU, or on the CPU, where `trainer` includes it
 
     @property
     def total(self) -> int:
@@ -42,7 +42,7 @@ class MemoryEstimate:
 
 
 def step_and_run(plan: Outline) -> tuple[str, str]:
-    """Two sentences: the size of one step (its batches), and of the whole run."""
+    """Return two sentences about sizes: of one training step, and of the whole run."""
     recipe = plan.recipe
     prompts, each, steps = recipe.rollout.batch_size, recipe.rollout.group_size, recipe.trainer.steps
     sequences, updates = prompts * each, recipe.trainer.minibatches
@@ -55,7 +55,7 @@ def step_and_run(plan: Outline) -> tuple[str, str]:
 
 
 def rank_of(plan: Outline) -> RankMemory:
-    """Memory of one rank."""
+    """Estimate the memory of one rank."""
     recipe = plan.recipe
     return rank_memory(
         shape_of_model(plan.base),
@@ -68,8 +68,11 @@ def rank_of(plan: Outline) -> RankMemory:
 
 
 def engine_parts(plan: Outline) -> dict[str, int]:
-    """Bytes of one engine by part: weights and KV cache, of which a server on GPUs takes all at its start; of a native
-    one what a step takes, logits twice and a prefill."""
+    """Estimate the bytes of one engine by part: weights, KV cache and, for a native engine, its largest step.
+
+    The KV cache is that of all slots at full length, at most `engine.cache_gib`; a server on GPUs takes the latter at
+    its start.
+    """
     recipe, base = plan.recipe, plan.base
     item = BYTES[recipe.engine.dtype]
     full = recipe.engine.slots * plan.longest_sequence * base.layers * 2 * base.kv_heads * base.head_dim * item
@@ -82,38 +85,46 @@ def engine_parts(plan: Outline) -> dict[str, int]:
 
 
 def engine_step(shape: ModelShape, config: EngineConfig) -> int:
-    """Bytes of a native engine's largest step: the logits of all slots, as computed and as sampled from, and the
-    activations of a prefill in one layer."""
+    """Estimate the bytes of a native engine's largest step: the logits of all slots (in the engine's dtype and in
+    float32), and the activations of a prefill in one layer."""
     item = BYTES[config.dtype]
     prefill = config.max_prefill_tokens * (3 * shape.inner + 3 * shape.hidden_size + shape.width + 2 * shape.kv_width)
     return config.slots * shape.vocab_size * (4 + item) + prefill * item
 
 
 def estimate_memory(plan: Outline) -> MemoryEstimate:
-    """Estimate the memory of a run.
+    """Estimate the host memory that a run needs on this machine.
 
-    Trainer: for each local rank a process, what `trainer.memory` estimates (beside a GPU what is in host memory), and a
-    copy of weights and moments while a checkpoint is written. Engine: weights and KV cache, in its server's processes
-    if it has one.
+    Trainer, for each local rank: a process, the estimate of `trainer.memory` (on a GPU only its part in host memory),
+    and a copy of weights and moments while a checkpoint is written. Engine: a process, the processes of its server if
+    it has one, and unless it is on a GPU weights and KV cache. Others: the conductor, reward workers, workflow workers,
+    and published weights.
     """
     recipe, base, trained, rank = plan.recipe, plan.base, plan.recipe.trainer, rank_of(plan)
-    on_gpu = trained.device == "cuda" or (trained.device == "auto" and torch.cuda.is_available())
-    copied = 3 * rank.parts["gradients"] * (2 if recipe.algorithm.critic else 1)  # weights and moments that are trained
-    trainer = trained.local_ranks * (_PROCESS_BYTES + copied + rank.host + (0 if on_gpu else rank.total))
-    engine = sum(engine_parts(plan).values()) + _PROCESS_BYTES
-    if recipe.engine.addresses:  # their servers run already, perhaps elsewhere
+    copied = 3 * rank.parts["gradients"] * (2 if recipe.algorithm.critic else 1)  # trained weights, two moments
+    here = 0 if _on_gpu(plan, "rank", trained.device) else rank.total
+    trainer = trained.local_ranks * (_PROCESS_BYTES + copied + rank.host + here)
+    engine = _PROCESS_BYTES
+    if not _on_gpu(plan, "engine", recipe.engine.device):
+        engine += sum(engine_parts(plan).values())
+    if recipe.engine.addresses:  # the servers run already, perhaps on other machines
         engine = _PROCESS_BYTES
     elif recipe.engine.kind != "native":
         engine += capabilities_of(recipe.engine.kind).process_bytes
     of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
-    versions = 3 * base.parameters * 4  # two in the mailbox, one copied to be written
+    versions = 3 * base.parameters * 4  # two in the mailbox, and a copy that is being written
     others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + versions
     return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory(), rank)
 
 
+def _on_gpu(plan: Outline, role: str, device: str) -> bool:
+    seated = any(seat.need.role.startswith(role) for seat in plan.seats)
+    return seated or device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
 @dataclass(frozen=True)
 class DiskEstimate:
-    """Upper bound in bytes for the run folder, and bytes left on its disk."""
+    """Upper bound in bytes of the run folder by part, and bytes available on its disk."""
 
     ledger: int
     policies: int
@@ -133,11 +144,12 @@ class DiskEstimate:
 
 
 def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
-    """Estimate the disk space of a run.
+    """Estimate the largest size of a run folder.
 
-    Ledger: 16 bytes for each token (id, log-probability, version) of the longest completions, 200 for each row.
-    Per-token data: 13 bytes, within their own bound. Policies in the dtype in which they are written. Checkpoints:
-    float32 with Adam's two moments, of a critic too, and one more while it is written.
+    Ledger: 16 bytes per token (id, log-probability, version), with all completions at their length limit, and 200 bytes
+    per row. Per-token data: 13 bytes per token, at most `logging.tokens_gib`. Policies: in the dtype in which they are
+    written. Checkpoints: float32 weights and Adam's two moments, also of a critic; one more while it is written.
+    `folder`: where the run folder will be.
     """
     recipe, weights = plan.recipe, plan.base.parameters * 4
     trainer, store, rollout = recipe.trainer, recipe.store, recipe.rollout
@@ -155,12 +167,13 @@ def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
 
 
 def _width(wanted: str, own: str) -> int:
-    """Bytes per number in written policies."""
+    """Return the bytes per number in saved policies. `wanted`: `trainer.save_dtype`; `own`: dtype of the model
+    folder."""
     return 2 if (own if wanted == "model" else wanted) in ("bfloat16", "float16") else 4
 
 
 def warnings(plan: Outline) -> Sequence[str]:
-    """Sentences about settings that work, but perhaps not as hoped."""
+    """Return warnings about settings that work but may be slow or need much memory, after the notes of the plan."""
     recipe, notes = plan.recipe, list(plan.notes)
     cores = available_cores()
     served = 0 if recipe.engine.addresses else recipe.local_engines
@@ -169,7 +182,7 @@ def warnings(plan: Outline) -> Sequence[str]:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
     if (longest := plan.longest_sequence) > recipe.trainer.micro_batch_tokens:
         notes.append(
-            f"a prompt with what is sampled for it may have {longest} tokens, more than trainer.micro_batch_tokens = "
+            f"a prompt with its completion may have {longest} tokens, more than trainer.micro_batch_tokens = "
             f"{recipe.trainer.micro_batch_tokens}: it is then a micro-batch of its own and takes more memory"
         )
     memory = estimate_memory(plan)

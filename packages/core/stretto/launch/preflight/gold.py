@@ -1,4 +1,4 @@
-"""Check of gold answers: those that the reward cannot read are found before the run."""
+"""Check of gold answers before the run: questions whose gold answers the reward cannot read are left out."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from stretto.rewards.service.wire import ScoreItem
 from stretto.worlds.data.task import Question, Questions
 
 _SHOWN = 20
-_PORTION = 64  # gold answers that a worker reads under one deadline
-_READING_SECONDS = 60.0  # far more than a gold answer within the limits of the readers takes
+_PORTION = 64  # number of gold answers that a worker reads within one deadline
+_READING_SECONDS = 60.0  # far more than any readable gold answer takes
 
 
 @dataclass(frozen=True)
 class Sifted:
-    """Questions whose gold answers can be read, and the problems of the others."""
+    """Questions whose gold answers can be read. `unreadable`: a problem for each other question."""
 
     questions: Questions
     unreadable: tuple[Problem, ...] = ()
 
     @property
     def warnings(self) -> list[str]:
-        """Number of unreadable gold answers, and the first of them with their lines."""
+        """Warnings: the number of questions left out, and the first of them with file and line."""
         if not self.unreadable:
             return []
         count = len(self.unreadable)
@@ -40,13 +40,14 @@ class Sifted:
 
 
 def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _READING_SECONDS) -> Sifted:
-    """Leave out questions whose gold answers the reward cannot read, if the reward has a reader for them.
+    """Leave out questions whose gold answers the reward cannot read. Only built-in rewards with a reader are checked.
 
-    Reward workers read each gold answer once. One that takes longer than `reading_seconds` is an error, not left out:
-    otherwise the result would depend on the machine's speed.
+    Reward workers read each gold answer once. A gold answer that takes longer than `reading_seconds` is an error: if
+    its question were left out, the result would depend on the machine's speed.
 
     Raises:
-        DataError: no gold answer of the training or of the held-out questions can be read, or one takes too long.
+        DataError: no gold answer of the training questions, or of the held-out ones, can be read; or one takes too
+            long.
         RewardFunctionError: the workers do not start.
     """
     asked = (*questions.training, *questions.held_out)
@@ -81,7 +82,11 @@ def _key(question: Question) -> tuple[str, str]:
 
 
 def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Gold answers that the reader `config` cannot read, with the reasons.
+    """Return the gold answers that cannot be read, with the reasons.
+
+    Args:
+        config: settings with a reward that reads gold answers: undecided means unreadable.
+        seconds: deadline of one gold answer.
 
     Raises:
         RewardFunctionError: the workers do not start.
@@ -93,8 +98,8 @@ def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dic
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Gold answers that cannot be read, with the reasons. They are read in portions, each with a deadline that even the
-    slowest meet."""
+    """Return the gold answers that cannot be read, with the reasons. They are read in portions; the deadline of a
+    portion allows for its slowest gold answers."""
     workers = max(config.workers, min(cores(), len(golds) // _PORTION))
     patient = {
         "max_consecutive_undecided": len(golds) + 1,

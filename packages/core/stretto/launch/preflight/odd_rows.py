@@ -9,10 +9,10 @@ from stretto.worlds.data.task import Question, Questions
 
 
 def repeated(questions: Questions) -> list[str]:
-    """Warnings about rows that are both held out and trained on, duplicates, and rows that repeat a question with
-    another answer. Generated questions are exempt."""
+    """Return warnings about questions that are both held out and trained on, that a later row repeats with another
+    answer, or that it repeats with the same answer. Generated questions are exempt."""
     training, held_out = ([row for row in rows if row.place] for rows in (questions.training, questions.held_out))
-    both = {row.place for row in training}  # one file may be given as both
+    both = {row.place for row in training}  # one file may be given for both
     held_out = [row for row in held_out if row.place not in both]
     first = {_asked(row): row for row in reversed(training)}
     leaked = [(row, first[_asked(row)]) for row in held_out if _asked(row) in first]
@@ -27,7 +27,7 @@ def repeated(questions: Questions) -> list[str]:
 
 
 def _again(rows: Sequence[Question]) -> list[tuple[Question, Question]]:
-    """Rows that repeat the question of an earlier row, each with that row."""
+    """List (row, earlier row) for each row that repeats the question of an earlier one."""
     first = {_asked(row): row for row in reversed(rows)}
     return [(row, first[_asked(row)]) for row in rows if first[_asked(row)] is not row]
 
@@ -44,8 +44,8 @@ def _warning(pairs: Sequence[tuple[Question, Question]], what: str) -> list[str]
 
 
 def strange_digits(questions: Questions) -> list[str]:
-    """A warning about gold answers with digits such as ``１２`` (full width), which no completion in plain digits
-    equals."""
+    """Return a warning if gold answers have digits such as ``１２`` (full width): no completion in plain digits equals
+    them."""
     found = [(row, strange) for row in (*questions.training, *questions.held_out) if (strange := _strange(row))]
     if not found:
         return []

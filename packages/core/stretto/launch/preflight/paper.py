@@ -1,4 +1,4 @@
-"""Check of a recipe whose model folder has a config.json here, but its weights on another machine."""
+"""Check of a recipe on a machine without the model's weights: its folder has only a config.json here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated
 from stretto.launch.preflight.paths import check_data_files, data_files
 from stretto.launch.preflight.plan import Outline, encoded_within_limits
-from stretto.launch.preflight.trainable import check_trainable
+from stretto.launch.preflight.trainable import check_trainable, router_notes
 from stretto.launch.preflight.trial import try_parts, try_reward
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
@@ -39,11 +39,14 @@ def is_on_paper(recipe: Recipe) -> bool:
 
 
 def outline(recipe: Recipe) -> Outline:
-    """Check everything that does not depend on weights, devices, interpreters and servers; `notes` begin with the
-    skipped checks. Without a tokenizer, a prompt counts as many tokens as its text has bytes, an upper bound.
+    """Check everything that does not depend on weights, devices, interpreters and servers. `notes` of the result name
+    the skipped checks.
+
+    Without a tokenizer, a prompt counts as many tokens as its text has bytes, which is an upper bound.
 
     Raises:
-        RecipeError, ModelFolderError, DataError, RewardFunctionError: lists every problem of that part.
+        RecipeError, ModelFolderError, DataError, RewardFunctionError: has every problem of recipe, model, data or
+            reward.
     """
     told = try_parts(recipe, outlets=False)
     check_engine_keys(recipe, here=False)
@@ -85,6 +88,7 @@ def outline(recipe: Recipe) -> Outline:
         notes=(
             *told,
             *_not_checked(recipe, base, tokenizer, (*training, *asked), longest),
+            *router_notes(base.path),
             *filter(None, notes),
             *sifted.warnings,
             *repeated(questions),

@@ -1,4 +1,5 @@
-"""What a recipe names by a path; light, so that a command can refuse it before torch is imported."""
+"""Check of the model folder and data files that a recipe names. It imports little, so that a command can report
+mistakes before it imports torch."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from stretto.worlds.sources.task import DatasetTask, Source
 
 
 def check_paths(recipe: Recipe) -> None:
-    """Check that the model and the data of a recipe are there.
+    """Check that the model folder and the data files of a recipe exist; the model first.
 
     Raises:
-        ModelFolderError, DataError: they are not; the model first.
+        ModelFolderError, DataError: one does not exist.
     """
     if recipe.model.path is not None:
         check_model_folder(Path(recipe.model.path))
@@ -27,17 +28,17 @@ def check_paths(recipe: Recipe) -> None:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Check that a folder is one of a model; what is in it is read later.
+    """Check that a folder has a config.json; its contents are checked later.
 
     Raises:
-        ModelFolderError: there is no folder, or no config in it; with everything else that is wrong.
+        ModelFolderError: there is no folder, or no config.json in it; names everything else that is wrong too.
     """
     if not (folder / "config.json").is_file():
         inspect_model_folder(folder)
 
 
 def data_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Local files and folders of the recipe's data, each with its key."""
+    """Yield (recipe key, path) for each local file or folder of the recipe's data."""
     if isinstance(recipe.task, JsonlTask):
         yield "task.file", recipe.task.file
         if recipe.task.held_out_file is not None:
@@ -53,10 +54,10 @@ def data_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def check_data_files(named: Iterable[tuple[str, str]]) -> None:
-    """Check that files exist; `named` pairs each with the user's name for it.
+    """Check that files exist. `named`: pairs of (recipe key or option that names the file, path).
 
     Raises:
-        DataError: some do not; with the nearest name of each.
+        DataError: a file does not exist; suggests the nearest name of each.
     """
     missing = [(name, Path(file)) for name, file in named if not Path(file).exists()]
     if missing:

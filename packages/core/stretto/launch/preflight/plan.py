@@ -1,4 +1,4 @@
-"""Plan of a run: a recipe whose model, data and reward have been read and checked. Starts no role."""
+"""The plan of a run: a recipe with its model, data and reward, all read and checked. No role is started here."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ from stretto_verify.thoughts import PIECES
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """Result of the checks without weights: the recipe, the model's shape, the questions, their longest prompt."""
+    """A checked recipe with everything that is known without the model's weights: the model's shape, and the
+    questions."""
 
     recipe: Recipe
     base: ModelFolder
@@ -74,10 +75,11 @@ class Outline:
     held_out: tuple[Prompt, ...]
     demonstrations: Sequence[object]
     notes: tuple[str, ...] = ()  # warnings about the data and the reward
-    sources: tuple[PromptSource, ...] = ()  # of the training prompts, in their order
-    origins: tuple[tuple[str, str], ...] = ()  # place and source of each training prompt
-    sets: tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...] = ()  # further evaluations
-    kept_apart: int = 0  # held-out questions, of which evaluation.prompts are asked
+    sources: tuple[PromptSource, ...] = ()  # sources of the training prompts, in the order of the prompts
+    origins: tuple[tuple[str, str], ...] = ()  # (FILE:LINE, source) of each training prompt
+    sets: tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...] = ()  # further sets of questions to evaluate
+    kept_apart: int = 0  # number of held-out questions; the first evaluation.prompts of them are evaluated
+    seats: tuple[Seat, ...] = ()  # GPUs of the roles on this machine; empty: all run on the CPU
 
     @property
     def longest_prompt(self) -> int:
@@ -86,7 +88,8 @@ class Outline:
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of a trajectory. A workflow may fill the context: it adds tokens of its own between turns."""
+        """Most tokens of a trajectory. With a workflow it is the whole context, since tokens are added between
+        turns."""
         if self.recipe.workflow is None:
             return self.longest_prompt + self.sampling.max_tokens
         return longest_prompt_allowed(self.recipe, self.base) + self.sampling.max_tokens
@@ -94,15 +97,14 @@ class Outline:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Outline):
-    """A recipe whose parts have been found, read and measured."""
+    """A checked recipe with everything that a run needs to start."""
 
     tokenizer: Tokenizer
     demonstrations: tuple[Demonstration, ...]
-    rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # by prompt and gold answer, for the rewards
-    kept_apart_digest: str = ""  # of their texts and gold answers
+    rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # (prompt, gold answer): data for rewards
+    kept_apart_digest: str = ""  # digest of the held-out questions and their gold answers
     details: QuestionDetails = field(default_factory=QuestionDetails)  # data of the questions for a workflow
-    seats: tuple[Seat, ...] = ()  # GPUs of the roles on this machine; empty: the processor
-    warm_seat: Seat | None = None  # of the warm start, before them
+    warm_seat: Seat | None = None  # GPU of the warm start, which runs before the roles
 
 
 _NO_DEMONSTRATIONS = Problem(
@@ -111,14 +113,15 @@ _NO_DEMONSTRATIONS = Problem(
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) -> Plan:
-    """Find, read and check everything that the recipe names.
+    """Read and check everything that the recipe names.
 
     Args:
-        has_policy: version 0 of the policy exists, so demonstrations are not needed.
-        dry: nothing will be started; user-defined outlets are tried too.
+        has_policy: version 0 of the policy exists, so no warm start and no demonstrations are needed.
+        dry: a dry run: user-defined outlets are tried too, and GPUs may be assumed.
 
     Raises:
-        RecipeError, ModelFolderError, DataError, RewardFunctionError: lists every problem of that part.
+        RecipeError, ModelFolderError, DataError, RewardFunctionError: has every problem of recipe, model, data or
+            reward.
     """
     _check_descriptors(recipe)
     told = try_parts(recipe, outlets=dry)
@@ -181,7 +184,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
 
 
 def _closing_notes(recipe: Recipe, questions: Questions, *, tried: bool) -> Iterator[str]:
-    """Last warnings. `tried`: a resumed run has recorded verdicts, and its reward was tried when it began."""
+    """Yield warnings about schedule, experts, repeated rows and the reward. `tried`: the reward was tried when the run
+    began, so it is not tried again."""
     yield from schedule_notes(recipe)
     yield from router_notes(base_folder(recipe.model, recipe.seed))
     yield from repeated(questions)
@@ -190,18 +194,18 @@ def _closing_notes(recipe: Recipe, questions: Questions, *, tried: bool) -> Iter
 
 
 def schedule_notes(recipe: Recipe) -> Iterator[str]:
-    """A warning if the warm-up is longer than the training."""
+    """Yield a warning for each learning-rate warm-up that is longer than its training."""
     for name, section in (("trainer", recipe.trainer), ("warm_start", recipe.warm_start)):
         if section is not None and section.warmup_steps > section.steps:
             reached = section.learning_rate * section.steps / section.warmup_steps
             yield (
                 f"{name}.warmup_steps = {section.warmup_steps} of {name}.steps = {section.steps}: the learning rate "
-                f"comes to {reached:.3g} at the end, and not to {section.learning_rate:g}"
+                f"reaches only {reached:.3g}, not {section.learning_rate:g}"
             )
 
 
 def _check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Check that agents can be started and can reach the policy.
+    """Check that the agents of the recipe, if any, can be started and can reach the policy.
 
     Raises:
         RecipeError, WorkflowError, ModelFolderError: they cannot.
@@ -226,10 +230,11 @@ def _check_descriptors(recipe: Recipe) -> None:
 
 
 def _questions(recipe: Recipe) -> tuple[Questions, list[list[Question]]]:
-    """All questions of the task, each with a reward that judges it, and those of each further evaluation.
+    """Read the questions of the task, and of each further set; check that each source has a reward.
 
     Raises:
-        DataError: lists the mistakes of all their files.
+        DataError: has the mistakes of all files.
+        RewardFunctionError: a reward names an unknown source, or a source has no reward.
     """
     check_data_files(data_files(recipe))
     mistakes, sets = Mistakes(), list[list[Question]]()
@@ -248,7 +253,12 @@ def _questions(recipe: Recipe) -> tuple[Questions, list[list[Question]]]:
 def encoded_within_limits(
     recipe: Recipe, questions: Questions, tokenizer: Tokenizer, longest: int
 ) -> tuple[Within, Within]:
-    """Training and held-out prompts, with long ones treated as the task says."""
+    """Encode training and held-out prompts, with long prompts handled as the task says: refused, dropped or truncated.
+    `longest`: most tokens of a prompt; the task may allow fewer.
+
+    Raises:
+        DataError: as `encode_prompts` and `encode_within`.
+    """
     task = recipe.task
     limit, policy = (task.max_prompt_tokens, task.long_prompts) if isinstance(task, DatasetTask) else (None, "refuse")
     longest = min(longest, limit or longest)
@@ -266,7 +276,8 @@ def encoded_within_limits(
 def _sets(
     recipe: Recipe, read: Sequence[list[Question]], tokenizer: Tokenizer, longest: int
 ) -> tuple[tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...], list[Question]]:
-    """Prompts of the further evaluations, and all their questions with readable gold answers."""
+    """Encode the further sets of questions; returns the sets with their prompts, and all of their questions. Questions
+    with unreadable gold answers are left out."""
     found: list[tuple[EvaluationSet, tuple[Prompt, ...]]] = []
     asked: list[Question] = []
     for one, questions in zip(recipe.evaluation.sets, read, strict=True):
@@ -277,10 +288,10 @@ def _sets(
 
 
 def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tuple[PromptSource, ...]:
-    """Sources of the remaining questions.
+    """Count the questions by source. `weights`: sampling weights of sources by name.
 
     Raises:
-        DataError: a source with a weight has none left.
+        DataError: a source with a weight has no question left.
     """
     counted = Counter(question.source for question in questions)
     if empty := [name for name in weights if not counted[name]]:
@@ -290,11 +301,11 @@ def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tup
 
 
 def _rows(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str], Row]:
-    """Data of rows for rewards, by prompt and gold answer: further fields for user-defined rewards, and the source if
-    rewards depend on it.
+    """Collect the data of questions that rewards need, by (prompt, gold answer): further fields of the row for
+    user-defined rewards, and the source if rewards depend on it.
 
     Raises:
-        DataError: rows with equal prompt and gold answer differ in these.
+        DataError: two rows with equal prompt and gold answer have different data.
     """
     parts = recipe.rewards.parts
     own = any(part.function not in BUILT_IN for part in parts)
@@ -326,7 +337,7 @@ def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer
 
 
 def _plain(questions: Sequence[Question]) -> str | None:
-    """Place of a prompt that is no chat; None if all are chats."""
+    """Return the place of the first prompt that is no chat; None if all are chats."""
     return next((row.place or "[task]" for row in questions if not (row.messages or row.as_chat)), None)
 
 

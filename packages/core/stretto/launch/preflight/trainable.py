@@ -1,4 +1,4 @@
-"""Checks of the trainer's settings: its ranks, the layers of its adapters, the checkpoint it resumes from."""
+"""Checks of the trainer's settings: its ranks, the layers of its adapters, and the checkpoint of a resumed run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from stretto.trainer.parallel.tensor import refuse_undividable
 
 
 def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
-    """Check ranks and adapters of the trainer.
+    """Check ranks and adapters of the trainer. `gpus`: number of GPUs of this machine; 0: do not compare.
 
     Raises:
-        RecipeError: more ranks than the machine has `gpus`, ranks that cannot divide the model, or adapters for layers
-            that it lacks.
+        RecipeError: there are more ranks than GPUs, the ranks cannot divide the model, or adapters name layers that the
+            model does not have.
     """
     if problems := list(too_many_ranks(config, gpus)):
         raise RecipeError(problems)
@@ -39,7 +39,7 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
 
 
 def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
-    """A problem if there are more local ranks than GPUs."""
+    """Yield a problem if there are more local ranks than GPUs. `there`: number of GPUs; 0: none known, no problem."""
     if config.device != "cpu" and 0 < there < config.local_ranks:
         here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
         found = f"{config.ranks}{here}, and the machine has {there} GPUs, one for each rank"
@@ -48,8 +48,8 @@ def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
 
 
 def router_notes(model: Path) -> Iterator[str]:
-    """A warning if the model is a mixture of experts whose config asks for a balancing loss: the recipe's objective
-    alone is trained, so nothing keeps the experts evenly used."""
+    """Yield a warning if the model's config asks for a loss that balances its experts. Only the recipe's objective is
+    trained, so nothing keeps the experts evenly used."""
     coefficient = json.loads((model / "config.json").read_text(encoding="utf-8")).get("router_aux_loss_coef")
     if isinstance(coefficient, (int, float)) and coefficient:
         yield (
@@ -62,7 +62,7 @@ def check_checkpoint(folder: Path, config: TrainerConfig, model: Path) -> None:
     """Check that a trainer of this model can resume from the checkpoint in `folder`.
 
     Raises:
-        RunFolderError: it cannot.
+        RunFolderError: the checkpoint belongs to another model, or to other adapters.
     """
     policy = skeleton(model)
     if config.lora is not None:

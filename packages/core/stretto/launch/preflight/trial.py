@@ -1,7 +1,7 @@
 """Trial of user-defined parts before a run.
 
-A reward judges gold answers as completions: the verdicts should be right, in time, and the same twice. Other parts that
-a recipe names are called on made-up values.
+A reward judges gold answers as completions: the verdicts should be right, in time, and twice the same. Other parts are
+called on made-up values.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ from stretto.trainer.trial import correction_faults, estimator_faults, loss_faul
 from stretto.worlds.data.task import Question
 from stretto_verify.thoughts import closed
 
-_TRIED = 4
-_TRIED_BUILT_IN = 64  # built-in rewards are quick
-_PATIENCE = 10.0  # seconds for all calls together; one call may take as long
-_MOST_FAULTS = 3  # reported for one part
+_TRIED = 4  # number of gold answers that a user-defined reward judges
+_TRIED_BUILT_IN = 64  # the same for a built-in reward, which is fast
+_PATIENCE = 10.0  # seconds for all calls together, and most seconds of one call
+_MOST_FAULTS = 3  # most faults that are reported of one part
 
 
 def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
-    """Call the recipe's user-defined parts, except rewards, on made-up values: loss, correction, advantages, filters,
-    pacing and engine make.
+    """Call the recipe's user-defined loss, correction, advantages, filters, pacing and engine make on made-up values.
 
-    `outlets`: try outlets too, which may publish the values. Returns a warning if pacing starts groups that equation 3
-    does not allow.
+    `outlets`: also try user-defined outlets, which may publish the values.
+
+    Returns:
+        A warning if the pacing starts groups that equation 3 does not allow; else empty.
 
     Raises:
-        RecipeError: parts raise, return a wrong type, or do not return; lists all of them.
+        RecipeError: a part raises, returns a wrong type, or does not return in time; names all of them.
     """
     trials = [(key, name, trial) for key, part, trial in _trials(recipe, outlets) if is_own(name := _name(part))]
     if problems := [problem for key, name, trial in trials for problem in _faults(key, name, trial)]:
@@ -67,7 +68,8 @@ def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
 
 
 def _trials(recipe: Recipe, outlets: bool) -> Iterator[tuple[str, str | Section, Callable[[], Iterator[str]]]]:
-    """Key, part and trial of every user-defined part of the recipe."""
+    """Yield (recipe key, part, trial) for every part that the recipe names. A trial calls the part and yields its
+    faults."""
     algorithm, rollout, engine, logging = recipe.algorithm, recipe.rollout, recipe.engine, recipe.logging
     correction = CORRECTIONS.bound(algorithm.correction)
     yield LOSSES.key, algorithm.loss, partial(loss_faults, algorithm.loss)
@@ -96,7 +98,14 @@ def _name(part: str | Section) -> str:
 
 
 def _faults(place: str, name: str, trial: Callable[[], Iterator[str]]) -> list[Problem]:
-    """Problems of a part. The trial runs in a thread, which is left behind if it does not return."""
+    """Run the trial of a part in a thread; returns the problems. If the trial does not return within `_PATIENCE`
+    seconds, that is the problem, and the thread is abandoned.
+
+    Args:
+        place: recipe key.
+        name: of the part.
+        trial: calls the part and yields its faults.
+    """
     found: list[Problem] = []
 
     def run() -> None:
@@ -104,7 +113,7 @@ def _faults(place: str, name: str, trial: Callable[[], Iterator[str]]) -> list[P
             found.extend(Problem(place, f"{name!r} {fault}") for fault in trial())
         except RecipeError as error:
             found.extend(error.problems)
-        # The part is the user's: whatever it raises, SystemExit included, belongs into the message.
+        # The part is user-defined: anything it raises, SystemExit included, becomes the message.
         except (Exception, SystemExit) as error:
             found.append(raised(place, name, error))
 
@@ -124,14 +133,18 @@ class _Call:
 
 
 def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: float = _PATIENCE) -> list[str]:
-    """Warnings about the verdicts on the first gold answers, for each reward alone on the questions that it judges.
+    """Let each reward judge the first gold answers of its questions, as completions; returns warnings.
 
-    Only the first reward of a source has to find gold answers right; others may judge something else. Built-in rewards
-    are tried on gold answers of files only, since those of generated tasks are right. A user-defined reward may be
-    random or ignore the gold answer, so it is warned about and not refused.
+    Only the first reward of a source must find the gold answers right; others may judge something else. Built-in
+    rewards are tried only on gold answers from files, since those of generated tasks are right. A user-defined reward
+    may be random or ignore the gold answer, so wrong verdicts are a warning, not an error.
+
+    Args:
+        questions: of the training.
+        patience: seconds for all calls together, and most seconds of one call.
 
     Raises:
-        RewardFunctionError: the workers do not start; no call returned a verdict in time; a built-in reward finds no
+        RewardFunctionError: the workers do not start, no call returned a verdict in time, or a built-in reward finds no
             gold answer right.
     """
     told: list[str] = []
@@ -147,14 +160,14 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
 def _tried(config: RewardsConfig, questions: Sequence[Question], patience: float, *, decides: bool) -> list[str]:
     built_in = config.function in BUILT_IN
     if built_in and BUILT_IN[config.function].configured:
-        return []  # its gold answers are tests
+        return []  # programs, a judge, ...: a gold answer is no completion
     rows = [row for row in questions if row.place][:_TRIED_BUILT_IN] if built_in else questions[:_TRIED]
     if not rows:
         return []
     try:
         first, second = asyncio.run(_twice(config, rows, patience))
     except RoleError as error:
-        if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
+        if isinstance(error.__cause__, OSError):  # the machine lacks resources: not the user's mistake
             raise
         raise RewardFunctionError([Problem(PLACE, str(error))]) from None
     limit, calls = config.seconds_per_completion, [*first, *second]
@@ -170,7 +183,8 @@ def _tried(config: RewardsConfig, questions: Sequence[Question], patience: float
 
 
 async def _twice(config: RewardsConfig, rows: Sequence[Question], patience: float) -> tuple[list[_Call], list[_Call]]:
-    """Calls of two rounds, each with at least one call; after `patience` seconds no further call begins."""
+    """Judge the gold answers of these rows twice; returns the calls of both rounds. After `patience` seconds no further
+    call begins, but each round has at least one."""
     patient = {
         "workers": 1,
         "max_consecutive_undecided": 1 << 20,
@@ -195,7 +209,7 @@ def _is_lost(call: _Call, limit: float) -> bool:
 
 
 def _lost(config: RewardsConfig, call: _Call, count: int) -> Problem:
-    """Problem of `count` calls without a verdict in time, the last of them `call`."""
+    """Describe `count` calls without a verdict in time as a problem; `call` is the last of them."""
     which = f"the gold answer of {place_of(call.question)}, judged as a completion"
     if call.verdict.outcome is Outcome.UNDECIDED and not call.verdict.reason.startswith(TIMED_OUT):
         times = f"in any of {count} calls" if count > 1 else "in one call"

@@ -1,4 +1,4 @@
-"""Settings of a gateway and of agents."""
+"""Settings of the gateway and of agents: the sections ``[gateway]``, and ``[workflow]`` with ``kind = "agent"``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-#: A list in TOML; a tuple cannot be changed.
+#: A list of texts in TOML, a tuple in Python.
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 

@@ -1,4 +1,4 @@
-"""The file of a recipe, read and parsed; light, so that a command can refuse it before anything else is imported."""
+"""Reading and parsing the TOML file of a recipe. It imports little, so that a command can report mistakes early."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file.
 
     Raises:
-        RecipeError: it cannot be read or parsed.
+        RecipeError: the file does not exist, is empty or too large, or cannot be read or parsed.
     """
     place = str(path)
     if path.is_dir():
@@ -43,7 +43,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def shipped_recipes() -> Path:
-    """Folder with the recipes of an installed stretto."""
+    """Return the folder with the recipes that are installed with stretto."""
     return Path(sys.prefix) / "share" / "stretto" / "recipes"
 
 

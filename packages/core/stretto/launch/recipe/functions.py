@@ -1,4 +1,4 @@
-"""Rewards given as Python functions: converted to names, by which worker processes import them."""
+"""Converting rewards given as Python functions to names, by which worker processes import them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _REMEDY = "write it into a file beside the recipe or the notebook, import it fro
 
 
 def with_named_reward(section: Any) -> Any:
-    """The section ``[rewards]`` with functions replaced by their names; the section may be a function itself.
+    """Return the section ``[rewards]`` with functions replaced by their names and the folder of their modules. The
+    section may be a function itself.
 
     Raises:
-        ValueError: another process could not import the function.
+        ValueError: another process could not import a function, or their modules are in several folders.
     """
     if callable(section):
         return named_reward(section)
@@ -34,7 +35,8 @@ def with_named_reward(section: Any) -> Any:
 
 
 def _named_part(part: Any) -> tuple[Any, str]:
-    """A table of ``[[rewards.functions]]`` with its function by name, and the folder of the function's module."""
+    """Return a table of ``[[rewards.functions]]`` with its function replaced by its name, and the folder of the
+    function's module ("" if the table has no function object)."""
     if not isinstance(part, Mapping) or not callable(part.get("function")):
         return part, ""
     named = named_reward(part["function"])
@@ -42,10 +44,10 @@ def _named_part(part: Any) -> tuple[Any, str]:
 
 
 def named_reward(function: Callable[..., object]) -> dict[str, str]:
-    """Keys `function` and `path` of ``[rewards]`` with which a worker can import the function.
+    """Return the keys `function` and `path` of ``[rewards]`` with which a worker process can import the function.
 
     Raises:
-        ValueError: it could not.
+        ValueError: another process could not import it; says why.
     """
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(getattr(function, "__module__", None) or "")
@@ -67,7 +69,7 @@ def named_reward(function: Callable[..., object]) -> dict[str, str]:
 
 
 def _imported_as(module: ModuleType, path: Path) -> str:
-    """Name by which another process can import the module; for a script, that of its file."""
+    """Return the name by which another process can import the module; for a script, the name of its file."""
     if module.__name__ != "__main__":
         return module.__name__
     return module.__spec__.name if module.__spec__ is not None else path.stem

@@ -1,4 +1,4 @@
-"""The `[cluster]` section of a recipe."""
+"""Settings of the section ``[cluster]`` of a recipe."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _CLUSTERS = ("auto", "local")
 
 
 class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Section ``[cluster]``: where the engines of a run are, and how machines join. The token is not part of a recipe:
-    it comes from the environment variable STRETTO_TOKEN, or is generated; the run folder's join.json has it."""
+    """Section ``[cluster]``: where the engines of a run are, and how machines join. The token that machines need to
+    join is not part of a recipe: it is the environment variable STRETTO_TOKEN, or generated; join.json in the run
+    folder has it."""
 
     placer: Literal["local", "given", "ray"] = Field(
         "local",
@@ -37,7 +38,7 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
     lag: float = Field(
         60.0,
         gt=0,
-        description="seconds behind the newest version after which an engine gets no new groups for a while",
+        description="seconds behind the newest version after which an engine gets no new groups until it has loaded it",
     )
     wait: float = Field(600.0, gt=0, description="seconds to wait for the first engine to join")
 

@@ -1,4 +1,4 @@
-"""Settings of `[logging]`: tools that show a run, beside stretto's own pages."""
+"""Settings of ``[logging]`` for *outlets*: tools that show a run, such as W&B, beside stretto's own pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.doors.door import Door, Section
 from stretto.doors.loading import is_own, with_colon
 
 _TOOLS = "stretto_report.outlets.tools"
-#: Classes that satisfy `outlets.follower.Outlet`, a built-in by the name of its package.
+#: The door for outlets: classes that satisfy `outlets.follower.Outlet`. Built-in ones have the name of their package.
 OUTLETS = Door(
     key="logging.to",
     what="outlet",
@@ -33,7 +33,7 @@ _MOST_TAGS = 32
 
 
 def _listed(value: object) -> object:
-    """A TOML list as a tuple without repetitions; a single name is a list of one."""
+    """Convert a TOML list to a tuple without repetitions; a single name becomes a tuple of one."""
     if isinstance(value, str):
         return (value,)
     return tuple(dict.fromkeys(value)) if isinstance(value, list) else value
@@ -50,7 +50,7 @@ Tag = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class OutletsConfig(BaseModel, extra="forbid", frozen=True):
-    """Tools that show a run, beside its own pages (docs/reference/metrics.md).
+    """Tools that show a run, in addition to stretto's own pages (docs/reference/metrics.md).
 
     Example: ``OutletsConfig(to=("wandb", "tensorboard"), project="arithmetic")``
     """
@@ -82,12 +82,12 @@ class OutletsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """Every tool that follows the run, Prometheus included."""
+        """Names of all tools that follow the run, Prometheus included."""
         return (*self.to, *((PROMETHEUS,) if self.prometheus_port is not None else ()))
 
 
 def stem(tool: str) -> str:
-    """Name of a tool, as used in the names of its files and its process.
+    """Return the name of a tool for its files and its process: without a colon.
 
     >>> stem("my_tools:Tool")
     'my_tools.Tool'
@@ -96,8 +96,8 @@ def stem(tool: str) -> str:
 
 
 def destinations(config: OutletsConfig, run: Path, environment: Mapping[str, str]) -> list[str]:
-    """A sentence for each tool that says where it shows the run in the folder `run`, as far as its environment
-    variables tell.
+    """Return a sentence for each tool that says where the run in the folder `run` is shown. `environment`: environment
+    variables, in which tools have their settings.
 
     >>> destinations(OutletsConfig(to="tensorboard", prometheus_port=9400), Path("runs/first"), {})
     ['shown in tensorboard: files in runs/first/tensorboard; tensorboard --logdir runs', \

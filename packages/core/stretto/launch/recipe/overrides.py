@@ -1,4 +1,4 @@
-"""Overrides of a recipe: texts of a command line, or Python values."""
+"""Overrides of a recipe's values: texts of a command line, or Python values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.core.errors import Problem
 Overrides = Sequence[str] | Mapping[str, Any]
 
 
-#: Keys that stand in place of each other: an override of one takes the other away.
+#: Keys that exclude each other: an override of one removes the other.
 _INSTEAD = {"function": "functions", "functions": "function"}
 
 
@@ -33,8 +33,11 @@ def put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | Non
 
 
 def at_override(problem: Problem, place: str, overrides: Overrides) -> Problem:
-    """Attribute a problem of the recipe `place` to the override that caused it, if there is one: an override of its key
-    or, for a problem of a whole section, of a key that the problem mentions."""
+    """Return the problem with the override in its place that caused it; unchanged if no override did.
+
+    An override causes a problem of its own key. It also causes a problem of a whole section that mentions its key.
+    `place`: name of the recipe with which `problem.place` begins.
+    """
     key = problem.place.removeprefix(place).removeprefix(": ")
     for own in _keys(overrides):
         if f"{key}.".startswith(f"{own}."):
@@ -46,7 +49,7 @@ def at_override(problem: Problem, place: str, overrides: Overrides) -> Problem:
 
 
 def _keys(overrides: Overrides) -> Iterator[str]:
-    """Keys that overrides set; of tables, the keys inside."""
+    """Yield the full names of the keys that the overrides set; for a table, those of the keys in it."""
     if isinstance(overrides, Mapping):
         given = ((key, as_parsed(value)) for key, value in overrides.items())
     else:
@@ -60,7 +63,8 @@ def _keys(overrides: Overrides) -> Iterator[str]:
 
 
 def as_parsed(value: Any) -> Any:
-    """A Python value as a parsed file would hold it; of a section only the given keys."""
+    """Convert a Python value to what parsing a file would give. A section becomes a dict of the keys that were
+    given."""
     match value:
         case BaseModel():
             return value.model_dump(mode="python", exclude_unset=True)
@@ -72,7 +76,8 @@ def as_parsed(value: Any) -> Any:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """A table changes only the keys that it names, unless its kind differs; any other value replaces the old one."""
+    """Merge an overriding value with the old one. A table changes only the keys that it has, unless its `kind` differs;
+    any other value replaces the old one."""
     if not isinstance(old, dict) or not isinstance(new, dict) or new.get("kind", old.get("kind")) != old.get("kind"):
         return new
     instead = {_INSTEAD.get(key) for key in new}
@@ -81,7 +86,8 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def parsed_value(text: str) -> Any:
-    """A TOML value, or the bare text: ``rollout.beyond_bound=wait`` needs no quotes."""
+    """Parse a TOML value; a text that is no TOML is returned as it is, so ``rollout.beyond_bound=wait`` needs no
+    quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""Keys of a recipe that name user-defined parts (doors), and where their modules are searched for."""
+"""The doors of a recipe (keys that may name user-defined parts), and the folder in which their modules are searched."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ DOORS: tuple[Door[Any], ...] = (LOSSES, CORRECTIONS, ESTIMATORS, FILTERS, PACING
 
 
 def find_parts(tree: dict[str, Any], folder: Path) -> None:
-    """Set `path` to the folder of the recipe, if a user-defined module is there and no `path` is given."""
+    """Set the key `path` of a parsed recipe to its folder, if a user-defined part's module is there and no `path` is
+    given. Changes `tree`."""
     if "path" not in tree and any(is_beside(name, folder) for name in _named(tree)):
         tree["path"] = str(folder.resolve())
 
 
 def is_beside(name: object, folder: Path) -> bool:
-    """Whether the module of a user-defined part is in a folder."""
+    """Whether `name` is that of a user-defined part (``module:name``) whose module is in the folder."""
     if not (isinstance(name, str) and is_own(name)):
         return False
     module = folder / name.partition(":")[0].partition(".")[0]
@@ -33,7 +34,7 @@ def is_beside(name: object, folder: Path) -> bool:
 
 
 def _named(tree: Mapping[str, Any]) -> Iterator[object]:
-    """Names that the keys of all doors hold."""
+    """Yield the names of parts in the keys of all doors."""
     for door in DOORS:
         found: Any = tree
         for key in door.key.split("."):

@@ -21,7 +21,7 @@ from stretto.trainer.config import PreferenceConfig
 
 
 class PreferencesConfig(PreferenceConfig):
-    """`[preferences]`: the pairs, the reference policy and the optimizer."""
+    """Section ``[preferences]`` of a recipe of `stretto dpo`: the pairs, the reference policy and the optimizer."""
 
     file: str = Field(description="JSONL file, relative to the recipe's folder")
     prompt_field: str = Field("prompt", description="key of the prompt")
@@ -41,9 +41,9 @@ class PreferenceRecipe(BaseModel, extra="forbid", frozen=True):
 
 
 def load_preferences(path: Path, overrides: Sequence[str] = ()) -> PreferenceRecipe:
-    """Read a recipe file, apply ``section.key=value`` overrides, validate; paths become absolute.
+    """Read a recipe of `stretto dpo`, apply ``section.key=value`` overrides, and validate it. Paths become absolute.
 
     Raises:
-        RecipeError: the file cannot be read or parsed, or some keys are wrong (all of them).
+        RecipeError: the file cannot be read or parsed, or has wrong keys; names every wrong key.
     """
     return validated(parse_recipe(path, overrides), str(path), PreferenceRecipe, overrides)

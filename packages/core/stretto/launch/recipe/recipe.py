@@ -1,4 +1,5 @@
-"""Recipe of a run: one TOML file, composed of the rooms' configurations. All mistakes are reported at once."""
+"""The recipe of a run: one TOML file, whose sections are the configuration classes of the packages. All mistakes are
+reported at once."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def _kind_of_workflow(section: Any) -> str:
-    """Which of the two kinds a section is; the default is a function."""
+    """Return the kind of a ``[workflow]`` section; default: "function"."""
     return section.get("kind", "function") if isinstance(section, dict) else getattr(section, "kind", "function")
 
 
@@ -90,8 +91,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     path: str | None = Field(
         None,
         description="folder in which modules that the recipe names (package.module:name, "
-        "docs/how_to/doors/index.md) are looked for first, before the folder that stretto is started from; left out: "
-        "the recipe's folder, if one is there",
+        "docs/how_to/doors/index.md) are searched first, before the folder that stretto is started from; left out: "
+        "the recipe's folder, if such a module is there",
     )
     model: ModelConfig
     task: Annotated[ArithmeticTask | DatasetTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
@@ -117,10 +118,10 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     @model_validator(mode="wrap")
     @classmethod
     def _mistakes_are_problems(cls, tree: Any, build: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """Report mistakes as RecipeError, also for a recipe made in code; the validation context is the name of the
-        file."""
+        """Raise mistakes as RecipeError, also for a recipe made in code. The validation context, if given, is the name
+        of the recipe file."""
         if isinstance(tree, Mapping) and isinstance(path := tree.get("path"), str):
-            look_in(path)  # before the parts that it names are loaded
+            look_in(path)  # before user-defined parts are loaded
         try:
             return build(tree)
         except ValidationError as error:
@@ -128,26 +129,27 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
     @property
     def local_engines(self) -> int:
-        """Number of engines that the run starts on the conductor's machine; other machines start theirs and join."""
+        """Number of engines that the run starts on its own machine; 0 if other machines start all engines."""
         return self.engine.count if self.cluster.placer == "local" else 0
 
     @property
     def has_machines(self) -> bool:
-        """Whether other machines take part, or may join."""
+        """Whether other machines take part in the run, or may join it."""
         config = self.cluster
         asked = config.placer != "local" or config.listen or config.tls is not None
         return bool(asked or self.trainer.remote_ranks)
 
     @property
     def has_reference_model(self) -> bool:
-        """Whether the trainer holds a second model as reference; adapters can be disabled instead."""
+        """Whether the trainer holds a second model as the reference. With adapters it is not needed: the reference is
+        the model with its adapters disabled."""
         reference = self.algorithm.reference
         return reference is not None and not (self.trainer.lora is not None and reference.path is None)
 
     @property
     def in_rounds(self) -> bool:
-        """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`);
-        false with a workflow (docs/explanation/decisions/0027-workflows-and-rounds.md)."""
+        """Whether groups begin and end together in rounds, so that a run can be repeated bit for bit
+        (`loop.engines.rounds`). Always false with a workflow (decision 27)."""
         return self.workflow is None and self.engine.in_rounds(self.rollout.staleness_bounds[1] == 0)
 
     @model_validator(mode="after")
@@ -223,16 +225,16 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
 
 def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
-    """Read a recipe file, apply overrides, validate; paths become absolute.
+    """Read a recipe file, apply overrides, and validate it. Paths become absolute.
 
     Raises:
-        RecipeError: the file cannot be read or parsed, or some keys are wrong (all of them).
+        RecipeError: the file cannot be read or parsed, or has wrong keys; names every wrong key.
     """
     return validate(parse_recipe(path, overrides), str(path), overrides)
 
 
 def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
-    """Read a recipe file as tables, with overrides applied and paths absolute, but not validated.
+    """Read a recipe file as nested dicts, with overrides applied and paths absolute, without validation.
 
     Raises:
         RecipeError: the file cannot be read or parsed, or an override is malformed.
@@ -247,7 +249,8 @@ def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
 
 
 def _find_module(section: Any, folder: Path) -> None:
-    """Search the recipe's folder first for modules of rewards and workflows, and for files of a command."""
+    """Set `path` of a ``[rewards]`` or ``[workflow]`` section to the recipe's folder, if a module of its functions or a
+    file of its command is there and no `path` is given. Changes `section`."""
     if not isinstance(section, dict) or "path" in section:
         return
     command = section.get("command")
@@ -262,7 +265,7 @@ def _find_module(section: Any, folder: Path) -> None:
 
 
 def override(tree: dict[str, Any], overrides: Overrides, folder: Path | None = None) -> None:
-    """Replace values of the tables; paths are relative to `folder`, by default the working directory.
+    """Apply overrides to a parsed recipe; changes `tree`. Paths are relative to `folder` (None: the working directory).
 
     Raises:
         RecipeError: an override is malformed.
@@ -278,20 +281,23 @@ def override(tree: dict[str, Any], overrides: Overrides, folder: Path | None = N
 
 
 def validate(tree: Mapping[str, Any], place: str, overrides: Overrides = ()) -> Recipe:
-    """Make a recipe of parsed TOML. Messages name the file `place`, or the one of `overrides` (already applied to the
-    tree) that caused the problem.
+    """Validate parsed TOML and return the recipe.
+
+    Args:
+        place: name of the file, for messages.
+        overrides: already applied to `tree`; a message names the override that caused the problem.
 
     Raises:
-        RecipeError: lists one problem for each wrong key.
+        RecipeError: has one problem for each wrong key.
     """
     return validated(tree, place, Recipe, overrides)
 
 
 def validated(tree: Mapping[str, Any], place: str, kind: type[Kind], overrides: Overrides = ()) -> Kind:
-    """Same as `validate`, for any kind of recipe.
+    """Same as `validate`, for another class of recipe, `kind`.
 
     Raises:
-        RecipeError: lists one problem for each wrong key.
+        RecipeError: has one problem for each wrong key.
     """
     try:
         return kind.model_validate(tree, strict=True, context=place)
@@ -310,7 +316,7 @@ def _override(tree: dict[str, Any], override: str) -> Problem | None:
 
 
 def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
-    """Make paths absolute: they are relative to the recipe, so that it works from any folder."""
+    """Make all paths in a parsed recipe absolute, relative to `folder`. Changes `tree`."""
     for place in _PATHS:
         *sections, key = place.split(".")
         part: Any = tree
@@ -324,7 +330,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
 
 
 def _sources(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tables of the task's sources and those of further evaluations."""
+    """List the tables of the task's sources, and of the sources of further sets of questions."""
     found: list[Any] = []
     for section, key in (("task", "sources"), ("task", "held_out_sources"), ("evaluation", "sets")):
         part = tree.get(section)
@@ -344,12 +350,13 @@ def _absolute(text: str, folder: Path, place: str) -> Path:
 
 
 def to_toml(recipe: BaseModel) -> str:
-    """The resolved recipe as TOML: every key with the value in use. Parsing it gives an equal recipe."""
+    """Write the recipe as TOML: every key with its value. Parsing it gives an equal recipe."""
     return tomli_w.dumps(recipe.model_dump(mode="python", exclude_none=True))
 
 
 def differences(old: Recipe, new: Recipe, ignored: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Keys whose values differ, with both values, without the keys and sections in `ignored`."""
+    """List (key, text with both values) for each key whose value differs between two recipes. `ignored`: keys and
+    sections that are left out."""
     before, after = _flat(old.model_dump(mode="python")), _flat(new.model_dump(mode="python"))
     return [
         (key, f"was {before.get(key)!r} and is {after.get(key)!r}")

@@ -1,4 +1,4 @@
-"""Sections of a recipe that belong to no single room: model, sampling, evaluation, logging."""
+"""Sections of a recipe that belong to no single package: model, sampling, evaluation, logging."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
         return self
 
     def modules(self) -> tuple[str, ...]:
-        """Modules of transformers to import before forking roles: that of the model's architecture, if it is known."""
+        """Return the names of the transformers modules that the model's architecture needs, to import before roles are
+        forked; empty if the architecture is not known."""
         kind = self.build.family if self.build is not None else _kind_in(Path(self.path or ""))
         name = f"transformers.models.{kind}.modeling_{kind}"
         try:
@@ -46,7 +47,8 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
 
 
 def _kind_in(folder: Path) -> str:
-    """Architecture that the config in a folder names; "" if it cannot be read, which is refused elsewhere."""
+    """Return the architecture (`model_type`) in a folder's config.json; "" if it cannot be read: another check reports
+    that."""
     try:
         return str(msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object]).get("model_type"))
     except (OSError, msgspec.DecodeError):
@@ -76,7 +78,8 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     )
 
     def record(self, stop_token_ids: tuple[int, ...]) -> Sampling:
-        """These settings as a record for requests and the trainer."""
+        """Convert the settings to a record for requests and the trainer. `stop_token_ids`: tokens that end a
+        completion."""
         return Sampling(stop_token_ids=stop_token_ids, **self.model_dump())
 
 

@@ -1,6 +1,6 @@
-"""Table of all recipe keys as Markdown: ``python -m stretto.launch.recipe.table > docs/reference/recipe.md``.
+"""Generates the page of all recipe keys: ``python -m stretto.launch.recipe.table > docs/reference/recipe.md``.
 
-It is generated from the configurations' JSON schemas, so it cannot differ from them.
+The page is made from the JSON schemas of the configuration classes, so it cannot differ from them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def recipe_table() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     return _HEAD + "".join(_pages(Recipe.model_json_schema())) + _PREFERENCES + "".join(_preferences())
 
 
@@ -45,7 +45,7 @@ def _pages(schema: Schema) -> Iterator[str]:
 
 
 def _said_once(chapters: Iterable[str]) -> Iterator[str]:
-    """A meaning that an earlier kind of the same section gave to its key is not repeated."""
+    """Replace a repeated meaning by ``″``: an earlier kind of the same section has the same key with this meaning."""
     said: set[tuple[str, str, str]] = set()
     for chapter in chapters:
         place, lines = chapter.partition("`, `kind = ")[0], []
@@ -59,7 +59,7 @@ def _said_once(chapters: Iterable[str]) -> Iterator[str]:
 
 
 def _section(place: str, schema: Schema, definitions: Schema) -> Iterator[str]:
-    """Keys of one section that hold values, then the sections within it."""
+    """Yield the Markdown of one section, then that of the sections in it. `place`: full name of the section."""
     within: list[tuple[str, Schema]] = []
     listed: list[Schema] = []  # two lists may have the same tables
     rows: list[str] = []
@@ -75,7 +75,7 @@ def _section(place: str, schema: Schema, definitions: Schema) -> Iterator[str]:
             rows.append(_row(key, value, definitions, required=key in schema.get("required", ())))
     if rows:
         yield _heading(place, schema) + _about(schema) + _COLUMNS + "".join(rows)
-    if place.startswith("["):  # an item of a list: its sections are sources, which stand at [[task.sources]]
+    if place.startswith("["):  # item of a list: its sections are sources, shown at [[task.sources]]
         return
     for name, table in within:
         yield from _section(name, table, definitions)
@@ -94,12 +94,12 @@ def _about(schema: Schema) -> str:
 
 
 def _references(value: Schema) -> list[str]:
-    """Names of the definitions that a value may refer to."""
+    """List the names of the definitions that a value refers to."""
     return [choice["$ref"].rpartition("/")[2] for choice in _choices(value) if "$ref" in choice]
 
 
 def _choices(value: Schema) -> list[Schema]:
-    """Alternatives of a value, nested ones included."""
+    """List the alternatives of a value's schema, nested ones included."""
     inner = value.get("anyOf") or value.get("oneOf") or ()
     return [found for choice in inner for found in _choices(choice)] if inner else [value]
 

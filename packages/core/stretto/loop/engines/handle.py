@@ -1,4 +1,4 @@
-"""One engine of the pool: its process (replaced when it dies), version, requests and counters."""
+"""The conductor's view of one engine: its process (replaced when it dies), version, requests and counters."""
 
 from __future__ import annotations
 
@@ -37,16 +37,19 @@ _GIVE_UP_SECONDS = 1.0
 
 @dataclass
 class EngineHandle:
-    """One engine of the pool, across all processes that have played it.
+    """One engine of the pool. The handle stays the same when the engine's process is replaced.
 
     Attributes:
+        client: sends requests to the engine, over HTTP.
+        restarts: how often the process may still be replaced.
+        changed: called with this handle when `state` or `version` has changed.
+        load_interval: least seconds between two loads of new weights (`engine.load_interval`).
+        host: name of the engine's machine.
         state: changed only by methods of this class.
-        version: version it serves; None while it is down or starting.
-        host: name of its machine.
-        how: how its last process ended; empty before.
-        published: newest version in the mailbox, which it loads as soon as it can.
-        open: ids of its requests.
-        changed: called when `state` or `version` has changed.
+        version: version that the engine serves; None while it is down or starting.
+        how: how its last process ended, for messages; empty before the first end.
+        published: newest version in the mailbox; the engine loads it as soon as it can.
+        open: ids of the requests that the engine has now.
     """
 
     spec: EngineSpec
@@ -63,16 +66,16 @@ class EngineHandle:
     how: str = ""
     published: int = -1
     open: set[str] = field(default_factory=set)
-    given_up: set[str] = field(default_factory=set)  # open requests that it was told to abort
-    leaving: bool = False  # leaves the run, or has left
-    lags: bool = False  # behind for too long: gets no requests until it has caught up
+    given_up: set[str] = field(default_factory=set)  # open requests that the engine was asked to abort
+    leaving: bool = False  # the engine leaves the run, or has left
+    lags: bool = False  # too long without the newest version: gets no requests until it has loaded it
     _missing: deque[tuple[int, float]] = field(default_factory=deque)  # (version to load, time of its publication)
     _loaded: float = -math.inf  # `time.monotonic` of the last load
     _publication: asyncio.Event = field(default_factory=asyncio.Event)
-    _awaited: int = 0  # requests waiting for it to load a version
+    _awaited: int = 0  # requests waiting until the engine has loaded a version
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
-    _ended: int = 0  # times it was replaced
-    _doubt: UnprovenWeights | None = None  # an error for which it must not be replaced
+    _ended: int = 0  # number of processes that have ended
+    _doubt: UnprovenWeights | None = None  # set: the engine is not replaced, and this error ends the run
     health: EngineHealth | None = None  # as of the last poll
     _earlier: list[EngineHealth] = field(default_factory=list)  # last counters of its earlier processes
     _spans: list[Span] = field(default_factory=list)
@@ -90,8 +93,14 @@ class EngineHandle:
         proving: Proving,
         load_interval: float,
     ) -> Self:
-        """Handle of a local engine, not started yet. `role`: module that its process runs; `changed`: called on every
-        change of state or version."""
+        """Return the handle of an engine on this machine, without starting its process.
+
+        Args:
+            logs: folder of the log; the file is named after the engine.
+            role: module that the process runs.
+            changed: called with the handle on every change of state or version.
+            load_interval: least seconds between two loads of new weights.
+        """
         log, own = logs / f"{spec.name}.txt", on_gpus(spec.gpus)
         process = RoleProcess(spec.name, role, log, deadlines.hung, spawner, own)
         answer, load = (
@@ -108,17 +117,17 @@ class EngineHandle:
 
     @property
     def serves(self) -> bool:
-        """Whether it serves a version and can load another one."""
+        """Whether the engine serves a version, so that it can also load a newer one."""
         return self.state in (EngineState.UP, EngineState.SUSPECTED)
 
     @property
     def counts(self) -> bool:
-        """Whether its version counts for the oldest live version (`EnginePool.live`)."""
+        """Whether the version of this engine counts for `EnginePool.live`, the oldest version that is served."""
         return self.serves and not self.lags
 
     @property
     def takes(self) -> bool:
-        """Whether it gets requests."""
+        """Whether the engine may get new requests."""
         return self.state is EngineState.UP and not self.lags
 
     def _becomes(self, state: EngineState, version: int | None) -> None:
@@ -131,20 +140,25 @@ class EngineHandle:
         self.changed(self)
 
     def begin_leaving(self) -> None:
-        """Send it no more requests."""
+        """Mark the engine as leaving: it gets no new requests; its open requests continue."""
         self.leaving = True
         self._becomes(EngineState.LEAVING, self.version)
 
     def mark_gone(self, why: str) -> None:
-        """Record that it has left the run: its requests end with an error; its counters are kept."""
+        """Mark the engine as gone from the run. Its open requests end with EngineLost; its counters are kept. `why`:
+        the reason, for messages."""
         self.leaving, self.how = True, why
         self._retire_counters()
         self._becomes(EngineState.DOWN, None)
         self.client.break_off()
 
     def notice_lag(self, seconds: float, say: Callable[[str], None]) -> None:
-        """Stop counting this engine as live if it has not loaded a version within `seconds`, so that it does not hold
-        up admission."""
+        """Set `lags` if the engine has not loaded a version within `seconds` (plus the load interval) of its
+        publication.
+
+        A lagging engine gets no requests and does not count for `EnginePool.live`, so that it does not hold up
+        admission. `say` gets a log line.
+        """
         now, allowed = asyncio.get_running_loop().time(), seconds + self.load_interval
         late = bool(self._missing) and now - self._missing[0][1] > allowed
         if late and self.counts:
@@ -155,12 +169,13 @@ class EngineHandle:
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
     async def start(self, publication: float = 0.0) -> None:
-        """Start its process; returns when it serves the newest published version. `publication`: seconds to wait for
-        the first publication, in addition to `deadlines.start`.
+        """Start the engine's process; returns when it serves the newest published version.
+
+        `publication`: seconds to wait for the first publication, in addition to `deadlines.start`.
 
         Raises:
             RoleDied: the process ended.
-            DeadlineExceeded: no progress for too long.
+            DeadlineExceeded: the engine made no progress for `deadlines.start` plus `publication` seconds.
         """
         self._becomes(EngineState.STARTING, None)
         await self.process.start(self.spec, self.spec.threads)
@@ -171,16 +186,19 @@ class EngineHandle:
         self._publication.set()  # a version may have been published meanwhile
 
     def suspect(self) -> None:
-        """Mark it suspected after a broken request: no new requests until it replies or is replaced."""
+        """Mark the engine as suspected, after a request broke off. It gets no new requests until it replies to a health
+        request or is replaced."""
         if self.state is EngineState.UP:
             self._becomes(EngineState.SUSPECTED, self.version)
             self._suspicion.set()
 
     async def supervise(self, say: Callable[[str], None]) -> NoReturn:
-        """Replace its process whenever it dies; `say` gets a log line each time.
+        """Replace the engine's process whenever it ends, and kill a suspected one that stays silent; runs until it
+        raises. `say` gets a log line for each replacement.
 
         Raises:
-            RoleDied, UnprovenWeights: it failed more often than `deadlines.engine_restarts`, or must not be replaced.
+            RoleDied: the process died more often than `deadlines.engine_restarts` allows.
+            UnprovenWeights: the engine was ended for weights that it could not prove, and must not be replaced.
         """
         await gather_or_cancel(self._replace_when_it_ends(say), self._reinstate())
         raise AssertionError("a watcher never ends by itself")
@@ -190,7 +208,10 @@ class EngineHandle:
             await self.replace(await self.process.ended(), say)
 
     async def replace(self, how: str, say: Callable[[str], None], publication: float = 0.0) -> None:
-        """Start a new process after one that ended. `how`: how it ended, for the log; `publication`: as for `start`."""
+        """Start a new process after the engine's process has ended; does nothing if the engine is leaving.
+
+        `how`: how the process ended, for the log. `publication`: as for `start`. Raises as `supervise`.
+        """
 
         async def start() -> None:
             if self.leaving:
@@ -210,7 +231,8 @@ class EngineHandle:
             await Supervisor(self.name, start, self.restarts, say, str(self.process.log)).replace(how)
 
     def _mark_dead(self, how: str) -> None:
-        """Record that its process has ended; raises UnprovenWeights if it must not be replaced."""
+        """Record that the process has ended: its open requests end with EngineLost. Raises UnprovenWeights if the
+        engine must not be replaced."""
         self._ended, self.how = self._ended + 1, how
         self._retire_counters()
         self._becomes(EngineState.DOWN, None)
@@ -219,14 +241,14 @@ class EngineHandle:
             raise self._doubt
 
     def _retire_counters(self) -> None:
-        """Add the counters of the ended process to the totals; tokens of its unfinished completions count as wasted."""
+        """Keep the last counters of the ended process; tokens of its unfinished completions now count as wasted."""
         if (last := self.health) is not None:
             self._earlier.append(msgspec.structs.replace(last, wasted=last.wasted + last.unfinished, unfinished=0))
         self.health = None
 
     async def _reinstate(self) -> NoReturn:
-        """Give a suspected engine requests again once it replies; kill it, so that it is replaced, if it does not reply
-        for `deadlines.hung` seconds."""
+        """Bring a suspected engine back to UP once it replies to a health request. Kill it, so that it is replaced, if
+        it has not replied within `deadlines.hung` seconds."""
         while True:
             await self._suspicion.wait()
             self._suspicion.clear()
@@ -247,7 +269,7 @@ class EngineHandle:
                     self._publication.set()  # a version may have been published meanwhile
 
     async def stop(self, grace: float) -> None:
-        """End its process; returns when it is gone. `grace`: seconds before it is killed."""
+        """End the engine's process; returns when it is gone. `grace`: seconds between SIGTERM and SIGKILL."""
         if self._poll is not None:
             await cancel_and_wait([self._poll])
         await self.client.close()
@@ -256,7 +278,7 @@ class EngineHandle:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
-        """Note that `version` is in the mailbox."""
+        """Note that `version` is in the mailbox; `keep_loaded` then loads it."""
         self.published = version
         if self.version is not None and self.version < version:
             self._missing.append((version, asyncio.get_running_loop().time()))
@@ -275,13 +297,13 @@ class EngineHandle:
                 await self._load(version)
             except WireError:
                 if self.published == version:
-                    raise  # else newer versions have taken the place of this one meanwhile
+                    raise  # else the mailbox holds a newer version by now
 
     async def _load(self, version: int) -> None:
         try:
             version = await self.proving.load(self.spec, self.client, version)
         except EngineLost:
-            self.suspect()  # dead or not, it comes back with the newest version
+            self.suspect()  # the engine comes back with the newest version, by itself or replaced
         except UnprovenWeights as doubt:
             self.discard(doubt)
         else:
@@ -290,26 +312,29 @@ class EngineHandle:
                 self._becomes(self.state, version)
 
     def discard(self, doubt: UnprovenWeights) -> None:
-        """Kill it so that it is replaced. Raises `doubt` if it already replaced an engine killed for this reason."""
+        """Kill the engine after a failed proof of its weights, so that it is replaced. Raises `doubt` if its previous
+        proof failed too."""
         if self.proving.doubts(self.name):
             raise doubt
         self.end_for(doubt, final=False)
 
     def end_for(self, doubt: UnprovenWeights, final: bool) -> None:
-        """Kill it because of `doubt`; it is replaced, unless `final`: then `supervise` raises `doubt`."""
+        """Kill the engine because of `doubt`, which names what is wrong with its weights. The engine is replaced; if
+        `final`, `supervise` raises `doubt` instead."""
         self._doubt = doubt if final else None
         self.suspect()
         self.process.kill()
 
     async def _until_due(self) -> None:
-        """Wait until `load_interval` seconds after the last load; not at all if it has no requests."""
+        """Wait until `load_interval` seconds after the last load. Returns at once if the engine has no requests, or if
+        a request waits for the new version."""
         due = self._loaded + self.load_interval
         while self.open and not self._awaited and (early := due - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(min(early, _POLL_SECONDS))
 
     async def _newest(self) -> int:
-        """Bring a started engine to the newest published version and return it. Groups are admitted at the live
-        version, so an older one must not sample for them."""
+        """Make a started engine load the newest published version; returns the version. An older one must not be
+        served: groups are admitted at the live version and must not be sampled by a version before it."""
         while True:
             if not self.process.running:
                 raise RoleDied(self.name, await self.process.ended(), str(self.process.log))
@@ -326,23 +351,27 @@ class EngineHandle:
             except WireError:
                 if self.published == wanted:
                     raise
-                continue  # newer versions have taken the place of this one meanwhile
+                continue  # the mailbox holds a newer version by now
             if version >= self.published:
                 return version
 
     async def reach(self, version: int) -> None:
-        """Return when it serves `version` or newer, loading it if necessary."""
+        """Load `version` if the engine serves an older one; returns when it serves `version` or newer, or is leaving.
+
+        Raises:
+            DeadlineExceeded: no sign of life for `deadlines.start` seconds.
+        """
         seconds, moved = self.deadlines.start, self.client.moved
         async with standstill("conductor", f"{self.name} to serve version {version}", seconds, moved):
             while (self.version is None or self.version < version) and not self.leaving:
-                # One that is not up is brought back by supervise(), with the newest version.
+                # An engine that is not UP is brought back by supervise(), with the newest version.
                 await (self._load(version) if self.state is EngineState.UP else asyncio.sleep(RETRY_SECONDS))
 
     async def until_it_serves(self, version: int) -> None:
-        """Return when it serves `version` or newer; loads it at once, without waiting for the load interval.
+        """Wait until the engine serves `version` or newer; `keep_loaded` then loads without regard to `load_interval`.
 
         Raises:
-            EngineLeft: it is no longer up.
+            EngineLeft: the engine no longer takes requests.
             EngineLost: no sign of life for `deadlines.start` seconds.
         """
         self._awaited += 1
@@ -361,8 +390,10 @@ class EngineHandle:
     # ── requests and counters ────────────────────────────────────────────────────────────────────
 
     async def give_up(self, spared: Callable[[str], bool] = lambda id: False) -> None:
-        """Abort its requests except those for which `spared` is true; returns when they are gone or it does not
-        reply."""
+        """Abort the engine's open requests. `spared`: takes a request id; True: the request is left alone.
+
+        Returns when the aborted requests have ended, or after `_GIVE_UP_SECONDS`.
+        """
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(_GIVE_UP_SECONDS):
                 for id in [id for id in self.open if not spared(id)]:
@@ -372,8 +403,12 @@ class EngineHandle:
                     await asyncio.sleep(_POLL_SECONDS)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
-        """Tokens of its unfinished completions beyond the `known` ones; empty if it does not reply within `patience`
-        seconds."""
+        """Fetch the new tokens of the engine's unfinished completions, by request id and member.
+
+        Args:
+            known: number of tokens already known of each member, by request id; other requests are not asked for.
+            patience: seconds to wait for the reply; then the result is empty.
+        """
         theirs = {id: known[id] for id in self.open if id in known}
         if theirs:
             with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
@@ -382,8 +417,8 @@ class EngineHandle:
         return {}
 
     def poll(self) -> asyncio.Task[None]:
-        """Ask for its health and spans. Returns the same task until the reply has come, so a caller that stops waiting
-        loses nothing."""
+        """Fetch the engine's counters and spans in a task, which is returned. A later call returns the same task until
+        the reply has come, so a caller that stops waiting loses nothing."""
         if self._poll is None or self._poll.done():
             self._poll = asyncio.create_task(self._fetch_health())
         return self._poll
@@ -403,5 +438,6 @@ class EngineHandle:
         return spans
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
-        """Sum of a counter over all its processes, as of the last poll."""
+        """Sum of a counter over all processes of this engine, as of the last poll. `counter`: picks it from a health
+        reply."""
         return sum(counter(health) for health in (self.health, *self._earlier) if health is not None)

@@ -1,4 +1,4 @@
-"""Completions in flight: journaled while they are generated; another engine continues them when theirs is lost.
+"""Completions in flight: journaled while they are generated. When an engine is lost, another one continues them.
 
 engine ─► completions that have ended ─┐
 engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `restoring.restore`
@@ -28,7 +28,8 @@ class Engines(Protocol):
 
 
 class SegmentJournal(Protocol):
-    """The ledger, as a journal of tokens in flight (`store.ledger.ledger.Ledger`)."""
+    """Journal of the tokens in flight, by trajectory id and segment index `node`. The ledger satisfies it
+    (`store.ledger.ledger.Ledger`)."""
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None: ...
 
@@ -36,8 +37,8 @@ class SegmentJournal(Protocol):
 
 
 class Prefix:
-    """The journaled tokens of one completion, kept in pieces and joined on demand; joining at each arrival would copy
-    all tokens each time."""
+    """The journaled tokens of one completion. They are kept in pieces and joined on demand: joining at each arrival
+    would copy all tokens each time."""
 
     def __init__(self, *pieces: Segment) -> None:
         self._pieces, self.tokens = [*pieces], sum(piece.length for piece in pieces)
@@ -63,25 +64,27 @@ class GroupInFlight:
     before: dict[int, Segment] = field(default_factory=dict)  # `prefixes` at the time of the open request
     journaled: set[int] = field(default_factory=set)  # members journaled to their end
     members: tuple[int, ...] = ()  # members of the open request, in its order
-    judging: bool = False  # all completions are there
+    judging: bool = False  # all completions have ended, and are judged next
     serial: int = 0  # number of the open request; late results of earlier ones are ignored
-    session: str = ""  # trajectory that this turn belongs to, as its segment `node`; "" for no turn
+    session: str = ""  # id of the trajectory whose segment `node` is this turn; "": no turn of a session
     node: int = 0
     least: int = 0  # oldest version that may sample it
-    request_id: str = ""  # of the open request
+    request_id: str = ""  # id of the open request
 
     def request(self, of: GenerateRequest) -> GenerateRequest:
-        """Begin a new request to an engine, which becomes the open one.
+        """Make the next request to an engine for this group. It becomes the *open request*, of which results are
+        accepted.
 
         Args:
-            of: request of the whole group, as first made.
+            of: request for the whole group, as it was first made.
 
         Returns:
-            `of` for unfinished members only, with their known tokens as prefixes; a turn of a session gets a new id.
+            `of` for unfinished members only, with their journaled tokens as prefixes; a turn of a session gets a new
+            id.
         """
         self.serial += 1
         self.before = {member: prefix.segment for member, prefix in self.prefixes.items()}
-        # A client may repeat a turn that it left before the engine has aborted the first request.
+        # A client may request a turn again before the engine has aborted the first request: ids must differ.
         self.request_id = f"{of.id}.{self.serial}" if self.session else of.id
         self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
         prefixes = tuple(self.before.get(member, Segment()) for member in self.members)
@@ -90,7 +93,8 @@ class GroupInFlight:
         return msgspec.structs.replace(of, id=self.request_id, seeds=seeds, prefixes=prefixes if resumed else ())
 
     def extend(self, pieces: Mapping[int, Segment]) -> Iterator[tuple[int, Segment]]:
-        """Append new tokens, given by place in the open request; yields (member, tokens)."""
+        """Append new tokens. `pieces`: by index in `members` of the open request. Yields (member, its new tokens) for
+        members that have not ended."""
         for place, piece in pieces.items():
             member = self.members[place]
             if member not in self.ended:  # else its last tokens have arrived meanwhile
@@ -98,8 +102,8 @@ class GroupInFlight:
                 yield member, piece
 
     def retract(self) -> Iterator[tuple[int, int]]:
-        """Undo all tokens that the open request has brought and ignore any that still arrive. Yields each affected
-        member with its token count before that request."""
+        """Drop all tokens that the open request has brought, and ignore any that still arrive. Yields each affected
+        member with its number of tokens before that request."""
         self.serial += 1
         for member in self.members:
             before = Prefix(self.before.get(member, Segment()))
@@ -108,13 +112,14 @@ class GroupInFlight:
                 yield member, before.tokens
 
     def pieces(self, id: str) -> Iterator[tuple[str, Segment, int]]:
-        """The tokens of ended members that are not journaled yet, as (trajectory id, tokens, segment number)."""
+        """Yield the tokens of ended members that are not journaled yet, as (trajectory id, tokens, segment index).
+        They count as journaled from then on. `id`: group id."""
         for member in sorted(self.ended.keys() - self.journaled):
             self.journaled.add(member)
             yield self.place(id, member, self.ended[member].segment.after(self.known(member)))
 
     def place(self, id: str, member: int, piece: Segment) -> tuple[str, Segment, int]:
-        """(trajectory id, `piece`, segment number) for a piece of a member's tokens."""
+        """Arguments for `SegmentJournal.journal`: (trajectory id, `piece`, segment index). `id`: group id."""
         return (self.session or trajectory_id(id, member), piece, self.node)
 
     def known(self, member: int) -> int:
@@ -123,13 +128,13 @@ class GroupInFlight:
 
 
 class InFlight:
-    """Generates for the workflow (satisfies `core.engine.Generate`)."""
+    """Generates completions for the workflow and journals their tokens. `generate` satisfies `core.engine.Generate`."""
 
     def __init__(
         self, engines: Engines, journal: SegmentJournal | None, restored: Mapping[str, GroupInFlight] | None = None
     ) -> None:
-        """`journal` None: nothing is kept, so a lost group starts again from its first token. `restored`: groups that
-        an earlier process of the run had in flight."""
+        """`journal`: gets the tokens in flight; None: they are not kept, so a lost group starts again from its first
+        token. `restored`: groups that an earlier process of the run had in flight, by group id."""
         self._engines, self._journal = engines, journal
         self._groups: dict[str, GroupInFlight] = dict(restored or {})
         self._turns: dict[str, dict[str, int]] = {}  # tokens of each session's turns, by group
@@ -137,18 +142,20 @@ class InFlight:
         self._keeping = asyncio.Lock()  # two callers at a time would journal the same tokens twice
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """All completions of the group, in the order of the members, once the last has ended.
+        """Generate the group of `request`; yields its completions in the order of the members, once the last has ended.
+
+        If an engine is lost, the request is sent again with the journaled tokens as prefixes.
 
         Raises:
-            EngineLost: several engines in a row were lost with this group, so it may be the cause.
-            RefusedRequest: an engine refused it.
+            EngineLost: more than `LOSSES` engines were lost with this group, so the group may be the cause.
+            RefusedRequest: an engine refused the request.
         """
         group = self._groups.setdefault(request.id, GroupInFlight())
         try:
             losses = 0
             while len(group.ended) < len(request.seeds):
                 if self._ending:
-                    await asyncio.get_running_loop().create_future()  # until it is cancelled, which comes next
+                    await asyncio.get_running_loop().create_future()  # wait: the run is about to cancel this
                 try:
                     async for completion in self._engines.generate(group.request(request), least=group.least):
                         member = group.members[completion.member]
@@ -173,18 +180,20 @@ class InFlight:
             yield completion
 
     def begin(self, session: str, restored: Sequence[Segment] = ()) -> None:
-        """Allow turns of the trajectory `session` until its group is forgotten. `restored`: its recorded segments from
-        an earlier process, by node."""
+        """Allow turns of the trajectory `session` until its group is forgotten. `restored`: the trajectory's segments,
+        by index, as an earlier process of the run has journaled them."""
         turns = self._turns.setdefault(session.rpartition("/")[0], {})
         turns.update({f"{session}:{node}": one.length for node, one in enumerate(restored) if one.sampled})
 
     async def turn(self, session: str, request: TurnRequest) -> Segment:
-        """Sample one whole turn of the trajectory `session` (bound to the id: a `conversation.session.Sampler`). It is
-        journaled before this returns, so the ledger never holds a follow-up without its turn.
+        """Sample one whole turn of the trajectory with id `session`; with the id bound, this is a
+        `conversation.session.Sampler`.
+
+        The turn is journaled before this returns, so the ledger never holds a later turn without it.
 
         Raises:
-            EngineLost: as for `generate`, or the trajectory's group was given up.
-            RefusedRequest: an engine refused it.
+            EngineLost: as for `generate`.
+            RefusedRequest: an engine refused the turn, or the trajectory's group was given up.
         """
         id, of = f"{session}:{request.node}", session.rpartition("/")[0]
         if of not in self._turns:
@@ -205,19 +214,22 @@ class InFlight:
         raise AssertionError("a request is one completion, or an error")
 
     def end(self) -> None:
-        """Note that the run ends: aborted completions are not retried from now on."""
+        """Stop retrying: the run ends, and its completions are about to be aborted."""
         self._ending = True
 
     def forget(self, id: str, kept: int = 0) -> int:
-        """Drop a group that is judged or given up; `kept`: tokens in its trajectories. Returns how many tokens of whole
-        turns are in none of them (broken-off turns are counted by the engines)."""
+        """Drop a group that is judged or given up. `kept`: number of sampled tokens in its trajectories.
+
+        Returns:
+            Number of tokens of whole turns that are in no trajectory. (The engines count tokens of aborted turns.)
+        """
         turns = self._turns.pop(id, {})
         for one in (id, *turns):
             self._groups.pop(one, None)
         return max(0, sum(turns.values()) - kept)
 
     def sampled(self, id: str) -> int:
-        """Number of tokens received so far of a group; 0 for an unknown one."""
+        """Number of tokens received so far of the group with this id, all turns included; 0 if it is unknown."""
         parts = [group for name in (id, *self._turns.get(id, ())) if (group := self._groups.get(name)) is not None]
         ended = sum(completion.segment.length for group in parts for completion in group.ended.values())
         return ended + sum(
@@ -231,10 +243,10 @@ class InFlight:
         return sum(completion.segment.length for group in whole for completion in group.ended.values())
 
     async def keep(self, patience: float | None = None) -> None:
-        """Journal the new tokens of all groups in flight. A crash loses only tokens that came after the last call.
+        """Fetch the new tokens of all groups in flight from the engines and journal them. A crash loses only tokens
+        sampled after the last call.
 
-        `patience`: seconds to wait for an engine's reply, which comes between two steps; None: as long as for a
-        completion.
+        `patience`: seconds to wait for an engine, which replies between two decoding steps; None: `deadlines.answer`.
         """
         if (journal := self._journal) is None:
             return

@@ -1,12 +1,12 @@
-"""The engines of a run as one. Engines may join and leave while it goes on.
+"""The pool of a run's engines. Engines may join and leave while the run goes on.
 
-EnginePool.generate(...)     requests to the engine with the fewest completions in flight
-EnginePool.publish(version)  every engine loads it as soon as it can; `live` is the oldest version that one serves
+EnginePool.generate(...)     sends requests to the engine with the fewest completions in flight
+EnginePool.publish(version)  every engine loads the version as soon as it can; `live` is the oldest version served
 EnginePool.supervise()       an engine that dies is replaced, loads the newest version, and gets requests again
-EnginePool.join, drain       an engine comes; one leaves, and its completions are continued by others
+EnginePool.join, drain       an engine is added; an engine is removed, and others continue its completions
 
-An engine of the run's own ends it when it cannot be replaced. A *guest*, which has joined, leaves then, and the run
-goes on without it.
+The run starts some engines itself, its *own* ones: if such an engine cannot be replaced, the run ends. A *guest* is an
+engine on a machine that has joined: if a guest fails, it leaves the pool, and the run goes on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def _nothing() -> None: ...
 
 
 class EnginePool:
-    """The engines of a run as one (see the module)."""
+    """Sends requests to a run's engines, keeps them at the newest version, and replaces those that die."""
 
     def __init__(
         self,
@@ -58,34 +58,40 @@ class EnginePool:
         patience: float = 0.0,
         proving: Proving | None = None,
     ) -> None:
-        """Args: role: module that an engine's process runs. kind: make of the engines. load_interval:
-        `engine.load_interval`, seconds. router: chooses among the engines that are up; default: the least loaded. lag:
-        seconds an engine may be behind the newest version; then it gets no groups and does not count as live until it
-        has caught up. patience: least seconds that groups wait while no engine is up but machines may still join.
-        proving: how engines prove the versions they load; None: not at all."""
+        """Create the pool of the run's own engines; `start` starts their processes.
+
+        Args:
+            role: module that an engine's process runs.
+            load_interval: least seconds between two loads of new weights (`engine.load_interval`).
+            router: chooses the engine for a request; default: the least loaded.
+            lag: seconds that an engine may take to load a published version; a slower one gets no requests and does not
+                count for `live` until it has loaded it.
+            kind: make of the engines, for the roster: native, vllm or sglang.
+            patience: least seconds that a request waits while no engine is up; machines may still join.
+            proving: checks the weights that engines load; None: they are not checked.
+        """
         self.proving = proving or Proving()
         self.proving.replace_with(self._distrust)
         begin = partial(EngineHandle.on_this_machine, proving=self.proving, load_interval=load_interval)
         self._engines = {spec.name: begin(spec, logs, deadlines, role, spawner, self._changed) for spec in specs}
         self._own = frozenset(self._engines)
-        self._left: dict[str, EngineHandle] = {}  # for their counters
-        self._counted: dict[str, int] = {}  # the versions of the engines that count
-        self._versions: Counter[int] = Counter()  # how many engines count with each
+        self._left: dict[str, EngineHandle] = {}  # engines that have left, kept for their counters
+        self._counted: dict[str, int] = {}  # version of each engine that counts for `live`
+        self._versions: Counter[int] = Counter()  # number of those engines by version
         self._deadlines, self._lag, self._patience = deadlines, lag, patience
         self._published = -1
         self._on_load: Callable[[int], None] = lambda version: None
         self._keep: Callable[[], Awaitable[None]] = _nothing
         self._announce: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
-        self._preempted = 0.0  # completions, when the pressure was last asked for
+        self._preempted = 0.0  # completions preempted until the last call of `pressure`
         self._router = router or Router()
         self._kind, self.roster = kind, Roster()
         self._free, self._supervised, self._loading = asyncio.Event(), NamedTasks(), NamedTasks()
         self._loads = self._stopped = False  # `keep_loaded` runs
 
     def listen(self, on_load: Callable[[int], None]) -> None:
-        """Set `on_load`: called with the live version whenever it may have changed, with -1 while no engine serves
-        one."""
+        """Set `on_load`: called with `live` whenever it may have changed."""
         self._on_load = on_load
 
     def report_to(self, say: Callable[[str], None]) -> None:
@@ -97,7 +103,7 @@ class EnginePool:
         self._keep = keep
 
     def announce_with(self, announce: Callable[[int], None]) -> None:
-        """Set `announce`: tells other machines that a version is published."""
+        """Set `announce`: called with each published version, to tell other machines."""
         self._announce = announce
 
     @property
@@ -107,7 +113,7 @@ class EnginePool:
 
     @property
     def changed(self) -> Callable[[EngineHandle], None]:
-        """The callback that a joining engine calls when its state has changed."""
+        """Callback for the handle of an engine that joins: to be called when its state or version has changed."""
         return self._changed
 
     @property
@@ -121,8 +127,8 @@ class EnginePool:
 
     @property
     def live(self) -> int:
-        """The oldest version that an engine serves. Engines being replaced, lagging or leaving do not count: they load
-        the newest version before they get groups again."""
+        """The oldest version that an engine serves; -1 if none serves one. Engines that are being replaced, lag or
+        leave do not count: they get no requests until they have loaded the newest version."""
         return min(self._versions, default=-1)
 
     def _changed(self, engine: EngineHandle) -> None:
@@ -134,7 +140,7 @@ class EnginePool:
         elif engine.state is EngineState.DOWN:
             self.roster.left(engine.name, engine.how)
         self._free.set()
-        self._on_load(self.live)  # grows also when the one that served the oldest version dies
+        self._on_load(self.live)  # also grows when the engine with the oldest version dies
 
     def _distrust(self, doubt: UnprovenWeights, final: bool) -> None:
         self._say(f"{doubt.role} {doubt.problem}" + ("" if final else ": it is replaced"))
@@ -142,8 +148,8 @@ class EnginePool:
             engine.end_for(doubt, final)
 
     def _count(self, name: str, version: int | None) -> None:
-        """Count an engine under its version (None: no longer). Must not loop over all engines: with hundreds, each
-        reports each version."""
+        """Count an engine for `live` under its version; None: count it no longer. Must not loop over all engines: with
+        hundreds of engines, each calls this for each version."""
         if (before := self._counted.pop(name, None)) is not None:
             self._versions[before] -= 1
             if not self._versions[before]:
@@ -155,12 +161,12 @@ class EnginePool:
     # ── start, joins, ends ───────────────────────────────────────────────────────────────────────
 
     async def start(self, version: int) -> None:
-        """Start the run's own engines; each loads the newest publication, `version` or later, before it serves. Guests
-        may have joined before.
+        """Start the run's own engines; returns when each serves `version` or a later publication. Guests may have
+        joined before.
 
         Raises:
             RoleDied: an engine ended by itself, or was killed more often than `deadlines.engine_restarts`.
-            RoleFailed: an engine ended because of a user's mistake; takes precedence over other errors.
+            RoleFailed: an engine ended because of a user's mistake.
         """
         self.publish(version)
         await gather_or_cancel(*(self._start(engine) for name, engine in self._engines.items() if name in self._own))
@@ -179,7 +185,7 @@ class EnginePool:
         """Wait until an engine takes requests.
 
         Raises:
-            DeadlineExceeded: none does within `seconds`.
+            DeadlineExceeded: no engine takes requests within `seconds`.
         """
         async with deadline("conductor", "an engine to join", seconds):
             while not self._router.up:
@@ -187,7 +193,8 @@ class EnginePool:
                 await self._free.wait()
 
     def join(self, engine: EngineHandle) -> None:
-        """Add a guest engine: start it, keep it loaded and supervise it until it leaves."""
+        """Add a guest engine. Background tasks start it, keep it at the newest version, and replace its process when it
+        dies, until it leaves."""
         engine.published = self._published
         self._engines[engine.name] = engine
         self._supervised.add(engine.name, self._guarded(engine, self._host(engine)))
@@ -200,7 +207,8 @@ class EnginePool:
         await engine.supervise(self._say)
 
     async def _guarded(self, engine: EngineHandle, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` for an engine; a guest that fails leaves, without ending the run."""
+        """Await `work` for an engine. If it fails, a guest leaves the pool; for an engine of the run's own, the error
+        is raised."""
         try:
             await work
         except (RoleError, WireError) as loss:
@@ -209,9 +217,9 @@ class EnginePool:
             await self.leave(engine.name, str(loss))
 
     async def drain(self, names: Sequence[str], why: str) -> None:
-        """Take engines out of the run: they get no more groups, their tokens are journaled, and other engines continue
-        them. Returns when they have ended."""
-        engines = [self._engines[name] for name in names if name in self._engines]  # others have gone by themselves
+        """Remove the engines `names` from the run: they get no more requests, the tokens in flight are journaled, and
+        other engines continue the completions. Returns when the engines have ended. `why`: the reason, for the log."""
+        engines = [self._engines[name] for name in names if name in self._engines]  # the rest have left already
         for engine in engines:
             engine.begin_leaving()
         if engines:
@@ -223,8 +231,8 @@ class EnginePool:
         await self.leave(engine.name, why)
 
     async def leave(self, name: str, why: str) -> None:
-        """Remove an engine that is gone or as good as gone; others continue its completions from the last journaled
-        token."""
+        """Remove an engine that is gone, and end its process. Other engines continue its completions from the last
+        journaled token. `why`: the reason, for the log. Does nothing if the engine is not in the pool."""
         if self._stopped or (engine := self._engines.pop(name, None)) is None:
             return
         self._left[name] = engine
@@ -235,10 +243,11 @@ class EnginePool:
         await engine.stop(_LEAVE_SECONDS)
 
     async def supervise(self) -> NoReturn:
-        """Replace engines that die.
+        """Replace engines that die, until an error ends the run.
 
         Raises:
-            RoleDied: one engine of the run's own died more often than `deadlines.engine_restarts`.
+            RoleDied: an engine of the run's own died more often than `deadlines.engine_restarts`.
+            UnprovenWeights: an engine failed the proof of its weights again after it was replaced.
         """
         for name in self._engines.keys() - self._supervised.names:
             self._supervised.add(name, self._engines[name].supervise(self._say))
@@ -248,7 +257,7 @@ class EnginePool:
             await self._supervised.close()
 
     async def stop(self, grace: float) -> None:
-        """End all engines; returns when they are gone."""
+        """End all engines; returns when they are gone. `grace`: seconds between SIGTERM and SIGKILL."""
         self._stopped = True
         await self._supervised.close()
         await gather_to_the_end(*(engine.stop(grace) for engine in self._all))
@@ -256,14 +265,16 @@ class EnginePool:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def generate(self, *requests: GenerateRequest, least: int = 0) -> AsyncIterator[Completion]:
-        """Completions from the least-loaded engine with version `least` or newer. Requests passed together start there
-        in the same step.
+        """Send the requests to the least-loaded engine and yield their completions as they end.
+
+        The requests start in the same step of that engine. It first loads version `least`, or the version of the newest
+        prefix token, if it serves an older one.
 
         Raises:
-            EngineLost: the engine broke off; it is suspected, unless it was told to abort the requests.
-            EngineLied: its results are invalid and must not be kept.
-            EngineLeft: it has left the run.
-            RefusedRequest: it refused them.
+            EngineLost: the engine broke off; it is suspected from then on, unless it was asked to abort the requests.
+            EngineLied: the engine's results are invalid and must not be kept.
+            EngineLeft: the engine has left the run.
+            RefusedRequest: the engine refused the requests.
         """
         completions, ids = sum(len(request.seeds) for request in requests), {request.id for request in requests}
         prefixes = {request.id: request.prefixes or (Segment(),) * len(request.seeds) for request in requests}
@@ -280,7 +291,7 @@ class EnginePool:
                 yield completion.written_by(name, prefixes[completion.request][completion.member])
         except EngineLeft:
             if not engine.lags:
-                engine.suspect()  # left with its machine, which is silent or gone
+                engine.suspect()  # its machine is silent or gone
             raise
         except EngineLost as loss:
             if engine.leaving and not isinstance(loss, EngineLied):
@@ -295,7 +306,13 @@ class EnginePool:
             self._free.set()
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """The log-probabilities of all tokens but the first of each text, by the least-loaded engine.
+        """Compute the log-probabilities of the tokens of each text on the least-loaded engine.
+
+        Args:
+            texts: token ids of each text.
+
+        Returns:
+            For each text, one number per token but the first.
 
         Raises:
             EngineLost, RefusedRequest: as for `generate`.
@@ -309,7 +326,7 @@ class EnginePool:
 
     async def _free_engine(self, completions: int) -> str:
         while (name := self._router.start(completions)) is None:
-            self._free.clear()  # below: a replacement that is not ready in time has another one by then
+            self._free.clear()  # below: twice `start`, since a replacement that is not ready in time is replaced again
             up, limits = bool(self._router.up), self._deadlines
             awaited, seconds = ("free", limits.answer) if up else ("up", max(2 * limits.start, self._patience))
             async with deadline("conductor", f"an engine to be {awaited}", seconds):
@@ -318,7 +335,7 @@ class EnginePool:
 
     @property
     def absence(self) -> str:
-        """Why no engine takes requests now, with the reason the last one left; "" while one does."""
+        """Words for a message while no engine takes requests, with the reason why the last one left; else ""."""
         if self._router.up:
             return ""
         last = next(reversed(self._left.values()), None)
@@ -330,8 +347,10 @@ class EnginePool:
         return frozenset(id for engine in self._engines.values() for id in engine.open)
 
     async def give_up(self, spared: Callable[[str], bool]) -> None:
-        """Abort every request except those for which `spared` is true; returns when all are gone. Engines that do not
-        reply within a second are skipped."""
+        """Abort the open requests of all engines. `spared`: takes a request id; True: the request is left alone.
+
+        Returns when the aborted requests have ended. Engines that do not reply within a second are skipped.
+        """
         await gather_or_cancel(*(engine.give_up(spared) for engine in self._engines.values()))
 
     def break_off(self) -> None:
@@ -340,8 +359,12 @@ class EnginePool:
             engine.client.break_off()
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
-        """Tokens of the completions in flight beyond the `known` ones. Engines that do not reply within `patience`
-        seconds (None: `deadlines.answer`) are skipped."""
+        """Fetch the new tokens of the completions in flight, by request id and member.
+
+        Args:
+            known: number of tokens already known of each member, by request id.
+            patience: seconds to wait for an engine (None: `deadlines.answer`); slower ones are skipped.
+        """
         engines = list(self._engines.values())
         found = await asyncio.gather(*(engine.partials(known, patience) for engine in engines))
         return {
@@ -353,14 +376,14 @@ class EnginePool:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
-        """Let every engine load `version`, which is in the mailbox."""
+        """Note that `version` is in the mailbox: every engine loads it as soon as it can."""
         self._published = self.roster.step = version
         self._announce(version)
         for engine in self._engines.values():
             engine.publish(version)
 
     async def keep_loaded(self) -> NoReturn:
-        """Keep every engine at the newest published version."""
+        """Make every engine load each newly published version; runs until it is cancelled or fails."""
         self._loads = True
         try:
             for name, engine in self._engines.items():
@@ -371,18 +394,19 @@ class EnginePool:
             await self._loading.close()
 
     async def reach(self, version: int) -> None:
-        """Return when every engine serves `version` or newer, loading it where necessary."""
+        """Make every engine load `version`, and return when all serve it or a newer one."""
         for engine in self._engines.values():
             engine.published = max(engine.published, version)
-        # One that joins has the newest version before it gets requests.
+        # A guest that is still joining loads the newest version before it gets requests.
         serving = [engine for name, engine in self._engines.items() if engine.serves or name in self._own]
         await gather_or_cancel(*(self._guarded(engine, engine.reach(version)) for engine in serving))
 
     # ── counters ─────────────────────────────────────────────────────────────────────────────────
 
     async def poll(self, patience: float | None = None) -> list[Span]:
-        """Update the counters (`counted`) of every engine and return its spans. An engine that does not reply within
-        `patience` seconds (None: `deadlines.answer`) keeps its last counters."""
+        """Update the counters (`counted`) of every engine, and return the time spans of all engines since the last
+        call. Also marks engines that lag (`EngineHandle.notice_lag`). An engine that does not reply within `patience`
+        seconds (None: `deadlines.answer`) keeps its last counters."""
         for engine in self._engines.values():
             engine.notice_lag(self._lag, self._say)
         if polls := [engine.poll() for engine in self._engines.values() if engine.state is EngineState.UP]:
@@ -394,12 +418,13 @@ class EnginePool:
         return [*self._left.values(), *self._engines.values()]
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
-        """Sum of a counter over all engines, including dead and departed ones, as of their last poll."""
+        """Sum of a counter over all engines and their earlier processes, including engines that have left, as of the
+        last poll. `counter`: picks it from a health reply."""
         return sum(engine.counted(counter) for engine in self._all)
 
     def pressure(self) -> Pressure | None:
-        """Load of the engines that take groups, as of their last poll, and completions preempted since the last call;
-        None before any has reported."""
+        """Load of the engines that take requests, as of the last poll, and number of completions preempted since the
+        last call; None until an engine has reported."""
         before, self._preempted = self._preempted, self.counted(lambda health: health.preempted)
         told = [one.health.needed for one in self._engines.values() if one.takes and one.health is not None]
         return Pressure(max(told), round(self._preempted - before), len(told)) if told else None

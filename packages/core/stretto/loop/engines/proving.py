@@ -1,14 +1,17 @@
-"""Engines prove each version that they load, by the run's canary (`core.canary`), before it is live there.
+"""Check of the weights that an engine has loaded, before it samples with them.
 
     trainer ─► canary of version v ─► challenge ─► engine: load v, score the text ─► verdict
                                                      ▲      not proven: once more ───┘
                                                      └ then it is replaced; then the run ends with `UnprovenWeights`
 
-The first proof of a make in a run sets its tolerance: `_MARGIN` times the rounding units that were measured, at least
-those granted to its type, at most those allowed to a first proof.
+A *canary* is a fixed text with the trainer's log-probabilities of its tokens (`core.canary`). The *proof* of a version:
+the engine's log-probabilities of that text differ from the trainer's by no more than a tolerance. The first proof of a
+make of engine sets the tolerance of that make: `_MARGIN` times the difference measured then, in rounding units of the
+dtype, clamped between two limits per dtype (`_UNITS`).
 
-Between canaries an engine is judged by its sampled tokens (`Proving.agreed`). The trainer recomputes those it trains
-on; where these are few, the engine is asked to recompute some of its own.
+Between canaries an engine is judged by its sampled tokens (`Proving.agreed`). The trainer recomputes the
+log-probability of each token that it trains on. Where these are few, the engine is asked to recompute some of its own
+tokens.
 """
 
 from __future__ import annotations
@@ -42,19 +45,19 @@ from stretto.engine.spec import EngineSpec
 
 _KEPT = 4  # canaries: engines load the newest version, or the one before
 _LOOK_SECONDS = 0.02
-_CANARY_SECONDS = 600.0  # a trainer that died after publishing trains the step again
+_CANARY_SECONDS = 600.0  # timeout; a trainer that died after publishing trains the step again first
 _MARGIN = 6.0
 _ENOUGH_TOKENS = 32  # tokens of an engine needed for a meaningful mean
 _ASKED_TOKENS = 64  # tokens that an engine recomputes
-_UNJUDGED = 2  # versions loaded without a judgement before it is asked to recompute
+_UNJUDGED = 2  # versions that an engine loads without a judgement before it is asked to recompute tokens
 THE_TRAINER, ITSELF = "the trainer", "its own forward"  #: the judge that recomputed sampled tokens
 _NAMED = 3  # most tensors named in a message
 
 
 @dataclass(frozen=True)
 class _Units:
-    """Limits in units of rounding, by the coarser dtype of engine and trainer: what any make is granted, and the most
-    that a first proof may need."""
+    """Limits of a make's tolerance, in rounding units of the coarser dtype of engine and trainer. `least`: lower limit.
+    `first`: tolerance of the first proof, and upper limit."""
 
     least: float
     first: float
@@ -63,21 +66,22 @@ class _Units:
 _UNITS = {"float32": _Units(48.0, 64.0), "bfloat16": _Units(2.0, 3.0), "float16": _Units(2.0, 3.0)}
 
 
-#: Called with the doubt about an engine, and whether it replaced one doubted for the same reason (final).
+#: Called when an engine has wrong weights, with (error that names the engine, final). `final`: the engine was replaced
+#: for the same reason before, and must not be replaced again.
 Distrust = Callable[[UnprovenWeights, bool], None]
 
 
 class _ComputesIn(msgspec.Struct):
-    """The fields of an `EngineConfig` needed here."""
+    """The fields of an `EngineConfig` that determine an engine's make and rounding."""
 
     kind: str = "native"
     dtype: str = "float32"
 
 
 class Proving:
-    """The canaries of a run, the engines' results on them, and the tolerances.
+    """Checks the engines of a run by canaries and by their sampled tokens; keeps the results and the tolerances.
 
-    Without a trainer nothing is published and nothing needs proof.
+    Nothing is checked before `expect` is called: without a trainer there are no canaries.
     """
 
     def __init__(self) -> None:
@@ -94,7 +98,7 @@ class Proving:
         self._compared: dict[tuple[str, str], Agreement] = {}  # compared tokens, still too few, by engine and judge
         self._unjudged: Counter[str] = Counter()  # versions loaded since the last judgement, by engine
         self._apart: set[tuple[str, str]] = set()  # (engine, judge) pairs over the limit at the last judgement
-        self._replaced: set[tuple[str, str]] = set()  # pairs whose engine was replaced for it, and has not passed since
+        self._replaced: set[tuple[str, str]] = set()  # pairs whose engine was replaced for it, not passed since
         self._say: Callable[[str], None] = lambda text: None
         self._distrust: Distrust = lambda doubt, final: None
 
@@ -103,11 +107,12 @@ class Proving:
         self._expected, self._say = True, say
 
     def replace_with(self, distrust: Distrust) -> None:
-        """Set `distrust`: called for an engine that must be replaced."""
+        """Set `distrust`: called when an engine must be ended. Its arguments: an error that names the engine, and
+        whether it must not be replaced."""
         self._distrust = distrust
 
     def published(self, canary: Canary | None) -> None:
-        """Note the canary of a version that the trainer has published."""
+        """Keep the canary of a version that the trainer has published; the newest `_KEPT` are kept."""
         if canary is not None:
             self._text, self._trained_in, self._routed = canary.token_ids, canary.dtype, canary.routed
             self._canaries[canary.version] = canary
@@ -115,14 +120,21 @@ class Proving:
                 del self._canaries[version]
 
     def doubts(self, engine: str) -> bool:
-        """Note a failed proof of this engine; True if its previous proof failed too."""
+        """Note a failed proof of this engine; returns whether its previous proof failed too."""
         before = engine in self._doubted
         self._doubted.add(engine)
         return before
 
     def agreed(self, agreement: Sequence[Agreement], judge: str = THE_TRAINER) -> None:
-        """Take comparisons of an engine's log-probabilities with those recomputed by `judge`, summed until there are
-        enough tokens. An engine over the limit twice in a row is replaced; if its replacement is too, that is final."""
+        """Judge engines by the log-probabilities of their sampled tokens, compared with recomputed ones.
+
+        Comparisons are summed until an engine has `_ENOUGH_TOKENS` tokens. An engine over the limit twice in a row is
+        replaced (`replace_with`); if its replacement fails in the same way, the call is final.
+
+        Args:
+            agreement: mean difference and number of tokens, by engine.
+            judge: who recomputed the log-probabilities, for messages.
+        """
         for one in agreement:
             case = one.engine, judge
             proof, added = self._newest.get(one.engine), _added(self._compared.get(case), one)
@@ -150,16 +162,20 @@ class Proving:
             self._distrust(UnprovenWeights(engine, told, 1), final)
 
     def _to_compute_again(self, engine: str) -> int:
-        """How many of its own tokens an engine is asked to recompute."""
+        """Number of its own sampled tokens that an engine is asked to recompute at its next load."""
         doubted = {(engine, ITSELF)} & (self._apart | self._replaced)
         return _ASKED_TOKENS if doubted or self._unjudged[engine] >= _UNJUDGED else 0
 
     async def load(self, spec: EngineSpec, client: Engine, version: int, served: int = -1) -> int:
-        """Make an engine load a version, twice if the first proof fails; returns the version it has proven. Without a
-        trainer there is no proof, and an engine that already serves the version (`served`) loads nothing.
+        """Make an engine load `version` and check its weights; a failed load is repeated once.
+
+        Before `expect` is called there is no check, and an engine whose version (`served`) is not older loads nothing.
+
+        Returns:
+            The version that the engine serves now: `version`, or a newer one.
 
         Raises:
-            UnprovenWeights: both proofs failed.
+            UnprovenWeights: both checks failed.
             EngineLost, WireError, DeadlineExceeded: as for `Engine.update`.
         """
         if not self._expected:
@@ -215,7 +231,7 @@ class Proving:
             ranges.append((proof.version, proof.version))
 
     def shares(self) -> dict[str, float]:
-        """Latest distance of each engine from the trainer, as a share of its tolerance."""
+        """Newest measured distance of each engine from the trainer, as a share of its tolerance (above 1: refused)."""
         return {name: one.distance / one.tolerance for name, one in self._newest.items() if one.tolerance}
 
     @property
@@ -232,7 +248,7 @@ class Proving:
         )
 
     def restore(self, record: CanaryRecord) -> None:
-        """Continue from the record of an earlier process of the run."""
+        """Take over the record of an earlier process of the run."""
         self._since, self._refused, self._text = record.since, record.refused, record.token_ids
         self._tolerances = {one.make: one for one in record.tolerances}
         self._ranges = {one.engine: list(one.ranges) for one in record.proven}

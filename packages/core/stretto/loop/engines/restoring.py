@@ -1,4 +1,4 @@
-"""Restore the untrained groups of an earlier process from the ledger."""
+"""Restoring the untrained groups of an earlier process of the run from the ledger."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from stretto.store.ledger.reading import UnfinishedGroup
 def restore(
     controller: Controller, state: ControllerState, unfinished: Sequence[UnfinishedGroup]
 ) -> dict[str, GroupInFlight]:
-    """Give the controller the groups that an earlier process had not trained; returns the progress of those in flight,
-    by group."""
+    """Put the groups that an earlier process of the run left untrained back into the controller.
+
+    Args:
+        state: state of the earlier controller; its count of failures per group is used.
+        unfinished: the groups, as read from the ledger.
+
+    Returns:
+        The journaled tokens of the groups in flight, by group id (for `InFlight`).
+    """
     for group in unfinished:
         failures = state.failures.get(group.id, 0)
         controller.restore(group.id, group.admitted_version, group.trajectories, failures, group.max_staleness)
@@ -22,7 +29,8 @@ def restore(
 
 
 def progress_of(group: UnfinishedGroup) -> GroupInFlight:
-    """Progress of a group of single turns, one segment each."""
+    """Journaled tokens of a group whose completions are single turns (one segment each). A segment with a stop reason
+    has ended; the others are prefixes to be continued."""
     known = {member: found.segments[0] for member, found in group.members.items() if found.segments}
     ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}
     return GroupInFlight(

@@ -1,4 +1,4 @@
-"""The engines that a run has had: make, machine, when each joined and left. Kept in the ledger."""
+"""The engines that a run has had: make, machine, when each joined and left. The roster is kept in the ledger."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _RUN_ENDED = "the run ended, and was resumed"
 
 
 class EngineState(Enum):
-    """State of an engine: DOWN ─► STARTING ─► UP ◄─► SUSPECTED; each may fall back to DOWN, or end by LEAVING ─►
-    DOWN."""
+    """State of an engine: DOWN ─► STARTING ─► UP ◄─► SUSPECTED. Any state may change to DOWN when the process ends, or
+    to LEAVING and then DOWN when the engine leaves the run."""
 
     DOWN = auto()  # no process
     STARTING = auto()  # loads its model and the newest version
@@ -24,7 +24,7 @@ class EngineState(Enum):
 
 
 class Roster:
-    """The engines by name; an engine that returns under its name keeps its row.
+    """One row per engine name; an engine that returns under the same name keeps its row.
 
     Example::
 
@@ -46,8 +46,8 @@ class Roster:
         return sorted(self._rows.values(), key=lambda row: (row.joined_step, len(row.name), row.name))
 
     def restore(self, earlier: Sequence[Membership], step: int) -> None:
-        """Take over the rows of an earlier process of the run and mark its engines as left. `step`: newest finished
-        step."""
+        """Take over the rows of an earlier process of the run, with its engines marked as left. `step`: the newest
+        finished step. Engines that have joined already keep their rows."""
         self.step = step
         present, self._rows = self._rows, {row.name: row for row in earlier}
         for row in earlier:
@@ -56,11 +56,13 @@ class Roster:
             self.serves(row.name, row.kind, row.host, row.version)
 
     def serves(self, name: str, kind: str, host: str, version: int) -> None:
-        """Record that an engine has joined, is back, or has loaded a version."""
+        """Record that an engine serves `version`: it has joined, is back, or has loaded it. `kind`: make of the engine;
+        `host`: name of its machine."""
         row = self._rows.get(name) or Membership(name, kind, host, version, self.step)
         self._rows[name] = msgspec.structs.replace(row, kind=kind, host=host, version=version, left_step=None)
 
     def left(self, name: str, reason: str) -> None:
-        """Record that an engine is gone, for good or until it is replaced. Ignored for one that never served."""
+        """Record that an engine is gone, for good or until it is replaced. Ignored for a name without a row: the engine
+        has never served."""
         if (row := self._rows.get(name)) is not None and row.left_step is None:
             self._rows[name] = msgspec.structs.replace(row, left_step=self.step, reason=reason)

@@ -1,14 +1,18 @@
-"""Rounds: groups that begin together and end together, so that nothing depends on the time of any event.
+"""Rounds: groups that begin together and end together, so that results do not depend on the timing of events.
 
     admission ─► a round ─┬─► portion 0 ─► an engine without other work ─┐
                           └─► portion 1 ─► an engine without other work ─┴─► judged ─► all groups leave together
 
-Batch composition decides the last bits of the results. Here it depends on the questions and the weights alone. A round
-is every group that may start when none is in flight (`rollout.controller.Controller`). It is dealt into portions by
-place; a portion runs alone on one engine, no matter which or when. All groups leave together and in order, so the
-ledger knows a round either as in flight or as over. After a crash, or the loss of an engine, the whole round or portion
-is generated again from the first token (`loop.engines.in_flight.InFlight` without a journal).
-(docs/explanation/decisions/0010-rounds.md)
+The sequences that share a forward pass influence the last bits of its results. In a round, this batch composition
+depends on the questions and the weights alone:
+
+- A round consists of all groups that may start when no group is in flight (`rollout.controller.Controller`).
+- With n portions, portion k gets the groups k, k + n, k + 2n, ... of the round. A portion runs alone on one engine.
+- All groups of a round leave together and in order, so the ledger has a round either in flight or finished.
+- After a crash, the whole round is generated again from the first token; after the loss of an engine, its portion is
+  (`loop.engines.in_flight.InFlight` without a journal).
+
+Decision 10: docs/explanation/decisions/0010-rounds.md.
 """
 
 from __future__ import annotations
@@ -23,22 +27,22 @@ from stretto.worlds.single_turn import GroupWorkflow
 
 
 class Portion:
-    """Groups that one engine generates together; the request is sent once all groups still in the portion have called
-    `generate`."""
+    """Groups that one engine generates together. The request is sent once every group that is still in the portion has
+    called `generate`."""
 
     def __init__(self, generate: Generate, ids: Sequence[str]) -> None:
         self._generate = generate
         self._requests: dict[str, GenerateRequest | None] = dict.fromkeys(ids)  # in the order of the round
-        self._wanted = set(ids)
-        self._queues: dict[str, asyncio.Queue[Completion | Exception]] = {}  # of groups that have arrived
+        self._wanted = set(ids)  # groups that are still in the portion
+        self._queues: dict[str, asyncio.Queue[Completion | Exception]] = {}  # of groups that wait in `generate`
         self._sent = False  # reset when the engine is lost
         self._generating: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """The completions of one group, once all groups of the portion have asked.
+        """Wait until all groups of the portion have called this, then yield the completions of the group of `request`.
 
         Raises:
-            EngineLost: the engine was lost; the portion is sent again when all its remaining groups have asked again.
+            EngineLost: the engine was lost. The portion is sent again once all of its groups have called this again.
             RefusedRequest: the engine refused the portion.
         """
         self._requests[request.id] = request
@@ -57,7 +61,7 @@ class Portion:
                 self._generating.cancel()
 
     def leave(self, id: str) -> None:
-        """Remove a group that will not ask again."""
+        """Remove a group that will not call `generate` again; the others no longer wait for it."""
         self._wanted.discard(id)
         self._send_if_all_have_come()
 
@@ -69,7 +73,7 @@ class Portion:
     async def _send(self, requests: Sequence[GenerateRequest]) -> None:
         try:
             async for completion in self._generate(*requests):
-                if completion.request in self._queues:  # else it is left over from before a loss
+                if completion.request in self._queues:  # else its group ended before a loss, or was cancelled
                     self._queues[completion.request].put_nowait(completion)
         except Exception as error:  # any failure of the engine is raised in every group that waits for the portion
             self._sent = False
@@ -81,18 +85,20 @@ class Rounds:
     """Generates for groups in rounds (`generate`), and releases the groups of a round together (`together`).
 
     Args:
-        tickets: the groups in flight, in the order of their admission.
-        portions: of each round, one for every engine.
+        generate: sends requests to one engine.
+        tickets: returns the tickets of the groups in flight, in the order of their admission.
+        portions: number of portions of each round, one for every engine.
     """
 
     def __init__(self, generate: Generate, tickets: Callable[[], Sequence[Ticket]], portions: int) -> None:
         self._generate, self._tickets, self._count = generate, tickets, portions
         self._portions: dict[str, Portion] = {}  # portion of each group of the round
-        self._gates: dict[str, asyncio.Future[None]] = {}  # opened in the order of the round to let groups leave
+        self._gates: dict[str, asyncio.Future[None]] = {}  # by group; resolved in the order of the round
         self._missing: set[str] = set()  # groups not judged yet
 
     def together(self, workflow: GroupWorkflow) -> GroupWorkflow:
-        """Wrap `workflow` so that each group returns only when all groups of its round are judged or have failed."""
+        """Wrap `workflow`. The returned workflow takes a ticket and returns its judged trajectories, but only when all
+        groups of the round are judged or have failed."""
 
         async def until_all_are_judged(ticket: Ticket) -> Sequence[Trajectory]:
             self._begin(ticket.group_id)
@@ -110,8 +116,8 @@ class Rounds:
         return until_all_are_judged
 
     def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
-        """The completions of one group of the current round, once its whole portion has asked. `least` is ignored: all
-        engines of a round have one version.
+        """Yield the completions of one group of the current round, as `Portion.generate`. `least` is ignored: all
+        engines of a round serve the same version.
 
         Raises:
             EngineLost, RefusedRequest: as for `Portion.generate`.
@@ -119,11 +125,11 @@ class Rounds:
         return self._portions[request.id].generate(request)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
-        """Empty: an interrupted round starts again as a whole."""
+        """Return nothing: tokens in flight are not kept, since an interrupted round starts again as a whole."""
         return {}
 
     def _begin(self, id: str) -> None:
-        """Deal the round's portions when its first group starts; by then all groups of the round are admitted."""
+        """Divide the round into portions when its first group starts; all groups of the round are admitted by then."""
         if id in self._missing:
             return
         ids = [ticket.group_id for ticket in self._tickets()]
@@ -140,7 +146,7 @@ class Rounds:
         self._missing.discard(id)
         self._portions[id].leave(id)
         if not self._missing:
-            # In the next turn of the event loop, when the last group waits too; else it would leave first.
+            # In the next iteration of the event loop, when the last group waits too; else it would leave first.
             asyncio.get_running_loop().call_soon(self._open_gates)
 
     def _open_gates(self) -> None:

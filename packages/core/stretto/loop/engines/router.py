@@ -8,7 +8,7 @@ from types import TracebackType
 
 from stretto.core.errors import EngineLeft, EngineLost
 
-#: Engines lost with the same requests before these are given up: they may be the cause.
+#: Number of lost engines after which a request is sent once more at most: the request may be the cause.
 LOSSES = 3
 
 
@@ -43,14 +43,15 @@ class Router:
         return self._load.get(engine, 0)
 
     def start(self, completions: int) -> str | None:
-        """Choose and charge the engine for a group of `completions`; None while there is none."""
+        """Choose an engine for `completions` completions and add them to its load; None while no engine is
+        available."""
         engine = min(self._free(), key=self._load.__getitem__, default=None)
         if engine is not None:
             self._load[engine] += completions
         return engine
 
     def finish(self, engine: str, completions: int) -> None:
-        """Note that a group has left the engine, complete or not."""
+        """Subtract `completions` from the engine's load: they have ended, or were aborted."""
         self._load[engine] -= completions
 
     def leave(self, engine: str) -> None:
@@ -68,7 +69,7 @@ class Router:
 
 
 class ExclusiveRouter(Router):
-    """Gives an engine new work only when it has nothing in flight, so that it batches exactly what was given together.
+    """Gives an engine new work only when it has nothing in flight, so that only requests of one call share a batch.
 
     >>> router = ExclusiveRouter(["engine-0"])
     >>> router.start(8), router.start(8)
@@ -80,7 +81,8 @@ class ExclusiveRouter(Router):
 
 
 class _Attempt(contextlib.AbstractContextManager["_Attempt"]):
-    """One attempt, ended by the loss of an engine; the last attempt raises it."""
+    """One attempt. Suppresses EngineLost, except in the last attempt; EngineLeft is always suppressed. `lost`: whether
+    EngineLost was raised."""
 
     def __init__(self, last: bool) -> None:
         self._last, self.lost = last, False
@@ -95,8 +97,10 @@ class _Attempt(contextlib.AbstractContextManager["_Attempt"]):
 
 
 def attempts() -> Iterator[contextlib.AbstractContextManager[object]]:
-    """Context managers, one per attempt: each suppresses the loss of an engine, so that the loop tries again, except
-    the last. An engine that leaves the run (EngineLeft) uses up no attempt.
+    """Yield a context manager for each attempt to use an engine.
+
+    A context manager suppresses EngineLost, so that the loop tries again. The last one, after `LOSSES` losses, does
+    not. An engine that leaves the run (EngineLeft) does not count as a loss.
 
     Example::
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
 
 @dataclass(frozen=True)
 class LedgerRecord:
-    """The record of one session (satisfies `conversation.session.SessionRecord`)."""
+    """The record of one session, in the ledger (satisfies `conversation.session.SessionRecord`). `id`: of its
+    trajectory."""
 
     ledger: Ledger
     id: str
@@ -41,17 +42,24 @@ class LedgerRecord:
 
 
 class TrajectorySessions:
-    """Opens the sessions of trajectories in flight."""
+    """Opens the sessions of trajectories in flight; their turns and calls are recorded in the ledger."""
 
     def __init__(
         self, in_flight: InFlight, ledger: Ledger, restored: Mapping[str, UnfinishedMember] | None = None
     ) -> None:
-        """`restored`: records of an earlier process of the run, by trajectory."""
+        """`restored`: segments and calls that an earlier process of the run has recorded, by trajectory id."""
         self._in_flight, self._ledger = in_flight, ledger
         self._restored = dict(restored or {})
 
     def open(self, id: str, prompt: tuple[int, ...], seed: int) -> Session:
-        """The session of a trajectory, continued from its record if there is one."""
+        """Open the session of a trajectory. Turns and calls that an earlier process has recorded are returned from the
+        record when the program requests them again.
+
+        Args:
+            id: trajectory id.
+            prompt: token ids of the prompt.
+            seed: seed of the trajectory, from which the seed of each turn is derived.
+        """
         known = self._restored.pop(id, UnfinishedMember())
         record = LedgerRecord(self._ledger, id)
         self._in_flight.begin(id, known.segments)
@@ -60,12 +68,12 @@ class TrajectorySessions:
 
 @dataclass(frozen=True)
 class PersistentTurns:
-    """A sampler that retries a turn whose engine is lost (satisfies `conversation.session.Sampler`)."""
+    """A sampler that samples a turn again if its engine is lost (satisfies `conversation.session.Sampler`)."""
 
     whole: WholeTurns
 
     async def __call__(self, request: TurnRequest) -> Segment:
-        """See `Sampler`."""
+        """Sample one turn. Raises EngineLost if too many engines are lost with it."""
         for attempt in attempts():
             with attempt:
                 return await self.whole(request)
@@ -75,10 +83,13 @@ class PersistentTurns:
 def sessions_of_evaluation(
     generate: Generate, count: Callable[[Completion], None]
 ) -> Callable[[str, tuple[int, ...], int], Session]:
-    """Return a function that opens an evaluation session from an id, the prompt's token ids and a seed.
+    """Return a function that opens a session of an evaluation, by (trajectory id, token ids of the prompt, seed).
 
-    The session's record is kept in memory, not in the ledger. A turn whose engine is lost is sampled again. `count` is
-    called with each sampled turn.
+    The session's record is kept in memory, not in the ledger. A turn whose engine is lost is sampled again.
+
+    Args:
+        generate: sends requests to an engine.
+        count: called with each sampled turn, as a completion.
     """
 
     def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
@@ -96,7 +107,7 @@ def sessions_of_evaluation(
 
 
 def unfinished_sessions(unfinished: Sequence[UnfinishedGroup]) -> dict[str, UnfinishedMember]:
-    """Records of the trajectories in flight, by id."""
+    """Recorded segments and calls of the trajectories in flight, by trajectory id; for `TrajectorySessions`."""
     return {
         trajectory_id(group.id, member): found
         for group in unfinished

@@ -1,7 +1,7 @@
-"""The trainer's process as the conductor sees it: orders, each with a reply within its deadline.
+"""The conductor's connection to the trainer's process: orders, each with a reply within a deadline.
 
-A trainer that dies or hangs is replaced. The new one loads the last checkpoint, trains the later batches again from the
-ledger, and then carries out the unfinished order.
+A trainer that dies or hangs is replaced. The replacement loads the last checkpoint, trains the later batches again from
+the ledger, and then carries out the unfinished order.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _SHORT = (
 Reply = TypeVar("Reply", RanksAwaited, Ready, Trained, Copied, PolicySaved)
 
 
-#: Starts the ranks of `RanksAwaited.spec` on other machines, for this trainer. When it returns, ranks of an earlier
-#: trainer are gone or killed. Raises RoleDied: no machine takes one of them (named).
+#: Starts the trainer's ranks on other machines, by (the trainer's request for them, its spec). When it returns,
+#: ranks of an earlier trainer process are gone or killed. Raises RoleDied: no machine takes a rank, which is named.
 StartRanks = Callable[[RanksAwaited, TrainerSpec], Awaitable[None]]
 
 
 class RunPast(Protocol):
-    """The run's checkpoints and batches, to restore a trainer (`loop.learner.recovery.Recovery`); the loop knows no
-    ledger."""
+    """The run's checkpoints and batches, from which a trainer is restored (Protocol, so that this module needs no
+    ledger). `loop.learner.recovery.Recovery` reads them from a run folder."""
 
     def newest(self, version: int) -> Checkpoint | None: ...
     def batch(self, step: int) -> Batch: ...
@@ -83,12 +83,18 @@ class TrainerLink:
         spawner: Spawner = FRESH,
         elsewhere: StartRanks | None = None,
     ) -> None:
-        """`recovery` None: a trainer that dies is not replaced. `role`: module that its process runs; `elsewhere`:
-        starts its ranks on other machines, if any."""
+        """Create the link; `start` starts the process.
+
+        Args:
+            log: log file of the process.
+            recovery: checkpoints and batches to restore a replacement; None: a trainer that dies is not replaced.
+            role: module that the process runs.
+            elsewhere: starts the trainer's ranks on other machines; None: it has none there.
+        """
         self._log, self._role, self._spawner = log, role, spawner
         self._deadlines, self._recovery, self._elsewhere = deadlines, recovery, elsewhere
         self._spec: TrainerSpec | None = None
-        self._version = 0  # newest version that the conductor knows
+        self._version = 0  # version after the last finished step
         restarts = RestartBudget(deadlines.trainer_restarts, deadlines.restart_window)
         self._supervisor = Supervisor(
             "trainer",
@@ -100,24 +106,24 @@ class TrainerLink:
         )
         self._publishes = True
         self._published, self._announced = -1, asyncio.Event()  # newest version that engines can load
-        self._short_at = -1  # version at which a process was out of memory
+        self._short_at = -1  # version at which a process last ran out of memory
         self._orders_done = 0
         self._retired = False
         self._spans: list[Span] = []
         self._spanned = 0.0  # seconds
-        self._began: float | None = None  # when the order under way was given
+        self._began: float | None = None  # `time.monotonic` when the current order was given
         self._turn = asyncio.Lock()
         self._say: Callable[[str], None] = lambda text: None
         self._canary_published: Callable[[Canary | None], None] = lambda canary: None
         self._canary_agreed: Callable[[Sequence[Agreement]], None] = lambda agreement: None
-        self.replayed: list[Update] = []  # of steps repeated at the start of a resumed run
+        self.replayed: list[Update] = []  # updates of the steps that were trained again at the start
         self._new_process()
 
     def _new_process(self) -> None:
         self.process = RoleProcess("trainer", self._role, self._log, self._deadlines.hung, self._spawner)
         self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(self._log))
-        self._replies: TrainerReplies | None = None  # since its start
-        self._abandoned = False  # an order was abandoned before its reply
+        self._replies: TrainerReplies | None = None  # None before the start
+        self._abandoned = False  # a caller was cancelled before the reply to its order
 
     def report_to(self, say: Callable[[str], None]) -> None:
         """Set `say`: gets a log line for every replaced trainer."""
@@ -126,14 +132,20 @@ class TrainerLink:
     def tell_canaries(
         self, published: Callable[[Canary | None], None], agreed: Callable[[Sequence[Agreement]], None]
     ) -> None:
-        """Set what gets the canary of each published version (after a replacement, again), and its agreement."""
+        """Set two callbacks.
+
+        Args:
+            published: called with the canary of each published version; after a replacement of the trainer once more.
+            agreed: called after each step with the comparisons of recomputed and sampled log-probabilities by engine.
+        """
         self._canary_published, self._canary_agreed = published, agreed
 
     async def start(self, spec: TrainerSpec, version: int = 0, *, publish: bool = True) -> None:
-        """Start the process and bring it to `version`; returns when that is published, or trained if not `publish`.
+        """Start the trainer and bring it to `version`, from the last checkpoint and the later batches. Returns when
+        `version` is published, or, if not `publish`, when it is trained. `replayed` has the repeated steps.
 
         Raises:
-            RoleDied: it died too often.
+            RoleDied: the trainer died too often.
         """
         self._spec, self._version, self._publishes = spec, version, publish
         try:
@@ -142,7 +154,8 @@ class TrainerLink:
             self.replayed = await self._replace(death)
 
     async def _begin(self) -> list[Update]:
-        """Start a process, bring it to the run's version and publish that; returns the steps it repeated."""
+        """Start a process, bring it to the run's version and publish that version; returns the updates of the steps
+        that were trained again."""
         updates = await self._reach()
         if self._publishes:
             await self._ask(Publish(), Copied, f"to copy version {self._version}", self._deadlines.save)
@@ -154,23 +167,27 @@ class TrainerLink:
         return updates
 
     def _noted(self, published: Published) -> None:
-        """Tell the listener first: an engine that loads the version is asked for a proof of it."""
+        """Handle the trainer's notice that a version can be loaded. The canary is passed on first, since engines that
+        load the version are checked with it."""
         self._canary_published(published.canary)
         if published.span is not None:
-            self._spans.append(published.span)  # beside its orders, so no part of its busy seconds
+            self._spans.append(published.span)  # not in its busy seconds: the writing overlaps with orders
         self._published = published.version
         self._announced.set()
 
     async def published(self, version: int) -> None:
-        """Wait until `version`, trained by `train`, can be loaded by engines. No deadline: the next step waits for the
-        trainer's writing, and has one; a replacement of a trainer that dies publishes it again."""
+        """Wait until engines can load `version`, which `train` has trained.
+
+        There is no deadline here: the trainer's next step waits for the writing, and has a deadline. A replacement of a
+        trainer that dies publishes the version again.
+        """
         while self._published < version:
             self._announced.clear()
             await self._announced.wait()
 
     async def _reach(self) -> list[Update]:
-        """Start a process and bring it to the run's version: load the last checkpoint, train the later batches; returns
-        these steps."""
+        """Start a process, let it load the last checkpoint, and train the later batches again; returns their
+        updates."""
         assert self._spec is not None, "start() comes first"
         folder, recovery = self._spec.checkpoint, self._recovery
         if recovery is not None and (newest := await asyncio.to_thread(recovery.newest, self._version)) is not None:
@@ -205,8 +222,15 @@ class TrainerLink:
         return updates
 
     async def train(self, batch: Batch, *, publish: bool = True) -> Update:
-        """Train on the batch; returns when that is done. If `publish`, the next version is copied by then, and written
-        beside later orders (`published`)."""
+        """Train on the batch; returns the update when the step is done.
+
+        If `publish`, the new weights are copied by then. They are written while later orders go on; `published` waits
+        for that. A trainer that dies is replaced, and the batch trained again.
+
+        Raises:
+            RoleDied: the trainer died too often, or is not replaced.
+            RoleFailed: the trainer reports that it cannot continue.
+        """
         async with self._order():
             trained = await self._until_done(
                 Train(batch=batch, publish=publish), Trained, f"to finish step {batch.step}", self._deadlines.step
@@ -218,12 +242,12 @@ class TrainerLink:
         return trained.update
 
     async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None] = lambda: None) -> None:
-        """Write the trainer's full state to `folder`; durable only once the store has committed the folder.
+        """Write the trainer's full state to `folder`; returns when it is written, not yet synced to disk.
 
-        `on_copied` is called when the trainer has a copy in memory: it takes orders again while the copy is written.
+        `on_copied` is called when the trainer has a copy in memory. From then on it takes other orders.
 
         Raises:
-            CheckpointLost: the trainer ended before it was written; its replacement may be at a later step.
+            CheckpointLost: the trainer ended before the state was written; its replacement may be at a later step.
             RoleFailed: the folder cannot be written.
         """
         async with self._order():
@@ -255,7 +279,10 @@ class TrainerLink:
                 self._began = None
 
     async def _until_done(self, order: ToTrainer, kind: type[Reply], awaited: str, seconds: float) -> Reply:
-        """Send an order until a trainer, this one or a replacement, replies; returns the reply."""
+        """Send `order`, again to each replacement if the trainer dies, until there is a reply; returns the reply.
+
+        `kind`: expected type of the reply. `awaited`: what is awaited, for the message of a missed deadline.
+        """
         while True:
             try:
                 return await self._ask(order, kind, awaited, seconds)
@@ -263,15 +290,16 @@ class TrainerLink:
                 await self._replace(death)
 
     async def _replace(self, death: RoleDied) -> list[Update]:
-        """Start a new trainer at the dead one's version and publish that again; returns the steps it repeated.
+        """Start a new trainer at the version of the dead one and publish that version again; returns the updates of the
+        steps that were trained again.
 
         Raises:
-            RoleDied: it died too often, or cannot be replaced (any more).
+            RoleDied: the trainer died too often, or is not replaced (no `recovery`, or the run ends).
         """
         return await self._supervisor.replace(death.how)
 
     async def _begin_anew(self) -> list[Update]:
-        """As `_begin`, after cleaning up the previous process."""
+        """End what is left of the previous process, then `_begin` with a new one."""
         self._channel.close()
         await self.process.stop(0.0)
         self._new_process()
@@ -285,10 +313,11 @@ class TrainerLink:
         return await self._receive(kind, awaited, seconds)
 
     async def supervise(self) -> NoReturn:
-        """Replace the trainer when it ends while no order is running; during an order the order's caller does.
+        """Replace the trainer when it ends between two orders, until an error ends the run. When it ends during an
+        order, the method that sent the order replaces it.
 
         Raises:
-            RoleDied: it died too often, or cannot be replaced.
+            RoleDied: the trainer died too often, or is not replaced.
         """
         while True:
             process = self.process
@@ -299,10 +328,11 @@ class TrainerLink:
                     await self._replace(await self._death(how))
 
     async def _death(self, how: str) -> RoleDied:
-        """The reason it ended while nobody waited for a reply: a lost rank that it named, otherwise `how`.
+        """Return the error of a trainer that ended between two orders. Its last message names a rank that was lost; if
+        there is none, `how` (how the process ended) is the reason.
 
         Raises:
-            RoleFailed: its last message says that it cannot continue.
+            RoleFailed: the last message says that the trainer cannot continue.
         """
         reply = None
         if self._replies is not None:
@@ -330,10 +360,10 @@ class TrainerLink:
         return reply
 
     def _failure(self, failed: Failed) -> RoleDied:
-        """The death of a trainer that was out of memory for the first time at this version.
+        """Return the error for a trainer that ran out of memory for the first time at this version: it is replaced.
 
         Raises:
-            RoleFailed: it was so before, or cannot continue for another reason.
+            RoleFailed: it ran out of memory at this version before, or failed for another reason.
         """
         if not failed.again:
             raise RoleFailed("trainer", failed.problem, failed.exit_code)
@@ -349,13 +379,13 @@ class TrainerLink:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds of its finished spans plus the time since the current order was given."""
+        """Seconds in which the trainer worked: its finished spans, plus the time since the current order was given."""
         return self._spanned + (time.monotonic() - self._began if self._began is not None else 0.0)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Finished orders, and whole CPU seconds of its process. A hanging step changes neither, a long one does. (Its
-        heartbeat alone needs hours for a CPU second.)"""
+        """Number of finished orders, and whole CPU seconds of the trainer's process; for the watchdog. A long step
+        changes the CPU seconds, a hanging one does not: the heartbeat alone takes hours for a CPU second."""
         return self._orders_done, int(self.process.cpu_seconds()) if self.process.running else 0
 
     def drain_spans(self) -> list[Span]:
@@ -365,7 +395,7 @@ class TrainerLink:
 
     @property
     def ready(self) -> bool:
-        """Whether the process is up and idle."""
+        """Whether the process is up and waits for an order."""
         return self._channel.is_open and self.process.running and not self._turn.locked() and not self._abandoned
 
     def retire(self) -> None:
@@ -373,10 +403,11 @@ class TrainerLink:
         self._retired = True
 
     async def stop(self, grace: float) -> None:
-        """Ask it to end; returns when it is gone. It is not replaced."""
+        """Ask the trainer to end, and return when its process is gone; it is not replaced. `grace`: seconds between
+        SIGTERM and SIGKILL."""
         self.retire()
         if self.ready:
-            with contextlib.suppress(RoleError):  # it is ending already; process.stop() waits for it
+            with contextlib.suppress(RoleError):  # the process is ending already; process.stop() waits for it
                 await self._channel.send(Stop())
         self._channel.close()
         await self.process.stop(grace)

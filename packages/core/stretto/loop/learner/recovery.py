@@ -1,4 +1,4 @@
-"""Sources of a trainer's state: start, last whole checkpoint, later batches (docs/explanation/decisions/0002)."""
+"""Restoring a trainer: the start of the run, the last whole checkpoint, the later batches (decision 2)."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ START = "start"  #: ledger key: digests of every file that the run starts from, 
 
 @dataclass(frozen=True)
 class Recovery:
-    """Reads checkpoints and batches of the run to restore a trainer; every call reads whole files.
+    """Reads the checkpoints and batches of a run, from which a trainer is restored. Every call reads whole files.
 
-    Example: checkpoint of step 40, batches of 41 to 43: ``newest(43).step == 40``, then ``batch(41)``.
+    Example: there is a checkpoint of step 40, and the trainer died at version 43. ``newest(43).step == 40``; then the
+    trainer repeats ``batch(41)``, ``batch(42)`` and ``batch(43)``. `keep`: number of checkpoints that the run keeps.
     """
 
     folder: RunFolder
     keep: int
 
     def newest(self, version: int) -> Checkpoint | None:
-        """The newest whole checkpoint not past `version`; None if training must start from the beginning.
+        """Find the newest whole checkpoint of step `version` or earlier; None if training must start from version 0.
 
         Raises:
-            StoreError: there are checkpoints but none is whole, or the start has changed.
+            StoreError: there are checkpoints but none is whole, or the files that the run started from have changed.
         """
         if version or self.folder.policy(0).exists():
             check_start(self.folder)
         return Checkpoints(self.folder.checkpoints, self.keep).latest(version)
 
     def batch(self, step: int) -> Batch:
-        """The batch of step `step`.
+        """Read the batch that was trained on in step `step`.
 
         Raises:
-            StoreError: it is not fully on record.
+            StoreError: the batch is not completely in the ledger.
         """
         (batch,) = read_batches(self.folder.ledger, step - 1, step)
         return batch
 
 
 def seal_start(ledger: Ledger, policy: Path, reference: str | None) -> None:
-    """Record the digests of the folders that the run starts from: the policy (version 0) and the reference."""
+    """Record in the ledger the digests of all files that the run starts from: `policy` (the folder of version 0) and
+    `reference` (the folder of the reference model; None: there is none)."""
     start = {"policy/v000000": seal_files(policy)}
     if reference is not None:
         start[reference] = seal_files(Path(reference))
@@ -55,10 +57,11 @@ def seal_start(ledger: Ledger, policy: Path, reference: str | None) -> None:
 
 
 def check_start(folder: RunFolder) -> None:
-    """Compare the folders that the run started from with their recorded digests. Runs of an older format have none.
+    """Compare the files that the run started from with their recorded digests. Does nothing for a run of an older
+    format, which has no digests.
 
     Raises:
-        StoreError: a file is missing or changed; names it and the recorded state.
+        StoreError: a file is missing or changed; names the file and the recorded value.
     """
     start = read_fact(folder.ledger, START, dict[str, dict[str, FileSeal]]) or {}
     for name, files in start.items():

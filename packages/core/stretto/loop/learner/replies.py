@@ -1,4 +1,5 @@
-"""Messages of a trainer: replies in the order of the orders; notices of checkpoints and versions in between."""
+"""Receiving a trainer's messages: replies, in the order of the orders, and notices of written checkpoints and versions
+in between."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from stretto.trainer.messages import CheckpointFailed, CheckpointSaved, FromTrai
 
 
 class TrainerReplies:
-    """Receives the messages of one trainer process while its channel is open."""
+    """Receives the messages of one trainer process, in a task that lives until the channel closes. `on_published`:
+    called when engines can load a version."""
 
     def __init__(self, channel: ConductorEnd[FromTrainer], on_published: Callable[[Published], None]) -> None:
         self._channel, self._on_published = channel, on_published
@@ -25,11 +27,16 @@ class TrainerReplies:
         self._task = asyncio.create_task(self._listen(), name="replies of the trainer")
 
     async def next(self, awaited: str, seconds: float) -> FromTrainer:
-        """The next reply.
+        """Wait for the next reply.
+
+        Args:
+            awaited: what is awaited, for the error message, such as "to finish step 7".
+            seconds: deadline.
 
         Raises:
-            DeadlineExceeded: none came in time.
-            RoleDied: the trainer closed its end.
+            DeadlineExceeded: no reply came in time.
+            RoleDied: the trainer closed its end of the channel.
+            WireError: a message cannot be decoded.
         """
         async with deadline("conductor", f"{self._channel.role} {awaited}", seconds):
             reply = await self._replies.get()
@@ -39,23 +46,24 @@ class TrainerReplies:
         return reply
 
     async def saved(self, folder: str, seconds: float) -> None:
-        """Wait until the checkpoint is in its folder.
+        """Wait until the trainer has written the checkpoint to `folder`, as it was named in the order.
 
         Raises:
             RoleDied: the trainer ended before.
-            RoleFailed: it cannot be written.
-            DeadlineExceeded: that took longer than `seconds`.
+            RoleFailed: the checkpoint cannot be written.
+            DeadlineExceeded: the writing took longer than `seconds`.
         """
         async with deadline("conductor", f"{self._channel.role} to write {folder}", seconds):
             await self._written(folder)
         del self._writing[folder]
 
     async def published(self, version: int, seconds: float) -> None:
-        """Wait until the version can be loaded; as `saved`."""
+        """Wait until engines can load `version`; raises as `saved`."""
         await self.saved(_name(version), seconds)
 
     async def _listen(self) -> None:
-        """No deadline: the link owns this task and closes the channel."""
+        """Sort messages into replies and notices until the channel ends; the error then goes to all who wait. There is
+        no deadline: the link closes the channel."""
         while True:
             try:
                 message = await self._channel.next()
@@ -83,7 +91,7 @@ class TrainerReplies:
     def _written(self, folder: str) -> asyncio.Future[None]:
         if folder not in self._writing:
             self._writing[folder] = written = asyncio.get_running_loop().create_future()
-            written.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be that nobody asks
+            written.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody awaits it
             if self._end is not None:
                 _fail(written, self._end)
         return self._writing[folder]

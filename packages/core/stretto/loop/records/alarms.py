@@ -1,4 +1,4 @@
-"""For a person watching a run: samples of completions, and alarms about the reward."""
+"""Log lines for a person who watches a run: sampled completions, and alarms about the reward."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from stretto.store.series.progress import LONGEST
 from stretto.store.series.samples import SampledCompletion
 
 _ALARM_GROUPS = 32  # groups without a right completion before the first alarm; doubles each time
-_KINDS = 20  # kinds of undecided verdicts reported
-_PROMPT, _GOLD, _WORTH = 26, 14, 24  # characters beside a completion on its line
+_KINDS = 20  # most kinds of undecided verdicts that are reported
+_PROMPT, _GOLD, _WORTH = 26, 14, 24  # most characters of prompt, gold answer and reward on a sample's line
 WINDOW = 10.0  # window in seconds: workers report their time only when a completion is judged
 _SATURATED = 0.9
 
 
 class WatchedSamples:
-    """Shows and stores one judged group every `seconds` (0: none), and raises alarms.
+    """Logs and stores samples of one judged group every `seconds` (0: never), and logs alarms through `say`.
 
-    Alarms: each kind of undecided verdict, once; no right completion so far, again at twice as many groups.
+    There are two alarms. A completion is undecided: logged once for each kind of reason. No completion has been right
+    so far: logged after `_ALARM_GROUPS` groups, then each time their number has doubled.
     """
 
     def __init__(self, folder: RunFolder, say: Callable[[str], None], seconds: float) -> None:
@@ -36,7 +37,7 @@ class WatchedSamples:
         self._kinds: set[str] = set()
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """Take a judged group: show a sample of it if one is due, and raise alarms."""
+        """Log alarms that this judged group causes, and samples of it if they are due."""
         self._note_right(trajectories)
         self._note_undecided(trajectories)
         if trajectories and self._seconds and time.monotonic() >= self._due:
@@ -44,7 +45,7 @@ class WatchedSamples:
             self._show([SampledCompletion.of(prompt, t.versions, t.text, t.verdict) for t in trajectories])
 
     def held_out(self, samples: Sequence[SampledCompletion]) -> None:
-        """Store the samples of a finished evaluation."""
+        """Append the samples of a finished evaluation to ``held_out.jsonl``."""
         self._held_out.append(samples)
 
     def _note_right(self, trajectories: Sequence[Trajectory]) -> None:
@@ -66,7 +67,7 @@ class WatchedSamples:
                 self._say(f"a completion is undecided: {reason} (said once; `stretto export` has all of them)")
 
     def _show(self, samples: Sequence[SampledCompletion]) -> None:
-        """Show the first sample, and one with another outcome if there is one."""
+        """Log and store the first sample, and the first one with another outcome if there is one."""
         others = [sample for sample in samples if sample.outcome is not samples[0].outcome]
         shown = [samples[0], *others[:1]]
         self._samples.append(shown)
@@ -92,7 +93,7 @@ def line(sample: SampledCompletion) -> str:
 
 
 def _short(text: str, room: int) -> str:
-    """A text in quotes; if longer than `room`, its start and its end, where the final answer is.
+    """Quote a text. If it has more than `room` characters, keep its start and its end, where the final answer is.
 
     >>> _short("3+8=11", 20), _short("three and eight are eleven", 20)
     ("'3+8=11'", "'three a ... eleven'")
@@ -105,23 +106,29 @@ def _short(text: str, room: int) -> str:
 
 
 class SlowReward:
-    """Detects a reward slower than generation: its workers are always busy while the engines are not.
+    """Detects that the reward is the bottleneck: its workers are busy all the time, and no engine is.
 
-    `name`: the reward's name in the recipe.
+    Args:
+        name: name of the reward in the recipe.
+        workers: number of its workers, for the message.
     """
 
     def __init__(self, name: str, workers: int) -> None:
         self.name, self.workers = name, workers
         self.found = ""  #: the reward's name while it is the bottleneck, else ""
         self._told = False
-        self._seen: deque[tuple[float, float, float]] = (
-            deque()
-        )  # (time, busy seconds of the rewards, of the busiest engine)
+        # (time, busy seconds of the rewards, of the busiest engine)
+        self._seen: deque[tuple[float, float, float]] = deque()
 
     def poll(self, now: float, seconds: Mapping[str, float]) -> str | None:
-        """Call every second with the total busy `seconds` by role; returns a log line once, else None.
+        """Compare the busy shares of the last `WINDOW` seconds and set `found`; to be called every second.
 
-        Example: rewards 9.8 s and engine-0 4.0 s of work in the last 10 s.
+        Args:
+            now: time in seconds, of any clock.
+            seconds: busy seconds so far by role; those of "rewards" are the mean over its workers.
+
+        Returns:
+            A log line, the first time the reward is too slow; else None.
         """
         engines = [worked for role, worked in seconds.items() if role.startswith("engine")]
         self._seen.append((now, seconds.get("rewards", 0.0), max(engines, default=0.0)))

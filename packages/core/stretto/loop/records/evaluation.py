@@ -1,4 +1,4 @@
-"""Results of an evaluation, by question and in sum: avg@n, pass@k, maj@n, with confidence intervals."""
+"""Results of an evaluation, by question and over all questions: avg@n, pass@k, maj@n, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _Z = 1.959963984540054  # of a 95% interval
 
 
 class QuestionResult(Record, frozen=True):
-    """Results of one question; a line of ``stretto eval --rows``.
+    """Results of one question; a line of ``stretto eval --rows``. Each tuple but `versions` has one entry per
+    completion.
 
-    `majority` is None if the reward does not extract final answers.
+    `majority`: see the function `majority`; None if the reward does not extract final answers.
     """
 
     id: str
     prompt: str
     answer: str  # the gold answer
-    versions: tuple[int, ...]  # newest version that sampled a token
+    versions: tuple[int, ...]  # versions that sampled tokens of any completion, ascending
     outcomes: tuple[Outcome, ...]
     rewards: tuple[float | None, ...]
     lengths: tuple[int, ...]  # tokens
@@ -42,7 +43,8 @@ class QuestionResult(Record, frozen=True):
         trajectories: Sequence[Trajectory],
         finals: Sequence[str | None] | None,
     ) -> QuestionResult:
-        """Summarise the judged trajectories of a prompt. `finals`: their final answers, if the reward extracts them."""
+        """Summarise the judged trajectories of a prompt. `finals`: final answer of each, or None; None as a whole if
+        the reward does not extract final answers."""
         verdicts = [one.verdict for one in trajectories]
         outcomes = tuple(verdict.outcome for verdict in verdicts)
         return cls(
@@ -61,10 +63,10 @@ class QuestionResult(Record, frozen=True):
 
 
 class Evaluation(Record, frozen=True):
-    """Held-out accuracy. Undecided completions count as not right, and are counted apart.
+    """Held-out accuracy of one evaluation.
 
-    `version` is the newest version that sampled any of the tokens; `tokens` counts those of all completions. With
-    several completions `per_prompt`, `right`, `undecided` and `truncated` count completions.
+    `version`: the newest version that sampled a token. `tokens`: sampled tokens of all completions. `right`,
+    `undecided` and `truncated` count completions. Undecided completions do not count as right.
 
     Example::
 
@@ -88,7 +90,7 @@ class Evaluation(Record, frozen=True):
 
     @classmethod
     def of(cls, results: Sequence[QuestionResult]) -> Evaluation:
-        """Combine the results of questions with equally many completions each."""
+        """Combine the results of all questions; each must have the same number of completions."""
         samples = len(results[0].outcomes)
         shares = [result.right / samples for result in results]
         majorities = [result.majority for result in results if result.majority is not None]
@@ -130,7 +132,7 @@ class Evaluation(Record, frozen=True):
         return f"accuracy {self.accuracy:.4f}: {self.right} of {self.samples} right{note}"
 
     def table(self) -> str:
-        """The text of `str`, and a line for each other value."""
+        """Format the evaluation as several lines: the text of `str`, then a line for each other value."""
         low, high = self.ci95
         rows = [("95% interval", f"{low:.4f} to {high:.4f}")]
         if self.per_prompt > 1:
@@ -147,8 +149,8 @@ class Evaluation(Record, frozen=True):
         return " (95% interval {:.4f} to {:.4f})".format(*self.intervals[name]) if name in self.intervals else ""
 
     def as_json(self) -> str:
-        """A JSON object of all fields plus accuracy (also as `avg`) and, over all questions, `questions` and
-        `samples`."""
+        """Format the evaluation as a JSON object: all fields, and in addition `accuracy` (also as `avg`), `questions`,
+        `samples` and `length_mean`."""
         more = {
             "accuracy": self.accuracy,
             "avg": self.accuracy,
@@ -160,7 +162,8 @@ class Evaluation(Record, frozen=True):
 
 
 def mean_rewards(judged: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each named reward over the completions that have it.
+    """Compute the mean of each named reward over the completions that have it. `judged`: rewards by name, for each
+    completion.
 
     >>> mean_rewards([{"correct": 1.0, "form": 0.5}, {"correct": 0.0}])
     {'correct': 0.5, 'form': 0.5}
@@ -173,7 +176,9 @@ def mean_rewards(judged: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def pass_at(k: int, right: int, samples: int) -> float:
-    """pass@k: probability that at least one of `k` of the `samples` completions, drawn without replacement, is right:
+    """Estimate pass@k of a question: the probability that at least one of `k` completions is right.
+
+    Of the `samples` completions, `right` are right, and `k` are drawn without replacement:
     ``1 - C(samples - right, k) / C(samples, k)``, unbiased (Chen et al., arXiv 2107.03374, section 2.1).
 
     >>> pass_at(2, right=1, samples=4)
@@ -188,7 +193,7 @@ def pass_at(k: int, right: int, samples: int) -> float:
 
 
 def sizes(samples: int) -> list[int]:
-    """The k for which pass@k is shown: powers of two, and all completions.
+    """List the k for which pass@k is shown: the powers of two up to `samples`, and `samples`.
 
     >>> sizes(6)
     [1, 2, 4, 6]
@@ -197,10 +202,11 @@ def sizes(samples: int) -> list[int]:
 
 
 def majority(outcomes: Sequence[Outcome], finals: Sequence[str | None]) -> float:
-    """1 if the most frequent answer is right, else 0; on a tie, the share of right answers among the most frequent.
+    """Compute maj@n of a question: 1 if the most frequent answer of its completions is right, else 0. If k answers are
+    equally frequent and one of them is right, it is 1 / k.
 
-    Right completions count for the gold answer, wrong ones for their final answer. Undecided ones, and wrong ones
-    without a final answer, do not vote.
+    A right completion votes for the gold answer, a wrong one for its final answer. Undecided completions, and wrong
+    ones without a final answer, do not vote.
 
     >>> majority([Outcome.RIGHT, Outcome.WRONG, Outcome.WRONG], ["1/2", "3", "3"])
     0.0
@@ -216,11 +222,13 @@ def majority(outcomes: Sequence[Outcome], finals: Sequence[str | None]) -> float
 
 
 def interval(shares: Sequence[float]) -> tuple[float, float]:
-    """95% confidence interval of the mean of `shares` (one per question); (0, 1) without questions.
+    """Compute the 95% confidence interval of the mean of `shares`: the share of right completions of each question.
+    Without questions it is (0, 1).
 
-    Wilson's interval over the number of questions, or over an effective, larger number where completions of a question
-    differ (design effect of clusters; variance: Miller, arXiv 2411.00640, section 2.2). With one completion per
-    question it is Wilson's own: if none is right from 0 to z² / (n + z²), if all are right the mirror image.
+    It is Wilson's score interval. If a question has one completion, n is the number of questions. If it has several,
+    n is the larger, effective number of independent completions, from the variance of `shares` (clustered errors:
+    Miller, arXiv 2411.00640, section 2.2). With no right completion it is 0 to z² / (n + z²); with all right, 1 minus
+    that.
     """
     count = len(shares)
     if not count:

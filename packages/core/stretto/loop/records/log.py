@@ -1,4 +1,4 @@
-"""``log.txt``: the log lines of a run with their times. A screen that fails or closes does not matter."""
+"""``log.txt``: the log lines of a run, each with its time. Logging continues when the terminal fails or closes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LINE_SECONDS = 5.0
 
 
 class RunLog:
-    """A reporter that writes everything to the log and passes it to another reporter.
+    """A reporter that writes each event to the log and passes it on to another reporter, such as the terminal.
 
-    Steps get a line every `seconds`, the last step always. Write and display errors are ignored: they must not end a
-    run.
+    A line about the newest step is written every `seconds`, and after the last step. Errors of writing and of display
+    are ignored: they must not end a run.
     """
 
     def __init__(self, path: Path, reporter: Reporter, steps: int = 0, seconds: float = _LINE_SECONDS) -> None:
@@ -67,7 +67,8 @@ class RunLog:
             self._reporter = SilentReporter()
 
     def note(self, text: str) -> None:
-        """Write a line without showing it. Skipped if our folder was moved away and another run has its place."""
+        """Write a line to the log only. Does nothing if the run folder was moved away and another folder has its
+        place."""
         if self._folder not in (None, identity(self._path.parent)):
             return
         try:

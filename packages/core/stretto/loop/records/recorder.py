@@ -1,6 +1,6 @@
-"""The records of a run: a line of metrics per step, the spans of all roles, the totals.
+"""Writing the records of a run: a line of metrics per step, the time spans of all roles, the totals.
 
-A run whose records cannot be written goes on training.
+If metrics or spans cannot be written, training goes on without them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _WEIGH_SECONDS = 5.0  # seconds between memory readings; the roles may have hund
 
 
 class Recorder:
-    """Receives the conductor's events and writes the run's records."""
+    """Turns the conductor's events into the run's records: ``metrics.jsonl``, ``spans.jsonl``, samples, and the totals
+    in the ledger."""
 
     def __init__(
         self,
@@ -53,8 +54,20 @@ class Recorder:
         resident: Callable[[], Mapping[str, int]] = dict,
         canary: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """Args: work: returns the work of the roles so far. earlier: totals of earlier processes of the run. resident:
-        memory of the roles in bytes. canary: distances of the engines from the trainer."""
+        """Create the recorder of one process of the run.
+
+        Args:
+            work: returns the work of the roles since they started.
+            max_staleness: staleness bound of the recipe, for the totals.
+            earlier: totals of earlier processes of the run.
+            clock: measures wall time and the time of reinforcement learning.
+            medium: how weights reach the engines: shared_memory or http.
+            slow_reward: detects a reward that is the bottleneck; None: not watched.
+            sample_seconds: seconds between sampled completions in the log; 0: none.
+            selection: measures selection bias; None: not measured.
+            resident: returns the resident memory of each role in bytes.
+            canary: returns the distance of each engine from the trainer, as a share of its tolerance.
+        """
         self._canary = canary
         self.clock = clock
         self._selection = selection
@@ -86,8 +99,8 @@ class Recorder:
         self._weighed = -math.inf
 
     def rl_begins(self) -> None:
-        """Start the RL clock: the first prompt is about to be admitted. Earlier work, such as the first evaluation,
-        does not count."""
+        """Start the RL clock, just before the first prompt is admitted. Work of the roles before this call, such as the
+        first evaluation, is not counted in the totals."""
         self._before = self._work()
         self._busy_before, self._polled = self._before.busy, time.monotonic()
         self._evaluation_tokens, self._not_trained_for = Counter(), Counter()
@@ -95,12 +108,13 @@ class Recorder:
         self.clock.rl_begins()
 
     def gives_up(self) -> None:
-        """Note that the run ends and the completions in flight are about to be aborted."""
+        """Note the counters before the completions in flight are aborted at the end of the run: their tokens then count
+        as unfinished, not as stopped."""
         self._stopped = self._work().stopped
 
     def rl_ends(self, unjudged: int = 0) -> None:
-        """Record the run's final counters, after the last poll; the RL clock stays at the last update. `unjudged`:
-        tokens of completions that ended without being judged."""
+        """Take the final counters of the engines into the totals; to be called after the last poll. The RL clock stays
+        at the last update. `unjudged`: tokens of completions that have ended and will not be judged."""
         self._not_trained_for = self._evaluation_tokens.copy()
         totals, work = self.totals(), self._work()
         cut_off = 0 if self._stopped is None else work.stopped - self._stopped
@@ -116,29 +130,30 @@ class Recorder:
         )
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """Record a judged group, trained on or not."""
+        """Record a judged group, whether it will be trained on or not: its samples, and its part of the accuracy."""
         self._samples.judged(prompt, trajectories)
         found, before = Counter(trajectory.verdict.outcome for trajectory in trajectories), self._judged
         right, wrong = before.right + found[Outcome.RIGHT], before.wrong + found[Outcome.WRONG]
         self._judged = Judged(right, wrong, before.accuracy)
 
     def left_over(self, tokens: int) -> None:
-        """Count tokens of turns that ended up in no trajectory: their group was given up, or a restarted program made
-        other requests."""
+        """Count `tokens` of sampled turns that are in no trajectory, as stopped: their group was given up, or a program
+        that started again made other requests."""
         self._left_over += tokens
 
     def taken(self, queues: Mapping[str, float], max_staleness: float | None = None) -> None:
-        """Note that a batch went to the trainer. `queues`: queue sizes afterwards; `max_staleness`: the bound for
-        groups admitted from now on."""
+        """Note that a batch went to the trainer. `queues`: sizes of the controller's queues afterwards;
+        `max_staleness`: the bound for groups that are admitted from now on. Both go into the next line of metrics."""
         self._queues = queues
         self._in_force = max_staleness
 
     def in_force(self, max_staleness: float) -> None:
-        """Set the staleness bound of a step whose batch an earlier process had taken."""
+        """Set the staleness bound for the next line of metrics, if an earlier process of the run took the batch."""
         self._in_force = max_staleness
 
     def updated(self, batch: Batch, update: Update) -> None:
-        """Record a finished step: its line of metrics, its ledger row, the totals."""
+        """Record a finished step: update the ledger, append a line of metrics, put the totals into the ledger, and show
+        the step. A skipped update is logged."""
         self._ledger.record_update(update)
         self.clock.updated()
         self._rewards = mean_rewards(one.verdict.rewards for group in batch.groups for one in group.trajectories)
@@ -156,7 +171,7 @@ class Recorder:
         ages = loss_tokens(batch)
         if decided := self._judged.right + self._judged.wrong:
             self._judged = Judged(accuracy=self._judged.right / decided)
-        # Else two batches left the buffer one after the other: the last accuracy stands.
+        # Else no group was judged between two batches: the last accuracy is repeated.
         return StepMetrics(
             step=update.step,
             version=update.version,
@@ -186,11 +201,12 @@ class Recorder:
         )
 
     def polled(self) -> None:
-        """Compute how busy the roles were since the last poll, from new engine counters, and flush the ledger."""
+        """Compute the busy share of each role since the last poll, and every `_WEIGH_SECONDS` the memory; warn of a
+        slow reward; flush the ledger. To be called after each poll of the roles."""
         now, busy = time.monotonic(), self._work().busy
         elapsed = now - self._polled
         self._busy = {
-            # Work is counted a little after it is done, so the share of a second may seem more than all of it.
+            # Work is counted a little after it is done, so a share may come out above 1.
             role: min(1.0, max(0.0, (seconds - self._busy_before.get(role, 0.0)) / elapsed))
             for role, seconds in busy.items()
         }
@@ -203,18 +219,18 @@ class Recorder:
         self._ledger.flush()
 
     def filtered(self, groups: int) -> None:
-        """Log that `groups` were filtered since the last batch: the run may never get one."""
+        """Log that `groups` groups were filtered since the last batch: perhaps no batch will ever be complete."""
         self._reporter.say(f"{groups} groups were filtered since the last batch (the filters of [rollout])")
 
     def evaluation_sampled(self, completion: Completion) -> None:
-        """Count the tokens of a finished evaluation completion by engine. They are subtracted from the tokens that the
-        engines generated, and reported as `evaluated`."""
+        """Count the tokens of a finished completion of an evaluation. The totals have them as `evaluated`, not as
+        `generated`."""
         for engine, tokens in completion.segment.writers:
             self._evaluation_tokens[engine] += tokens
 
     def evaluated(self, evaluation: Evaluation, step: int, name: str = "") -> None:
-        """Record a held-out accuracy; the first is the initial one, the last the final one. `name`: of a further set,
-        "" for the main one."""
+        """Append a held-out accuracy to the metrics, and show it. `name`: name of the set of questions; "" for the main
+        set, whose first accuracy is the run's initial and whose last is its final one."""
         line = self._evaluation_line(evaluation, step)
         if name:
             self._metrics.append(SetEvaluationLine(**msgspec.structs.asdict(line), name=name))
@@ -246,7 +262,7 @@ class Recorder:
         )
 
     def say(self, sentence: str) -> None:
-        """Log a sentence for those who watch the run."""
+        """Log a sentence and show it to the user."""
         self._reporter.say(sentence)
 
     def spans(self, spans: Sequence[Span]) -> None:
@@ -255,7 +271,8 @@ class Recorder:
         self._activities = with_activities(self._activities, spans)
 
     def totals(self) -> Totals:
-        """Totals up to now; the RL clock stands at the last update."""
+        """Compute the totals up to now, earlier processes of the run included. Their RL seconds end at the last
+        update."""
         work, before, earlier = self._work(), self._before, self._earlier
         sampled = over_the_run(work.generated_by, before.generated_by, earlier.generated_by)
         return Totals(
@@ -277,7 +294,8 @@ class Recorder:
         )
 
     def conclude(self) -> None:
-        """Write the final totals: those of the last update, with the evaluations and the whole wall time."""
+        """Put the final totals into the ledger: the totals of the last update, with the initial and final accuracy and
+        the whole wall time."""
         totals = msgspec.structs.replace(
             self.latest,
             wall_seconds=self.clock.wall_seconds,

@@ -1,4 +1,4 @@
-"""The events that a run reports to the person who started it; how to show them is up to the caller."""
+"""Interface for showing the events of a run to the person who started it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Reporter(Protocol):
     """Shows a run's events to the user (`dashboard.terminal.progress`)."""
 
     def say(self, text: str) -> None:
-        """Show a line that stays: a warning, a new phase, a replaced engine."""
+        """Show a line of text permanently: a warning, a new phase, a replaced engine."""
         ...
 
     def learning(self, progress: SupervisedProgress) -> None:

@@ -1,4 +1,4 @@
-"""Totals of a run's work, including earlier processes of the run."""
+"""Adding up the work and the time of a run over all of its processes: a resumed run has several."""
 
 from __future__ import annotations
 
@@ -17,27 +17,33 @@ Count = TypeVar("Count", int, float)
 
 
 def carried_over(totals: Totals, kept: int) -> Totals:
-    """Totals at the start of a resumed run. All earlier work counts, also for steps to be repeated. `kept`: tokens on
-    record or still in flight; the other generated ones count as stopped."""
+    """Return the totals with which a resumed run begins. All earlier work counts, including that of steps which are
+    repeated.
+
+    Args:
+        totals: the last totals of the earlier processes.
+        kept: number of tokens in the ledger, of finished completions or in flight; the other generated tokens count as
+            stopped.
+    """
     stopped = max(0, totals.generated - kept)
     return msgspec.structs.replace(totals, stopped=stopped, unfinished=0, final_accuracy=None, rewards={})
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of the roles since they started: tokens generated, recomputed, generated for stopped or unfinished
-    completions; busy seconds by role."""
+    """Work of the roles since they started. Numbers are tokens, except for `busy`."""
 
     generated: int = 0
-    recomputed: int = 0
-    stopped: int = 0
-    unfinished: int = 0  # of requests that are open
-    busy: Mapping[str, float] = field(default_factory=dict)
+    recomputed: int = 0  # KV cache computed again after an interruption
+    stopped: int = 0  # sampled for completions that were aborted
+    unfinished: int = 0  # sampled for completions of open requests
+    busy: Mapping[str, float] = field(default_factory=dict)  # role: seconds of work
     generated_by: Mapping[str, int] = field(default_factory=dict)  # engine: its part of `generated`
 
 
 class RunClock:
-    """Seconds of the whole run and of its RL part, including earlier processes."""
+    """Measures the seconds of the whole run and of its RL part, from the first admitted prompt to the last update.
+    Earlier processes of the run are included."""
 
     def __init__(self, earlier: Totals, since: float) -> None:
         """`since`: `time.monotonic` at this process's start of the run."""
@@ -52,13 +58,13 @@ class RunClock:
         self.starting_seconds = self._earlier.starting_seconds + self._rl_since - self._since
 
     def updated(self) -> None:
-        """Note a finished update."""
+        """Advance the RL seconds to now: a training step has finished."""
         if self._rl_since is not None:
             self._rl_seconds = self._earlier.rl_seconds + time.monotonic() - self._rl_since
 
     @property
     def rl_seconds(self) -> float:
-        """Seconds of RL up to the last update."""
+        """Seconds from the first admitted prompt to the last update."""
         return self._rl_seconds
 
     @property
@@ -67,8 +73,11 @@ class RunClock:
 
 
 def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:
-    """`carried` plus the weight transfers in `spans`: pulls over a network, or mapping and checking of shared memory.
-    Generation pauses only for the load."""
+    """Return `carried` with the weight transfers in `spans` added; the newest `NEWEST_TRANSFERS` of each kind are kept.
+
+    A transfer is a download over the network, or mapping and checking of shared memory. Generation goes on during a
+    transfer; it pauses only for the load after it.
+    """
     transfer = "pull" if carried.medium == "http" else "map"
     pulls = [(span.bytes, round(span.end - span.start, 6)) for span in spans if span.name == transfer]
     pauses = [round(span.end - span.start, 6) for span in spans if span.name == "load"]
@@ -86,7 +95,7 @@ def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:
 def with_activities(
     activities: Mapping[str, Mapping[str, float]], spans: Sequence[Span]
 ) -> dict[str, dict[str, float]]:
-    """Busy seconds by role and span name, with those of `spans` added."""
+    """Return `activities` (role: span name: busy seconds) with the seconds of `spans` added."""
     found = {role: dict(seconds) for role, seconds in activities.items()}
     for span in spans:
         if span.name in WORK:
@@ -98,6 +107,7 @@ def with_activities(
 def over_the_run(
     now: Mapping[str, Count], before: Mapping[str, Count], earlier: Mapping[str, Count]
 ) -> dict[str, Count]:
-    """Counters of this process since `before` plus those of earlier processes, by key."""
+    """Return the counters of the whole run, by key: the increase from `before` to `now` in this process, plus the
+    counters of `earlier` processes."""
     names = dict.fromkeys([*earlier, *now])
     return {name: now.get(name, 0) - before.get(name, 0) + earlier.get(name, 0) for name in names}

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: captured once per shape and replayed over other inputs.
+"""CUDA graphs of decode steps: captured once per set of shapes, and replayed with other inputs.
 
 A decode step is hundreds of small kernels, and launching them takes longer than running them. A CUDA graph launches all
 of them at once, with the shapes and addresses of its capture. So shapes are rounded to few sizes (`captured_size`), and
@@ -6,7 +6,7 @@ inputs are copied to the captured addresses::
 
     numpy arrays  ->  one buffer on the device, split into tensors  ->  replay  ->  the same output tensor every time
 
-Everything else must keep its address; parameters do, since new weights are copied into them.
+All other tensors must keep their addresses. Parameters do, since new weights are copied into them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ log = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int64]
 
-#: From here on there is also a size halfway between two powers of two.
+#: From this size on, the middle between two powers of two is a size too.
 _FIRST_MIDDLE = 16
 
 
 def captured_size(rows: int) -> int:
-    """The next size that is captured: powers of two, and from 16 on also the middle between two of them.
+    """Round a number of rows up to a size for which graphs are captured: a power of two, or from 16 on also the middle
+    between two powers of two.
 
     >>> sorted({captured_size(rows) for rows in range(1, 200)})
     [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
@@ -41,8 +42,8 @@ def captured_size(rows: int) -> int:
     return middle if power > _FIRST_MIDDLE and rows <= middle else power
 
 
-#: Captures a function of fixed tensors; returns its replay, which returns the same tensor with new content each time.
-#: The function may be called a few times for the capture.
+#: Captures a function without arguments, which reads and writes fixed tensors. Returns a function that replays it and
+#: returns the same output tensor, with new content, each time. The captured function may be called a few times.
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
@@ -63,14 +64,15 @@ class Inputs:
         return cls(buffer, tuple(part[: array.size].view(array.shape) for part, array in cuts))
 
     def fill(self, arrays: Sequence[Ints]) -> Inputs:
-        """Copy in arrays of the same shapes."""
+        """Copy arrays of the same shapes into the tensors; returns itself."""
         parts = (part for array in arrays for part in (array.ravel(), np.zeros(array.size % 2, np.int64)))
         self.buffer.copy_(torch.from_numpy(np.concatenate(list(parts))))
         return self
 
 
 class Graphs:
-    """Replays a function of int64 tensors; captures it when a set of shapes is first seen.
+    """Calls a function of int64 tensors by replaying graphs. The function is captured when a set of input shapes is
+    first seen.
 
     Example: the second call replays the first one's capture with other numbers::
 
@@ -88,11 +90,11 @@ class Graphs:
         return len(self._captured)
 
     def __call__(self, function: Callable[..., Tensor], arrays: Sequence[Ints]) -> Tensor:
-        """The function's result for these arrays, valid until the next call with the same shapes.
+        """The result of the function for these arrays, valid until the next call with the same shapes.
 
         Args:
-            function: must compute the same in all calls with the same shapes.
-            arrays: its arguments; passed as device tensors.
+            function: must be the same computation in all calls with the same shapes.
+            arrays: its arguments, which it gets as device tensors.
         """
         shapes = tuple(array.shape for array in arrays)
         if shapes not in self._captured:
@@ -104,10 +106,10 @@ class Graphs:
 
 
 class CudaCapture:
-    """Captures CUDA graphs that share one memory pool.
+    """Captures CUDA graphs that share one memory pool (a `Capture`).
 
-    A function that synchronises with the GPU, as a mixture of experts may, cannot be captured: this is logged, and the
-    function is called directly.
+    A function that synchronises with the GPU, as a mixture of experts may, cannot be captured. Then a warning is
+    logged, and this and all later functions are called directly.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -141,14 +143,14 @@ class CudaCapture:
         return replay
 
     def _warm_up(self, function: Callable[[], Tensor]) -> None:
-        """Call the function a few times, so that kernels are compiled and libraries allocate memory before the
-        capture."""
+        """Call the function once, so that kernels are compiled and libraries allocate memory before the capture."""
         with self._apart():
             function()
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Run the block on the capturing stream, ordered after earlier and before later work."""
+        """Context manager: run the block on the stream of captures, after all earlier work of the current stream and
+        before all later work."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
@@ -157,7 +159,8 @@ class CudaCapture:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Make synchronising calls raise, to find them before a capture, which they would leave half done."""
+    """Context manager: calls that synchronise with the GPU raise, so that they are found before a capture, which they
+    would break."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

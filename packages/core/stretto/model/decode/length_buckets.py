@@ -1,15 +1,15 @@
-"""The KV cache: buckets of slots, each bucket for one range of lengths.
+"""The KV cache of an engine: buckets of slots, each bucket for one range of lengths.
 
     bucket  64 tokens   slots 0 1 2 3 4 5 . .     rows of up to 64 tokens
     bucket 128 tokens   slots 0 1 . .             a row that outgrows its bucket moves to the next
     bucket 256 tokens   slots 0 .
 
-In a step the used slots of a bucket are 0..n-1, so attention reads a plain slice of memory up to the longest row of
-*that bucket*: a long row does not slow short ones down, and no slot reserves the whole context. A row is copied once
-per doubling, like a growing list.
+In a step the used slots of a bucket are 0..n-1, so attention reads a contiguous slice of memory, up to the longest row
+of this bucket. A long row does not slow short rows down, and no slot reserves the whole context. A row is copied each
+time that its length doubles, like a growing list.
 
-Buckets keep spare slots for coming rows. With a budget (`most_tokens`), spare slots are freed when all slots together
-exceed it; the scheduler keeps the rows themselves within it.
+Buckets keep spare slots for new rows. With a budget (`most_tokens`), spare slots are freed when all slots together
+exceed it. The scheduler ensures that the rows themselves fit the budget.
 
 Axes: Z layers, S slots, K key/value heads, L tokens of a slot, D width of a head.
 """
@@ -36,7 +36,7 @@ _FIRST_SLOTS = 4
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Shape of one token's KV entries, and the longest row."""
+    """Shape, dtype and device of the KV entries of one token, and the context length, which limits rows."""
 
     layers: int
     kv_heads: int
@@ -51,12 +51,12 @@ class CacheLayout:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def slot(self, tokens: int) -> int:
-        """Slot length for a row of `tokens` tokens."""
+        """Length of the slot for a row of `tokens` tokens: a power of two from 64 on, at most the context length."""
         return min(max(SHORTEST, 1 << (tokens - 1).bit_length()), self.context_length)
 
     @property
     def lengths(self) -> int:
-        """Number of slot lengths."""
+        """Number of different slot lengths."""
         return len({self.slot(1 << power) for power in range(self.context_length.bit_length() + 1)})
 
 
@@ -86,7 +86,8 @@ class Bucket:
         return len(self.keys[0])
 
     def take(self, row: int, most_spare: int | None = None) -> int:
-        """Assign a slot to `row`: a free one, else the next. Growth keeps at most `most_spare` spare slots."""
+        """Assign a slot to `row` and return it: a free slot, else the next. If memory must be allocated, the number of
+        slots is doubled, but at most `most_spare` of the new slots are spare; None: no limit."""
         self._rows = None
         if self.free_slots:
             slot = self.free_slots.pop()
@@ -100,13 +101,15 @@ class Bucket:
         return used
 
     def cells(self, slots: Ints, positions: Ints) -> Ints:
-        """[W * K] indices of these tokens, for each key head, in a layer's keys viewed as rows [S * K * L, D]."""
+        """Indices [W * K] of tokens, for each key head, in a layer's keys viewed as [S * K * L, D]. `slots`,
+        `positions`: [W], slot of each token and its position there."""
         heads = self._layout.kv_heads
         cells: Ints = (slots * heads)[:, None] + np.arange(heads)
         return (cells * self.length + positions[:, None]).ravel()
 
     def resize(self, slots: int) -> None:
-        """Allocate this number of slots, at least those in use; one layer's keys or values at a time."""
+        """Reallocate memory for this number of slots, at least the used ones, whose entries are copied. Only one
+        layer's keys or values exist twice at a time."""
         used = len(self.owners)
         for held in (self.keys, self.values):
             for layer in range(len(held)):
@@ -116,7 +119,7 @@ class Bucket:
                 del resized
 
     def copy_slot(self, slot: int, target: Bucket, place: int) -> None:
-        """Copy the entries of a slot to one of a bucket that is at least as long."""
+        """Copy the entries of a slot to slot `place` of the bucket `target`, whose slots are at least as long."""
         both = (*zip(self.keys, target.keys, strict=True), *zip(self.values, target.values, strict=True))
         sources, targets = zip(*((own[slot], other[place, :, : self.length]) for own, other in both), strict=True)
         torch._foreach_copy_(targets, sources)
@@ -133,7 +136,7 @@ class Bucket:
         self.free_slots.clear()
 
     def compact(self) -> list[tuple[int, int]]:
-        """Move the last rows into free slots; returns the moved ``(row, slot)`` pairs."""
+        """Move the last rows into free slots, so that used slots are 0..n-1; returns (row, new slot) of moved rows."""
         self._rows, moved = None, []
         for slot in sorted(self.free_slots):
             while self.owners and self.owners[-1] == FREE:
@@ -156,13 +159,13 @@ class Bucket:
 
 
 class LengthBuckets:
-    """All buckets and the place of each row.
+    """All buckets, and the bucket and slot of each row. `most_tokens`: budget of all slots; None: no limit.
 
     Example: the row outgrows its bucket::
 
         buckets.place(7, tokens=60)     # slot 0 of the bucket for 64 tokens
-        buckets.move(7, tokens=65)   # copied to slot 0 of the bucket for 128; its old slot is free
-        buckets.compact()                # the last row takes the free slot
+        buckets.move(7, tokens=65)      # copied to slot 0 of the bucket for 128; its old slot is free
+        buckets.compact()               # the last row of the first bucket takes the free slot
     """
 
     def __init__(self, layout: CacheLayout, most_tokens: int | None = None) -> None:
@@ -182,11 +185,11 @@ class LengthBuckets:
         return self._places[row]
 
     def used(self) -> list[Bucket]:
-        """Buckets that hold rows, shortest first; this is the order of rows in a step."""
+        """Buckets that hold rows, shortest slots first. The rows of a step are in this order."""
         return [self._buckets[length] for length in sorted(self._buckets) if self._buckets[length].owners]
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Prepare for rows of these lengths: grow each bucket once instead of by repeated doubling."""
+        """Allocate slots for new rows of these lengths, so that each bucket grows once instead of by doublings."""
         for length, rows in Counter(map(self._layout.slot, tokens)).items():
             bucket = self._bucket(length)
             slots = len(bucket.owners) - len(bucket.free_slots) + rows
@@ -196,7 +199,7 @@ class LengthBuckets:
                 bucket.resize(slots + (spare if most_spare is None else min(spare, most_spare)))
 
     def place(self, row: int, tokens: int) -> tuple[Bucket, int]:
-        """Give `row` a slot for `tokens` tokens; returns (bucket, slot)."""
+        """Assign `row` a slot for `tokens` tokens; returns (bucket, slot)."""
         bucket = self._bucket(tokens)
         self._placed = True
         self._places[row] = (bucket, bucket.take(row, self._most_spare(bucket)))
@@ -222,11 +225,11 @@ class LengthBuckets:
             bucket.clear()
 
     def resize_rows(self, lengths: Ints, entering: Sequence[int]) -> list[Bucket]:
-        """Make room for a step; returns the buckets that hold rows, shortest first, the order of rows in the step.
+        """Prepare the slots of a step; returns the buckets that hold rows, in the order of `used`.
 
         Args:
-            lengths: [rows] tokens of each row, indexed by row; rows that outgrew their bucket are moved.
-            entering: new rows that need a slot.
+            lengths: [rows] tokens of each row, indexed by row; rows longer than their slot are moved to longer slots.
+            entering: new rows, which get a slot.
         """
         outgrown = [
             row
@@ -243,7 +246,7 @@ class LengthBuckets:
         return self.used()
 
     def compact(self) -> None:
-        """Make the used slots of each bucket contiguous, then enforce the budget."""
+        """Make the used slots of each bucket contiguous, then free spare slots beyond the budget."""
         for bucket in self._buckets.values():
             if bucket.free_slots:
                 self._places.update((row, (bucket, slot)) for row, slot in bucket.compact())
@@ -252,7 +255,7 @@ class LengthBuckets:
             self._placed = False
 
     def limit(self, most_tokens: int) -> None:
-        """Another budget from now on; spare slots beyond it are freed."""
+        """Set the budget to `most_tokens`, and free spare slots beyond it. The rows must fit the budget."""
         self._most_tokens, self._placed = most_tokens, True
         self.compact()
 
@@ -297,7 +300,8 @@ class LengthBuckets:
             bucket.resize(max(len(bucket.owners), bucket.capacity + -excess // bucket.length))
 
     def _most_spare(self, bucket: Bucket, needed: int = 1) -> int | None:
-        """Spare slots, beyond the needed ones, that the budget allows a bucket; None: no limit."""
+        """Number of spare slots, in addition to `needed` slots, that the budget allows a bucket to add; None: no
+        limit."""
         if self._most_tokens is None:
             return None
         return max(0, (self._most_tokens - self.tokens_allocated()) // bucket.length - needed)

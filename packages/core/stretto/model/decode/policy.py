@@ -1,7 +1,7 @@
-"""An engine's policy: a transformers model with a KV cache, one forward over packed tokens per step.
+"""An engine's policy: a transformers model with a KV cache, one forward pass over packed tokens per step.
 
-A step feeds the newest token of every row and returns the logits of the next one. A new row, or one whose cache was
-dropped, also brings its earlier tokens as *context*::
+A step feeds the newest token of every row, and returns the logits of its next token. A new row, or a row whose KV
+entries were dropped, also brings its earlier tokens as *context*::
 
     packed tokens  [ context of row 7 | context of rows 8 and 9 | newest of rows 3 5 7 8 9 ]      T tokens
     attention        causal, within the context                   over the row's own slot
@@ -40,11 +40,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Context:
-    """Tokens before the newest one, cached for one row or for several rows of one prompt: ``token_ids`` [C], C may be
-    0.
+    """Tokens before the newest token of a row, whose KV entries a step computes. `token_ids`: [C], C may be 0. `rows`:
+    the rows that get these entries; several if they have the same prompt.
 
-    The first `shared` of them are a prefix of context `prefix_of` in the same step, which computes them and must not
-    share a prefix itself. At least one token must be the context's own.
+    The first `shared` tokens are the first tokens of context number `prefix_of` of the same step, and are computed
+    there; that context must not share a prefix itself. At least one token must not be shared.
     """
 
     token_ids: Ints
@@ -54,12 +54,12 @@ class Context:
 
     @property
     def own(self) -> Ints:
-        """Tokens that this context adds to the step."""
+        """The tokens that are not shared, which this context adds to the step."""
         return self.token_ids[self.shared :]
 
 
 class DecodePolicy:
-    """A causal language model with a cache of rows.
+    """A causal language model with a KV cache of rows.
 
     Example: two completions of one prompt, then one more token each::
 
@@ -91,7 +91,7 @@ class DecodePolicy:
 
     @property
     def rows(self) -> set[int]:
-        """Cached rows."""
+        """The rows with KV entries."""
         return self._buckets.rows()
 
     @property
@@ -100,21 +100,22 @@ class DecodePolicy:
         return self._buckets.tokens_allocated() * self.layout.bytes_per_token
 
     def tune(self, record: Path | None) -> None:
-        """Take the run's tile of the kernels for decoding on a GPU (`model.kernels.tiles`); before the first step."""
+        """Choose the tile size of the kernels for decoding on a GPU (`model.kernels.tiles`). `record`: file that keeps
+        the choice for the run. Call it before the first step."""
         if self.table_steps is not None:
             self.table_steps.tune(self.model.config.get_text_config().num_attention_heads, record)
 
     def release(self, row: int) -> None:
-        """Drop a row from the cache."""
+        """Drop the KV entries of a row."""
         self._buckets.release(row)
 
     @torch.inference_mode()
     def limit(self, most_bytes: int) -> None:
-        """Another limit of the KV cache, within which its rows are."""
+        """Set the limit of the KV cache, in bytes, and free memory beyond it. The rows must fit the limit."""
         self._buckets.limit(most_bytes // self.layout.bytes_per_token)
 
     def clear(self) -> None:
-        """Drop all rows: their cache belongs to earlier weights."""
+        """Drop the KV entries of all rows, which were computed with earlier weights."""
         self._buckets.clear()
 
     def check_integrity(self) -> None:
@@ -122,24 +123,24 @@ class DecodePolicy:
 
     @torch.inference_mode()
     def forward(self, newest: Ints, lengths: Ints, contexts: Sequence[Context]) -> tuple[Ints, Tensor]:
-        """Feed the newest token of every cached row, and of the rows that `contexts` add.
+        """Feed the newest token of every cached row and of the rows of `contexts`, which become cached.
 
         Args:
             newest: [rows] newest token of each row, indexed by row.
             lengths: [rows] tokens of each row including the newest, indexed by row.
-            contexts: of the rows that enter now, each row in exactly one.
+            contexts: contexts of the new rows; each new row is in exactly one.
 
         Returns:
-            The rows in the order of the logits [R], and the logits of each row's next token [R, V], float32.
+            The rows in the order of the logits, [R], and the logits of each row's next token, [R, V], float32.
         """
         step, order = self._step(newest, lengths, contexts)
         return order, self._logits(step, len(order))
 
     @torch.inference_mode()
     def forward_of_text(self, token_ids: Ints, decoded: int) -> Tensor:
-        """Logits after every token of a text [C, V], float32, in one pass. The last `decoded` tokens (at least one) are
-        computed over the KV cache, each as a row of its own, the others together. The policy must have no rows; it has
-        none afterwards."""
+        """Logits after every token of a text, [C, V], float32, in one forward pass. The last `decoded` tokens (at least
+        one) are computed over the KV cache, each as a row of its own; the others are computed as context. The policy
+        must have no rows, and has none afterwards."""
         assert not len(self), "the rows of the policy would be fed a token each"
         together, rows = len(token_ids) - decoded, range(decoded)
         contexts = [Context(token_ids[: together + row], (row,), shared=together if row else 0) for row in rows]
@@ -154,8 +155,8 @@ class DecodePolicy:
 
     @torch.inference_mode()
     def forward_of_texts(self, texts: Sequence[Ints]) -> Tensor:
-        """Logits after every token of some texts, concatenated [C, V], float32, in one pass. The policy must have no
-        rows; it has none afterwards."""
+        """Logits after every token of several texts, concatenated to [C, V], float32, in one forward pass. The policy
+        must have no rows, and has none afterwards."""
         assert not len(self), "the rows of the policy would be fed a token each"
         newest, lengths = (np.array([pick(text) for text in texts]) for pick in (lambda text: text[-1], len))
         contexts = [Context(text[:-1], (row,)) for row, text in enumerate(texts)]
@@ -198,7 +199,7 @@ class DecodePolicy:
 
 
 def _first_tokens(packed: Sequence[Context], order: Ints) -> Iterator[FirstTokens]:
-    """Packed context tokens that enter the cache, for each row."""
+    """Yield, for each new row, the packed tokens whose KV entries go into its slot. `order`: rows of the step."""
     places = {row: place for place, row in enumerate(order.tolist())}
     ends = np.cumsum([len(context.own) for context in packed])
     starts = ends - [len(context.own) for context in packed]
@@ -210,7 +211,7 @@ def _first_tokens(packed: Sequence[Context], order: Ints) -> Iterator[FirstToken
 
 
 def _without_empty(contexts: Sequence[Context]) -> list[Context]:
-    """The contexts that have tokens; no context shares a prefix of an empty one."""
+    """The contexts that have tokens, with `prefix_of` renumbered."""
     places = {place: at for at, place in enumerate(k for k, c in enumerate(contexts) if len(c.token_ids))}
     return [
         dataclasses.replace(context, prefix_of=places.get(context.prefix_of, 0))
@@ -220,14 +221,15 @@ def _without_empty(contexts: Sequence[Context]) -> list[Context]:
 
 
 def _with_filler(packed: list[Context], rows: int) -> list[Context]:
-    """Append a context without rows to bring the step to a length that repeats (`round_length`)."""
+    """Append a filler context without rows, so that the step has a rounded number of tokens (`round_length`). `rows`:
+    number of rows of the step."""
     tokens = rows + sum(len(context.own) for context in packed)
     filler = round_length(tokens) - tokens if packed else 0
     return [*packed, Context(np.zeros(filler, np.int64), rows=())] if filler else packed
 
 
 def cache_layout(model: PreTrainedModel, attention: Attention) -> CacheLayout:
-    """Shape of one cached token."""
+    """The cache layout of a model with this attention."""
     return CacheLayout(
         layers=attention.layers,
         kv_heads=attention.kv_heads,

@@ -1,13 +1,14 @@
-"""Decode steps that write and read all rows at once, through a table of slots (`model.kernels.triton_attention`).
+"""Decode steps on a GPU that write and read all rows at once, through a table of slots
+(`model.kernels.triton_attention`).
 
-    rows     keys, address | values, address | head to head | bucket            for each row     [R, 4]
-    layers   from layer 0 to this one: keys | values                            for each bucket  [Z, B, 2]
-    writes   packed token | row | place in the slot                             for each token   [W, 3]
-    chunks   row | first | end                                                  for each window  [N, 3]
+    rows     address of keys | address of values | stride between heads | bucket    for each row     [R, 4]
+    layers   bytes from layer 0 to this layer: of keys | of values                  for each bucket  [Z, B, 2]
+    writes   packed token | row | position in the slot                              for each token   [W, 3]
+    chunks   row | first token | end                                                for each window  [N, 3]
 
-Buckets may have any length and move between two steps, since a step only depends on these integers. Steps without
-contexts (the most) are therefore captured as CUDA graphs (`model.decode.cuda_graphs`), padded with rows that use a
-scratch slot.
+A step depends only on these integers, so buckets may have any length, and may be reallocated between two steps. Steps
+without contexts (most steps) are therefore captured as CUDA graphs (`model.decode.cuda_graphs`). They are padded with
+rows that use a scratch slot.
 
 Axes: Z layer, B bucket, T packed token, W written token, R row, N place for a chunk, H query heads, K key/value heads,
 D width of a head.
@@ -39,21 +40,21 @@ from stretto.model.trace import Forward
 
 Ints = npt.NDArray[np.int64]
 
-#: Extra chunks per row, and programs per multiprocessor that read them: enough to balance the work.
+#: Extra chunks per row, and programs per multiprocessor that read chunks: enough to balance the work.
 _MORE_PER_ROW = 2
 _PER_PROCESSOR = 8
-_TRIES = 5  # of which the first compiles
+_TRIES = 5  # measurements of a tile; the first compiles
 
 
 @dataclass(frozen=True)
 class TableRows:
-    """All rows of a step, as a table of slots."""
+    """All rows of a step as a table of slots; implements `model.trace.Attends`."""
 
-    start: int  # index of the first newest token
-    dtype: torch.dtype  # of the cache
-    slots: Tensor  # [Z, R, 4]
+    start: int  # index of the first newest token among the packed tokens
+    dtype: torch.dtype  # of the KV cache
+    slots: Tensor  # [Z, R, 4] the table "rows", for each layer
     writes: Tensor  # [W, 3]
-    chunks: Mapping[int | None, tuple[Tensor, Tensor]]  # by layer window: items [N, 3] and bounds [R + 1]
+    chunks: Mapping[int | None, tuple[Tensor, Tensor]]  # by attention window: items [N, 3] and bounds [R + 1]
     tile: Tile = TABLE[0]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
@@ -65,10 +66,11 @@ class TableRows:
 
 
 class TableSteps:
-    """Runs steps over all buckets at once; steps without contexts are replayed from graphs."""
+    """Runs decode steps over all buckets at once; steps without contexts are replayed from CUDA graphs."""
 
     def __init__(self, layout: CacheLayout, windows: frozenset[int | None], capture: Capture, programs: int) -> None:
-        """`programs`: number of programs worth launching at least, if there is enough to read."""
+        """`windows`: attention windows of the layers; `programs`: least number of GPU programs to aim for, so that the
+        device is busy."""
         self._layout = layout
         self._windows = tuple(windows)
         self._spare = -(-programs // layout.kv_heads)
@@ -77,14 +79,15 @@ class TableSteps:
         self._nobodys = torch.zeros(shape, dtype=layout.dtype, device=layout.device)  # one slot for all layers
 
     def tune(self, heads: int, record: Path | None) -> None:
-        """Take the tile of the run, measured if no engine has yet; comes before the first step."""
+        """Choose the kernels' tile: from the file `record` of the run, or by a measurement that is written there. Call
+        it before the first step. `heads`: number of query heads."""
         layout, device = self._layout, torch.cuda.get_device_name(self._layout.device)
         name = f"{device}, {layout.dtype}, {heads} heads of {layout.kv_heads} x {layout.head_dim}"
         self._tile = chosen(f"{name}, triton {triton_version()}", partial(read_seconds, layout, heads), record)
 
     def logits(self, step: DecodeStep, forward: Forward, last: int) -> Tensor:
-        """Logits after each of the step's last `last` tokens, [last, V], float32; the caller may keep them. For a step
-        without contexts, `last` is its number of rows."""
+        """Logits after each of the step's last `last` tokens, [last, V], float32, in memory of their own. For a step
+        without contexts, `last` must be its number of rows."""
         run = partial(self._run, forward, step.contexts, last)
         if step.contexts is None:
             logits = self._graphs(run, self._arrays(step, captured_size(step.rows)))
@@ -104,7 +107,7 @@ class TableSteps:
         return forward(token_ids[None], positions[None], StepPlan(contexts, (table,)), len(token_ids), -last)[0]
 
     def _arrays(self, step: DecodeStep, rows: int) -> list[Ints]:
-        """The step as arrays with `rows` rows; padding rows have one token at position 0."""
+        """The inputs of a step as arrays, padded to `rows` rows; padding rows have one token at position 0."""
         added = rows - step.rows
         token_ids, positions = (np.pad(x, (0, added)) for x in (step.token_ids, step.positions))
         newest = positions[step.start :]
@@ -122,7 +125,7 @@ class TableSteps:
         return arrays
 
     def _layers(self, buckets: Sequence[Bucket]) -> Ints:
-        """[Z, B, 2]; the last bucket is the scratch slot, which is that of all layers."""
+        """The table "layers", [Z, B, 2]. The last bucket is the scratch slot, which all layers share."""
         layers = np.zeros((self._layout.layers, self._layout.lengths + 1, 2), np.int64)
         for at, bucket in enumerate(buckets):
             for kind, held in enumerate((bucket.keys, bucket.values)):
@@ -131,14 +134,15 @@ class TableSteps:
 
 
 def slots_of(keys_SKLD: Tensor, values_SKLD: Tensor, used: int, bucket: int = 0) -> Ints:
-    """[used, 4] entries for `write_rows` of the first slots of a layer."""
+    """The table "rows", [used, 4], for the first `used` slots of a layer's keys and values. `bucket`: number of their
+    bucket."""
     slots = np.arange(used) * keys_SKLD.stride(0) * keys_SKLD.element_size()
     heads, buckets = np.full(used, keys_SKLD.stride(1)), np.full(used, bucket)
     return np.stack([keys_SKLD.data_ptr() + slots, values_SKLD.data_ptr() + slots, heads, buckets], axis=1)
 
 
 def read_seconds(layout: CacheLayout, heads: int, tile: Tile, rows: int = 64, tokens: int = 2048) -> float:
-    """Seconds of reading some rows of a layer with a tile, the best of a few."""
+    """Measure a tile: seconds to read `rows` rows of `tokens` tokens of one layer, five times; the best of five."""
     device, shape = layout.device, (2, rows, layout.kv_heads, tokens, layout.head_dim)
     cache = torch.randn(shape, device=device).to(layout.dtype)
     query = torch.randn(rows, heads, layout.head_dim, device=device).to(layout.dtype)
@@ -158,13 +162,13 @@ def read_seconds(layout: CacheLayout, heads: int, tile: Tile, rows: int = 64, to
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done all work."""
+    """Wait until a CUDA device has finished all queued work; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def table_steps(layout: CacheLayout, windows: frozenset[int | None]) -> TableSteps | None:
-    """Table steps if a GPU can run their kernels; else None."""
+    """Make `TableSteps` if the layout's device is a GPU that can run their kernels; else None."""
     if not reads_ragged(layout.device, layout.dtype, layout.head_dim):
         return None
     multiprocessors = torch.cuda.get_device_properties(layout.device).multi_processor_count

@@ -1,15 +1,15 @@
-"""One decode step: its packed tokens, and writing and reading of the KV cache.
+"""One decode step: its packed tokens, and how it writes and reads the KV cache.
 
     packed tokens   [ contexts | newest of rows 3 5 7 8 9 ]
     rows            3 5 7 | 8 9        in the order of the buckets
     buckets         64      128
 
-A layer first writes the step's KV entries, then reads: the newest token of a new row attends to context written by the
-same layer. Rows are read in one of two ways::
+A layer first writes the step's KV entries, then reads, because the newest token of a new row attends to context that
+the same layer has written. Rows are read in one of two ways::
 
     a a a a .       ragged   11 tokens are read, each row to its own end (CPU)
     b b . . .
-    c c c c c       dense    15 tokens are read up to the longest row, those beyond a row's end masked
+    c c c c c       dense    15 tokens are read, up to the longest row; tokens beyond a row's end are masked
 
 Axes: T packed token, W written token, R row, S slot, H query heads, K key/value heads, L tokens of a slot, D width of
 a head.
@@ -42,10 +42,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """Packed tokens that are the first KV entries of a new row."""
+    """The packed tokens whose KV entries are written first into the slot of a new row."""
 
-    place: int  # index of the row in the step
-    sources: Ints
+    place: int  # index of the row among the rows of the step
+    sources: Ints  # indices of the packed tokens, in the order of their positions
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class DecodeStep:
 
     token_ids: Ints  # [T]
     positions: Ints  # [T], position of each token in its row
-    contexts: Packing | None  # None in most steps
-    buckets: tuple[Bucket, ...]  # buckets whose slots are the rows of the step, in this order
-    entering: tuple[FirstTokens, ...]
+    contexts: Packing | None  # layout of the contexts; None without contexts, as in most steps
+    buckets: tuple[Bucket, ...]  # the rows of the step are the slots of these buckets, in this order
+    entering: tuple[FirstTokens, ...]  # new rows
 
     @property
     def rows(self) -> int:
@@ -75,10 +75,10 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Attention of one step, planned once for all layers."""
+    """Attention of one step, planned once for all layers; implements `model.trace.Attends`."""
 
     contexts: Packing | None
-    rows: tuple[Attends, ...]  # each takes [T, H, D] and [T, K, D], and writes the KV entries of its rows first
+    rows: tuple[Attends, ...]  # get [T, H, D] and [T, K, D], write the KV entries of their rows, and return [R, H, D]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
@@ -111,7 +111,7 @@ AttentionInterface.register(CACHED_ATTENTION, cached_attention)
 
 @dataclass(frozen=True)
 class Ragged:
-    """Reads each row to its own end: row r attends to the tokens before ``ends[r]``."""
+    """Reads each row to its own end: row r attends to the tokens at positions below ``ends[r]``."""
 
     ends: Ints
 
@@ -123,13 +123,14 @@ class Ragged:
         rule: Rule,
         newest: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """`newest`: key and value [R, K, D] of each row's last token, to be written first; None: they are written."""
+        """Attention of each row to its slot, [R, H, D]. `newest`: key and value [R, K, D] of each row's last token, to
+        be written before reading; None: they are written already."""
         return ragged_attention(query_RHD, keys_SKLD, values_SKLD, self.ends, rule, newest)
 
 
 @dataclass(frozen=True)
 class AttentionWindow:
-    """Cached tokens from `first` to before `end`, read by rows in layers of one window."""
+    """The cached tokens, from position `first` to `end` (exclusive), that rows read in layers with one window."""
 
     first: int
     end: int
@@ -138,9 +139,9 @@ class AttentionWindow:
 
 @dataclass(frozen=True)
 class Dense:
-    """Reads all rows up to the longest, with a mask."""
+    """Reads all rows up to the end of the longest row, with a mask."""
 
-    windows: Mapping[int | None, AttentionWindow]  # by layer window
+    windows: Mapping[int | None, AttentionWindow]  # by attention window of the layer
 
     def attend(self, query_RHD: Tensor, keys_SKLD: Tensor, values_SKLD: Tensor, rule: Rule) -> Tensor:
         window = self.windows[rule.window]
@@ -161,7 +162,8 @@ Reading = Ragged | Dense
 
 
 def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, dtype: torch.dtype) -> Reading:
-    """Choose `Ragged` or `Dense` for rows with newest tokens at these positions, in layers with these windows."""
+    """Choose `Ragged` or `Dense` for the rows of a bucket. `newest`: positions of their newest tokens; `windows`:
+    attention windows of the layers."""
     if computes(device, dtype):
         return Ragged(newest + 1)
     positions = torch.from_numpy(newest).to(device)
@@ -169,7 +171,8 @@ def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, 
 
 
 def attention_window(newest: Ints, positions: Tensor, window: int | None, dtype: torch.dtype) -> AttentionWindow:
-    """The window for rows that attend to positions p with newest - window < p <= newest."""
+    """The cached tokens to read, with their mask, for rows that attend to the positions p with
+    newest - window < p <= newest. `newest` and `positions` are the same numbers, as an array and as a tensor."""
     end = int(newest.max()) + 1
     first = 0 if window is None else max(0, int(newest.min()) - window + 1)
     places = torch.arange(first, end, device=positions.device)
@@ -182,12 +185,12 @@ def attention_window(newest: Ints, positions: Tensor, window: int | None, dtype:
 
 @dataclass(frozen=True)
 class BucketRows:
-    """Rows of one bucket."""
+    """The rows of one bucket in a step; implements `model.trace.Attends`."""
 
     bucket: Bucket
-    newest: slice  # packed tokens
+    newest: slice  # the rows' newest tokens among the packed tokens
     sources: Tensor | slice  # [W] packed tokens whose KV entries are written
-    cells: Tensor  # [W * K] target cells, one for each key head
+    cells: Tensor  # [W * K] cells that they are written to, for each key head (`Bucket.cells`)
     reading: Reading
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
@@ -206,7 +209,8 @@ class BucketRows:
 def plan_by_bucket(
     step: DecodeStep, windows: frozenset[int | None], device: torch.device, dtype: torch.dtype
 ) -> StepPlan:
-    """A plan that handles one bucket after the other; for any device."""
+    """Plan the attention of a step bucket by bucket, for any device. `windows`: attention windows of the layers;
+    `dtype`: dtype of the KV cache."""
 
     def rows_of(bucket: Bucket, start: int, newest: Ints, entering: list[tuple[int, Ints]]) -> BucketRows:
         own = slice(start, start + len(newest))
@@ -231,5 +235,5 @@ def plan_by_bucket(
 
 
 def written_tokens(slot: int, sources: Ints) -> Ints:
-    """[3, W]: packed tokens to write, their slot (or row), and their positions in it."""
+    """[3, W]: for each packed token of `sources`, its index, `slot`, and its position there (0, 1, ...)."""
     return np.stack([sources, np.full(len(sources), slot), np.arange(len(sources))])

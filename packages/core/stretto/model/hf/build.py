@@ -1,4 +1,4 @@
-"""A new small policy: random weights and a tokenizer of single characters."""
+"""Build a new small policy with random weights and a character tokenizer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from stretto.model.hf.folder import check_replaceable, quiet_transformers, whole
 
 
 def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
-    """Write a new, randomly initialised policy and its tokenizer as a Hugging Face folder; equal seeds give equal
-    bytes."""
+    """Write a new, randomly initialised policy and its tokenizer as a Hugging Face folder at `path`. Equal configs and
+    seeds give equal bytes.
+
+    Raises:
+        ModelFolderError: `path` holds files that are no part of a model.
+    """
     vocabulary = config.vocabulary
     architecture = AutoConfig.for_model(
         config.family,

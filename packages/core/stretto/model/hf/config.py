@@ -1,6 +1,6 @@
 """The section `[model.build]` of a recipe: the shape of a new model.
 
-Nothing heavy is imported here, so that mistakes in a recipe are reported at once.
+This module imports neither torch nor transformers, so that mistakes in a recipe are reported at once.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ class BuildConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Token to id: padding 0, end 1, then the alphabet in its own order."""
+        """Token ids by token: padding is 0, end of sequence 1, then the characters of the alphabet in their order."""
         return {token: at for at, token in enumerate((PAD, EOS, *self.alphabet))}

@@ -1,9 +1,9 @@
-"""Models without memory: built on torch's "meta" device, sharded, and filled from the safetensors of their folder.
+"""Models without memory: built on torch's meta device, sharded, and filled from the safetensors files of their folder.
 
-    skeleton ─► sharded (still without memory) ─► each process reads its own rows of each tensor
+    skeleton ─► sharded (still without memory) ─► each process reads its shard of each tensor
 
-A file is closed after each tensor, so a process holds no more than its shards and one tensor of the folder.
-Names that transformers translates (experts of mixtures) are merged one parameter at a time.
+A file is closed after each tensor, so a process holds no more than its shards and one tensor of the folder. A parameter
+that transformers merges from several tensors (experts of mixtures) is merged alone.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _REMEDY = "copy or download the folder again"
 
 
 def without_memory(module: nn.Module) -> bool:
-    """Whether a parameter is on the meta device."""
+    """Whether a parameter of the module is on the meta device."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, inside: nn.Module, device: torch.device | str) -> None:
-    """Give parameters and buffers of `inside`, a part of `model` or a module around it, memory on `device`, and fill
-    them from the folder of `model` (its `name_or_path`). Adapters are not filled; parameters that are no part of
-    `model` begin as zero.
+    """Allocate the parameters and buffers of `inside` on `device`, and fill them from the folder of `model` (its
+    `name_or_path`). `inside` is a part of `model`, or contains it. Adapters are not filled; parameters that do not
+    belong to `model` are set to zero.
 
     Raises:
         ModelFolderError: the folder lacks a weight, or holds numbers that are not finite.
@@ -66,19 +66,19 @@ def fill(model: PreTrainedModel, inside: nn.Module, device: torch.device | str) 
 
 
 def _plain(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that the folder has, by their name there."""
+    """Yield the parameters that are not adapters, with the names that they have in the folder."""
     for name, parameter in model.named_parameters():
         if _ADAPTERS not in name:
             yield name.replace(_BASE, "."), parameter
 
 
 def own(parameter: Tensor) -> Tensor:
-    """The part of a sharded parameter that this process holds; the whole of another."""
+    """This process's shard of a sharded parameter; a parameter that is not sharded is returned unchanged."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def own_slices(parameter: Tensor) -> tuple[slice, ...]:
-    """Where in the whole parameter `own` is: a slice of each axis."""
+    """The slices, one per axis, of the full parameter that `own` returns."""
     if not isinstance(parameter, DTensor):
         return (slice(None),) * parameter.ndim
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -86,8 +86,8 @@ def own_slices(parameter: Tensor) -> tuple[slice, ...]:
 
 
 def _fill_buffers(model: PreTrainedModel, inside: nn.Module) -> None:
-    """Compute the buffers (rotary frequencies, scales) as transformers does when it loads a model. They are no part of
-    the weights."""
+    """Compute the buffers (rotary frequencies, scales) in the same way as transformers when it loads a model. They are
+    not among the saved weights."""
     for module in inside.modules():
         if any(buffer is not None for buffer in module._buffers.values()):
             for parameter in module.parameters(recurse=False):
@@ -96,7 +96,7 @@ def _fill_buffers(model: PreTrainedModel, inside: nn.Module) -> None:
 
 
 class FolderWeights:
-    """The weights of a model's folder under the names of its parameters.
+    """Reads the weights in a model's folder by the names of the model's parameters.
 
     Example::
 
@@ -110,18 +110,18 @@ class FolderWeights:
         self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
         known = dict.fromkeys((name for name, _ in _plain(model)), True)
-        self._sources: dict[str, list[tuple[str, str | None]]] = {}  # tensors of a parameter, and what merges them
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}  # by parameter: its tensors and merge patterns
         for source in sorted(self._files, key=dot_natural_key):
             name, pattern = self._name_of(source, known)
             self._sources.setdefault(name, []).append((source, pattern))
 
     @property
     def names(self) -> set[str]:
-        """Parameters that the folder holds."""
+        """Names of the parameters that the folder holds."""
         return set(self._sources)
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """This part of a parameter, in the folder's dtype."""
+        """Read the slices `part` (one per axis) of a parameter, in the folder's dtype."""
         (source, pattern), *_ = self._sources[name]
         if pattern is None:
             return self._tensor(source, part)
@@ -139,7 +139,8 @@ class FolderWeights:
             return tensor.clone()  # the file's own memory goes with it
 
     def _name_of(self, source: str, known: dict[str, Any]) -> tuple[str, str | None]:
-        """The parameter that a tensor of the folder belongs to, as transformers finds it."""
+        """The parameter that the tensor `source` of the folder belongs to by transformers' rules, and the pattern of
+        the rule that merges it with others; None if it is not merged."""
         prefix = self._model.base_model_prefix
         name, pattern = rename_source_key(source, self._renamings, self._converters, prefix, known)
         if name not in known and source in known:

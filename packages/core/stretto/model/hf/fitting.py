@@ -1,4 +1,4 @@
-"""Check that a folder's weights fit its config, using a model without memory."""
+"""Check that a folder's weights fit its config, using a model on the meta device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _SHOWN = 5
 
 
 def check_fit(folder: ModelFolder) -> PreTrainedConfig:
-    """Check the weights of a folder against its config, and return the config.
+    """Check names, shapes and dtypes of a folder's weights against its config, and return the config. Weights are not
+    read.
 
     Names that transformers translates while loading are not checked.
 

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: loading with one of our attention paths, and atomic writing."""
+"""Hugging Face model folders: loading with one of stretto's attention paths, and atomic writing."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = [
     "whole_folder",
 ]
 
-#: Prefix of the names of our attention paths.
+#: Prefix of the names of stretto's attention paths.
 OURS = "stretto_"
 
-#: What may be in a model folder.
+#: Patterns of the files that a model folder may contain.
 _PARTS = (
     *("*.safetensors", "pytorch_model*", "*.index.json", "config.json", "generation_config.json", "adapter*"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
@@ -54,15 +54,15 @@ def load_policy(
     dtype: torch.dtype | str = torch.float32,
     device: str = "cpu",
 ) -> PreTrainedModel:
-    """Load the causal language model of a folder, in eval mode, with `attention` as its attention path.
+    """Load the causal language model of a folder, in eval mode.
 
-    `attention`: `model.decode.policy.CACHED_ATTENTION`, `model.packed.attention.PACKED_ATTENTION`, or a name known to
-    transformers. For ours, import the module first: that registers the path. Device ``"auto"``: the GPU if there is
-    one.
+    `attention`: the attention path: `model.decode.policy.CACHED_ATTENTION`, `model.packed.attention.PACKED_ATTENTION`,
+    or a name known to transformers. The first two are registered by importing their modules, which must come first.
+    `device` ``"auto"``: the GPU if there is one.
 
     Raises:
-        ModelFolderError: transformers cannot load the folder; weights are missing or not finite; or our attention paths
-            do not support the model (`stretto.model.attention_support`).
+        ModelFolderError: transformers cannot load the folder; weights are missing or not finite; or the attention path
+            does not support the model (`stretto.model.attention_support`).
         RecipeError: torch sees no such device.
     """
     if not Path(path).is_dir():
@@ -111,14 +111,15 @@ def save_policy(
     add: Callable[[Path], None] | None = None,
     dtype: str | None = None,
 ) -> None:
-    """Write `model` with the tokenizer of `tokenizer_folder` as a Hugging Face folder, replacing an older one.
+    """Write `model` with the tokenizer of `tokenizer_folder` as a Hugging Face folder at `path`, replacing an older
+    one. The folder is written beside `path` and then renamed.
 
-    `parameters`: written in place of the model's own, as they come, for a model that is sharded over several
-    processes; one layer of them is in memory at a time. All are rounded to `dtype`, if given. The folder is written
-    beside its place and renamed; before that `add` may write more into it.
+    `parameters`: (name, tensor) pairs written instead of the model's own parameters, for a model that is sharded over
+    several processes; one layer of them is in memory at a time. `add`: called with the folder before it is renamed, to
+    write more files. `dtype`: parameters are rounded to it; None: not rounded.
 
     Raises:
-        ModelFolderError: something that is no part of a model is in its place.
+        ModelFolderError: `path` holds files that are no part of a model.
         OSError: the folder cannot be written.
     """
     check_replaceable(Path(path), [file.name for file in Path(tokenizer_folder).iterdir()])
@@ -147,22 +148,22 @@ def save_policy(
 
 
 def _write_configs(model: PreTrainedModel, folder: Path) -> None:
-    """Write config.json and generation_config.json, as transformers does beside the weights."""
+    """Write the config.json and generation_config.json that transformers would write with the weights."""
     model.save_pretrained(folder, state_dict={})
     for file in folder.glob("*.safetensors"):
         file.unlink()
 
 
 def saved_dtype(wanted: str, start: Path) -> str | None:
-    """The dtype to which a saved float32 policy is rounded; None: no rounding. `wanted` ``"model"``: as in the folder
-    `start`, from which training began."""
+    """The dtype to which a saved float32 policy is rounded; None: no rounding. `wanted`: a dtype, or ``"model"`` for
+    the dtype of the folder `start`, from which training began."""
     own = weights_dtype(start) if wanted == "model" else wanted
     return own if own in ("bfloat16", "float16") else None
 
 
 def _say_dtype(config: Path, dtype: str) -> None:
-    """Put `dtype` into the config, where transformers has put the dtype in memory: servers load weights in the
-    config's."""
+    """Replace the dtype in a written config by `dtype`. transformers writes the dtype of the model in memory, and
+    servers load weights in the config's dtype."""
     tree = json.loads(config.read_text(encoding="utf-8"))
     sections = [tree, *(section for section in tree.values() if isinstance(section, dict))]
     for section in sections:
@@ -171,10 +172,11 @@ def _say_dtype(config: Path, dtype: str) -> None:
 
 
 def check_replaceable(path: Path, known: Iterable[str] = ()) -> None:
-    """Refuse to replace what is no model folder: only files that a model has may go. `known`: further names of them.
+    """Refuse to replace a folder that contains other files than those of a model. `known`: further file names that may
+    be replaced.
 
     Raises:
-        ModelFolderError: with what is there.
+        ModelFolderError: names such a file; or `path` is no folder.
     """
     if not path.exists():
         return
@@ -189,8 +191,8 @@ def check_replaceable(path: Path, known: Iterable[str] = ()) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`, which replaces `path` if the block ends without an error. An OSError
-    without a file name gets `path`."""
+    """Context manager: yields a new temporary folder beside `path`. It replaces `path` if the block ends without an
+    error, and is removed otherwise. An OSError without a file name gets `path` as its file name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")
@@ -214,7 +216,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress the progress bars and warnings of transformers while it loads or saves."""
+    """Context manager: suppress the progress bars and warnings of transformers."""
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

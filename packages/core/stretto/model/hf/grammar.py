@@ -1,12 +1,13 @@
-"""Grammar-constrained sampling (`Sampling.grammar`): the tokens allowed next, by llguidance (an extra).
+"""Grammar-constrained sampling (`Sampling.grammar`): the tokens allowed next, computed by llguidance (an optional
+dependency).
 
     text ─► compiled, once ─► Matcher of each completion: tokens so far ─► bits of the tokens that may follow
 
-Allowed tokens depend on the grammar and the tokens so far alone. So an interrupted completion, or one continued by
-another engine, needs no further state.
+The allowed tokens depend only on the grammar and the tokens so far. So a completion that is interrupted, or continued
+by another engine, needs no further state.
 
-Grammars come from untrusted users. Compilation and masks are bounded (`_LIMITS`), compilation recurses on a separate
-stack, and a grammar whose masks take too long is refused.
+Grammars come from untrusted users. The work of compilation and masks is limited (`_limits`), compilation runs in a
+thread with a large stack, and a grammar whose masks take too long is refused.
 
 Axes: W words of 32 tokens.
 """
@@ -42,7 +43,7 @@ _SHOWN = 300
 
 
 class Matcher:
-    """The state of one completion in its grammar."""
+    """State of one completion in its grammar."""
 
     def __init__(self, inner: LLMatcher, vocab_size: int) -> None:
         self._inner = inner
@@ -52,25 +53,25 @@ class Matcher:
 
     @property
     def allowed(self) -> npt.NDArray[np.int32]:
-        """[W] one bit per token, set if it may come next; call `look` first."""
+        """[W] one bit per token, set if the token may come next. Valid after `look`."""
         bits: npt.NDArray[np.int32] = self._bits[0]
         return bits
 
     def take(self, token_ids: Sequence[int]) -> bool:
-        """Advance by these tokens; False if they violate the grammar, which `look` will then refuse."""
+        """Advance by these tokens; False if they violate the grammar. Then the next `look` raises."""
         self._current = False
         self._left += _SECONDS_PER_TOKEN * len(token_ids)
         return bool(self._inner.consume_tokens(list(token_ids)))
 
     def look(self) -> None:
-        """Update `allowed`.
+        """Update `allowed` after `take`.
 
         Raises:
-            RefusedRequest: the grammar is too complex, or no token may follow.
+            RefusedRequest: the grammar was violated, takes too long, or allows no token.
         """
         if self._current:
             return
-        start = time.thread_time()  # CPU time of this thread alone, whatever runs beside it
+        start = time.thread_time()  # CPU time of this thread, independent of other threads
         fill_next_token_bitmask(self._inner, self._bits)
         self._left -= time.thread_time() - start
         if self._inner.is_error():
@@ -86,14 +87,15 @@ class Grammars:
     """Compiles grammars for one model's tokenizer; thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
-        """`tokenizer` is called for the first grammar; `vocab_size`: the model's."""
+        """`tokenizer` loads the tokenizer; it is called for the first grammar. `vocab_size`: number of token ids of the
+        model."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
     @cached_property
     def problem(self) -> str:
-        """Why grammars cannot be used; "" if they can."""
+        """Text of the reason why grammars cannot be used; "" if they can."""
         if not _INSTALLED:
             return "the package llguidance is not installed: pip install 'stretto[grammars]'"
         try:
@@ -104,10 +106,11 @@ class Grammars:
             return f"llguidance cannot use the tokenizer: {error}"
 
     def check(self, text: str, stop_token_ids: Sequence[int]) -> None:
-        """Compile a grammar if it is new.
+        """Compile a grammar, unless it is among the last 512 compiled, and check that a completion can follow it.
 
         Raises:
-            RefusedRequest: it cannot be compiled or followed, or its end would not end the completion.
+            RefusedRequest: the grammar cannot be compiled or followed; or an end-of-sequence token, with which a
+                completion ends where its grammar ends, is not in `stop_token_ids`.
         """
         if self.problem:
             raise RefusedRequest(_FIELD, "a grammar", f"none: {self.problem}")
@@ -118,7 +121,7 @@ class Grammars:
         self.matcher(text).look()
 
     def matcher(self, text: str) -> Matcher:
-        """A matcher for a new completion; call `check` for the grammar first."""
+        """A matcher for a new completion that follows the grammar `text`; call `check` for the grammar first."""
         return Matcher(self._root(text).deep_copy(), self._vocabulary.vocab_size)
 
     @cached_property
@@ -145,7 +148,7 @@ class Grammars:
 
 
 def _limits() -> LLParserLimits:
-    """The package's limits, set to about a twentieth of a second per mask at most."""
+    """Limits for llguidance that allow at most about 50 ms per mask."""
     return LLParserLimits(
         step_lexer_fuel=50_000,
         step_max_items=10_000,

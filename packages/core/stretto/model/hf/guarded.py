@@ -3,9 +3,9 @@
     contents ─► guarded ─► template ─► rendered ─┬─ special tokens in it are the template's own
                                                  └─ unguarded: the readable text
 
-Guarding replaces one character by a mark of three wherever a content spells a special token, or could complete one with
-its neighbours. Placeholders for whole contents would not work: templates inspect contents, strip them, split them at
-``</think>`` and write them as JSON.
+Guarding replaces one character by a mark of three characters wherever a content spells a special token, or could spell
+one together with its neighbours. Replacing whole contents by placeholders would not work, because templates inspect
+contents, strip them, split them at ``</think>`` and write them as JSON.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-_MARK = "\U0010fffd"  # last character of the last private-use plane; marked itself if a content has it
+_MARK = "\U0010fffd"  # last character of the last private-use plane; if a content contains it, it is marked too
 _PLANE = 0xF0000
 _MARKED = re.compile(f"{_MARK}([\U000f0000-\U000f0010])([\U000f0000-\U000fffff])")
-_DIVIDED = re.compile(r"</?think>")  # where templates split a content
+_DIVIDED = re.compile(r"</?think>")  # templates split contents at these tags
 _OF_THE_TEMPLATE = frozenset({"role", "type"})  # keys whose values templates only compare
 
 
 class TextGuard:
-    """Guards texts against being tokenized as special tokens.
+    """Guards texts against being tokenized as special tokens. `specials`: texts of the special tokens.
 
     Example::
 
@@ -39,7 +39,8 @@ class TextGuard:
         self._longest = max(map(len, known), default=0)
 
     def text(self, text: str) -> str:
-        """`text` with a mark in each special token that it contains, starts at its end, or finishes at its start."""
+        """Guard a text: mark each special token that it contains, each beginning of a special token at its end, and
+        each end of a special token at its start."""
         places = {found.start() for found in self._whole.finditer(text)}
         edges = [0, *chain.from_iterable(found.span() for found in _DIVIDED.finditer(text)), len(text)]
         for start, end in zip(edges[::2], edges[1::2], strict=True):
@@ -49,8 +50,8 @@ class TextGuard:
         return text
 
     def _beyond(self, text: str, start: int, end: int) -> Iterable[int]:
-        """Positions of token starts at the end of this piece, and of token ends at its start; templates may strip
-        whitespace."""
+        """Yield the positions, in ``text[start:end]``, of beginnings of special tokens at its end and of ends of
+        special tokens at its start, with and without surrounding whitespace, which templates may strip."""
         piece = text[start:end]
         first, last = start + len(piece) - len(piece.lstrip()), start + len(piece.rstrip())
         for size in range(1, min(self._longest, len(piece) + 1)):
@@ -62,7 +63,7 @@ class TextGuard:
                     yield begin
 
     def tree(self, value: Any) -> Any:
-        """Guard all strings in nested lists and mappings, keys included."""
+        """Guard all strings in nested lists and mappings, including keys; returns a copy."""
         match value:
             case str():
                 return self.text(value)
@@ -81,7 +82,7 @@ class TextGuard:
 
 
 def unguarded(text: str) -> str:
-    """The text before guarding."""
+    """Undo guarding: replace all marks in `text` by the original characters."""
     return _MARKED.sub(_read, text) if _MARK in text else text
 
 

@@ -14,7 +14,8 @@ _LARGEST_HEADER = 100 << 20  # the format's own limit
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One tensor of a file: ``dtype`` in the format's spelling ("F32", "BF16"), shape, and end offset in the data."""
+    """One tensor of a safetensors file. `dtype`: as safetensors names it ("F32", "BF16"); `end`: offset of its end in
+    the data, in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,17 +31,17 @@ POINTS = "is a pointer of git-lfs, and what it points to was not fetched: run `g
 
 
 def is_pointer(file: Path) -> bool:
-    """Whether the file is a git-lfs pointer instead of the content."""
+    """Whether the file is a git-lfs pointer instead of the real content."""
     with file.open("rb") as stream:
         return stream.read(len(_POINTER)) == _POINTER
 
 
 class BrokenHeader(ValueError):
-    """The file is not a complete safetensors file; the text says why."""
+    """The file is not a complete safetensors file; the text is the reason."""
 
 
 def read_headers(file: Path) -> dict[str, TensorHeader]:
-    """The tensors of a safetensors file, by name.
+    """Read the header of a safetensors file; returns its tensors by name.
 
     Raises:
         BrokenHeader: the header cannot be read, or does not match the file size.

@@ -30,8 +30,8 @@ class ModelFolder:
 
     path: Path
     architecture: str
-    parameters: int  # tied ones counted once
-    bytes: int  # of all weight files
+    parameters: int  # number of weights; tied matrices count once
+    bytes: int  # size of all weight files
     vocab_size: int  # rows of the embedding
     context_length: int
     layers: int
@@ -43,11 +43,11 @@ class ModelFolder:
 
 
 def inspect_model_folder(path: Path | str) -> ModelFolder:
-    """Inspect a model folder.
+    """Check a model folder and read its facts, without loading weights.
 
     Raises:
         ModelFolderError: lists every problem: no folder, a broken or missing config, missing, truncated or pickled
-            weights, a tokenizer that is missing or larger than the embedding, no end token.
+            weights, a tokenizer that is missing or larger than the embedding, no end-of-sequence token.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -73,7 +73,7 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
 
 
 def _of_the_hub(folder: Path) -> str:
-    """The remedy if the path looks like a hub name (owner/name) and exists neither as file nor as folder."""
+    """Advice to download the model, if the path looks like a hub name (owner/name) and does not exist; else ""."""
     parts = folder.parts[-2:]
     named = len(parts) == 2 and all(_HUB_NAME.fullmatch(part) for part in parts)
     if folder.exists() or folder.parent.exists() or not named:
@@ -83,11 +83,7 @@ def _of_the_hub(folder: Path) -> str:
 
 
 def weights_dtype(folder: Path) -> str:
-    """The most common dtype of a model folder's numbers; ``"quantised"`` if they are not floating-point.
-
-    Raises:
-        ModelFolderError: it has no weights, or they cannot be read.
-    """
+    """The dtype of most weights of a model folder, such as "bfloat16"; "quantised" if most are not floating-point."""
     return _dtype_of(read_weights(folder).values())
 
 
@@ -99,7 +95,8 @@ def _dtype_of(tensors: Iterable[TensorHeader]) -> str:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Tokens that end a completion: from the generation config, else the config, else the tokenizer."""
+    """Ids of the end-of-sequence tokens: from the generation config, else the config, else the tokenizer; empty if none
+    names one."""
     for name in ("generation_config.json", "config.json"):
         found = _read_json(folder / name, []).get("eos_token_id")
         if found is not None:
@@ -111,7 +108,7 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
-    """The object in a JSON file; {} with a problem added if it cannot be read."""
+    """Read the object in a JSON file; if it cannot be read, append a problem to `problems` and return {}."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -127,7 +124,8 @@ def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
 
 
 def shape_of(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
-    """Fields of `ModelFolder` from the config; None with problems added if some are missing."""
+    """Read from config.json the fields of `ModelFolder` that describe the shape. If some are missing, append problems
+    to `problems` and return None."""
     before, file = len(problems), folder / "config.json"
     whole = _read_json(file, problems)
     config = whole.get("text_config", whole)
@@ -180,12 +178,12 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_weights(folder: Path) -> dict[str, TensorHeader]:
-    """Tensor headers of a folder that `inspect_model_folder` has accepted."""
+    """Tensor headers by name of a folder that `inspect_model_folder` has accepted."""
     return _weights(folder, [])[0]
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a folder that `inspect_model_folder` has accepted."""
+    """The file of each tensor, by tensor name, of a folder that `inspect_model_folder` has accepted."""
     index = _read_json(folder / _INDEX, []).get("weight_map")
     if isinstance(index, dict):
         return {name: folder / file for name, file in index.items()}
@@ -194,7 +192,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHeader], int]:
-    """Tensor headers of the folder's weight files, and their total size in bytes."""
+    """Tensor headers by name of the folder's weight files, and the total size of the files in bytes. Problems are
+    appended to `problems`."""
     index = folder / _INDEX
     tensors: dict[str, TensorHeader] = {}
     if index.exists():
@@ -237,7 +236,8 @@ def _no_weights(folder: Path) -> Problem:
 def _check_vocabulary(
     folder: Path, vocab_size: int, tensors: Mapping[str, TensorHeader], problems: list[Problem]
 ) -> None:
-    """Check that embedding, tokenizer and end tokens agree on the vocabulary."""
+    """Check that embedding, tokenizer and end-of-sequence tokens agree on the vocabulary; append problems to
+    `problems`."""
     for name, tensor in tensors.items():
         if name.endswith("embed_tokens.weight") and tensor.shape[0] != vocab_size:
             found = f"{name} has {tensor.shape[0]} rows, config.json says vocab_size {vocab_size}"
@@ -259,7 +259,7 @@ def _check_vocabulary(
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Token to id from a tokenizer.json, added tokens included."""
+    """Token ids by token from the contents of a tokenizer.json, including added tokens."""
     model = tokenizer.get("model")
     listed: Any = model.get("vocab", {}) if isinstance(model, Mapping) else {}
     try:

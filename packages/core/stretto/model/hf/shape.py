@@ -1,4 +1,4 @@
-"""Shape of a decoder-only transformer in numbers, from its config.json."""
+"""Dimensions of a decoder-only transformer, from its config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class ModelShape(Record, frozen=True):
-    """Shape of a decoder-only transformer. `parameters` counts tied embeddings once.
+    """Dimensions of a decoder-only transformer. `parameters` counts tied embeddings once.
 
     Example: Qwen2.5-7B is ``ModelShape(7_615_616_512, 28, 3584, 28, 4, 128, 152_064, tied=False)``.
     """
@@ -30,12 +30,12 @@ class ModelShape(Record, frozen=True):
 
     @property
     def embedding(self) -> int:
-        """Number of weights of the embedding, equal to that of the output matrix."""
+        """Number of weights of the embedding; the output matrix has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
     def body(self) -> int:
-        """Number of weights that every token is multiplied with, without the output matrix."""
+        """Number of weights without embedding and output matrix."""
         return self.parameters - self.embedding * (1 if self.tied else 2)
 
     @property
@@ -45,12 +45,13 @@ class ModelShape(Record, frozen=True):
 
     @property
     def kv_width(self) -> int:
-        """Width of all heads of keys together; equal to that of values."""
+        """Width of all key heads together; values have the same width."""
         return self.kv_heads * self.head_dim
 
     @property
     def inner(self) -> int:
-        """Width inside the MLP of a layer (three matrices); of a mixture, of all its experts together."""
+        """Inner width of a layer's MLP, estimated from the number of weights (three matrices per MLP); for a mixture of
+        experts, the sum over all experts."""
         attention = 2 * self.hidden_size * (self.width + self.kv_width)
         return max(0, round((self.body / self.layers - attention) / (3 * self.hidden_size)))
 
@@ -60,7 +61,7 @@ class ModelShape(Record, frozen=True):
 
 
 def shape_of_model(facts: ModelFolder) -> ModelShape:
-    """Shape of a folder's model."""
+    """Dimensions of the model in an inspected folder."""
     with quiet_transformers():
         text = AutoConfig.from_pretrained(facts.path, local_files_only=True).get_text_config()
     return ModelShape(

@@ -1,4 +1,4 @@
-"""A model without weights, to inspect its parameters at no cost, or to fill it later (`filling`)."""
+"""Create a model without weights, to inspect its parameters at no cost, or to fill it later (`model.hf.filling`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from stretto.model.hf.inspection import ModelFolder, eos_token_ids, shape_of
 
 
 def skeleton(path: Path | str, attention: str | None = None) -> PreTrainedModel:
-    """The causal language model of a folder on torch's "meta" device: names and shapes of parameters, no values.
+    """Create the causal language model of a folder on torch's meta device: parameters have names and shapes, no values.
 
-    `attention`: as in `folder.load_policy`; with it the model is in eval mode and can be trained once
-    `model.hf.filling` has filled it, and `attention_support.check_attention` has run.
+    `attention`: as for `folder.load_policy`. If it is given, the model is in eval mode, and can be used after
+    `model.hf.filling.fill` has filled it and `attention_support.check_attention` has accepted it.
 
     Raises:
         ModelFolderError: transformers cannot create the model of config.json.
@@ -37,10 +37,10 @@ def skeleton(path: Path | str, attention: str | None = None) -> PreTrainedModel:
 
 
 def outlined(folder: Path) -> tuple[ModelFolder, PreTrainedConfig]:
-    """Facts and config of a model from config.json alone, when the weights are elsewhere.
+    """Facts and config of a model from its config.json, for a folder without weights.
 
     Raises:
-        ModelFolderError: it is broken or lacks a field, or transformers cannot create the model.
+        ModelFolderError: config.json is broken or lacks a field, or transformers cannot create the model.
     """
     problems: list[Problem] = []
     shape = shape_of(folder, problems)

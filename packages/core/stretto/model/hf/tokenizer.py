@@ -22,7 +22,7 @@ _JOINING = (decoders.ByteLevel, decoders.Fuse)  # they treat the first token of 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer with a fast backend.
+    """The tokenizer of a model folder, which must have a fast backend.
 
     Example, with a character tokenizer::
 
@@ -30,8 +30,8 @@ class Tokenizer:
         tokenizer.decode((3, 3, 1))       # "11": special tokens are left out
         tokenizer.eos_token_ids           # (1,)
 
-    Special tokens spelled in chat messages stay text, unless `special_tokens_in_messages`. `kept`: special tokens that
-    `decode` keeps, such as thinking tags; without them a thought would read as an answer.
+    Special tokens spelled in chat messages are encoded as text, unless `special_tokens_in_messages`. `kept`: texts of
+    special tokens that `decode` keeps, such as thinking tags; without the tags a thought would read as an answer.
     """
 
     place: str
@@ -45,8 +45,8 @@ class Tokenizer:
         """The token ids of `text`.
 
         Args:
-            special_tokens: add those of the tokenizer's own template (such as a beginning-of-sequence token); False for
-                text that continues a sequence, such as a completion.
+            special_tokens: add the special tokens of the tokenizer's own template, such as a beginning-of-sequence
+                token; False for text that continues a sequence, such as a completion.
 
         Raises:
             DataError: the text has characters that the tokenizer does not know.
@@ -70,8 +70,8 @@ class Tokenizer:
         return found if isinstance(found, str) else "\n".join(found.values())
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> tuple[int, ...]:
-        """The token ids of a conversation in the folder's chat template, up to the start of the completion. `arguments`
-        go to the template.
+        """The token ids of a conversation in the folder's chat template, up to the start of the completion.
+        `arguments`: further variables for the template.
 
         Raises:
             ModelFolderError: the tokenizer has no chat template.
@@ -80,7 +80,8 @@ class Tokenizer:
         return self.encode_rendered(self.render_chat(messages, opening=True, **arguments))
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
-        """The token ids of (part of) a `render_chat` result; only the template's own special tokens become such.
+        """The token ids of a result of `render_chat`, or of a part of one. Only special tokens that the template has
+        written are encoded as special tokens; in message contents they are encoded as text.
 
         Raises:
             DataError: the text has characters that the tokenizer does not know.
@@ -93,7 +94,7 @@ class Tokenizer:
         if [(len(unguarded(text[:start])), token) for start, _, token in own] == [
             (start, token) for start, _, token in self._controls(plain)
         ]:
-            return whole  # no guarded text contains one
+            return whole  # no guarded text contains a special token
         found, at = list[int](), 0
         for start, end, token in own:
             found += (*self._as_text(unguarded(text[at:start])), token)
@@ -105,7 +106,8 @@ class Tokenizer:
         return unguarded(text)
 
     def encode_content(self, text: str) -> tuple[int, ...]:
-        """The token ids of a message's content that continues a sequence; special tokens in it stay text.
+        """The token ids of a message's content that continues a sequence. Special tokens in it are encoded as text,
+        unless `special_tokens_in_messages`.
 
         Raises:
             DataError: the text has characters that the tokenizer does not know.
@@ -114,7 +116,7 @@ class Tokenizer:
         return found if self.special_tokens_in_messages or not self._controls(text) else tuple(self._as_text(text))
 
     def _controls(self, text: str) -> list[tuple[int, int, int]]:
-        """(start, end, id) of the special tokens in a text."""
+        """(start, end, token id) of each special token in a text."""
         whole, known = self._backend.encode(text, add_special_tokens=False), self._specials
         return [
             (start, end, token)
@@ -123,7 +125,7 @@ class Tokenizer:
         ]
 
     def _as_text(self, text: str) -> Sequence[int]:
-        """Token ids of a text in which special tokens stay text.
+        """Token ids of a text, with special tokens encoded as text.
 
         Raises:
             DataError: the text has characters that the tokenizer does not know.
@@ -133,7 +135,7 @@ class Tokenizer:
         found: Sequence[int] = self._blind.encode(text, add_special_tokens=False).ids
         if self._specials.keys().isdisjoint(found):
             return found
-        # The model of some tokenizers has special tokens among its pieces; no single character is one.
+        # Some tokenizers have special tokens among their ordinary pieces; single characters are never special tokens.
         parts = [self._blind.encode(one, add_special_tokens=False).ids for one in text]
         if unknown := [one for one, ids in zip(text, parts, strict=True) if not self._specials.keys().isdisjoint(ids)]:
             raise self._unknown("".join(unknown), "it becomes a special token")
@@ -156,8 +158,9 @@ class Tokenizer:
         return TextGuard(self._specials.values())
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, opening: bool, **arguments: Any) -> str:
-        """A conversation in the chat template, guarded: `encode_rendered` gives its tokens, `unguarded` its readable
-        text. `opening` adds the start of the next completion; `arguments` go to the template.
+        """Render a conversation in the chat template. The result is guarded text (`model.hf.guarded`):
+        `encode_rendered` gives its tokens, `read_rendered` its readable text. `opening`: add the start of the next
+        completion. `arguments`: further variables for the template.
 
         Raises:
             ModelFolderError: the tokenizer has no chat template.
@@ -178,12 +181,12 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Every token with its id."""
+        """Token ids by token."""
         return self._backend.get_vocab()
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """Special tokens that `decode` leaves out."""
+        """Ids of the special tokens that `decode` leaves out."""
         return frozenset(self._specials) - self._kept
 
     @cached_property
@@ -198,14 +201,14 @@ class Tokenizer:
         return backend.to_str()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens other than the `kept` ones."""
+        """The text of `ids`, without special tokens except `kept` ones."""
         if self._kept.isdisjoint(ids):
             return self._backend.decode(ids, skip_special_tokens=True)
         return self.spell([token for token in ids if token not in self.special_token_ids])
 
     def text_of(self, token: int) -> str | None:
-        """The text of a token by itself, if the decoder joins such texts, or their bytes, as they are; else None. A
-        part of a character reads as U+FFFD."""
+        """The text of a single token, if the texts of tokens can simply be joined to the text of a sequence; else None.
+        An incomplete character reads as U+FFFD."""
         if not self._joins_texts:
             return None
         if (text := self._texts.get(token)) is None:
@@ -239,10 +242,10 @@ class Tokenizer:
 def load_tokenizer(
     folder: Path | str, special_tokens_in_messages: bool = False, *, kept: frozenset[str] = frozenset()
 ) -> Tokenizer:
-    """The tokenizer of a model folder; see `Tokenizer`.
+    """Load the tokenizer of a model folder. Arguments: see `Tokenizer`.
 
     Raises:
-        ModelFolderError: the folder has none, or one without a fast backend.
+        ModelFolderError: the folder has no tokenizer that can be loaded, or one without a fast backend.
     """
     place = str(folder)
     if not Path(folder).is_dir():

@@ -1,4 +1,4 @@
-"""Weights of a model, written to safetensors layer by layer: no process holds the whole."""
+"""Write the weights of a model to safetensors layer by layer, so that no process holds all weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
 def write_weights(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write the parameters of `model` under the names of a Hugging Face folder, in files of about 1 GiB. At most one
-    file and one layer are in memory.
+    """Write `parameters` of `model`, (name, tensor) pairs, to `folder` under the names of a Hugging Face folder, in
+    files of about 1 GiB. At most one file and one layer are in memory.
 
     Raises:
         OSError, SafetensorError: the folder cannot be written.
@@ -42,7 +42,7 @@ def write_weights(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor
 
 
 def _files(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each file."""
+    """Yield the tensors of each file, by name."""
     held: dict[str, Tensor] = {}
     for _, layer in groupby(parameters, key=lambda one: (_LAYER.match(one[0]) or one)[0]):
         named = revert_weight_conversion(model, dict(layer))

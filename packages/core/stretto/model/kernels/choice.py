@@ -8,9 +8,9 @@
     widened    for bfloat16: torch's float32 matmul on a column-major float32 copy of the weight
 
 A measurement takes milliseconds per shape. Results are cached for the user by processor, cores, threads, torch version
-and dtype. Kernels round differently, so processes that must agree bitwise share one record, a file of their run: the
-first process measures while the others wait for its lock. Recorded choices are never measured again, also not by a
-resume or a replay.
+and dtype. Kernels round differently, so processes that must agree bitwise share one record, a file of their run. The
+first process measures while the others wait for the file's lock. Recorded choices are never measured again, not even by
+a resumed run or a replay.
 
 Axes: T token, K input width, N output width.
 """
@@ -43,16 +43,16 @@ log = logging.getLogger(__name__)
 Shape = tuple[int, int]
 Name = Literal["linear", "onednn", "columns", "packed", "panels", "widened"]
 
-#: Kernels for a trainer, whose weights change in every step and are saved and sharded in their own layout.
+#: Kernels for a trainer. Its weights change in every step, and must keep their layout for saving and sharding.
 TRAINING: tuple[Name, ...] = ("onednn",)
-#: Kernels for a weight with other readers, such as an embedding.
+#: Kernels for a weight that other modules read too, such as a tied embedding; they do not change its layout.
 SHARED: tuple[Name, ...] = ("onednn", "packed", "panels", "widened")
 GENERATION: tuple[Name, ...] = ("onednn", "columns", "packed", "panels", "widened")
 
 FILE = "kernels.json"
 _TOKENS = (1, 16, 64, 256)
-_MOST_MULTIPLICATIONS = 1 << 26  # larger products use the choice for the largest one measured
-_FEWEST_MULTIPLICATIONS = 3 << 18  # multiplications of the largest product, below which nothing is measured
+_MOST_MULTIPLICATIONS = 1 << 26  # larger products are not measured; the largest one measured stands for them
+_FEWEST_MULTIPLICATIONS = 3 << 18  # shapes whose product for 256 tokens has fewer multiplications are not measured
 _COLD_BYTES = 4 << 20  # a step reads each weight from beyond the core's own cache
 _ROUNDS = 2
 _GAINS = {
@@ -67,7 +67,8 @@ _CPU = torch.device("cpu")
 
 
 class KernelChoice(Record, frozen=True):
-    """A kernel, and the fewest tokens for which it is used; below that ``linear`` is."""
+    """The kernel for a weight shape. `fewest`: least number of tokens for which it is used; for fewer tokens ``linear``
+    is used."""
 
     kernel: Name = "linear"
     fewest: int = 1
@@ -75,20 +76,21 @@ class KernelChoice(Record, frozen=True):
 
 
 def unrecorded(shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name]) -> dict[Shape, KernelChoice]:
-    """Choices for runs without a record: oneDNN for float32 products of 786,432 multiplications or more."""
+    """Choices without measurement, for runs without a record: oneDNN for float32 products of at least 786,432
+    multiplications. It is a `Chooser` (`model.kernels.matmul`); `kernels` is ignored."""
     if not fits("onednn", dtype):
         return {}
     return {shape: KernelChoice("onednn", math.ceil(_FEWEST_MULTIPLICATIONS / math.prod(shape))) for shape in shapes}
 
 
 def product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """oneDNN's left · rightᵀ + bias, [M, N]; either may be a transposed view."""
+    """left · rightᵀ + bias, [M, N], by oneDNN. Both matrices may be transposed views."""
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], ""))
 
 
 def prepare(kernel: str, weight_NK: Tensor, copy: Tensor | None = None) -> Tensor:
-    """The weight in a kernel's layout; the weight itself if no copy is needed. `copy` is an earlier one, whose memory
-    may be used again."""
+    """Copy a weight into the layout of a kernel; returns the weight itself if the kernel needs no copy. `copy`: an
+    earlier result for this kernel, whose memory may be reused."""
     if kernel == "panels":
         return in_panels(weight_NK, copy)
     if kernel == "columns":
@@ -99,7 +101,8 @@ def prepare(kernel: str, weight_NK: Tensor, copy: Tensor | None = None) -> Tenso
 
 
 def multiply(kernel: str, x_TK: Tensor, prepared: Tensor, bias_N: Tensor | None, width: int) -> Tensor:
-    """x · weightᵀ + bias, with a prepared weight of `width` outputs."""
+    """x · weightᵀ + bias by a kernel. `prepared`: the weight in the kernel's layout (`prepare`); `width`: its number of
+    outputs."""
     if kernel == "panels":
         return multiply_panels(x_TK, prepared, bias_N, width)
     if kernel in ("onednn", "packed"):
@@ -110,22 +113,24 @@ def multiply(kernel: str, x_TK: Tensor, prepared: Tensor, bias_N: Tensor | None,
 
 
 class Kernel:
-    """A chosen kernel with its own copy of the weight, if it needs one, renewed when the weight changes."""
+    """A chosen kernel for one weight. If the kernel needs a copy of the weight, the copy is kept here and renewed when
+    the weight changes."""
 
     def __init__(self, choice: KernelChoice, dtype: torch.dtype) -> None:
         self.choice, self.dtype = choice, dtype
-        self.of_torch = choice.kernel in ("linear", "columns")  # as in a plain layer
+        self.of_torch = choice.kernel in ("linear", "columns")  # whether it is torch's own matmul
         self._prepared: Tensor | None = None
         self._version = (0, 0)  # the copied weight, and its write count at that time
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply a linear layer; `x` has the tokens on its second-to-last axis."""
+        """x · weightᵀ + bias, where `x` has the tokens on its second-to-last axis. For few tokens torch's matmul is
+        used."""
         if x.shape[-2] < self.choice.fewest:
             return functional.linear(x, weight, bias)
         return self.multiply_many(x, weight, bias)
 
     def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As `multiply`, for a number of tokens for which the kernel is used."""
+        """As `multiply`, for at least `choice.fewest` tokens."""
         kernel, width = self.choice.kernel, weight.shape[0]
         if kernel not in ("packed", "panels", "widened"):
             return multiply(kernel, x, weight, bias, width)
@@ -138,8 +143,8 @@ class Kernel:
 def choose(
     shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name], record: Path | None = None
 ) -> dict[Shape, KernelChoice]:
-    """The choice for each weight shape [N, K]: from the record, else the user's cache, else measured; stored in
-    both."""
+    """Choose one of `kernels` for each weight shape [N, K]. A choice comes from the file `record` of the run, else from
+    the user's cache, else from a measurement, and is written to both files. Shapes too small to matter are left out."""
     offered = [kernel for kernel in kernels if fits(kernel, dtype)]
     place = f"{processor()}, {cores()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
     worth = [shape for shape in shapes if _TOKENS[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
@@ -170,7 +175,7 @@ def fits(kernel: str, dtype: torch.dtype) -> bool:
 
 @torch.inference_mode()
 def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> KernelChoice:
-    """Time the kernels in turn, for a few and for many tokens."""
+    """Time the kernels for 1 to 256 tokens; returns the fastest kernel, or ``linear`` if none gains enough."""
     copies = max(1, min(8, _COLD_BYTES // (math.prod(shape) * dtype.itemsize)))
     plain = [torch.randn(shape).to(dtype) for _ in range(copies)]
     weights = {kernel: [prepare(kernel, weight) for weight in plain] for kernel in ("linear", *kernels)}
@@ -189,8 +194,8 @@ def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> Kernel
 
 
 def _seconds(x_TK: Tensor, weights: Mapping[Name, list[Tensor]], width: int) -> dict[Name, float]:
-    """Seconds of one pass over the weights by each kernel, the best of a few."""
-    # With one thread its CPU time is measured, undisturbed by other work.
+    """Seconds that each kernel takes to multiply `x_TK` by all its prepared weights, the best of two measurements."""
+    # With one thread the CPU time of the thread is measured, which does not depend on other work.
     clock: Callable[[], float] = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     best = dict.fromkeys(weights, math.inf)
     for turn, kernel in itertools.product(range(_ROUNDS + 1), weights):
@@ -204,7 +209,8 @@ def _seconds(x_TK: Tensor, weights: Mapping[Name, list[Tensor]], width: int) -> 
 
 @contextmanager
 def locked(file: Path) -> Iterator[bool]:
-    """Hold a file's lock while it is read and written; yields False if it cannot be written."""
+    """Context manager: hold the lock of a file that is read and written in the block. Yields whether the file can be
+    written; if not, or if the lock is not free within 20 s, a warning is logged."""
     with ExitStack() as held:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +232,7 @@ def locked(file: Path) -> Iterator[bool]:
 
 
 def _read(file: Path) -> dict[str, KernelChoice]:
-    """Earlier choices; empty if the file is absent or damaged."""
+    """The choices in a file, by name; empty if the file is missing or damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, KernelChoice])
     except (OSError, msgspec.MsgspecError):

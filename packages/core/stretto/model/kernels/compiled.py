@@ -1,8 +1,7 @@
-"""Loops compiled by numba: how they are compiled, what they read, and the arithmetic that they share.
+"""Tools for loops compiled by numba: decorators, access to tensors by address, and shared arithmetic.
 
-A loop gets addresses of tensors in place of arrays: unpacking an array costs more than the work of a small step. Each
-exists twice, for numbers of float32 and of bfloat16 (as 16-bit integers), chosen by the constant `halves`. All sums and
-products are float32.
+A loop gets addresses of tensors instead of arrays, because unpacking an array takes longer than the work of a small
+step. Loops support float32, and bfloat16 as 16-bit integers (`halves`). All sums and products are computed in float32.
 """
 
 from __future__ import annotations
@@ -34,27 +33,28 @@ U = np.uint64  # numba treats signed indices as possibly negative, and then does
 _OPTIONS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
 
 
-#: What writes code of LLVM, for what numba has no words for; None without numba.
+#: numba's helpers that generate LLVM code, for operations that numba does not offer; None without numba.
 code: Any = _numba.core.cgutils if AVAILABLE else None
 
 
 def abilities() -> str:
-    """The instruction sets of the processor that loops are compiled for, as LLVM names them; empty without numba."""
+    """The instruction sets of the CPU that loops are compiled for, as LLVM names them; "" without numba."""
     return str(_numba.core.registry.cpu_target.target_context.codegen().magic_tuple()[2]) if AVAILABLE else ""
 
 
 def written(write: Callable[..., None], arguments: int) -> Any:
-    """A part of the loops that is written as code of LLVM and has no result.
+    """Make a function for loops that is generated as LLVM code and returns nothing; None without numba. It takes one
+    tuple of 64-bit integers.
 
     Args:
-        write: appends the code; gets LLVM's builder and the values of the arguments.
-        arguments: their number; each is a whole number of 64 bits.
+        write: appends the code; called with LLVM's builder and the LLVM values of the integers.
+        arguments: number of integers in the tuple.
     """
     if not AVAILABLE:
         return None
 
     def typed(context: Any, given: Any) -> Any:
-        """What numba asks: the types, and who writes the code."""
+        """Return the signature and the code generator, as numba requires."""
 
         def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
             write(builder, *code.unpack_tuple(builder, values[0], arguments))
@@ -66,16 +66,16 @@ def written(write: Callable[..., None], arguments: int) -> Any:
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """A part of the loops, inlined into each of them.
+    """Decorator: a function that is inlined into each loop that calls it.
 
-    As a separate function, a process that compiled the loop and one that loaded it from disk would run different
-    copies, and completions would differ in their last bits.
+    Otherwise a process that compiles the loop and a process that loads it from disk would run different copies of the
+    function, and completions would differ in their last bits.
     """
     return _numba.njit(forceinline=True, **_OPTIONS)(function) if AVAILABLE else function
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile the loop on its first call; cached on disk if possible."""
+    """Decorator: a loop that is compiled on its first call, and cached on disk if possible."""
     if not AVAILABLE:
         return function
     try:
@@ -85,12 +85,12 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def computes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the loops support numbers of this kind."""
+    """Whether compiled loops are available for tensors with this device and dtype."""
     return AVAILABLE and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 def _as_pointer(context: Any, address: Any) -> Any:
-    """The code that numba puts in place of `_pointer`."""
+    """Signature and code of `_pointer`, which casts an integer address to a pointer."""
 
     def code(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], target.get_value_type(signature.return_type))
@@ -103,38 +103,38 @@ _pointer: Any = _numba.extending.intrinsic(_as_pointer) if AVAILABLE else None
 
 @inlined
 def floats(address: Any, count: Any) -> Any:
-    """Numbers of float32 at an address."""
+    """The `count` float32 numbers at an address, as an array."""
     return _carray(_pointer(address), (count,), np.float32)
 
 
 @inlined
 def halves(address: Any, count: Any) -> Any:
-    """Numbers of bfloat16 at an address, as integers."""
+    """The `count` bfloat16 numbers at an address, as an array of 16-bit integers."""
     return _carray(_pointer(address), (count,), np.uint16)
 
 
 @inlined
 def widened(half: Any) -> Any:
-    """The float32 number of a bfloat16: the same bits followed by 16 zeros."""
+    """Convert a bfloat16 (as an integer) to float32: the same bits followed by 16 zeros."""
     return np.uint32(np.uint32(half) << np.uint32(16)).view(np.float32)
 
 
 @inlined
 def halved(number: Any) -> Any:
-    """The nearest bfloat16 of a float32 number, the even one of two."""
+    """Convert a float32 number to the nearest bfloat16 (as an integer), ties to even."""
     bits = np.float32(number).view(np.uint32)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 @inlined
 def rounded(number: Any) -> Any:
-    """A float32 number rounded to bfloat16."""
+    """Round a float32 number to bfloat16; the result is float32."""
     return widened(halved(number))
 
 
 @inlined
 def exp(x: Any) -> Any:
-    """e^x to 2e-7 for x below 87: a power of two times a Taylor series (vectorises)."""
+    """e^x with a relative error of 2e-7 for x below 87: a power of two times a Taylor series. It vectorises."""
     t = min(max(x * F(1.4426950408889634), F(-126.0)), F(126.0))
     whole = np.floor(t + F(0.5))
     rest = t - whole
@@ -149,7 +149,8 @@ def exp(x: Any) -> Any:
 
 @inlined
 def tanh(x: Any) -> Any:
-    """tanh to 2e-7, relative; 1 - 2 / (e^2x + 1) alone cancels near 0 (Cephes, tanhf.c; vectorises)."""
+    """tanh x with a relative error of 2e-7 (Cephes, tanhf.c). Near 0, where 1 - 2 / (e^2x + 1) would cancel, a series
+    is used. It vectorises."""
     size, square = abs(x), x * x
     series = square * F(-5.70498872745e-3) + F(2.06390887954e-2)
     series = series * square - F(5.37397155531e-2)

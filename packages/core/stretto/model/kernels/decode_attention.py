@@ -1,9 +1,9 @@
 """Decode attention on the CPU: rows of any length in one call, each read to its own end.
 
-A step has one query per row and head. Dense kernels pad the rows of a bucket to its longest and have an overhead per
-row and head that exceeds the arithmetic. This loop reads the KV cache once, the lower bound of the work: a block of
-tokens serves all query heads of its key head while it is in the core's cache. It also appends the row's newest entry.
-KV entries are float32 or bfloat16, sums float32.
+A step has one query per row and head. Dense kernels pad the rows of a bucket to the longest, and their overhead per row
+and head exceeds the arithmetic. This loop reads the KV cache only once, the least that is possible: a block of tokens
+is used for all query heads of its key head while it is in the core's cache. It also appends the newest entry of each
+row. KV entries are float32 or bfloat16, sums float32.
 
 Axes: R row, S slot, H query heads, K key/value heads, G query heads of a key head, L tokens of a slot, D width of a
 head.
@@ -21,7 +21,7 @@ from torch import Tensor
 from stretto.model.attention_support import Rule
 from stretto.model.kernels.compiled import F, U, compiled, exp, floats, halved, halves, inlined, tanh, widened
 
-#: Values for no window and no cap.
+#: Values that stand for no window and for no soft cap.
 NO_WINDOW = np.iinfo(np.int64).max
 NO_CAP = 0.0
 
@@ -30,7 +30,7 @@ _BLOCK = U(32)  # tokens; their keys take 8 KiB at a width of 64
 
 @inlined
 def _score(query_D: Any, keys: Any, at: Any, scores: Any) -> None:
-    """Products of a query with the keys behind place `at`, one for each score, four at a time."""
+    """Fill `scores` with the products of a query and the keys from index `at` on, one key per score, four at a time."""
     width, count = U(len(query_D)), U(len(scores))
     blocks = count // U(4) * U(4)
     for p in range(U(0), blocks, U(4)):
@@ -53,7 +53,7 @@ def _score(query_D: Any, keys: Any, at: Any, scores: Any) -> None:
 
 @inlined
 def _weigh(scores: Any, scaling: Any, softcap: Any) -> None:
-    """Softmax of the scaled scores, in place."""
+    """Replace scores, in place, by the softmax of the scaled and, if `softcap` > 0, capped scores."""
     top, mass = F(-np.inf), F(0.0)
     for p in range(U(len(scores))):
         scores[p] *= scaling
@@ -70,7 +70,7 @@ def _weigh(scores: Any, scaling: Any, softcap: Any) -> None:
 
 @inlined
 def _mix(values: Any, at: Any, weights: Any, total_D: Any) -> None:
-    """Add the values behind place `at`, weighted, eight at a time."""
+    """Add to `total_D` the values from index `at` on, times their weights, eight at a time."""
     width, count = U(len(total_D)), U(len(weights))
     blocks = count // U(8) * U(8)
     for p in range(U(0), blocks, U(8)):
@@ -98,8 +98,9 @@ def _copy(source: Any, at: Any, count: Any, target: Any, to: Any) -> None:
 def _attend(
     query: Any, new: Any, cache: Any, out: Any, ends: Any, shape: Any, window: Any, scaling: Any, softcap: Any
 ) -> None:
-    """Row r attends to the tokens ends[r] - window <= p < ends[r] of slot r. `new` and `cache` are the addresses of
-    keys and of values; with new keys at 0 nothing is appended."""
+    """Row r attends to the positions ends[r] - window <= p < ends[r] of slot r, for float32. `new` and `cache` are
+    (address of keys, address of values); if the address of new keys is 0, no entries are appended. `shape`: (rows,
+    query heads, key heads, slot length, slots, head width)."""
     rows, heads, kv_heads, length, slots = shape[0], shape[1], shape[2], U(shape[3]), shape[4]
     width = U(shape[5])
     group, new_count = heads // kv_heads, rows * kv_heads * width
@@ -133,7 +134,8 @@ def _attend(
 def _attend_halves(
     query: Any, new: Any, cache: Any, out: Any, ends: Any, shape: Any, window: Any, scaling: Any, softcap: Any
 ) -> None:
-    """As `_attend`, for bfloat16: one block at a time is widened, for all query heads of its key head."""
+    """As `_attend`, for bfloat16: a block of entries is converted to float32 once for all query heads of its key
+    head."""
     rows, heads, kv_heads, length, slots = shape[0], shape[1], shape[2], U(shape[3]), shape[4]
     width = U(shape[5])
     group, new_count = heads // kv_heads, rows * kv_heads * width
@@ -187,15 +189,16 @@ def ragged_attention(
     rule: Rule,
     newest: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention of row r to slot r: the tokens before position ``ends[r]``, within the rule's window.
+    """Attention of row r to the entries of slot r at positions below ``ends[r]``, within the rule's window.
 
     Args:
         query_RHD: one query per row and head.
         keys_SKLD: float32 or bfloat16, contiguous; at least as many slots as rows.
         values_SKLD: like the keys.
         ends: [R], at least 1, at most L.
-        rule: of the layer.
-        newest: key and value [R, K, D] of each row to write at position ``ends[r] - 1`` first; None: they are written.
+        rule: attention settings of the layer.
+        newest: key and value [R, K, D] of each row, which are first written at position ``ends[r] - 1``; None: they
+            are written already.
 
     Returns:
         [R, H, D]

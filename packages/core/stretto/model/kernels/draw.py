@@ -1,11 +1,11 @@
-"""Draw one token per row from logits on the CPU, in one loop that keeps no distribution.
+"""Draw one token per row from logits on the CPU, in one loop that writes no distribution to memory.
 
-torch's way writes a softmax, a log-softmax and a cumulative sum of the whole vocabulary for each row. This loop reads
-the logits twice and the drawn block once more::
+With torch operations, a softmax, a log-softmax and a cumulative sum over the vocabulary are written for each row. This
+loop reads the logits twice, and the block of the drawn token once more::
 
-    logits     . . . . | . . . . | . . . .       the largest
-    blocks        0.9  |   0.25  |   0.85        sums of exponentials
-    target                  ^                    a block, then a token of it
+    logits     . . . . | . . . . | . . . .       find the largest
+    blocks        0.9  |   0.25  |   0.85        sum the exponentials of each block
+    target                  ^                    find the block, then the token in it
 
 Axes: R row, V vocabulary.
 """
@@ -31,7 +31,8 @@ def _weight(logit: Any, top: Any) -> Any:
 
 @inlined
 def _largest(logits_V: Any) -> Any:
-    """The largest logit, and whether all are below infinity and one is above minus infinity."""
+    """The largest logit; and whether the logits are a distribution: none is NaN or infinity, and one is above minus
+    infinity."""
     top, numbers = F(-np.inf), U(0)
     for v in range(U(len(logits_V))):
         numbers += U(logits_V[v] < F(np.inf))  # not true of NaN
@@ -41,7 +42,7 @@ def _largest(logits_V: Any) -> Any:
 
 @inlined
 def _place(logits_V: Any, top: Any, sums: Any, target: Any) -> Any:
-    """The first token at which the cumulative weight exceeds the target."""
+    """The first token at which the cumulative weight exceeds `target`. `sums`: weight of each block."""
     before, block = 0.0, U(0)
     while before + sums[block] <= target and block + U(1) < U(len(sums)):
         before += sums[block]
@@ -85,13 +86,13 @@ def _draw(logits: Any, size: Any, greedy: Any, uniforms: Any, tokens: Any, logpr
 def draw(
     logits_RV: Tensor, greedy: npt.NDArray[np.bool_], uniforms: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Tokens [R] and their log-probabilities [R] under the softmax of the logits; NaN for a row whose logits are no
-    distribution.
+    """Draw a token per row from the softmax of the logits; returns token ids [R] and their log-probabilities [R]. The
+    log-probability is NaN for a row whose logits are no distribution.
 
     Args:
         logits_RV: float32, on the CPU.
         greedy: [R], rows that take the likeliest token.
-        uniforms: [R], in [0, 1).
+        uniforms: [R], random numbers in [0, 1).
     """
     logits_RV = logits_RV.contiguous()
     rows, size = logits_RV.shape

@@ -1,11 +1,11 @@
-"""The small calls of a layer as single loops: norm, rotation of heads, gate.
+"""Small operations of a layer as single loops on the CPU: norm, rotary embedding of heads, gate.
 
     norm      sum = x + y;  out = weight · sum / √(mean sum² + eps)      in place of seven calls to torch
-    rotate    out = head · cos + turned(head) · sin, normed before       twelve
-    gate      out = silu(gate) · up                                      two
+    rotate    out = head · cos + turned(head) · sin, after a norm        in place of twelve calls
+    gate      out = silu(gate) · up                                      in place of two calls
 
-Each number is rounded where torch's calls round it, so in bfloat16 the results are those of the module but for the
-order of sums. `model.fusing` puts them into a traced forward.
+Numbers are rounded at the same points as by torch's calls, so in bfloat16 the results equal the module's except for the
+order of sums. `model.fusing` puts the loops into a traced forward.
 
 Axes: T token, N width of the model, H head, D width of a head.
 """
@@ -32,7 +32,8 @@ def _share(numbers: Any, eps: Any) -> Any:
 
 @compiled
 def _norm(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: Any, eps: Any) -> None:
-    """`y` 0: nothing is added. `total` may be `x`."""
+    """RMS norm of x + y, row by row. All tensors are given by address; `y` 0: nothing is added, and `total` must be
+    `x`."""
     xs, weights, totals, outs = (
         floats(x, rows * width),
         floats(weight, width),
@@ -73,7 +74,8 @@ def _norm_halves(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, w
 
 @inlined
 def _turn(head: Any, cos: Any, sin: Any, out: Any, at: Any) -> None:
-    """Rotate by halves: the second half, negative, stands before the first."""
+    """Write the rotary embedding of `head` to ``out[at:]``. It rotates by halves: sin multiplies (-second half, first
+    half)."""
     half = U(len(head) // 2)
     for d in range(half):
         out[at + d] = head[d] * cos[d] - head[half + d] * sin[d]
@@ -82,7 +84,7 @@ def _turn(head: Any, cos: Any, sin: Any, out: Any, at: Any) -> None:
 
 @compiled
 def _rotate(x: Any, weight: Any, cos: Any, sin: Any, out: Any, rows: Any, heads: Any, width: Any, eps: Any) -> None:
-    """`weight` 0: no norm."""
+    """Norm and rotate the heads of all rows. All tensors are given by address; `weight` 0: no norm."""
     size = rows * heads * width
     xs, weights, outs = floats(x, size), floats(weight, width), floats(out, size)
     coss, sins = floats(cos, rows * width), floats(sin, rows * width)
@@ -141,7 +143,7 @@ def _gate_halves(gate: Any, up: Any, out: Any, size: Any) -> None:
 
 
 def norm(x: Tensor, weight_N: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last axis."""
+    """RMS norm of `x` over the last axis, times the weight."""
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     loop = _norm if x.dtype is torch.float32 else _norm_halves
     width, address = len(weight_N), x.data_ptr()
@@ -160,7 +162,8 @@ def norm_of_sum(x: Tensor, y: Tensor, weight_N: Tensor, eps: float) -> tuple[Ten
 
 
 def rotate(x: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Norm heads (with a weight) and rotate them: x [1, T, H, D], cos and sin [1, T, D]; returns [1, H, T, D]."""
+    """Apply the rotary embedding to heads `x` [1, T, H, D], after an RMS norm if there is a weight; `cos` and `sin`:
+    [1, T, D]. Returns [1, H, T, D]."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     _, tokens, heads, width = x.shape
     out, weight = torch.empty_like(x), 0 if weight_D is None else weight_D.data_ptr()

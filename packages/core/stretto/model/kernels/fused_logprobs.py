@@ -1,7 +1,7 @@
-"""log p of chosen tokens, and the entropy of their distribution, with a single [N, V] tensor in memory.
+"""Log-probabilities of chosen tokens, and entropies of their distributions, with a single [N, V] tensor in memory.
 
-torch's log-softmax and gather need four such tensors: logits, log-softmax and both gradients. Here the logits are
-overwritten by their gradient, block by block, with z = logits / temperature:
+torch's log-softmax and gather need four such tensors: logits, log-softmax, and the gradients of both. Here the logits
+are overwritten by their gradient, block by block, with z = logits / temperature:
 
     d log p(c) / d z_j = [j = c] - p_j,      d H / d z_j = - p_j (log p_j + H)
 
@@ -79,10 +79,11 @@ def _blocks(logits_NV: Tensor) -> Iterator[slice]:
 def chosen_logprobs(
     logits_NV: Tensor, chosen_N: Tensor, *, entropy: bool, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature)[chosen], [N], and, if `entropy`, the entropy [N]; float32, differentiable by
-    the logits.
+    """log softmax(logits / temperature)[chosen], [N], and with `entropy` the entropies [N]; float32, differentiable
+    with respect to the logits.
 
-    The backward pass overwrites the logits, so nothing else may use them; autograd refuses a second backward.
+    The backward pass overwrites the logits, so they must not be used elsewhere. autograd refuses a second backward
+    pass.
     """
     logprobs_N, entropy_N = cast(
         tuple[Tensor, Tensor],

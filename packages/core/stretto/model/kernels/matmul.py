@@ -1,8 +1,8 @@
 """Linear layers that use the fastest measured kernel (`stretto.model.kernels.choice`).
 
-`use_onednn` only replaces the class of a model's linear layers; parameters, names and saved files stay the same.
-oneDNN's float32 products have gradients, for trainers: up to twice as fast as MKL in the backward pass, too, on some
-CPUs.
+`use_onednn` only replaces the class of a model's linear layers; parameters, names and saved files stay the same. For
+trainers, oneDNN's float32 products are differentiable; on some CPUs forward and backward passes are up to twice as fast
+as with MKL.
 
 Axes: T token, K input width, N output width.
 """
@@ -33,7 +33,7 @@ from stretto.model.kernels.choice import (
 Chooser = Callable[[Sequence[Shape], torch.dtype, Sequence[Name]], dict[Shape, KernelChoice]]
 
 
-_PLACES = ("cpu", "meta")  # models on "meta" are filled later, on the CPU
+_PLACES = ("cpu", "meta")  # devices of layers to replace; models on the meta device are filled later, on the CPU
 
 
 class _Linear(torch.autograd.Function):
@@ -53,14 +53,14 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
-    """gradᵀ · x, [N, K]. oneDNN is faster when the right operand is the wider one."""
+    """gradᵀ · x, [N, K]. oneDNN is faster if the wider operand is on the right."""
     if grad_TN.shape[1] <= x_TK.shape[1]:
         return product(grad_TN.t(), x_TK.t())
     return product(x_TK.t(), grad_TN.t()).t()
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer that uses its kernel on the CPU, and works like `nn.Linear` elsewhere."""
+    """A linear layer that uses its chosen `kernel` on the CPU, and works like `nn.Linear` on other devices."""
 
     kernel: Kernel
 
@@ -79,9 +79,10 @@ class OneDnnLinear(nn.Linear):
 
 
 def use_onednn(model: nn.Module, kernels: Sequence[Name] = GENERATION, chooser: Chooser = choose) -> int:
-    """Let every plain `nn.Linear` of the model use its fastest kernel; returns the number of changed layers.
+    """Make every plain `nn.Linear` of the model use its fastest kernel, in place; returns the number of changed layers.
 
-    With ``columns`` among the kernels, weights may change their memory layout.
+    `kernels`: kernels to choose from. If ``columns`` is among them, weights may change their memory layout. `chooser`:
+    chooses a kernel for each weight shape.
     """
     layers = [
         module for module in model.modules() if type(module) is nn.Linear and module.weight.device.type in _PLACES
@@ -104,8 +105,8 @@ def use_onednn(model: nn.Module, kernels: Sequence[Name] = GENERATION, chooser: 
 
 @contextmanager
 def plain(model: nn.Module) -> Iterator[dict[int, Kernel]]:
-    """Turn the model's linear layers back into `nn.Linear` inside the block; yields the kernels by id of their
-    weight."""
+    """Context manager: the model's linear layers are plain `nn.Linear` during the block. Yields their kernels by
+    ``id`` of the weight."""
     layers: list[nn.Linear] = [module for module in model.modules() if isinstance(module, OneDnnLinear)]
     kernels = {id(layer.weight): cast(OneDnnLinear, layer).kernel for layer in layers}
     try:

@@ -1,15 +1,15 @@
-"""Products with a weight that lies in panels, for few and for many tokens.
+"""Matrix products with a weight stored in panels, for few and for many tokens.
 
     weight [N, K]         panels [N / 16, K, 16]
-    0 0 0 0 0 0           0 1 2 3 ...     0 1 2 3 ...     the inputs of 16 outputs, one after the other, as
-    1 1 1 1 1 1    ─►                                     `kernels.tile` reads them; outputs that are missing
-    2 2 2 2 2 2                                           in the last panel are zeros
+    0 0 0 0 0 0           0 1 2 3 ...     0 1 2 3 ...     the weights of 16 outputs, input by input, in the order
+    1 1 1 1 1 1    ─►                                     in which `kernels.tile` reads them; missing outputs of
+    2 2 2 2 2 2                                           the last panel are zeros
     . . .
 
-Libraries are made for products of hundreds of rows; a decode step has few, and reads every weight from memory. Here
-each is read once for up to 96 tokens, and while a panel is multiplied the next one is fetched. A bfloat16 weight costs
-half the bytes of a float32 one, also on processors that cannot multiply bfloat16. All sums are float32, and the same
-for any number of tokens.
+Libraries are optimised for products of hundreds of rows. A decode step has few rows, and reads every weight from
+memory. Here each weight is read once for up to 96 tokens, and while a panel is multiplied the next panel is prefetched.
+A bfloat16 weight takes half the bytes of a float32 weight, also on CPUs without bfloat16 instructions. All sums are
+float32, and the same for any number of tokens.
 
 Axes: T token, K input width, N output width, P panel, W outputs of a panel.
 """
@@ -30,7 +30,8 @@ _BLOCK = 96  # tokens whose inputs stay in the core's cache while a panel is rea
 
 @compiled
 def _pack(weight: Any, out: Any, depth: Any, width: Any, half: Any) -> None:
-    """In bfloat16 output n of the first half of a panel stands before output n of its second half."""
+    """Copy the weight [width, depth] into panels; tensors are given by address. In bfloat16 (`half`) output n of a
+    panel's first half is stored before output n of its second half."""
     size, panels = width * depth, (width + WIDE - 1) // WIDE
     numbers, outs = floats(weight, size), floats(out, panels * depth * WIDE)
     narrow, narrow_outs = halves(weight, size), halves(out, panels * depth * WIDE)
@@ -48,7 +49,8 @@ def _pack(weight: Any, out: Any, depth: Any, width: Any, half: Any) -> None:
 
 @inlined
 def _cut(numbers: Any, out: Any, rows: Any, width: Any, start: Any, half: Any) -> None:
-    """Copy the first columns of rows of WIDE to columns `start` and following of rows of `width`, at addresses."""
+    """Copy `rows` rows of WIDE numbers, without the columns beyond the end, to the columns from `start` on of rows of
+    `width` numbers. Both are given by address."""
     narrow, narrow_outs = halves(numbers, rows * WIDE), halves(out, rows * width)
     wide, outs = floats(numbers, rows * WIDE), floats(out, rows * width)
     for row in range(U(rows)):
@@ -62,7 +64,7 @@ def _cut(numbers: Any, out: Any, rows: Any, width: Any, start: Any, half: Any) -
 
 @inlined
 def _biases(bias: Any, panels: Any, width: Any, half: Any) -> Any:
-    """The bias in float32, zeros where there is none."""
+    """The bias in float32, padded with zeros to whole panels; all zeros if the address `bias` is 0."""
     added = np.zeros(panels * WIDE, np.float32)
     if bias != 0:
         for n in range(U(width)):
@@ -72,7 +74,7 @@ def _biases(bias: Any, panels: Any, width: Any, half: Any) -> Any:
 
 @compiled
 def _multiply(x: Any, weight: Any, bias: Any, out: Any, rows: Any, depth: Any, width: Any, half: Any) -> None:
-    """`bias` 0: none is added."""
+    """Multiply inputs [rows, depth] by a weight in panels; tensors are given by address. `bias` 0: none is added."""
     size, panels = 2 if half else 4, (width + WIDE - 1) // WIDE
     panel, added, spare = WIDE * depth * size, _biases(bias, panels, width, half), np.empty(ROWS * WIDE, np.float32)
     wide = np.empty(min(rows, _BLOCK) * depth if half else 0, np.float32)
@@ -117,7 +119,7 @@ def _multiply(x: Any, weight: Any, bias: Any, out: Any, rows: Any, depth: Any, w
 
 
 def in_panels(weight_NK: Tensor, out_PKW: Tensor | None = None) -> Tensor:
-    """The weight, float32 or bfloat16, in panels [P, K, W], written to `out_PKW` if it is given."""
+    """Copy a weight, float32 or bfloat16, into panels [P, K, W]: into `out_PKW` if it is given, else a new tensor."""
     weight_NK = weight_NK.contiguous()
     width, depth = weight_NK.shape
     if out_PKW is None:
@@ -128,7 +130,8 @@ def in_panels(weight_NK: Tensor, out_PKW: Tensor | None = None) -> Tensor:
 
 
 def multiply_panels(x: Tensor, weight_PKW: Tensor, bias_N: Tensor | None, width: int) -> Tensor:
-    """x · weightᵀ + bias, [..., N], in the type of the weight, which is that of `x`; `width` is N."""
+    """x · weightᵀ + bias, [..., N], with a weight in panels (`in_panels`), which must have the dtype of `x`. `width`:
+    N."""
     x = x.contiguous()
     depth = x.shape[-1]
     out = x.new_empty((*x.shape[:-1], width))

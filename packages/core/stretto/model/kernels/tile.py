@@ -1,12 +1,13 @@
-"""A tile of a product, in registers: a few rows of inputs by a panel of outputs, written as code of LLVM.
+"""A tile of a matrix product in registers: a few rows of inputs by a panel of outputs, generated as LLVM code.
 
     inputs [6, K]        panel [K, 16]          sums [6, 16]
     a . . . . .  row     b b b b ... one input  a·b a·b a·b ...      12 vectors of sums, two of weights, one input:
     a . . . . .          . . . .                a·b a·b a·b ...      15 of the 16 registers of AVX2
 
-numba's loops cannot say which numbers stay in registers. Each weight is read once for all rows of a tile. A bfloat16
-weight is widened in its register: 32 bits hold a number of the first vector in their lower half, one of the second in
-their upper half. A sum takes one input after the other, so it does not depend on the tile.
+LLVM code is needed because numba does not control which numbers stay in registers. Each weight is read once for all
+rows of a tile. bfloat16 weights are converted in registers: 32 bits hold a number of the first vector in the lower half
+and a number of the second in the upper half. A sum adds its products in the order of the inputs, so it does not depend
+on the tile.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any
 
 from stretto.model.kernels.compiled import abilities, code, written
 
-#: Numbers of a vector.
+#: Number of float32 numbers in a vector register.
 LANES = 16 if "+avx512f" in abilities() else 8
-#: Outputs of a panel.
+#: Number of outputs of a panel.
 WIDE = 2 * LANES
-#: The most rows of a tile.
+#: Largest number of rows of a tile.
 ROWS = 6
-#: Panels of the tile for one row: alone, a panel would wait for its own sums.
+#: Number of panels of a tile with one row. With a single panel each addition would wait for the one before.
 MANY = 4
 
 
 def _broadcast(builder: Any, number: Any) -> Any:
-    """A vector of one number."""
+    """A vector with all elements equal to `number`."""
     ir = code.ir
     empty = ir.Constant(ir.VectorType(ir.FloatType(), LANES), ir.Undefined)
     first = builder.insert_element(empty, number, ir.Constant(ir.IntType(32), 0))
@@ -38,7 +39,7 @@ def _read(builder: Any, address: Any, kind: Any) -> Any:
 
 
 def _weights(builder: Any, address: Any, half: bool) -> list[Any]:
-    """The two vectors of a panel for one input."""
+    """Load the two vectors of a panel's weights for one input, as float32."""
     ir = code.ir
     floating, whole = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32)))
     if not half:
@@ -52,7 +53,7 @@ def _weights(builder: Any, address: Any, half: bool) -> list[Any]:
 
 
 def _fetch(builder: Any, address: Any) -> None:
-    """Ask for what is at an address, which may be any."""
+    """Prefetch the memory at an address, which need not be valid."""
     ir = code.ir
     word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
@@ -65,7 +66,7 @@ def _number(number: int) -> Any:
 
 
 def _tile(builder: Any, places: list[Any], rows: int, panels: int, half: bool) -> None:
-    """The code of one size of tile; `places` as for `tile`."""
+    """Generate the code of a tile of `rows` rows and `panels` panels. `places`: the arguments of `tile` from `x` on."""
     ir = code.ir
     x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace = places
     floating = ir.VectorType(ir.FloatType(), LANES)
@@ -92,7 +93,7 @@ def _tile(builder: Any, places: list[Any], rows: int, panels: int, half: bool) -
 
 
 def _write(builder: Any, numbers: Any, address: Any, half: bool) -> None:
-    """Store a vector, in bfloat16 rounded to the nearest number, the even one of two."""
+    """Store a vector at an address; with `half` as bfloat16, rounded to nearest, ties to even."""
     ir = code.ir
     if half:
         whole = ir.VectorType(ir.IntType(32), LANES)
@@ -104,7 +105,7 @@ def _write(builder: Any, numbers: Any, address: Any, half: bool) -> None:
 
 
 def _tiles(builder: Any, rows: Any, half: Any, *places: Any) -> None:
-    """The code of all tiles, and the choice of one."""
+    """Generate the code of all tiles, with branches that select one by `rows` and `half`."""
     for kind in (False, True):
         with builder.if_then(builder.icmp_signed("==", half, _number(int(kind)))):
             for number in range(ROWS + 1):
@@ -115,6 +116,6 @@ def _tiles(builder: Any, rows: Any, half: Any, *places: Any) -> None:
 #: In a loop, ``tile((rows, half, x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace))`` multiplies
 #: `rows` rows of `depth` float32 inputs at address `x`, `stride` bytes apart, by the panel at address `weight`, adds
 #: the float32 numbers at address `bias` and writes rows of WIDE outputs to address `out`, `out_stride` bytes apart.
-#: `rows` 0: one row by MANY panels of `panel` bytes. `half` 1: weights and outputs are bfloat16. `ahead`, and with each
-#: input `pace` bytes more: an address that is wanted next.
+#: `rows` 0: one row by MANY panels of `panel` bytes. `half` 1: weights and outputs are bfloat16. `ahead`: address to
+#: prefetch, which advances by `pace` bytes with each input.
 tile: Any = written(_tiles, 12)

@@ -1,7 +1,8 @@
-"""Tiles of decode attention on a GPU: a small table, of which the fastest is taken.
+"""Choice of the tile size of decode attention on a GPU: the fastest of a small table.
 
-A tile decides in which order sums are rounded, so all engines of a run take the same one: the first that comes measures
-while it holds the lock of a file of the run, the others read it there. Without a file the first of the table is taken.
+The tile determines the order of sums and so their rounding; all engines of a run must use the same tile. The first
+engine measures while it holds the lock of a file of the run, and the others read its choice from the file. Without a
+file the first tile of the table is used.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from stretto.model.kernels.choice import locked
 log = logging.getLogger(__name__)
 
 FILE = "tiles.json"
-_GAIN = 1.03  # speedup below which the first of the table stays
+_GAIN = 1.03  # least speedup over the first tile for another tile to be chosen
 
 
 class Tile(Record, frozen=True):
-    """Bytes of keys, and as many of values, that a program processes while it loads the next; its warps, and the tiles
-    in flight. float32 has twice as many warps: its products do not use tensor cores."""
+    """Tile of a GPU program. `size`: bytes of keys, and of values, that the program processes at a time. `warps`: of
+    the program; twice as many for float32, whose products do not use tensor cores. `stages`: tiles that are loaded
+    ahead."""
 
     size: int = 16 * 1024
     warps: int = 4
@@ -35,8 +37,8 @@ TABLE = (Tile(), Tile(32 * 1024), Tile(16 * 1024, 8), Tile(8 * 1024, 4, 3), Tile
 
 
 def chosen(name: str, seconds: Callable[[Tile], float], record: Path | None) -> Tile:
-    """The tile for `name` (device, dtype, shape): from the record, else the fastest by `seconds`, which is recorded. A
-    tile that the device cannot run is passed over."""
+    """The tile for the case `name` (device, dtype, shape). It comes from the file `record`, or is the fastest by
+    `seconds`, which measures a tile, and is then written to the file. Tiles that the device cannot run are skipped."""
     if record is None:
         return TABLE[0]
     with locked(record) as written:

@@ -1,13 +1,13 @@
 """Decode attention on a GPU (Triton): rows of any length in one launch, each read to its own end.
 
-Reading the KV cache once is the lower bound of a decode step. The tokens to read are cut into chunks of about equal
-length (`model.decode.chunks`). One program per chunk and key head reads for all query heads that share it::
+A decode step must read the KV cache at least once. The tokens to read are cut into chunks of about equal length
+(`model.decode.chunks`). One program per chunk and key head reads for all query heads that share the key head::
 
     read      chunk (row, first, end)  x  key head     ->  partial sum [G, D], largest score and mass [G]
     combine   row  x  query head                       ->  the row's partial sums, weighted and added
 
-This is flash-decoding (Dao et al. 2023) with a split by lengths. KV entries are given by address, so that one launch
-reads any number of length buckets, and a CUDA graph stays valid while they move.
+This is flash-decoding (Dao et al. 2023) with a split by length. KV entries are given by address, so that one launch
+reads any number of length buckets, and a CUDA graph stays valid when buckets are reallocated.
 
 Products use the cache's dtype, sums float32. TRITON_INTERPRET=1 runs the same kernels on the CPU.
 
@@ -35,14 +35,14 @@ except ImportError:  # optional on a machine without a GPU
 #: Supported dtypes of KV entries.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-#: Chunk lengths are multiples of this; shorter chunks are not worth a program and a partial sum.
+#: Chunk lengths are multiples of this number of tokens; shorter chunks are not worth a program and a partial sum.
 GRAIN = 64
 
 _ALIGNED = 16  # bytes that a thread reads at once
 _FEWEST = 16  # least rows and columns of a tensor-core product; padding is not read
-_LONGEST_TILE = 128  # tokens
-_WRITTEN = 16  # tokens that a program writes
-_PARTS = 16  # partial sums that are added at once
+_LONGEST_TILE = 128  # most tokens of a tile
+_WRITTEN = 16  # tokens that a program of `_write` copies
+_PARTS = 16  # partial sums that `_combine` adds at once
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
@@ -55,8 +55,8 @@ def triton_version() -> str:
 
 
 def reads_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels support KV entries of this kind: on GPUs from Ampere on, or in the interpreter (for
-    tests)."""
+    """Whether the kernels can be used for KV entries of this dtype and head size on this device: a GPU of Ampere or
+    newer. False in Triton's interpreter."""
     if triton is None or triton.knobs.runtime.interpret or device.type != "cuda":
         return False
     newer = torch.cuda.get_device_capability(device)[0] >= 8
@@ -99,7 +99,8 @@ def _write(
 
 @_kernel
 def _product(left: tl.tensor, right: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
-    """Matrix product with float32 sums; the interpreter has none for bfloat16."""
+    """Matrix product with float32 sums. `WIDE`: convert the operands to float32, because Triton's interpreter has no
+    bfloat16 product."""
     if WIDE:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
@@ -107,7 +108,8 @@ def _product(left: tl.tensor, right: tl.tensor, WIDE: tl.constexpr) -> tl.tensor
 
 @_kernel
 def _tanh(x: tl.tensor) -> tl.tensor:
-    """tanh to 2e-7, relative; 1 - 2 / (e^2x + 1) alone cancels near 0 (Cephes, tanhf.c)."""
+    """tanh x with a relative error of 2e-7 (Cephes, tanhf.c). Near 0, where 1 - 2 / (e^2x + 1) would cancel, a series
+    is used."""
     square = x * x
     series = square * -5.70498872745e-3 + 2.06390887954e-2
     series = series * square - 5.37397155531e-2
@@ -126,7 +128,7 @@ def _scores(
     SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Scores of a tile of keys; minus infinity where there is no token."""
+    """Scores of a tile of keys; minus infinity where `seen_L` is false."""
     scores_GL = _product(query_GD, tl.trans(key_LD), WIDE) * scaling
     if SOFTCAP > 0.0:  # softcap * tanh(score / softcap) (Gemma 2)
         scores_GL = SOFTCAP * _tanh(scores_GL / SOFTCAP)
@@ -154,7 +156,8 @@ def _read(
 ) -> None:
     """Program (n, k): partial attention of key head k's query heads over the tokens of chunk n.
 
-    Stores the largest score, the mass (sum of exp(score - largest)), and the values weighted by these exponentials.
+    Stores the largest score, the mass (the sum of exp(score - largest score)), and the sum of the values weighted by
+    these exponentials.
     """
     number, kv_head = tl.program_id(0), tl.program_id(1)
     row = tl.load(items_N3 + 3 * number)
@@ -210,7 +213,8 @@ def _combine(
     PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Program (r, h): combine the partial sums of a row's chunks, rescaled to the largest score of all."""
+    """Program (r, h): combine the partial sums of the chunks of row r for query head h, rescaled to the largest score
+    of all chunks, and write the attention output."""
     row, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(bounds + row).to(tl.int32)
     end = tl.load(bounds + row + 1).to(tl.int32)
@@ -240,11 +244,11 @@ def write_rows(key_TKD: Tensor, value_TKD: Tensor, slots_R4: Tensor, writes_W3: 
     """Copy KV entries of packed tokens into their rows' slots.
 
     Args:
-        key_TKD: of the slots' dtype.
-        value_TKD: like the keys.
-        slots_R4: int64, for each row: addresses of its keys and of its values (multiples of 16), and the stride (in
-            numbers) between heads; the fourth is not read.
-        writes_W3: int64 (packed token, row, position in the slot); no position twice.
+        key_TKD: keys of the packed tokens, in the slots' dtype.
+        value_TKD: values, like the keys.
+        slots_R4: int64, for each row: address of its keys, address of its values (multiples of 16), and the stride
+            between heads, in elements; the fourth number is not read.
+        writes_W3: int64 (packed token, row, position in the slot); every position occurs once.
     """
     key_TKD, value_TKD = (x if x.stride(2) == 1 else x.contiguous() for x in (key_TKD, value_TKD))
     _, heads, width = key_TKD.shape
@@ -276,11 +280,11 @@ def read_rows(
     Args:
         query_RHD: one query per row and head, of the slots' dtype.
         slots_R4: as in `write_rows`.
-        items_N3: int64, the chunks (row, first, end); empty if end <= first.
+        items_N3: int64, the chunks (row, first token, end); a chunk with end <= first is empty.
         bounds: [R + 1] int64; row r has the chunks bounds[r] to bounds[r + 1] - 1, at least one.
-        rule: of the layer; its window is in the chunks.
-        kv_heads: K
-        tile: what a program processes at once.
+        rule: attention settings of the layer; the chunks already respect its window.
+        kv_heads: number K of key/value heads.
+        tile: tile size of the kernel.
     """
     query_RHD = query_RHD if query_RHD.stride(2) == 1 else query_RHD.contiguous()
     rows, heads, width = query_RHD.shape

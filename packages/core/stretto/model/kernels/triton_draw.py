@@ -1,15 +1,16 @@
 """Draw one token per row on a GPU (Triton): temperature, top-k, top-p, min-p and the draw in one launch.
 
-One program reads its row some times; no distribution is written, so nothing of the vocabulary's size is allocated. All
-settings come in one copy from the host, tokens and log-probabilities go back in one::
+One program reads its row several times. No distribution is written, so no memory of the vocabulary's size is allocated.
+All settings are copied from the host at once, and tokens and log-probabilities are copied back at once::
 
     settings   uniform | temperature, 0: greedy | top-k | top-p | log of min-p      [R, 5], float64
     drawn      token | log-probability                                              [R, 2], float64
 
-A cutoff is the largest number that leaves enough tokens (top-k) or enough of their mass (top-p). It is found by
-bisection over the 2^32 numbers, ordered as integers, and so needs no ranking; tokens as likely as the last one kept
-are kept too, as in `model.truncation`. The draw is the first token whose cumulative weight exceeds uniform x mass, as
-in `model.kernels.draw`: blocks first, then the tokens of one.
+A cutoff is the largest number such that enough tokens (top-k) or enough of their mass (top-p) have a logit of at least
+this number. It is found by bisection over the 2^32 float32 numbers, ordered as integers, so no sorting is needed.
+Tokens as likely as the last token kept are kept too, as in `model.truncation`. The drawn token is the first whose
+cumulative weight exceeds uniform x mass, as in `model.kernels.draw`: blocks are searched first, then the tokens of one
+block.
 
 Sums over a block are float32, sums of blocks float64. TRITON_INTERPRET=1 runs the kernel on the CPU.
 
@@ -48,7 +49,8 @@ def _kernel(function: Callable[..., Any]) -> Any:
 
 @_kernel
 def _block(logits_V: tl.tensor, first: tl.tensor, size: tl.tensor, divisor: tl.tensor, BLOCK: tl.constexpr) -> Any:
-    """Logits of a block after the temperature, -inf behind the last one; and their places."""
+    """Logits of the block from token `first` on, divided by `divisor` (-inf beyond the vocabulary); and their token
+    ids."""
     places_B = first + tl.arange(0, BLOCK)
     logits_B = tl.load(logits_V + places_B, mask=places_B < size, other=float("-inf"))
     return tl.div_rn(logits_B, divisor) + 0.0, places_B  # + 0.0: the zeros are equal as integers too
@@ -56,14 +58,14 @@ def _block(logits_V: tl.tensor, first: tl.tensor, size: tl.tensor, divisor: tl.t
 
 @_kernel
 def _ordered(logits: tl.tensor) -> tl.tensor:
-    """Integers in the order of the numbers."""
+    """Map float32 numbers to 32-bit integers with the same order."""
     bits = logits.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @_kernel
 def _top(logits_V: tl.tensor, size: tl.tensor, divisor: tl.tensor, BLOCK: tl.constexpr) -> Any:
-    """The largest logit, and how many are NaN or infinite."""
+    """The largest logit, and the number of logits that are NaN or plus infinity."""
     top, odd = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     for first in range(0, size, BLOCK):
         logits_B, _ = _block(logits_V, first, size, divisor, BLOCK)
@@ -82,7 +84,8 @@ def _left(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Number of tokens from the cutoff on, or their weights' sum."""
+    """With `COUNT` the number of tokens whose logit is at least `cutoff` (as an ordered integer), otherwise the sum of
+    their weights exp(logit - top)."""
     total = tl.full((), 0.0, tl.float64)
     for first in range(0, size, BLOCK):
         logits_B, places_B = _block(logits_V, first, size, divisor, BLOCK)
@@ -106,7 +109,7 @@ def _cutoff(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The largest number, not below `lowest`, that leaves as much as is wanted; `lowest` leaves it."""
+    """The largest cutoff, at least `lowest`, for which `_left` is at least `wanted`; `lowest` must satisfy this."""
     low, high = lowest.to(tl.int64), _ordered(top).to(tl.int64) + 1
     for _ in range(BITS):
         middle = low + (high - low) // 2
@@ -128,7 +131,7 @@ def _draw(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program r draws the token of row r."""
+    """Program r draws the token of row r and stores it with its log-probability."""
     row = tl.program_id(0)
     logits_V, settings = logits_RV + row.to(tl.int64) * stride, settings_R5 + row * 5
     temperature = tl.load(settings + 1).to(tl.float32)
@@ -186,15 +189,16 @@ def draw_on_device(
     rows: npt.NDArray[np.int64],
     truncation: Truncation | None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Tokens [R] and their log-probabilities [R] under the softmax of logits / temperature over what the filters leave;
-    NaN for a row whose logits are no distribution. One copy to the device, one launch, one copy back.
+    """Draw a token per row from the softmax of logits / temperature over the tokens that the filters leave; returns
+    token ids [R] and their log-probabilities [R]. The log-probability is NaN for a row whose logits are no
+    distribution. It takes one copy to the device, one launch, and one copy back.
 
     Args:
         logits_RV: float32.
-        temperatures: [R]; 0 takes the likeliest token, whose log-probability is that at temperature 1.
-        uniforms: [R], in [0, 1).
-        rows: those that are filtered.
-        truncation: their settings; None: no row has any.
+        temperatures: [R]; 0 takes the likeliest token, with its log-probability at temperature 1.
+        uniforms: [R], random numbers in [0, 1).
+        rows: indices of the rows that have filters.
+        truncation: filter settings of these rows; None: no row has filters.
     """
     count, size = logits_RV.shape
     settings = np.zeros((count, _SETTINGS))

@@ -1,8 +1,8 @@
 """The packed attention path: many sequences in one row, without padding and without attending to each other.
 
 Attention is causal, so the right padding of the cells (`stretto.model.layout`) has no effect, and the packed forward
-equals the forward of each sequence alone. The transformers module is used unchanged: it finds the two functions below
-under the name "stretto_packed" and passes them the `Packing` given to its forward.
+equals the forward of each sequence alone. The transformers module is used unchanged: it finds `packed_attention` and
+`_no_mask` under the name "stretto_packed", and passes them the `Packing` given to its forward.
 
 Axes: T packed token, C cell, B row of a bucket, L length of a bucket, H query head, K key/value head, D head width.
 """
@@ -30,14 +30,14 @@ PACKED_ATTENTION = "stretto_packed"
 #: Older versions of torch need as many key/value heads as query heads.
 _SHARES_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
-#: Lengths and row numbers of buckets for which attention is faster as two matmuls.
+#: Lengths of buckets, and least number of rows, for which attention is faster as two matmuls.
 LENGTHS_BY_PRODUCTS = range(16, 65)
 FEWEST_BY_PRODUCTS = 4
 
-#: Up to this many sequences are computed one by one: cheaper than gathering into cells.
+#: Up to this number, sequences are computed one by one, which is cheaper than gathering them into cells.
 FEW_SEQUENCES = 3
 
-#: Scores in memory at once where no fused kernel computes them (soft caps): 1 GiB in float32.
+#: Most scores in memory at once where no fused kernel computes them (soft caps): 1 GiB in float32.
 SCORES = 1 << 28
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -45,10 +45,10 @@ _WIDEST_FLASH, _GRAIN_FLASH = 256, 8  # head sizes of flash attention
 
 
 class _ToCells(torch.autograd.Function):
-    """Gather tokens into cells.
+    """Gather the values of tokens into cells.
 
-    The gradient is a gather too: each token has one own cell, and padding cells have no gradient. Only cells of shared
-    tokens are summed.
+    The gradient is a gather too: each token has one own cell, and padding cells have no gradient. Only the gradients of
+    shared cells are added up.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class _ToCells(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Gather cells into tokens; padding and shared cells are dropped and have no gradient."""
+    """Gather the values of cells into tokens. Padding cells and shared cells are dropped and have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, cells: Tensor, packing: Packing) -> Tensor:
@@ -98,8 +98,9 @@ def attention_by_products(
 ) -> Tensor:
     """Attention as two matmuls with a softmax between, [B, H, L, D].
 
-    With a `softcap`, scores first become ``softcap * tanh(score / softcap)`` (Gemma 2). Key heads may be 1 with more
-    query heads. `hidden_LL` is added to the scores: -inf where masked.
+    With a `softcap`, scores first become ``softcap * tanh(score / softcap)`` (Gemma 2). There may be one key head for
+    several query heads. `hidden_LL`: added to the scores, -inf where masked. `scaling`: factor of the scores; None:
+    1 / sqrt(D).
     """
     scale = query_BHLD.shape[-1] ** -0.5 if scaling is None else scaling
     scores = (query_BHLD * scale) @ key_BHLD.transpose(-1, -2)
@@ -110,14 +111,14 @@ def attention_by_products(
 
 
 def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[L, L] mask of visible tokens: itself and earlier ones within the window."""
+    """[L, L] mask, true where a query (row) sees a token (column): itself and earlier tokens within the window."""
     places = torch.arange(length, device=device)
     behind = places[:, None] - places[None, :]
     return (behind >= 0) & (behind < (length if window is None else window))
 
 
 def _in_bucket(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, rule: Rule) -> Tensor:
-    """Causal attention of sequences of one length, [B, H, L, D]."""
+    """Causal attention of B sequences, padded to one length L; returns [B, H, L, D]."""
     rows, heads, length, width = query_BHLD.shape
     kv_heads = key_BKLD.shape[1]
     if rule.softcap is not None or _quicker_by_products(query_BHLD):
@@ -166,21 +167,21 @@ def _by_blocks(query: Tensor, keys: Tensor, values: Tensor, hidden_LL: Tensor, r
 
 
 def _quicker_by_products(query_BHLD: Tensor) -> bool:
-    """Whether two matmuls are faster than one fused kernel; measured without gradients, as in an engine."""
+    """Whether two matmuls are faster than one fused kernel. False while gradients are enabled, because the limits were
+    measured for engines."""
     short = query_BHLD.shape[2] in LENGTHS_BY_PRODUCTS and query_BHLD.shape[0] >= FEWEST_BY_PRODUCTS
     return short and _computes_by_products(query_BHLD) and not torch.is_grad_enabled()
 
 
 def _computes_by_products(tensor: Tensor) -> bool:
-    """Whether small matmuls are fast for such tensors: float32 on the CPU.
-
-    There the fused kernel's overhead per row and head exceeds the computation.
-    """
+    """Whether a tensor is float32 on the CPU, where the fused kernel's overhead per row and head exceeds the
+    computation."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
 def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Causal attention of a few sequences without shared prefixes: slices of the row instead of gathers."""
+    """Causal attention of a few sequences without shared prefixes, [T, H, D]. Sequences are slices of the row, so no
+    gathers are needed."""
     columns = [x.split(packing.lengths) for x in (query_THD, key_TKD, value_TKD)]
     attended = []
     for sequence in zip(*columns, strict=True):
@@ -190,7 +191,7 @@ def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: 
 
 
 def _bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Causal attention bucket by bucket: gather, dense attention, gather back. Any device."""
+    """Causal attention bucket by bucket, [T, H, D]: gather into cells, dense attention, gather back. For any device."""
     if len(packing.lengths) <= FEW_SEQUENCES and not packing.shares_prefixes:
         return _one_by_one(query_THD, key_TKD, value_TKD, packing, rule)
     sizes = [rows * length for rows, length in packing.buckets]
@@ -204,7 +205,7 @@ def _bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Pa
 
 
 def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Flash attention over the packed row itself; CUDA and half precision only."""
+    """Flash attention over the packed row without padding, [T, H, D]. Only for CUDA and half precision."""
     boundaries = packing.boundaries()
     shared = query_THD.shape[1] // key_TKD.shape[1]  # query heads of a key/value head
     if shared > 1 and not _SHARES_HEADS:
@@ -238,8 +239,8 @@ def packed_attention(
     part: Part | None = None,
     **requested: Any,
 ) -> tuple[Tensor, None]:
-    """`attend_packed` with the signature of a transformers attention function. `part`: the tokens of this rank, where
-    several divide the row.
+    """`attend_packed` with the signature of a transformers attention function. `part`: the tokens of this rank if
+    several ranks divide the row.
 
     Raises:
         ModelFolderError: the layer requests unsupported attention (`stretto.model.attention_support`).
@@ -254,7 +255,8 @@ def packed_attention(
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+    """Causal attention within each sequence of a packed row. `query`: [1, H, T, D], `key` and `value`: [1, K, T, D];
+    returns [1, T, H, D]."""
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     plain = rule.dropout == 0.0 and rule.softcap is None and not packing.shares_prefixes
     flash = plain and value.is_cuda and value.dtype in _HALF and _flash_takes(value.shape[-1])
@@ -262,7 +264,7 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, r
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """No mask tensor: the `Packing` has the boundaries."""
+    """Make no mask tensor, because the `Packing` has the boundaries of sequences."""
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

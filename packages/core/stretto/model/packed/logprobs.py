@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens under a model.
+"""Log-probabilities of given tokens under a model, differentiable.
 
-The model's body runs over all T packed tokens, the output matrix only over the N wanted ones, in chunks: at most one
-chunk of the [N, V] logits is in memory, also in the backward pass.
+The model's body runs over all T packed tokens. The output matrix runs only over the N wanted tokens, in chunks: at most
+one chunk of the [N, V] logits is in memory, also in the backward pass.
 
 Axes: T packed token, N wanted token, V vocabulary, W width of the model.
 """
@@ -33,7 +33,7 @@ from stretto.model.truncation import Truncation, truncate
 #: Name of the method by which a sharded output matrix scores tokens.
 SCORE = "stretto_score"
 
-#: Logits in memory at once: 64 MiB in float32; 1 GiB on a GPU, where matmuls need more rows.
+#: Most logits in memory at once: 64 MiB in float32 on the CPU; 1 GiB on a GPU, where matmuls need more rows.
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 #: Token ids, or positions.
@@ -51,13 +51,13 @@ class PackedTokens:
 
     input_ids: Tensor  # [1, T]
     packing: Packing
-    wanted: Tensor  # [N] where in the packed row the wanted tokens stand
-    before: Tensor  # [N] where the token before each of them in its sequence stands
-    targets: Tensor | None = None  # [N] tokens to score in place of those at `wanted`; None: these
-    part: Part | None = None  # this rank's tokens, where several divide the row
+    wanted: Tensor  # [N] index of each wanted token in the packed row
+    before: Tensor  # [N] index of the token before each wanted token in its sequence
+    targets: Tensor | None = None  # [N] tokens to score at these positions; None: the tokens of the row
+    part: Part | None = None  # this rank's tokens if several ranks divide the row
 
     def divided(self, group: ProcessGroup | None) -> PackedTokens:
-        """The same tokens, of which this rank computes its part; all of them without a group."""
+        """A copy of which each rank of `group` computes a part of the row; unchanged if `group` is None."""
         if group is None or self.part is not None:
             return self
         return replace(self, part=Part.of(self.input_ids, self.packing.position_ids, self.before, group))
@@ -67,7 +67,7 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities (natural, float32) of the wanted tokens, and entropies if requested."""
 
     logprobs: Tensor  # [N]
-    entropy: Tensor | None  # [N], of the token's distribution
+    entropy: Tensor | None  # [N], of the distribution that each token is drawn from; None if not requested
 
 
 def pack_tokens(
@@ -77,14 +77,14 @@ def pack_tokens(
     prompts: Sequence[int] | None = None,
     targets: Sequence[Numbers] | None = None,
 ) -> PackedTokens:
-    """Pack sequences of token ids; `wanted` holds positions within each (default: all but the first), `targets` the
-    tokens to score there (default: those of the sequences).
+    """Pack sequences of token ids into one row.
 
-    `prompts`: length of each sequence's prompt. Sequences with equal prompts share it; then no position within a prompt
-    may be wanted.
+    `wanted`: for each sequence, the positions whose tokens are scored; None: all but the first. `targets`: tokens to
+    score at these positions; None: the tokens of the sequences. `prompts`: length of each sequence's prompt. Sequences
+    with equal prompts share the prompt's computation; then no position within the prompt may be wanted.
 
     A last sequence of filler tokens pads the row to a `round_length`. Without any sequence the row is one filler token,
-    so that a rank without work can run a forward.
+    so that a rank without work can run a forward pass.
 
     Raises:
         ValueError: an empty sequence, or a wanted position without a token before it or in a shared prompt.
@@ -122,7 +122,8 @@ def _tensor(parts: Sequence[Ints], device: torch.device | str) -> Tensor:
 
 
 def _shared_prefixes(sequences: Sequence[Ints], prompts: Sequence[int]) -> list[tuple[int, int]]:
-    """(source, tokens) for each sequence: the first sequence with a prompt is the source for the others."""
+    """For each sequence, the sequence whose prompt it shares and the number of shared tokens (`layout.pack`). The first
+    sequence with a prompt computes it for the others."""
     first: dict[bytes, int] = {}
     prefixes = []
     for s, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
@@ -139,17 +140,18 @@ def token_logprobs(
     entropy: bool = False,
     chunk_logits: int | None = None,
 ) -> TokenLogprobs:
-    """log p(token | earlier tokens of its sequence) at each wanted position, [N], differentiable.
+    """log p(token | earlier tokens of its sequence) at each wanted position, [N], differentiable; with `entropy` also
+    the entropies [N]. `chunk_logits`: most logits in memory at once; None: `CHUNK_LOGITS`.
 
     p is the engine's sampling distribution for this model: the float32 softmax of logits / temperature (> 0) over the
-    tokens that top-k, top-p and min-p keep. The token itself always stays in that set. An older version drew it, so it
-    has become unlikely, not impossible; at probability zero the ratio's logarithm would be infinite, and no gradient
-    could bring it back. The set is constant for the gradient.
+    tokens that top-k, top-p and min-p keep. The scored token always counts as kept: an older version has drawn it, so
+    it is unlikely now, not impossible. With probability zero the log-ratio would be infinite, without a gradient. The
+    set of kept tokens is constant for the gradient.
 
     The model must be loaded with packed attention (`model.packed.attention`) and pass `check_policy`.
 
-    The output matrix also runs over a `round_length` of rows; otherwise oneDNN would compile, and keep, two megabytes
-    of code for every number of wanted tokens.
+    The number of rows of the output matrix is also rounded (`round_length`). Otherwise oneDNN would compile and keep
+    two megabytes of code for every number of wanted tokens.
     """
     targets = packed.input_ids[0].index_select(0, packed.wanted) if packed.targets is None else packed.targets
     before, part = packed.before, packed.part
@@ -168,12 +170,12 @@ def token_logprobs(
 
 
 def score_as_method(head: nn.Module) -> None:
-    """Give an output matrix the method `SCORE`, in which FSDP can gather it once for all chunks."""
+    """Add the method `SCORE` to an output matrix, so that FSDP gathers the matrix once for all chunks."""
     setattr(head, SCORE, MethodType(_gathered_logprobs, head))
 
 
 def _gathered_logprobs(head: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-    return _all_logprobs(head, head.forward, *arguments)  # without hooks, which would gather it for each chunk
+    return _all_logprobs(head, head.forward, *arguments)  # without FSDP's hooks, which would gather it for each chunk
 
 
 def _all_logprobs(
@@ -185,7 +187,8 @@ def _all_logprobs(
     entropy: bool,
     chunk_logits: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute in chunks of at most `chunk_logits` logits."""
+    """Log-probabilities [N] and entropies [N] from hidden states, in chunks of at most `chunk_logits` logits.
+    `multiply`: applies the output matrix `head`."""
     chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
     rows = max(1, chunk_logits // cast(Tensor, head.weight).shape[0])
     if len(targets_N) <= rows:
@@ -199,10 +202,12 @@ def _all_logprobs(
 
 
 def check_policy(model: PreTrainedModel) -> None:
-    """Check that the model is a body followed by one linear map to the logits, as `token_logprobs` assumes.
+    """Check, by two forward passes, that the model is a body followed by one linear map to the logits, as
+    `token_logprobs` assumes.
 
     Raises:
-        ModelFolderError: its logits are changed afterwards (a soft cap, a scale), or its attention is not plain causal.
+        ModelFolderError: the model changes its logits after the output matrix (a soft cap, a scale), or a layer
+            requests unsupported attention.
     """
     head = model.get_output_embeddings()
     packed = pack_tokens([[1, 2, 0], [3, 0]], device=model.device)
@@ -223,7 +228,7 @@ def check_policy(model: PreTrainedModel) -> None:
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
-    """The body's last hidden state at each packed token of this rank, [T, W]."""
+    """The last hidden states of the model's body, [T, W], at the packed tokens that this rank computes."""
     ids = packed.input_ids if packed.part is None else packed.part.input_ids
     hidden: Tensor = model.base_model(ids, **_arguments(packed)).last_hidden_state[0]
     return hidden

@@ -1,9 +1,10 @@
-"""Context parallelism: ranks that divide the tokens of one packed row, and exchange heads for tokens at the attention.
+"""Context parallelism: ranks divide the tokens of one packed row. For attention an all-to-all exchange gives each rank
+all tokens of some heads (DeepSpeed-Ulysses, Jacobs et al., arXiv 2309.14509).
 
     rank 0   tokens 0 .. T/C   all heads   ─┐           ┌─► all tokens, heads 0 .. H/C   ─┐           ┌─► its tokens,
     rank 1   tokens T/C .. T   all heads   ─┴ exchange ─┴─► all tokens, heads H/C .. H   ─┴ exchange ─┴─► all heads
 
-All else in a model works on each token alone. (DeepSpeed-Ulysses, Jacobs et al., arXiv 2309.14509.)
+All other operations of a model work on each token separately.
 
 Axes: T token of the whole row, C rank, t token of one rank (T / C, padded), N wanted token, n of this rank, H head, D
 head width.
@@ -22,19 +23,20 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's tokens of a row that the ranks of `group` divide."""
+    """This rank's part of a row that the ranks of `group` divide."""
 
     group: ProcessGroup
     tokens: int  # T
     input_ids: Tensor  # [1, t]
     position_ids: Tensor  # [1, t]
-    own: Tensor  # [n] which of the wanted tokens are scored here
-    before: Tensor  # [n] where among the own tokens the one before each of them stands
+    own: Tensor  # [n] indices of the wanted tokens that this rank scores
+    before: Tensor  # [n] index, among this rank's t tokens, of the token before each of them
     wanted: int  # N
 
     @classmethod
     def of(cls, input_ids: Tensor, position_ids: Tensor, before: Tensor, group: ProcessGroup) -> Part:
-        """Cut the row [1, T] into equal parts; filler tokens complete the last."""
+        """Cut a row [1, T] into equal parts, padded with filler tokens; returns the part of this rank. `before`: [N],
+        index in the row of the token before each wanted token."""
         count, rank, tokens = group.size(), group.rank(), input_ids.shape[1]
         each = -(-tokens // count)
         ids, positions = (
@@ -45,8 +47,8 @@ class Part:
         return cls(group, tokens, ids, positions, own, before[own] - rank * each, len(before))
 
     def to_heads(self, columns: tuple[Tensor, ...]) -> list[Tensor]:
-        """Exchange heads for tokens: query, key and value of this rank's tokens, [1, H, t, D], become those of all
-        tokens for its share of the heads, [1, H / C, T, D]."""
+        """All-to-all before attention. `columns`: query, key and value of this rank's tokens for all heads, each [1, H,
+        t, D]. Returns the same of all tokens for this rank's share of the heads, each [1, H / C, T, D]."""
         count = self.group.size()
         heads = [column.shape[1] // count for column in columns]
         sent = torch.cat([column[0].unflatten(0, (count, -1)) for column in columns], 1)  # [C, H / C, t, D]
@@ -54,21 +56,21 @@ class Part:
         return [column[None] for column in received.split(heads)]
 
     def to_tokens(self, attended: Tensor) -> Tensor:
-        """Exchange tokens for heads: the attention output of this rank's heads, [1, T, H / C, D], becomes that of its
-        tokens, [1, t, H, D]."""
+        """All-to-all after attention. `attended`: the output of this rank's heads for all tokens, [1, T, H / C, D].
+        Returns the output of all heads for this rank's tokens, [1, t, H, D]."""
         count, each = self.group.size(), self.input_ids.shape[1]
         padded = functional.pad(attended[0], (0, 0, 0, 0, 0, each * count - self.tokens))
         received = _exchanged(padded.unflatten(0, (count, -1)), self.group)  # [C, t, H / C, D]
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def joined(self, scores: Tensor) -> Tensor:
-        """Scores of the own wanted tokens [n] as those of all, [N], on every rank. Each rank goes on alike, so its
-        gradient is that of its own scores."""
+        """Combine the scores [n] of each rank's wanted tokens to the scores of all, [N], on every rank. All ranks then
+        compute the same, so a rank's gradient is the gradient of its own scores."""
         return cast(Tensor, _Joined.apply(scores, self))  # type: ignore[no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):
-    """Send the i-th block to the i-th rank of the group; the gradient goes the same way back."""
+    """All-to-all: send the i-th block to the i-th rank of the group. The gradient is sent back in the same way."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: ProcessGroup) -> Tensor:

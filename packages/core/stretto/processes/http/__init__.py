@@ -1,1 +1,1 @@
-"""HTTP helpers that all servers share: bodies, replies, names, bounds."""
+"""HTTP server, and helpers for ASGI applications: request bodies, replies, check of the Host, metrics."""

@@ -12,18 +12,18 @@ from starlette.types import Message, Receive, Scope, Send
 
 from stretto.core.tasks import cancel_and_wait
 
-#: A longer body of a client is refused before it is read to its end.
+#: Default limit on the body of a request, in bytes; a longer body is refused before it is read to its end.
 LARGEST_BODY = 16 << 20
-_DROPPED_BYTES, _DROPPED_SECONDS = 64 << 20, 5.0  # of a body that is refused
+_DROPPED_BYTES, _DROPPED_SECONDS = 64 << 20, 5.0  # most that is read and dropped of a refused body
 JSON, EVENT_STREAM = "application/json", "text/event-stream; charset=utf-8"
-#: Extension of ASGI, by which `processes.http.server` sends a part of a reply at once.
+#: ASGI extension: a function with which an application writes a part of a reply at once (`processes.http.server`).
 WRITE_NOW = "stretto.write_now"
 WriteNow = Callable[[Callable[[], bytes]], bool]
 KEEP_ALIVE = b": keep-alive\n\n"  #: a comment in a stream of events, which clients skip
 _STREAMED = [
     (b"content-type", EVENT_STREAM.encode()),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies hand on what keeps the connection open
+    (b"x-accel-buffering", b"no"),  # proxies pass keep-alive comments on at once
 ]
 
 Header = tuple[bytes, bytes]
@@ -137,8 +137,8 @@ class HttpExchange:
 
     @property
     def write_now(self) -> WriteNow | None:
-        """Function that writes events of a begun stream to the connection at once; None if the server has none. If the
-        client lags it returns False, and does not make the events."""
+        """Function that writes events of a stream at once, after its headers; None if the server lacks the extension.
+        Call it with a function that makes the events. If the client lags, it returns False without making them."""
         found: WriteNow | None = self.scope.get("extensions", {}).get(WRITE_NOW)
         return found
 

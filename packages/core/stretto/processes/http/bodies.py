@@ -47,8 +47,8 @@ def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
 
 
 def _without_nulls(value: Any, kinds: Sequence[msgspec.inspect.Type]) -> Any:
-    """A value without the null fields that count as absent. Free-form JSON, such as the arguments of a call or a
-    schema, is unchanged."""
+    """Copy a decoded value without the null fields that count as absent. `kinds`: types that the value may have.
+    Free-form JSON, such as the arguments of a call or a schema, is unchanged."""
     kinds = [one for kind in kinds for one in (kind.types if isinstance(kind, msgspec.inspect.UnionType) else [kind])]
     if isinstance(value, list):
         items = [kind.item_type for kind in kinds if isinstance(kind, _LISTS)]
@@ -74,8 +74,8 @@ def _takes_null(kind: msgspec.inspect.Type) -> bool:
 
 
 def refusal_of(message: str, kind: Any, remedy: str = "see /openapi.json") -> RefusedRequest:
-    """Refusal for an error message of msgspec, which names the field, about a body that should be a `kind`. `remedy` is
-    used if no field has a similar name."""
+    """Convert an error message of msgspec about a body of type `kind` to a refusal that names the field. `remedy`: text
+    for what is allowed; for an unknown field, a field with a similar name is suggested instead."""
     place = _PLACE.search(message)
     path, sentence = (place["path"], message[: place.start()]) if place else ("", message)
     name = _FIELD.match(sentence)
@@ -103,8 +103,8 @@ def _fields(kind: msgspec.inspect.Type, path: list[str]) -> Iterator[str]:
 
 
 def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:
-    """Find a value that Python's json accepts and JSON forbids (NaN, half of a surrogate pair): its field, the value,
-    and what is allowed."""
+    """Find a value that Python's json accepts and JSON forbids (NaN, half of a surrogate pair). Returns its top-level
+    field, a description of the value, and what is allowed; ``(None, "", "")`` if there is none."""
     try:
         tree = json.loads(raw)
         for field, value in tree.items() if isinstance(tree, dict) else ():

@@ -1,7 +1,7 @@
-"""A transport that sends the small writes of one turn of the event loop together.
+"""A transport that sends the small writes of one iteration of the event loop together.
 
-A write to a socket wakes the process at its other end, which costs the writer as much as ten further writes. Where 64
-streams get a token each in one turn, their writes follow upon each other: a client of many streams is woken once.
+A write to a socket wakes the process at its other end, which costs as much as ten further writes. If 64 streams to one
+client get a token each in one iteration, their writes follow directly on each other, and the client is woken once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _AT_ONCE = 1 << 16  # bytes: a longer write is not delayed
 
 
 class Gathered:
-    """Transports of one event loop that have something to send at the end of this turn."""
+    """Transports of one event loop with small writes to send in its next iteration."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: list[GatheringTransport] = []
 
     def add(self, transport: GatheringTransport) -> None:
-        """Send what this transport holds in the next turn."""
+        """Flush this transport in the next iteration."""
         if not self._waiting:
             self._loop.call_soon(self._flush)
         self._waiting.append(transport)
@@ -32,7 +32,7 @@ class Gathered:
 
 
 class GatheringTransport(asyncio.Transport):
-    """A transport whose small writes wait for the next turn of the event loop; all else passes to `inner`."""
+    """A transport whose small writes wait for the next iteration of the event loop; all else passes to `inner`."""
 
     def __init__(self, inner: asyncio.Transport, gathered: Gathered) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class GatheringTransport(asyncio.Transport):
         self._parts: list[bytes] = []
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send data behind all that was written before."""
+        """Send data after everything that was written before; small data wait for the next iteration."""
         if len(data) > _AT_ONCE:
             self.flush()
             self._inner.write(data)
@@ -50,13 +50,13 @@ class GatheringTransport(asyncio.Transport):
         self._parts.append(bytes(data))
 
     def flush(self) -> None:
-        """Pass on now what has been written."""
+        """Pass all waiting data to `inner` now."""
         parts, self._parts = self._parts, []
         if parts and not self._inner.is_closing():
             self._inner.write(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def close(self) -> None:
-        """Close it behind what has been written."""
+        """Close the connection after everything that was written is sent."""
         self.flush()
         self._inner.close()
 
@@ -66,7 +66,7 @@ class GatheringTransport(asyncio.Transport):
         self._inner.abort()
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that the kernel has not taken."""
+        """Number of written bytes that are not yet passed to the kernel."""
         return sum(map(len, self._parts)) + self._inner.get_write_buffer_size()
 
     def is_closing(self) -> bool:
@@ -86,5 +86,5 @@ class GatheringTransport(asyncio.Transport):
         self._inner.resume_reading()
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Give what is received to another protocol."""
+        """Pass received data to this protocol from now on."""
         self._inner.set_protocol(protocol)

@@ -24,11 +24,11 @@ class HostNames:
     """Values of ``Host`` that a server accepts."""
 
     def __init__(self, *given: str, loopback: bool) -> None:
-        """`given`: further names from the user. `loopback`: the server listens on loopback only, so only those names
-        and addresses are accepted."""
+        """`given`: further names from the user. `loopback`: the server listens on loopback only, so of IP addresses
+        only loopback ones are accepted, and no name of the machine."""
         self._loopback = loopback
         self._names = _LOOPBACK_NAMES | {name.lower() for name in given}
-        if not loopback:  # the second asks the resolver, which may take seconds
+        if not loopback:  # getfqdn asks the resolver, which may take seconds
             self._names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
 
     def has(self, host: str) -> bool:
@@ -52,7 +52,7 @@ class HostNames:
         return host[:80]
 
 
-LOOPBACK = HostNames(loopback=True)  #: of a server that listens there alone
+LOOPBACK = HostNames(loopback=True)  #: for servers that listen on loopback only
 
 
 def is_loopback(bound: socket.socket) -> bool:

@@ -1,8 +1,8 @@
 """uvicorn's server with bounds on strangers: connections that have not yet shown the key.
 
-At most `strangers` are open: one more replaces the one idle for longest, but never one whose request is being answered;
-if all are busy, new callers are refused. A stranger that is idle for `patience` seconds (sends nothing, does not finish
-TLS, or sends a request very slowly) is disconnected.
+At most `strangers` are open. A further one replaces the one that was idle for longest; strangers whose request is being
+answered are not replaced, and if all are, the new caller is refused. A stranger that is idle for `patience` seconds
+(sends nothing, does not finish TLS, or sends a request very slowly) is disconnected.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ _SHUTDOWN_SECONDS = 1
 _KEEP_ALIVE_SECONDS = 120
 _LOOK_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
-_AT_ONCE = 128  # callers: then others have their turn
+_AT_ONCE = 128  # callers accepted in a row before other tasks run
 _ADMIT = "stretto.admit"
 
 
 def admit(scope: Scope) -> None:
-    """Mark the connection of this request as no stranger; called by the application when it has seen the key."""
+    """Mark the connection of this request as no stranger; the application calls it once a request has shown the
+    key."""
     if (admitted := scope.get("state", {}).get(_ADMIT)) is not None:
         admitted()
 
@@ -57,7 +58,7 @@ def settings_of(app: ASGIApp, **further: Any) -> uvicorn.Config:
 class _Stranger:
     connection: socket.socket
     since: float = field(default_factory=time.monotonic)  # when it was last seen to be busy
-    protocol: HttpToolsProtocol | None = None  # while TLS's handshake goes on, this is idle too
+    protocol: HttpToolsProtocol | None = None  # None until the TLS handshake is done
     greeting: asyncio.Task[None] | None = None
 
     @property
@@ -72,7 +73,8 @@ class _Stranger:
 
 
 def _write_now(cycle: RequestResponseCycle, part: Callable[[], bytes]) -> bool:
-    """Write a part of a chunked reply, as `cycle.send` does; False if that would wait, or means something else."""
+    """Write the bytes that `part` makes as one chunk of a reply. Returns False, without calling `part`, if the write
+    would have to wait, the reply or its connection has ended, or the reply is not chunked."""
     if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
         return False
     if body := part():
@@ -81,7 +83,7 @@ def _write_now(cycle: RequestResponseCycle, part: Callable[[], bytes]) -> bool:
 
 
 def _written_now(inner: ASGI3Application) -> ASGI3Application:
-    """An application with the extension `asgi.WRITE_NOW`."""
+    """Wrap an application so that each request has the extension `asgi.WRITE_NOW`."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         scope["extensions"] = scope.get("extensions", {}) | {WRITE_NOW: partial(_write_now, send.__self__)}
@@ -91,7 +93,8 @@ def _written_now(inner: ASGI3Application) -> ASGI3Application:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol, whose writes of one turn are sent together, and which can send files and parts at once."""
+    """uvicorn's HTTP protocol with batched writes (`gathering`), files sent by the kernel (`zero_copy`) and the
+    extension `WRITE_NOW`."""
 
     def __init__(self, gathered: Gathered, *settings: Any) -> None:
         super().__init__(*settings)
@@ -114,7 +117,8 @@ class HttpServer(uvicorn.Server):
         patience: float = PATIENCE_SECONDS,
         signals: bool = True,
     ) -> None:
-        """`signals`: SIGINT and SIGTERM end the server; otherwise the process handles them."""
+        """`strangers`, `patience`: see the module. `signals`: SIGINT and SIGTERM end the server; otherwise it does not
+        handle them."""
         super().__init__(config)
         self._signals = signals
         self._most_strangers, self._idle_seconds = strangers, patience
@@ -143,7 +147,7 @@ class HttpServer(uvicorn.Server):
         greetings = [stranger.greeting for stranger in self._strangers if stranger.greeting is not None]
         await cancel_and_wait([self._looking, *greetings])
         for stranger in self._strangers:
-            if stranger.protocol not in self.server_state.connections:  # the rest is told by uvicorn
+            if stranger.protocol not in self.server_state.connections:  # uvicorn closes the others
                 stranger.connection.close()
         await super().shutdown(sockets)
 
@@ -158,7 +162,7 @@ class HttpServer(uvicorn.Server):
                 connection, _ = endpoint.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptor is free, or the caller has gone again
+            except OSError:  # no descriptor is free, or the caller has closed the connection
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(endpoint)
                 loop.call_later(_PAUSE_SECONDS, self._listen, endpoint)
@@ -195,7 +199,7 @@ class HttpServer(uvicorn.Server):
         async def greet() -> None:
             try:
                 await loop.connect_accepted_socket(protocol, connection, ssl=context, ssl_handshake_timeout=seconds)
-            except OSError:  # it speaks no TLS or another authority's, is too slow for it, or has gone
+            except OSError:  # no TLS, a certificate of another authority, a timeout, or a closed connection
                 connection.close()
 
         stranger.greeting = asyncio.create_task(greet())
@@ -217,22 +221,22 @@ class HttpServer(uvicorn.Server):
 
     def _turn_out(self, stranger: _Stranger) -> None:
         del self._strangers[stranger]
-        with contextlib.suppress(OSError):  # it has gone by itself
-            stranger.connection.shutdown(socket.SHUT_RDWR)  # its transport hears of it as of an end
+        with contextlib.suppress(OSError):  # the caller has closed it already
+            stranger.connection.shutdown(socket.SHUT_RDWR)  # the transport then sees the end of the connection
 
 
 def _send_at_once(connection: socket.socket) -> None:
-    """Otherwise the kernel holds back a small part of a reply, such as a token of a stream, until the one before it is
-    acknowledged, which takes a client 40 ms. asyncio sees to it only if the socket was made for TCP by name."""
+    """Disable Nagle's algorithm. With it the kernel holds back a small write (a token of a stream) until the client has
+    acknowledged the one before, for up to 40 ms. asyncio does so only for sockets created with IPPROTO_TCP."""
     if connection.family != socket.AF_UNIX:
-        with contextlib.suppress(OSError):  # the caller has gone again
+        with contextlib.suppress(OSError):  # the caller has closed it already
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 @contextlib.asynccontextmanager
 async def serving_beside(app: ASGIApp, bound: socket.socket) -> AsyncIterator[str]:
-    """Serve on a bound socket during the block, as a task of this process; yields the address as
-    ``http://host:port``."""
+    """Context manager: serve an application on a bound socket, as a task of this event loop; yields the address as
+    ``http://host:port``. On leaving, the server stops and the socket is closed."""
     settings = settings_of(
         app, backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=_SHUTDOWN_SECONDS
     )

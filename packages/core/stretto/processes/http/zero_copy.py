@@ -17,12 +17,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from stretto.processes.http.gathering import GatheringTransport
 
 ZERO_COPY = "http.response.zerocopysend"
-_AT_ONCE = 4 << 20  # bytes: then other connections have their turn
+_AT_ONCE = 4 << 20  # bytes sent in a row before other connections are served
 _FLUSH_SECONDS = 0.001
 
 
 def zero_copy(protocol: HttpToolsProtocol) -> ASGI3Application:
-    """Application of a connection, with the extension where nothing is encrypted."""
+    """Wrap the application of a connection; it has the extension unless the connection is encrypted."""
     inner = protocol.app
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
@@ -44,7 +44,7 @@ def zero_copy(protocol: HttpToolsProtocol) -> ASGI3Application:
 
 
 async def _send_file(transport: asyncio.Transport, file: int, offset: int, count: int) -> None:
-    """Send a part of a file behind what the transport has been given before.
+    """Send `count` bytes of a file from `offset` on, after all bytes that were written to the transport before.
 
     Raises:
         OSError: the connection is broken, or the file is shorter.

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-_ARGUMENTS = slice(45, 47)  # where a command line begins and ends, behind the name in /proc/PID/stat
+_ARGUMENTS = slice(45, 47)  # fields arg_start and arg_end of /proc/PID/stat, counted after the name
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _ADDRESSES = (
     *("start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack"),

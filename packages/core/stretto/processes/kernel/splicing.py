@@ -14,7 +14,8 @@ _BYTES = 1 << 20
 
 
 class Splice:
-    """A pipe of the kernel that bytes pass through; elsewhere than on Linux a buffer of this process.
+    """Context manager: a pipe of the kernel between a socket and a file; on other systems than Linux, a buffer of this
+    process.
 
     Example::
 
@@ -39,7 +40,7 @@ class Splice:
 
     def take(self, source: int, most: int) -> int:
         """Take up to `most` bytes that have arrived at a non-blocking socket; returns their number, 0 if the peer has
-        closed. `place` comes before the next call.
+        closed the connection. Call `place` before the next `take`.
 
         Raises:
             BlockingIOError: nothing has arrived.
@@ -53,10 +54,10 @@ class Splice:
         return self._taken
 
     def place(self, target: int, offset: int) -> None:
-        """Write all taken bytes at `offset` of a file.
+        """Write all bytes of the last `take` at `offset` of a file.
 
         Raises:
-            OSError: there is no room.
+            OSError: the disk is full, or fails.
         """
         if sys.platform == "linux":
             while self._taken:

@@ -28,14 +28,14 @@ _SHOWN = 20
 
 
 class CodeLine(msgspec.Struct, frozen=True):
-    """The fields that a line must have; others are kept."""
+    """Required fields of a line; others are kept."""
 
     completion: str
     tests: list[Any] | dict[str, Any] | str
 
 
 class Scored(NamedTuple):
-    """Fields that are added to a scored line."""
+    """Result for one line: verdict ("right", "wrong" or "undecided"), judgement of the tests, seconds it took."""
 
     verdict: str
     judgement: Judgement
@@ -43,12 +43,13 @@ class Scored(NamedTuple):
 
 
 def print_scored(path: Path, config: SandboxConfig, workers: int) -> None:
-    """Print every line of the file, in order, with `verdict`, `passed` (number of tests), `seconds` and sandbox
-    `level`. Reasons for undecided lines, and the kind of sandbox, go to stderr.
+    """Judge the programs of a JSONL file in `workers` threads. Prints every line, in order, with the further fields
+    `verdict`, `passed` (number of tests), `seconds` and sandbox `level`. Reasons for undecided lines, and the kind of
+    sandbox, go to stderr.
 
     Raises:
         DataError: the file or some of its lines are malformed; nothing was judged.
-        RewardFunctionError: no sandbox that is safe enough can be made here.
+        RewardFunctionError: this machine has no sandbox at the level that `config` requires.
     """
     lines = read_lines(path, CodeLine)
     tests = read_tests([(line.place, line.fields.tests) for line in lines])
@@ -66,7 +67,7 @@ def print_scored(path: Path, config: SandboxConfig, workers: int) -> None:
 
 
 def read_tests(given: Sequence[tuple[str, object]]) -> list[ProgramTests]:
-    """Parse the tests of every row; `given` are pairs of place and tests.
+    """Parse the tests of every row. `given`: pairs of the row's place, for messages ("FILE:LINE"), and its tests.
 
     Raises:
         DataError: some cannot be read; the first twenty are named.
@@ -98,7 +99,7 @@ def _print(line: Line[CodeLine], scored: Scored, report: Report) -> None:
 
 
 class _Judges:
-    """A judge with a sandbox of its own for each thread."""
+    """Judges of programs, one with its own sandbox for each thread."""
 
     def __init__(self, config: SandboxConfig, walls: Walls, report: Report) -> None:
         self._config, self._walls, self._report = config, walls, report

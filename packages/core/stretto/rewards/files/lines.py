@@ -1,4 +1,4 @@
-"""Reader of JSONL files to score: all bad lines are found before the first completion is judged."""
+"""Reader of JSONL files for `stretto score`: checks all lines before the first completion is judged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class Line(Generic[Fields]):
-    """One line: its place, its whole object, and the requested fields."""
+    """One line: its place for messages ("FILE:LINE"), its whole object, and the required fields."""
 
     place: str
     row: dict[str, Any]

@@ -37,8 +37,8 @@ class MathLine(msgspec.Struct, frozen=True):
 
 
 def print_scored(path: Path, config: RewardsConfig) -> None:
-    """Print every line of the file, in order, with its `verdict` and `seconds`. Reasons for undecided lines go to
-    stderr.
+    """Judge the lines of a JSONL file with the reward workers of `config`. Prints every line, in order, with the
+    further fields `verdict` and `seconds`. Reasons for undecided lines go to stderr.
 
     Raises:
         DataError: the file or some of its lines are malformed; nothing was judged.

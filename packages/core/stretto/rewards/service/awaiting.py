@@ -1,4 +1,4 @@
-"""Adapter for asynchronous reward functions: called like any other, one completion after the other."""
+"""Synchronous wrapper of asynchronous reward functions; each call runs to its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _MACHINERY = (str(Path(asyncio.__file__).parent), __file__)
 
 
 class _Awaited:
-    """Runs the coroutine on an event loop that lives as long as the reward, so that its HTTP clients stay connected."""
+    """Runs each call's coroutine on one event loop, which lives as long as this object, so that HTTP clients of the
+    reward stay connected."""
 
     def __init__(self, function: Callable[..., Coroutine[Any, Any, float | bool]]) -> None:
         self._function, self._runner = function, asyncio.Runner()
@@ -28,13 +29,13 @@ class _Awaited:
 
 
 def awaited(function: RewardFunction) -> RewardFunction:
-    """The function itself, or a synchronous wrapper if it is asynchronous."""
-    # Asking for `type(...)`: an instance's own attribute would not be what a call runs.
+    """Return the function itself, or, if it is asynchronous, a synchronous wrapper of it."""
+    # A call runs the type's `__call__`, not an attribute of the instance.
     call = getattr(type(function), "__call__", None)  # noqa: B004
     inner = function.func if isinstance(function, functools.partial) else function
     return _Awaited(function) if any(map(inspect.iscoroutinefunction, (inner, call))) else function  # type: ignore[arg-type]
 
 
 def is_machinery(file: str) -> bool:
-    """Whether `file` is a stack frame of the wrapper or of asyncio, not of the user's code."""
+    """Whether `file`, the file of a stack frame, is this module or part of asyncio, not the user's code."""
     return file.startswith(_MACHINERY)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class Facts:
-    """The facts of the first worker, and those of other workers that differ (after a restart, say).
+    """Facts of the first worker, and facts of later workers (a restarted one, say) that differ from them.
 
     >>> facts = Facts()
     >>> facts.hear("rewards-0", {"sandbox": "level A"}), facts.hear("rewards-1", {"sandbox": "level A"})
@@ -21,7 +21,7 @@ class Facts:
         self.known: dict[str, str] = {}
 
     def hear(self, worker: str, found: Mapping[str, str]) -> list[str]:
-        """Take a worker's facts; returns a sentence for each that is new."""
+        """Add a worker's facts, by name; returns a sentence for each that differs from all known ones."""
         if not self.known:
             self.known = dict(found)
         news = {name: fact for name, fact in found.items() if fact not in self.known.values()}

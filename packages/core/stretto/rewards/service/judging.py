@@ -1,4 +1,4 @@
-"""One call of a reward function becomes one verdict, even if it fails."""
+"""Call of a reward function, and conversion of its result or failure to a verdict."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _REASON_LIMIT = 300  # characters; a user's exception may carry a whole document
 
 
 def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
-    """Call `function` on one completion; an exception or an invalid result gives an undecided verdict with the
-    reason."""
+    """Call `function` on one completion; returns the verdict. An exception or an invalid result gives an undecided
+    verdict with the reason. `worth`: rewards of right and wrong."""
     try:
         value = _plain(function(item.prompt, item.completion, item.answer))
     except Undecided as error:
@@ -35,7 +35,8 @@ def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
 
 
 def verdict_of(value: object, worth: Worth) -> Verdict:
-    """Verdict for a returned value: a bool, or a number that is the reward itself."""
+    """Verdict for the value that a reward returned: a bool, or a number that is the reward itself. Any other value, and
+    a number that is not finite or beyond ±1e6, is undecided."""
     if isinstance(value, bool):
         return worth.verdict_right if value else worth.verdict_wrong
     if not isinstance(value, int | float):
@@ -47,12 +48,12 @@ def verdict_of(value: object, worth: Worth) -> Verdict:
 
 
 def _plain(value: Any) -> object:
-    """A scalar or 0-d array of numpy or torch as a Python number."""
+    """Convert a scalar or 0-d array of numpy or torch to a Python number; other values are returned unchanged."""
     return value.item() if getattr(value, "shape", None) == () else value
 
 
 def undecided(reason: str) -> Verdict:
-    """Undecided verdict: the completion fails with this reason, and is never scored zero."""
+    """Make an undecided verdict: no reward, and the reason, cut to 300 characters."""
     return Verdict(outcome=Outcome.UNDECIDED, reward=None, reason=reason[:_REASON_LIMIT])
 
 
@@ -67,7 +68,7 @@ def _described(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """`` in FILE:LINE``: the innermost line of the reward's own file in the traceback."""
+    """Text `` in FILE:LINE`` for the innermost line of the reward's own file in the traceback; "" without one."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)][1:]
     frames = [(file, line) for file, line in frames if not is_machinery(file)]
     own = [f" in {file}:{line}" for file, line in frames if file == frames[0][0]]

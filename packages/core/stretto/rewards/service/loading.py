@@ -18,13 +18,13 @@ _CONTRACT = "a reward is called as function(prompt, completion, answer) and retu
 
 
 def load_reward(name: str, settings: str = "{}", place: str = PLACE) -> RewardFunction:
-    """Load the reward `name`: a built-in, or ``package.module:function`` from the import path. `settings` is the
-    section of a built-in that has one, as JSON; `place` is the key of the recipe, for messages.
+    """Load the reward `name`: a built-in, or ``package.module:function`` from the import path. An asynchronous function
+    is returned in a synchronous wrapper. `settings`: the built-in's section of the recipe, as JSON. `place`: the
+    recipe's key, for messages.
 
     Raises:
-        RewardFunctionError: unknown name, module that cannot be imported, something that is not callable, that is an
-            asynchronous generator, or that cannot be called with three arguments; a built-in that cannot work on this
-            machine.
+        RewardFunctionError: the name is unknown; the module cannot be imported; the object is not callable with three
+            arguments, or is a generator; or a built-in does not work on this machine.
     """
     try:
         found = load(name, place, "reward", {kind: one.function for kind, one in BUILT_IN.items()})
@@ -45,7 +45,8 @@ def _checked(place: str, name: str, found: object) -> RewardFunction:
 
 
 def fields_taken(function: Callable[..., object], row: str) -> dict[str, Any]:
-    """Fields of a row (JSON object) for which the function has parameters beyond the first three."""
+    """Keyword arguments for a reward function: the fields of a row that its further parameters name, or all fields if
+    it has ``**fields``. `row`: JSON object, or ""."""
     if not row:
         return {}
     fields: dict[str, Any] = json.loads(row)
@@ -57,7 +58,7 @@ def fields_taken(function: Callable[..., object], row: str) -> dict[str, Any]:
 
 
 def _further(found: Callable[..., object]) -> list[str]:
-    """Names of the parameters beyond the first three."""
+    """Names of the parameters beyond prompt, completion and answer."""
     parameters = list(inspect.signature(found).parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     first = [parameter.name for parameter in parameters if parameter.kind in positional][:3]

@@ -17,7 +17,7 @@ from stretto.rewards.service.wire import PartSettings, ScoreItem, Worth
 
 @dataclass(frozen=True)
 class LoadedPart:
-    """One reward of the sum, loaded."""
+    """One reward of the sum: its settings, and its loaded function."""
 
     settings: PartSettings
     function: RewardFunction
@@ -27,7 +27,7 @@ class LoadedPart:
         return not self.settings.sources or item.source in self.settings.sources
 
     def verdict(self, item: ScoreItem, worth: Worth) -> Verdict:
-        """Verdict of this part alone."""
+        """Verdict of this part alone; the function also gets the fields of the row that it has parameters for."""
         fields = fields_taken(self.function, item.fields)
         return judge(partial(self.function, **fields) if fields else self.function, item, worth)
 
@@ -42,7 +42,7 @@ def loaded(parts: Sequence[PartSettings]) -> tuple[LoadedPart, ...]:
 
 
 def facts_of(parts: Sequence[LoadedPart]) -> dict[str, str]:
-    """Facts about the rewards to record, from built-ins that depend on the machine."""
+    """Facts for the run's record (sandbox level, say), from the `facts` of built-in rewards that have them."""
     found: dict[str, str] = {}
     for part in parts:
         found |= getattr(part.function, "facts", {}) if part.settings.function in BUILT_IN else {}
@@ -50,10 +50,10 @@ def facts_of(parts: Sequence[LoadedPart]) -> dict[str, str]:
 
 
 def judge_all(parts: Sequence[LoadedPart], item: ScoreItem, worth: Worth) -> Verdict:
-    """Verdict of all parts that apply to the item's source, in order.
+    """Verdict of all parts that apply to the item's source; they are called in order.
 
     The reward is the sum of weight times value. The first part says whether the completion is right. One undecided part
-    makes the whole undecided, and those behind it are not asked.
+    makes the whole verdict undecided, and later parts are not called.
     """
     outcome: Outcome | None = None
     reward, rewards = 0.0, dict[str, float]()

@@ -4,10 +4,10 @@
                       ▲           │ hangs or dies
                       └───────────┘ it is killed and replaced, the other items are scored again
 
-A thread cannot be stopped in the middle of ``9 ** 9 ** 9``; a process can. So a completion costs at most its timeout,
-the slot always comes back, and the completion that was the cause is undecided: a reason, and never a zero reward. The
-timeout is one of processor time, so that a verdict does not depend on what else the machine has to do. A reward that
-waits instead of computing has longer by the clock (`stretto_verify.clock.clock_limit`).
+A thread cannot be stopped in the middle of ``9 ** 9 ** 9``; a process can. So a completion costs at most its timeout.
+Then its worker is killed and replaced, and the completion is undecided: it has a reason, and never a zero reward. The
+timeout counts CPU time, so that a verdict does not depend on the load of the machine. A reward that waits instead of
+computing has a longer limit in wall time (`stretto_verify.clock.clock_limit`).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from stretto.rewards.service.wire import Request, Row, ScoreItem, Verdicts
 from stretto_verify.clock import clock_limit
 
 ROLE = "rewards"
-TIMED_OUT, DIED = "timeout after", "worker died"  # beginnings of reasons in which the machine has a part
-_DEPTH = 2  # chunks a worker holds: one in work, one at hand, so that it never waits for the conductor
-_LOSSES = 2  # workers that one completion may bring down before it is undecided
+TIMED_OUT, DIED = "timeout after", "worker died"  # beginnings of reasons that may depend on the machine
+_DEPTH = 2  # chunks a worker holds: one in work and one waiting, so that it never waits for the conductor
+_LOSSES = 2  # workers that may die on one completion before it is undecided
 _START_TRIES, _START_PAUSE_SECONDS = 3, 0.2
 _LOOK_SECONDS = 0.25
-_SPAN_GAP = 0.002  # seconds; work that follows so closely is one block of the timeline
+_SPAN_GAP = 0.002  # seconds; spans with a smaller gap are merged into one for the timeline
 
 
 class RewardPool:
-    """Several worker processes behind one `score`.
+    """Pool of worker processes that judge completions.
 
     Example::
 
@@ -62,8 +62,10 @@ class RewardPool:
         hung: float = 10.0,
         rows: Mapping[tuple[str, str], Row] | None = None,
     ) -> None:
-        """`on_change` gets a sentence when a worker comes back with other `facts`, or was replaced after `hung` seconds
-        without a heartbeat. `rows`: further data of the questions for rewards, by prompt and gold answer."""
+        """`log`: file for the workers' output; by default it is dropped. `hung`: seconds without a heartbeat after
+        which a worker that starts or is idle is replaced. `on_change` gets a sentence for each such replacement, and
+        when a worker reports other `facts` than the first. `rows`: further data of the questions, by prompt and gold
+        answer."""
         self._hung = hung
         self._rows = rows or {}
         self.busy_seconds = 0.0  # seconds of all workers together
@@ -94,7 +96,7 @@ class RewardPool:
         return self._facts.known
 
     async def start(self) -> None:
-        """Start all workers.
+        """Start all workers; returns when they have loaded the reward. After an error no worker is left running.
 
         Raises:
             RewardFunctionError: the reward cannot be used; the message says why.
@@ -108,12 +110,12 @@ class RewardPool:
             raise
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        """One verdict per item, in order.
+        """Judge completions; returns one verdict per item, in order. Several calls may wait at the same time.
 
         Raises:
             RewardFunctionError: ``max_consecutive_undecided`` verdicts in a row were undecided.
-            RoleDied: a worker cannot be brought back, or the pool is closed.
-            DeadlineExceeded: ``rewards.patience`` went by.
+            RoleDied: a worker cannot be restarted, or the pool is closed.
+            DeadlineExceeded: the verdicts took longer than ``rewards.patience`` seconds.
         """
         if self._failure is not None:
             raise self._failure
@@ -133,12 +135,12 @@ class RewardPool:
         return verdicts
 
     async def score_group(self, prompt: str, completions: Sequence[str], answer: str) -> list[Verdict]:
-        """Same as `score`, for several completions of one prompt."""
+        """Same as `score`, for several completions of one prompt. Fields and source come from `rows`."""
         row = self._rows.get((prompt, answer), Row())
         return await self.score([ScoreItem(prompt, text, answer, row.fields, row.source) for text in completions])
 
     def drain_spans(self) -> list[Span]:
-        """Spans of work since the last call, for the timeline."""
+        """Return the workers' spans of work since the last call, for the timeline, and forget them."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -160,7 +162,7 @@ class RewardPool:
     ) -> None:
         await self.close()
 
-    # Workers: start, watch, lose, start again.
+    # Workers: start, watch, replace.
 
     async def _start(self, slot: _Slot) -> None:
         restarts = RestartBudget(_START_TRIES - 1, delay=_START_PAUSE_SECONDS)
@@ -179,7 +181,8 @@ class RewardPool:
         self._dispatch()
 
     async def _watch(self) -> None:
-        """Kill a worker that computes on one completion for longer than the timeout, or that has no heartbeat."""
+        """Kill workers that exceed the timeout on one completion, that send no heartbeat while idle, or whose process
+        has exited. Also bounds the size of the log."""
         timeout, patience = self._config.seconds_per_completion, self._clock_seconds
         pause = min(_LOOK_SECONDS, timeout / 10)
         while True:
@@ -211,7 +214,7 @@ class RewardPool:
         assert slot.process is not None
         progress = slot.process.progress
         how = await slot.process.end()
-        # The completion that wrote into the wire has no reply yet: it is in the oldest chunk.
+        # A completion whose reward wrote into the wire has no reply yet, so it is in the oldest chunk.
         lost = blame(tuple(slot.outstanding.values()), slot.judged, 0 if how == FORGED else progress)
         slot.outstanding.clear()
         self._score_again(lost.innocent, how)
@@ -240,7 +243,7 @@ class RewardPool:
         await slot.process.end()
         await self._start(slot)
 
-    # Chunks: out, back, out again.
+    # Chunks: send, receive verdicts, send again after a loss.
 
     def _dispatch(self) -> None:
         while self._queue:
@@ -252,7 +255,7 @@ class RewardPool:
                 self._send(slot, chunk)
 
     def _load(self, slot: _Slot) -> int:
-        """Number of chunks that the slot holds; a full one if its worker takes no more."""
+        """Number of chunks that the slot holds; `_DEPTH` if its worker is not ready or due for replacement."""
         return len(slot.outstanding) if slot.ready and not self._is_worn(slot) else _DEPTH
 
     def _is_worn(self, slot: _Slot) -> bool:
@@ -272,10 +275,10 @@ class RewardPool:
         slot.outstanding[self._requests] = chunk
 
     def _replied(self, slot: _Slot, reply: Verdicts) -> None:
-        """Hand the verdicts of a reply to their calls.
+        """Store the verdicts of a reply in their calls, and send further chunks.
 
         Raises:
-            WireError: it is no reply to the oldest request, so user code has written it.
+            WireError: the reply does not fit the oldest request, so user code has written it.
         """
         request, chunk = next(iter(slot.outstanding.items()), (None, None))
         if chunk is None or reply.request != request or len(reply.verdicts) != len(chunk.indices):
@@ -299,7 +302,7 @@ class RewardPool:
             else:
                 chunk.settle([undecided(f"{DIED}: {how}")] * len(chunk.indices))
 
-    # Accounts.
+    # Statistics and failures.
 
     def _note(self, span: Span) -> None:
         last = self._spans[-1] if self._spans else None
@@ -318,7 +321,7 @@ class RewardPool:
                 found = (
                     f"the last {self._undecided_in_a_row} completions were undecided, the last one: {verdict.reason}"
                 )
-                remedy = "mend the reward, or allow more with rewards.max_consecutive_undecided"
+                remedy = "fix the reward, or allow more with rewards.max_consecutive_undecided"
                 raise RewardFunctionError([Problem(PLACE, found, remedy)])
 
     def _fail(self, error: BaseException) -> None:
@@ -340,7 +343,7 @@ class RewardPool:
 
 
 class _Slot:
-    """Place of one worker, with the chunks that it holds."""
+    """State of one of the pool's workers, whose process may be replaced, and the chunks that it holds."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -349,9 +352,9 @@ class _Slot:
         self.outstanding: dict[int, Chunk] = {}  # by request, the oldest first
         self.judged = 0
         self.condemned: int | None = None  # the counter at which the worker was killed for being stuck
-        self.waited = False  # it was killed by the clock, and had computed for less than the timeout
+        self.waited = False  # killed at the limit of wall time, with less CPU time than the timeout
         self.seen = 0
-        self._before = 0.0  # processor seconds when it was first seen to judge what it judges
+        self._before = 0.0  # CPU seconds when it was first polled on the current item
         self._signs: object = None
         self._looked, self._still = time.monotonic(), 0.0
 
@@ -365,9 +368,10 @@ class _Slot:
         return self.seen % 2 == 1
 
     def still_for(self, longest: float) -> float:
-        """Seconds without progress; while it holds no chunk, or starts, a heartbeat is progress too.
+        """Poll the worker; returns seconds without progress. While it starts or holds no chunk, a heartbeat counts as
+        progress too.
 
-        At most `longest` seconds of the time since the last poll count, since the machine may have slept."""
+        Of the time since the last poll at most `longest` seconds count, because the machine may have been suspended."""
         assert self.process is not None
         now, progress, signs = time.monotonic(), self.process.progress, self.process.signs
         elapsed, self._looked = min(now - self._looked, longest), now

@@ -40,7 +40,7 @@ from stretto_verify.sandbox.cgroups import remove_groups_of
 
 FORGED = "something wrote into its replies"
 _REAP_SECONDS = 5.0
-_MARK = "STRETTO_REWARD_WORKER"  # in the environment of a worker and, if they keep it, of all that it starts
+_MARK = "STRETTO_REWARD_WORKER"  # environment variable of a worker, which its descendants inherit
 
 
 class WorkerProcess:
@@ -50,7 +50,7 @@ class WorkerProcess:
     Raises (from `start`):
         RewardFunctionError: the worker cannot use the reward function.
         RoleDied: it ended while starting.
-        DeadlineExceeded: it did not get ready in ``start_timeout``.
+        DeadlineExceeded: it was not ready after ``rewards.start_timeout`` seconds.
     """
 
     def __init__(self, name: str, on_reply: Callable[[Verdicts], None], on_lost: Callable[[], None]) -> None:
@@ -98,13 +98,13 @@ class WorkerProcess:
 
     @property
     def progress(self) -> int:
-        """Twice the items judged since the start, plus one while an item is being judged."""
+        """Progress counter: twice the items judged since the start, plus one while an item is being judged."""
         return self._progress.count if self._progress is not None else 0
 
     @property
     def signs(self) -> object:
-        """A value that changes while the worker starts or waits: its heartbeats, and before the first one its CPU
-        time."""
+        """Sign of life of a worker that starts or waits, which is alive if this changes: number of heartbeats, or CPU
+        time before the first one."""
         if self._process is None or self._progress is None:
             return None
         return self._progress.beats or cpu_ticks(self._process.pid)
@@ -123,12 +123,13 @@ class WorkerProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has exited. Its socket may stay open in a process that it forked."""
+        """Whether the process has exited and was not yet reaped. A process that it forked may still hold its socket
+        open."""
         process = self._process
         return process is not None and process.returncode is None and has_exited(process.pid)
 
     def give_up(self, why: str) -> None:
-        """Kill it; `end` gives `why` as the reason."""
+        """Kill the worker and close its wire; `end` then returns `why`, if it is not empty."""
         self._why = self._why or why
         self.kill()
         self._wire.close()
@@ -150,7 +151,8 @@ class WorkerProcess:
                         send(pid, signal.SIGKILL)
 
     async def end(self) -> str:
-        """Kill the worker, wait for its exit, and return how it ended: ``signal 9``, ``exit status 3``."""
+        """Kill the worker and everything that it started, and wait for its exit. Returns how it ended: ``signal 9``,
+        ``exit status 3``, or the reason given to `give_up`."""
         self.kill()
         self._wire.close()
         self._ready.cancel()
@@ -208,8 +210,8 @@ class _LostWhileStarting(Exception):
 
 
 def _spawn(settings: WorkerSettings, log: Path | None, mark: str) -> subprocess.Popen[bytes]:
-    """Start the worker in its own session, so that Ctrl-C in the terminal reaches only the conductor; its output goes
-    to the log."""
+    """Start the worker's process in its own session, so that Ctrl-C in the terminal reaches only the conductor. Its
+    output goes to the log. `mark`: ``NAME=VALUE`` for its environment, to find its descendants."""
     arguments = [sys.executable, "-m", "stretto.rewards.service.worker", msgspec.json.encode(settings).decode()]
     output: IO[bytes] | int = subprocess.DEVNULL if log is None else log.open("ab")
     try:
@@ -247,7 +249,7 @@ class _Wire(asyncio.Protocol):
             for body in self._unframer.feed(data):
                 self._received(self._decoder.decode(body))
         except (WireError, msgspec.DecodeError):
-            self._distrust(FORGED)  # user code, to a descriptor that is not its own
+            self._distrust(FORGED)  # user code has written to the worker's descriptor
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost()

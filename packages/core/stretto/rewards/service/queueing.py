@@ -1,4 +1,4 @@
-"""The pure part of the pool: chunks, blame for a lost worker, and what is scored again.
+"""Pure functions of the pool: chunks of items, and which item to blame for a lost worker.
 
 Call ──cut──► Chunk, Chunk ──► worker ──► verdicts back into the Call
                 ▲                │
@@ -16,13 +16,14 @@ import msgspec
 from stretto.core.records import Verdict
 from stretto.rewards.service.wire import ScoreItem
 
-_CHUNK_SECONDS = 0.02  # work worth one wake-up of the conductor, little enough to be shared among workers
+_CHUNK_SECONDS = 0.02  # long against one wake-up of the conductor, short enough to share work among workers
 _CHUNK_ITEMS = 64
-_CHUNK_CHARACTERS = 64 << 20  # the tests of a program go with each of its completions, and a frame holds 1 GiB
+_CHUNK_CHARACTERS = 64 << 20  # items may carry large tests of programs, and a frame holds at most 1 GiB
 
 
 class Call:
-    """One call of `RewardPool.score`: its items, and the verdicts so far."""
+    """One call of `RewardPool.score`: its items, and the verdicts so far. The future `done` is done when all are
+    there."""
 
     def __init__(self, items: Sequence[ScoreItem]) -> None:
         self.items = items
@@ -40,7 +41,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Items of one call that go to a worker together; `losses` workers were lost over it before."""
+    """Items of one call, by index, that are sent to a worker together. `losses`: number of workers that died on it
+    before."""
 
     call: Call
     indices: tuple[int, ...]
@@ -56,7 +58,8 @@ class Chunk:
 
 
 def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
-    """Cut a call into chunks of about 20 ms of work: a quick group travels whole, slow or large items one by one."""
+    """Cut a call into chunks of about 20 ms of work, and at most 64 items and 64 million characters. `seconds_per_item`
+    is an estimate; 0 if unknown."""
     size = _CHUNK_ITEMS
     if seconds_per_item > 0:
         size = max(1, int(min(_CHUNK_ITEMS, _CHUNK_SECONDS / seconds_per_item)))
@@ -68,18 +71,20 @@ def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class Blame:
-    """Result of a lost worker: the item in progress (alone in its chunk), and the innocent others."""
+    """Chunks to handle after the loss of a worker. `culprit`: the item in progress, alone in its chunk, None if it is
+    unknown. `innocent`: chunks to score again."""
 
     culprit: Chunk | None
     innocent: tuple[Chunk, ...] = field(default=())
 
 
 def blame(outstanding: Sequence[Chunk], judged: int, progress: int) -> Blame:
-    """Split the chunks that a lost worker still owed.
+    """Find the item in progress among the chunks that a lost worker had not replied to. If it is unknown, each item of
+    the oldest chunk is scored again in a chunk of its own.
 
     Args:
-        outstanding: in the order in which they were sent.
-        judged: items of earlier chunks that the worker had replied to.
+        outstanding: these chunks, in the order in which they were sent.
+        judged: number of items of earlier chunks, which the worker had replied to.
         progress: the worker's counter (`wire.JudgingCounter`): odd while an item was being judged.
     """
     at = progress // 2 - judged
@@ -90,6 +95,6 @@ def blame(outstanding: Sequence[Chunk], judged: int, progress: int) -> Blame:
             rest = [Chunk(chunk.call, others)] if others else []
             return Blame(culprit, (*outstanding[:position], *rest, *outstanding[position + 1 :]))
         at -= len(chunk.indices)
-    # The worker was between two items, or a reward has written over the counter: each is judged alone to find out.
+    # The worker was between two items, or a reward has overwritten the counter: items alone will show the culprit.
     again = [Chunk(chunk.call, (index,), chunk.losses + 1) for chunk in outstanding[:1] for index in chunk.indices]
     return Blame(None, (*again, *outstanding[1:]))

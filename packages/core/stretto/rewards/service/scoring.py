@@ -13,16 +13,15 @@ from stretto.rewards.service.wire import ScoreItem
 
 
 async def scored(config: RewardsConfig, items: Sequence[ScoreItem]) -> AsyncIterator[tuple[Verdict, float]]:
-    """Verdict and seconds of every item, in order, each as soon as all before it are there.
-
-    Undecided verdicts, however many, do not stop the rest.
+    """Judge items with a pool of workers of its own; yields the verdict and the seconds of each item, in order, as soon
+    as it and all before it are judged. Any number of undecided verdicts does not stop the rest.
 
     Raises:
         RewardFunctionError, RoleDied, DeadlineExceeded: as `RewardPool`.
     """
     config = config.model_copy(update={"max_consecutive_undecided": len(items) + 1})
     async with RewardPool(config) as pool:
-        free = asyncio.Semaphore(pool.workers)  # none waits behind another while its seconds are counted
+        free = asyncio.Semaphore(pool.workers)  # so that an item's seconds include no wait in the queue
 
         async def judged(item: ScoreItem) -> tuple[Verdict, float]:
             async with free:

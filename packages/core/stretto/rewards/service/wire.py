@@ -2,8 +2,8 @@
 
     pool ── Request ──► worker ── WorkerReady | Refused | Verdicts ──► pool
 
-One request asks for several verdicts and one reply brings them all, so a group costs the conductor one wake-up. A
-counter names the completion in work, so that a worker that hangs or dies in the user's function blames that one.
+A request holds several completions and its reply all of their verdicts, so a group costs the conductor one wake-up. A
+counter tells which completion is being judged, so that the pool knows the one at which a worker hung or died.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stretto.processes.kernel.memory import memory_file
 
 _COUNTERS = struct.Struct("<qq")
 
-#: Bytes of one reply at most: 64 verdicts with their reasons take a tenth of it.
+#: Most bytes of one reply; 64 verdicts with their reasons take a tenth of it.
 LARGEST_REPLY = 1 << 20
 
 
@@ -45,7 +45,8 @@ class Row(Record, frozen=True):
 
 
 class Worth(Record, frozen=True):
-    """The rewards of right and wrong; a number above their middle counts as right."""
+    """Rewards of a right and of a wrong completion. `threshold`: their mean; a numeric reward above it counts as
+    right."""
 
     right: float
     wrong: float
@@ -64,8 +65,8 @@ class Worth(Record, frozen=True):
 
 
 class PartSettings(Record, frozen=True):
-    """One reward of the sum. `settings` are the reward's own (JSON); `place` is where the recipe names it; a part
-    without a name is the only one."""
+    """One reward of the sum. `settings`: the reward's section of the recipe, as JSON. `place`: the recipe's key that
+    names the function. `name`: key of its metric; empty if it is the only reward."""
 
     function: str
     settings: str
@@ -76,8 +77,8 @@ class PartSettings(Record, frozen=True):
 
 
 class WorkerSettings(Record, frozen=True):
-    """A worker's settings, as JSON on its command line. `socket` and `progress` are inherited descriptors; `memory` is
-    a limit in bytes."""
+    """A worker's settings, as JSON on its command line. `socket` and `progress` (the `JudgingCounter`) are inherited
+    descriptors. `parent`: id of the process to die with. `memory`: limit in bytes."""
 
     parts: tuple[PartSettings, ...]
     worth: Worth
@@ -96,13 +97,13 @@ class Request(Record, frozen=True, array_like=True):
 
 
 class WorkerReady(Record, frozen=True, tag=True):
-    """The worker has its reward function and waits for requests; `facts` go on the run's record."""
+    """Message: the worker has loaded its reward and waits for requests; `facts` go to the run's record."""
 
     facts: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Refused(Record, frozen=True, tag=True):
-    """The reward function cannot be used; the worker ends."""
+    """Message: the reward function cannot be used; the worker ends. The fields are those of a `Problem`."""
 
     place: str
     found: str
@@ -110,7 +111,8 @@ class Refused(Record, frozen=True, tag=True):
 
 
 class Verdicts(Record, frozen=True, tag=True):
-    """The verdicts of one request; `start` and `end` of the work are seconds of `time.monotonic`."""
+    """Message: the verdicts of one request, in its order. `start`, `end`: of the work, in seconds of
+    `time.monotonic`."""
 
     request: int
     verdicts: tuple[Verdict, ...]
@@ -122,10 +124,10 @@ FromWorker = WorkerReady | Refused | Verdicts
 
 
 class JudgingCounter:
-    """Two counters that the worker writes and the pool reads. `count` is odd while a completion is being judged, even
-    between two; `beats` is a heartbeat, about one a second, while the worker starts or waits.
+    """Two counters in shared memory, which the worker writes and the pool reads, even after the worker was killed.
 
-    They outlive a killed worker: ``count // 2`` completions were judged since its start.
+    `count` is twice the number of completions judged since the worker's start, plus one while one is being judged.
+    `beats` counts heartbeats, about one a second while the worker starts or waits.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -133,7 +135,7 @@ class JudgingCounter:
 
     @classmethod
     def create(cls) -> tuple[Self, int]:
-        """A new counter and the descriptor to inherit; the caller closes the descriptor."""
+        """Create the counters; returns them and the descriptor for the worker to inherit, which the caller closes."""
         descriptor = memory_file("stretto-progress")
         os.ftruncate(descriptor, mmap.PAGESIZE)
         return cls(descriptor), descriptor
@@ -151,7 +153,7 @@ class JudgingCounter:
         return self._read()[1]
 
     def beat(self) -> None:
-        """Count one heartbeat; only from the thread that judges, or while nothing is judged."""
+        """Count one heartbeat. Another thread than the judging one may call it only while nothing is judged."""
         count, beats = self._read()
         _COUNTERS.pack_into(self._page, 0, count, beats + 1)
 

@@ -1,7 +1,7 @@
-"""A process that judges completions: ``python -m stretto.rewards.service.worker SETTINGS``.
+"""Process that judges completions: ``python -m stretto.rewards.service.worker SETTINGS``.
 
-The user's prints go to the log, a user's exception becomes an undecided verdict, and the pool kills a worker that
-hangs. It imports little, so that a killed worker is soon replaced.
+Output of the reward goes to the log, and its exceptions become undecided verdicts. The pool kills a worker that hangs.
+This module imports little, so that a killed worker is soon replaced.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from stretto.rewards.service.wire import (
 
 _READ_BYTES = 1 << 20
 _BEAT_SECONDS = 1.0
-_OUT_OF_REACH = range(100, 200)  # descriptors that a program which guesses does not write to
+_OUT_OF_REACH = range(100, 200)  # descriptors that code writing to small numbers does not hit
 
 
 class Worker:
-    """Reads requests, judges their items in order, replies once per request, until the socket closes."""
+    """Loads the reward, then judges requests in order, with one reply for each, until the socket closes."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._worth = settings.worth
@@ -68,7 +68,8 @@ class Worker:
                 self._socket.sendall(frame(reply))
 
     def _read(self) -> bytes:
-        """Next message of the pool; no deadline, because the pool closes the socket when it ends."""
+        """Next bytes from the pool, with a heartbeat each second of the wait. No deadline, because the socket closes
+        when the pool ends."""
         self._progress.beat()
         while not select.select([self._socket], [], [], _BEAT_SECONDS)[0]:
             self._progress.beat()
@@ -101,10 +102,10 @@ class Worker:
 
 
 def _moved(descriptor: int) -> int:
-    """The same socket under another descriptor, which child processes of the reward do not inherit."""
+    """Move the socket to a random high descriptor, which child processes do not inherit; returns its number."""
     try:
         moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, random.choice(_OUT_OF_REACH))
-    except OSError:  # fewer descriptors are allowed than that
+    except OSError:  # the limit of descriptors is lower
         return descriptor
     os.close(descriptor)
     return moved

@@ -1,12 +1,13 @@
-"""Checkpoints that are whole or absent.
+"""Checkpoints on disk, each of which is complete or absent.
 
-.step-000040.part/   written by the trainer ─► manifest.json (sizes, checksums) ─► forced to disk
-    │ rename: the only moment at which step-000040/ begins to exist
+.step-000040.part/   written by the trainer ─► manifest.json (sizes, checksums) ─► synced to disk
+    │ rename: from this moment on, step-000040/ exists
     ▼
 step-000040/
 
-Where folders cannot be renamed, as on the mount of a bucket of objects, the files are copied, the manifest last:
-without it, or with a file that is not the one in it, a checkpoint is broken, and the one before it is used.
+Where folders cannot be renamed, as on a mounted object bucket, the files are copied, and the manifest last. A
+checkpoint is broken if it has no manifest, or if a file differs from its manifest; then the checkpoint before it is
+used.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Manifest(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The newest complete checkpoint, with a sentence for each newer one that is broken."""
+    """A complete checkpoint: its step and folder. `broken`: an error message for each newer checkpoint that is
+    broken."""
 
     step: int
     path: Path
@@ -54,7 +56,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run, of which the newest `keep` are kept.
+    """The checkpoints of one run, in `folder`; the newest `keep` are kept.
 
     Example::
 
@@ -67,11 +69,14 @@ class Checkpoints:
         self._folder, self._keep = folder, keep
 
     def path(self, step: int) -> Path:
-        """The folder of a step's checkpoint, existing or not."""
+        """Path of the checkpoint of `step`, whether it exists or not."""
         return self._folder / f"step-{step:06d}"
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Call `write` with a folder to fill, seal it, and rename it to its final name; an error changes nothing.
+        """Save the checkpoint of `step` and remove the oldest ones beyond `keep`; returns its folder.
+
+        `write` is called with an empty folder and writes its files there. Then the folder gets its manifest, is synced
+        to disk, and is renamed to its final name. After an error nothing has changed.
 
         Raises:
             StoreError: the folder cannot be written (disk full, read-only, removed); names the path.
@@ -93,10 +98,11 @@ class Checkpoints:
         return final
 
     def steps(self) -> list[int]:
-        """The steps with a checkpoint folder, whole or broken, oldest first.
+        """List the steps that have a checkpoint folder, complete or broken, oldest first.
 
         Raises:
-            StoreError: their folder is a link that leads to no folder, as while its disk is not mounted.
+            StoreError: the folder of the checkpoints is a link to a folder that does not exist: perhaps its disk is not
+                mounted.
         """
         if not self._folder.is_dir():
             if self._folder.is_symlink():
@@ -106,10 +112,11 @@ class Checkpoints:
         return sorted(int(match[1]) for match in matches if match)
 
     def latest(self, at_most: int | None = None) -> Checkpoint | None:
-        """The newest whole checkpoint of a step up to `at_most`, every byte checked; None if there is no checkpoint.
+        """Find the newest complete checkpoint of step `at_most` (None: any step) or earlier; every byte is checked.
+        None if there is no checkpoint.
 
         Raises:
-            StoreError: there are checkpoints, and all are broken; names the fault of each. Or as for `steps`.
+            StoreError: there are checkpoints, and all are broken; names the fault of each. Also as `steps`.
         """
         broken: list[str] = []
         for step in reversed(self.steps()):
@@ -127,7 +134,8 @@ class Checkpoints:
         return None
 
     def set_aside_after(self, step: int) -> None:
-        """Rename or remove the (broken) checkpoints after `step`, from which the run is resumed."""
+        """Rename the checkpoints after `step` to ``broken-step-...``, or remove them where folders cannot be renamed.
+        The run is resumed from `step`, since they are broken."""
         for later in (number for number in self.steps() if number > step):
             path = self.path(later)
             aside = self._folder / f"broken-{path.name}"
@@ -145,15 +153,15 @@ class Checkpoints:
 
 
 def verify(path: Path) -> Manifest:
-    """Compare a checkpoint with its manifest, byte for byte.
+    """Check every byte of the checkpoint in this folder against its manifest, which is returned.
 
     Raises:
-        StoreError: the manifest cannot be read, or is of another step; a file is missing, unknown, cannot be read, or
-            has another size or checksum; names it.
+        StoreError: the manifest cannot be read, or is of another step; or a file is missing, is not in the manifest,
+            cannot be read, or has another size or checksum. Names the file.
     """
     try:
         manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8, and what msgspec raises
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no valid manifest
         raise StoreError(f"{path / _MANIFEST}: cannot be read: {error}") from error
     if path.name != f"step-{manifest.step:06d}":
         raise StoreError(f"{path / _MANIFEST}: is of step {manifest.step}")
@@ -165,10 +173,14 @@ def verify(path: Path) -> Manifest:
 
 
 def verify_files(folder: Path, files: Mapping[str, FileSeal], source: str) -> None:
-    """Compare the files of a folder with their seals, byte for byte; `source` names the record of these seals.
+    """Check that the files of a folder have their recorded sizes and checksums.
+
+    Args:
+        files: size and checksum of each file, by relative path.
+        source: where they are recorded, for messages: "the manifest".
 
     Raises:
-        StoreError: a file is missing, cannot be read, or has another size or checksum; names it.
+        StoreError: a file is missing, cannot be read, or has another size or checksum; names the file.
     """
     for name, seal in files.items():
         try:
@@ -187,7 +199,7 @@ def _verify_file(file: Path, seal: FileSeal, source: str) -> None:
 
 
 def seal_files(folder: Path) -> dict[str, FileSeal]:
-    """The seals of all files in a folder and its sub-folders, by relative path."""
+    """Compute size and checksum of all files in a folder and its sub-folders, by relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(file.relative_to(folder)): FileSeal(size=file.stat().st_size, xxh3=_checksum(file)) for file in files}
 
@@ -196,7 +208,7 @@ def _seal(step: int, part: Path) -> None:
     for file in (path for path in part.rglob("*") if path.is_file()):
         sync_file(file)
     for folder in sorted(path for path in part.rglob("*") if path.is_dir()):
-        sync_folder(folder)  # the top one is forced when the manifest is written
+        sync_folder(folder)  # `part` itself is synced after the manifest
     manifest = msgspec.json.format(msgspec.json.encode(Manifest(step=step, files=seal_files(part))))
     (part / _MANIFEST).write_bytes(manifest)
     sync_file(part / _MANIFEST)
@@ -204,7 +216,8 @@ def _seal(step: int, part: Path) -> None:
 
 
 def _switch(part: Path, final: Path) -> None:
-    """Rename `part` to `final`; an older folder of that name is moved aside first."""
+    """Rename `part` to `final`, or copy it where folders cannot be renamed. An older folder `final` is moved aside
+    first, and removed at the end."""
     aside = final.with_name(f".{final.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     try:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def same_weights(first: Path, second: Path) -> bool | None:
-    """Whether two policy folders hold the same weights; None if they cannot be compared: one is missing, or they are
-    divided into files in different ways.
+    """Whether two policy folders hold the same weights. None if they cannot be compared: a folder has no weights, or
+    their weight files have different names.
 
     Raises:
         OSError: a file cannot be read.
@@ -20,7 +20,7 @@ def same_weights(first: Path, second: Path) -> bool | None:
 
 
 def why_incomparable(first: Path, second: Path) -> str:
-    """Why `same_weights` returns None."""
+    """Why `same_weights` returns None for these two folders, in words for a message."""
     for policy in (first, second):
         if not _weights(policy):
             return f"{policy} has no weights" if policy.is_dir() else f"{policy} is not there"
@@ -28,5 +28,5 @@ def why_incomparable(first: Path, second: Path) -> str:
 
 
 def _weights(policy: Path) -> list[Path]:
-    """The files of the weights: one, or several for a large policy."""
+    """List the weight files of a policy folder: one file, or several for a large model."""
     return sorted(policy.glob("model*.safetensors"))

@@ -24,7 +24,8 @@ class Machine(Record, frozen=True):
 
 
 def library_versions() -> dict[str, str]:
-    """Versions, by name, of Python, stretto and the libraries that influence its numbers; missing ones are left out."""
+    """Return the versions of Python, of stretto and of the libraries that influence its numbers, by name. Libraries
+    that are not installed are left out."""
     versions = {"python": platform.python_version()}
     for name in ("stretto", *_LIBRARIES):
         try:
@@ -35,7 +36,8 @@ def library_versions() -> dict[str, str]:
 
 
 def machine() -> Machine:
-    """Describe this machine: cores by this process's affinity, memory, visible NVIDIA devices."""
+    """Describe this machine. `cores` counts those that this process may use; `accelerators` are the visible NVIDIA
+    GPUs."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return Machine(
         system=f"{platform.system()} {platform.release()}",

@@ -1,19 +1,19 @@
-"""A run folder: the files of one run, and the lock of its one writer.
+"""The run folder: the files of one run, and a lock that one process at a time holds.
 
 recipe.toml versions.json machine.json      the settings, the libraries, the machine
 kernels.json                                the matmul kernels that its roles use
-rewards.json                                what the reward reports of itself: the level of its sandbox
+rewards.json                                facts that the reward reports: the level of its sandbox
 log.txt logs/<role>.txt                     logs of the run and of each role
 metrics.jsonl spans.jsonl                   measurements
 questions.jsonl                             prompts and gold answers, for the export
-samples.jsonl held_out.jsonl                sampled completions: some of the training, all of each evaluation
+samples.jsonl held_out.jsonl                sampled completions: some of the training's, all of each evaluation's
 ledger.sqlite                               the state of every trajectory
-tokens/step-000012.safetensors              what each training step did with each token
-prediction.json                             what `stretto plan --run` predicts of the run
+tokens/step-000012.safetensors              ratio, advantage and outcome of each token in a training step
+prediction.json                             the prediction of `stretto plan --run` for the run
 policy/v000012/ checkpoints/step-000040/    policies and checkpoints
 policy/best/ best.json                      the policy of the best evaluation, if it is kept
 plots/*.png                                 plots
-outlets/<tool>.json                         what each tool of [logging] has of the run
+outlets/<tool>.json                         how far each tool of [logging] has received the run
 lock                                        the process that writes here now
 """
 
@@ -34,13 +34,13 @@ from stretto.store.files import identity, sweep, write_atomically
 
 _INNER = ("logs", "policy", "checkpoints", "plots")
 _RECIPE, _PREDICTION = "recipe.toml", "prediction.json"
-#: Left by a run that ended before it had a ledger; and what `stretto plan --run` said before it.
+#: Files that do not hinder a new run: left by a run that ended before it had a ledger, or by `stretto plan --run`.
 _FREE_NAMES = {lock.NAME, "log.txt", "logs", _PREDICTION}
 _HALF_A_RECIPE = re.compile(r"\.recipe\.toml\.\d+\.part")
 
 
 class RunFolder:
-    """The paths of one run. `create` and `resume` also take the lock.
+    """The paths of one run's files. `create` and `resume` also lock the folder.
 
     Example::
 
@@ -60,10 +60,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path) -> Self:
-        """Create the folder of a new run and lock it.
+        """Create the folder of a new run, with its sub-folders, and lock it.
 
         Raises:
-            RunFolderError: it holds another run or other files, is in use, or cannot be written.
+            RunFolderError: the folder holds another run or other files, is in use, or cannot be written.
         """
         folder = Path(path)
         try:
@@ -83,10 +83,10 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: str | Path) -> Self:
-        """Lock the folder of a run that has ended, to continue it; half-written files are removed.
+        """Lock the folder of a run that has ended, to continue the run. Half-written files are removed.
 
         Raises:
-            RunFolderError: there is no run, or it is still running.
+            RunFolderError: the folder holds no run, or its run is still running.
         """
         folder = cls.open(path).path
         run = cls(folder, lock.acquire(folder))
@@ -95,10 +95,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open the folder of a running, finished or dead run, read only.
+        """Open the folder of a running, finished or dead run for reading, without a lock.
 
         Raises:
-            RunFolderError: there is no run.
+            RunFolderError: the folder does not exist, or holds no run.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -108,7 +108,8 @@ class RunFolder:
         return cls(folder)
 
     def is_ours(self) -> bool:
-        """Whether the folder at this path is still the one that was locked: it may have been moved and replaced."""
+        """Whether the folder at this path is still the locked one. False without a lock, or if the folder was moved
+        away or replaced."""
         if self._lock is None:
             return False
         held = os.fstat(self._lock)
@@ -116,7 +117,8 @@ class RunFolder:
 
     @property
     def mark(self) -> str:
-        """Unique id of the run on this machine, the same after a resume; "" without the lock."""
+        """Id of the run, unique on this machine and the same after a resume: device and inode of the lock file. "" if
+        the folder is not locked."""
         if self._lock is None:
             return ""
         held = os.fstat(self._lock)
@@ -129,10 +131,10 @@ class RunFolder:
             self._lock = None
 
     def write(self, name: str, text: str) -> None:
-        """Write one small file of the folder, completely or not at all.
+        """Write the text file `name` of the folder, completely or not at all.
 
         Raises:
-            OSError: it cannot be written, or the folder is no longer ours.
+            OSError: the file cannot be written, or the folder is not locked by this object any more (`is_ours`).
         """
         if not self.is_ours():
             raise FileNotFoundError(errno.ENOENT, "the run folder was moved or removed", str(self.path))
@@ -150,14 +152,16 @@ class RunFolder:
         return self.logs / f"{role}.txt"
 
     def policy(self, version: int) -> Path:
-        """Path of a policy's Hugging Face folder: ``policy/v000012`` for version 12."""
+        """Path of the Hugging Face folder of the policy `version`: ``policy/v000012`` for version 12."""
         return self.policies / f"v{version:06d}"
 
 
 def _why_not_new(folder: Path) -> Problem | None:
-    """Why a new run cannot use the folder; None if it can. A folder with a ledger holds a run. A recipe beside the
-    inner folders was left by a run that was killed before it had a ledger; any other file belongs to somebody and is
-    not overwritten."""
+    """Return why a new run cannot use the folder; None if it can.
+
+    A folder with a ledger holds a run. A recipe beside the sub-folders was left by a run that was killed before it had
+    a ledger, and may be overwritten. Any other file is not overwritten, since it may belong to someone.
+    """
     if (folder / "ledger.sqlite").exists():
         return Problem(str(folder), "holds another run", "resume it with --resume, or give another --run-dir")
     killed = all((folder / inner).is_dir() for inner in _INNER)
@@ -178,7 +182,7 @@ def _refused(folder: Path, found: str, remedy: str) -> RunFolderError:
 
 
 def _runs_beside(folder: Path) -> str:
-    """Remedy for a missing run: the name of the run beside it that is most similar, or else newest."""
+    """Advice for a path without a run: the run folder beside it with the most similar name, or else the newest one."""
     places = {folder.parent, folder.parent / "runs"}
     runs = {path.parent.name: path.parent for place in places for path in place.glob("*/ledger.sqlite")}
     if not runs:

@@ -1,4 +1,4 @@
-"""Parquet writer for records, one row group at a time; its schema comes from the record's annotations."""
+"""Parquet writer for records. The schema follows from the record's type annotations; rows are written in groups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from msgspec import inspect
 from stretto.core.errors import Problem, StoreError, UserError
 
 _PACKAGE = "pyarrow"
-_GROUP_BYTES = 8 << 20  # of rows as messages: what is in memory of a row group is a few times as much
+_GROUP_BYTES = 8 << 20  # encoded size at which a row group is written; in memory it takes a few times as much
 _COMPRESSION = "zstd"
 
 
 class Parquet:
-    """Writes records to a parquet file; needs pyarrow (``stretto[data]``)."""
+    """Writes records of the type `kind` to an open parquet file; needs pyarrow (``stretto[data]``)."""
 
     def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
         """Raises UserError: pyarrow is missing."""
@@ -33,7 +33,7 @@ class Parquet:
         self._bytes = 0
 
     def write(self, row: msgspec.Struct) -> None:
-        """Raises StoreError: a number has more than 64 bits."""
+        """Add a row; it is written together with others. Raises StoreError: a number has more than 64 bits."""
         self._rows.append(_plain(row))
         self._bytes += len(self._measure(row))
         if self._bytes >= _GROUP_BYTES:
@@ -57,7 +57,7 @@ class Parquet:
 
 
 def _plain(value: Any) -> Any:
-    """A value as Arrow takes it: a mapping becomes a list of name-value pairs."""
+    """Convert a value for Arrow: a record becomes a dict, and a mapping a list of ``{"name": ..., "value": ...}``."""
     if isinstance(value, msgspec.Struct):
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):

@@ -6,14 +6,14 @@ from typing import BinaryIO
 
 import msgspec
 
-#: A spreadsheet takes a cell that begins with one of these, in ASCII or in full width, for a formula.
+#: First characters, in ASCII or full width, by which a spreadsheet recognises a formula.
 _FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20", "\t", "\r", "\n")
 _MARK = "'"
 _NUL, _SHOWN_NUL = "\x00", "\u2400"
 
 
 class JsonLines:
-    """Writes records as JSON lines (UTF-8); NaN becomes null."""
+    """Writes records to an open file as JSON lines (UTF-8); NaN becomes null."""
 
     def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
         self._file, self._encode = file, msgspec.json.Encoder().encode
@@ -26,8 +26,11 @@ class JsonLines:
 
 
 class Csv:
-    """Writes records as CSV with a header (RFC 4180, UTF-8): texts are quoted, null is an unquoted empty cell, nested
-    values are JSON text. No text begins like a formula: see `cell`."""
+    """Writes records of the type `kind` to an open file as CSV with a header (RFC 4180, UTF-8).
+
+    Texts are quoted, null is an unquoted empty cell, nested values are JSON text. No cell is taken for a formula: see
+    `cell`.
+    """
 
     def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
         self._file, self._names = file, kind.__struct_fields__
@@ -44,10 +47,11 @@ class Csv:
 
 
 def cell(value: object) -> str:
-    """A value as a cell of CSV.
+    """Format a value as a cell of CSV.
 
     A text that a spreadsheet could take for a formula, or that begins with an apostrophe, gets an apostrophe in front;
-    remove that one to recover it. NUL, at which many readers stop, becomes its picture ``␀``.
+    a reader removes the first apostrophe to recover the text. NUL, at which many programs stop reading, becomes the
+    character ``␀``.
 
     >>> cell(None), cell(0.5), cell("a"), cell('=HYPERLINK("x")'), cell((1, 2))
     ('', '0.5', '"a"', '"\\'=HYPERLINK(""x"")"', '"[1,2]"')

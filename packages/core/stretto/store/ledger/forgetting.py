@@ -1,4 +1,5 @@
-"""SQL that deletes payloads and prompts which need not be kept (``store.keep_payloads``), and finds what is left."""
+"""SQL for `Ledger.forget`: delete payloads and prompts that ``store.keep_payloads`` does not keep, and find the first
+group that still has some."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""The ledger: every trajectory of a run, from its issue to its end.
+"""The ledger: an SQLite file with the state of every trajectory of a run, from its issue to its end.
 
     issue ─► in_flight ─► buffered ─► trained
                  │            │
                  └────────────┴─────► filtered · expired · failed (each with its reason)
 
-Two promises. *The balance*: issued is the sum of all states, at any moment, after any crash. *The batch first*: when
-`commit_batch` returns, one transaction has put the members and the order of the batch into the file. So no update is
-published whose batch is not on record.
+The ledger keeps two promises. *The balance*: at any moment, also after a crash, the number of issued trajectories is
+the sum over all states. *The batch first*: when `commit_batch` returns, the members of the batch and their order are in
+the file, written in one transaction. So each published update has its batch on record.
 
 Changes are buffered and written together: before a batch is trained, once a second, and when a group is issued
-``flush_seconds`` or more after the last flush. Changes that belong together stay in one transaction: a group is settled
-and its prompt given back, or neither. A kill loses all changes since the last flush, and nothing outside has seen their
-effect: every process of a run ends with its conductor.
+``flush_seconds`` or more after the last flush. Changes that belong together are in one transaction: for example, a
+group ends and its prompt is given back. A kill loses all changes since the last flush. Nothing outside has seen the
+effect of a lost change, since every process of a run ends with its conductor.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _CALLING = "SELECT DISTINCT key FROM calls"
 
 
 class Ledger:
-    """Writer of ``ledger.sqlite``; a run has only one.
+    """Writer of ``ledger.sqlite``; a run has only one. Changes are buffered (see the module).
 
     Example, with groups of two::
 
@@ -77,8 +77,8 @@ class Ledger:
         ledger.commit_batch(Batch(step=9, version=8, groups=(group,)))                 # 1 trained,   1 failed
 
     Raises (from every method):
-        StoreError: the states above do not allow the change, or the file is gone or cannot be written. After a failed
-            write the ledger refuses everything: a run that cannot record its state must end.
+        StoreError: the state of the trajectory does not allow the change, or the file is gone or cannot be written.
+            After a failed write every method raises: a run that cannot record its state must end.
     """
 
     def __init__(self, path: Path, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -112,12 +112,13 @@ class Ledger:
         self._next_key: int = self._query("SELECT coalesce(max(key + members), 0) FROM groups")[0][0]
         self._changes = find_fact(self._query(META), self._path, BOUNDS, list[BoundChange]) or []
         self._flights = MostInFlight(self._query(META), self._path, self._live.values())
-        self._settled = 0  # groups with smaller keys have nothing left that `forget` would remove
+        self._settled = 0  # `forget` skips groups with smaller keys: nothing is left to delete
 
     # The life of a trajectory.
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
-        """Record that a group of `members` trajectories is in flight."""
+        """Record that a group of `members` trajectories is in flight, as ``group_id/0`` to ``group_id/{members -
+        1}``."""
         key = self._next_key
         if trajectory_id(group_id, 0) in self._live:
             raise StoreError(f"{self._path}: group {group_id} was issued before")
@@ -133,19 +134,25 @@ class Ledger:
         self._flush_if_due()
 
     def buffer(self, group: Group) -> None:
-        """Record that a complete group waits to be trained on."""
+        """Record that the trajectories of `group` are judged and wait to be trained on."""
         for trajectory in group.trajectories:
             self._move(trajectory.id, State.BUFFERED, "", trajectory)
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
-        """Record that a trajectory ended untrained: filtered, expired or failed. `trajectory` is None if it has no
-        completion."""
+        """Record that the trajectory `id` has ended untrained.
+
+        Args:
+            state: filtered, expired or failed.
+            reason: why, for readers of the run.
+            trajectory: the judged trajectory; None if it has no completion.
+        """
         if state not in UNTRAINED:
             raise StoreError(f"trajectory {id} cannot be settled as {state}; only commit_batch trains")
         self._move(id, state, reason, trajectory)
 
     def commit_batch(self, batch: Batch) -> None:
-        """Record that the batch is trained in its step; on return, it and all earlier changes are in the file."""
+        """Record that the trainer trains on this batch, in step `batch.step`. On return, the batch and all earlier
+        changes are in the file."""
         step = step_columns(batch, time.time())
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         for trajectory in trajectories:
@@ -160,32 +167,39 @@ class Ledger:
         self.flush()
 
     def record_update(self, update: Update) -> None:
-        """Record that the step's update was published."""
+        """Record the published version and the metrics of a step whose batch is committed."""
         self._note(_UPDATE_STEP, update_columns(update))
         self._flush_if_due()
 
     # Trajectories in flight, and payloads that are no longer needed.
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None:
-        """Append new tokens to segment `node` of a trajectory in flight. After a crash, sampling continues after them.
+        """Append the tokens of `piece` to segment `node` (an index) of the trajectory `id`, which is in flight. After a
+        crash, sampling continues after the recorded tokens.
 
-        A sampled segment may come in several pieces. The first has the segment's `parent` and `cause`, and may have no
-        tokens yet. A segment of given tokens (tool output, a user's turn) comes in one piece.
+        A sampled segment may come in several pieces. The first piece has the segment's `parent` and `cause`, and may
+        have no tokens yet. A segment of given tokens (tool output, a user's turn) comes in one piece.
         """
         row = self._row(id)
         self._partials.append((_INSERT_PARTIAL, (row.key, row.journaled, encode_piece(id, piece, node))))
         row.journaled += max(1, piece.length)
 
     def retract(self, id: str, count: int, node: int = 0) -> None:
-        """Delete the tokens of a segment after its first `count`, from the file too."""
+        """Delete all tokens but the first `count` of segment `node` of the trajectory `id`. Flushes."""
         self.flush()
         self._partials += retraction(self._query, id, self._row(id).key, count, node)
         self.flush()
 
     def begin_call(self, id: str, number: int, asked: bytes, *, durable: bool) -> None:
-        """Record that the session of a trajectory in flight is about to make call `number` (ascending). If `durable`,
-        its begin and its end are each in the file on return, so that a call that must not be repeated never begins
-        unrecorded."""
+        """Record that the session of the trajectory `id` is about to make a call: to a tool, or of an agent to the
+        gateway.
+
+        Args:
+            number: of the call, ascending.
+            asked: the request, encoded.
+            durable: flush now, and again in `end_call`. A call that must not be repeated is then on record before it is
+                made.
+        """
         row = self._row(id)
         if number < row.calls:
             raise StoreError(f"{self._path}: call {number} of trajectory {id} has begun before")
@@ -195,7 +209,8 @@ class Ledger:
             self.flush()
 
     def end_call(self, id: str, number: int, reply: bytes) -> None:
-        """Record the reply of a call, also of one that an earlier process of the run began."""
+        """Record the encoded `reply` to call `number` of the trajectory `id`. The call may have been begun by an
+        earlier process of the run."""
         row = self._row(id)
         if number not in row.open_calls:
             raise StoreError(f"{self._path}: call {number} of trajectory {id} was never begun, or has ended")
@@ -204,9 +219,10 @@ class Ledger:
             self.flush()
 
     def forget(self, step: int) -> None:
-        """Delete payloads that ``store.keep_payloads`` does not keep; no resume will start before `step`.
+        """Delete the payloads that ``store.keep_payloads`` does not keep. `step`: step of the oldest checkpoint, before
+        which no resume will start; payloads that a resume after it needs stay.
 
-        Groups that had nothing left at the last call are skipped: a long run has many of them.
+        Groups that had nothing left to delete at the last call are skipped: a long run has many of them.
         """
         if self._config.keep_payloads == "all":
             return
@@ -219,11 +235,12 @@ class Ledger:
         self._settled = self._next_key if unsettled is None else unsettled
 
     def sync(self) -> None:
-        """Flush, and sync the write-ahead log to disk: a checkpoint must not outlive the batches that led to it.
+        """Flush, and sync the write-ahead log to disk. To be called before a checkpoint is written: a power loss must
+        not leave a checkpoint without the batches that led to it.
 
-        SQLite itself syncs the ledger before it restarts the log. It must not be done here: a process that closes any
-        descriptor of a file releases all its locks on that file, SQLite's too. The next reader would take itself for
-        the only one, and remove the log under the run (sqlite.org/howtocorrupt, 2.2).
+        The ledger file itself must not be opened and synced here. A process that closes any descriptor of a file
+        releases all its locks on that file, SQLite's included; the next reader would then take itself for the only user
+        and remove the log (sqlite.org/howtocorrupt, 2.2). SQLite syncs the file before it restarts the log.
         """
         self.flush()
         log = log_of(self._path)
@@ -236,25 +253,26 @@ class Ledger:
     # Facts beside the trajectories.
 
     def put(self, name: str, value: object) -> None:
-        """Keep a JSON value under a name: the seed, the data position, the totals.
+        """Store `value` as JSON under a name, replacing an earlier one: a *fact*, such as the seed or the totals.
 
-        It is written in the same transaction as the changes of state around it.
+        The fact is written in the same transaction as the changes of state since the last flush.
         """
         self._facts[name] = _json(value)
         self._flush_if_due()
 
     def get(self, name: str, kind: type[Value]) -> Value | None:
-        """The value kept under `name`, or None."""
+        """Return the fact stored under `name`, decoded as `kind`; None if there is none. Flushes."""
         self.flush()
         return find_fact(self._query(META), self._path, name, kind)
 
     def watch(self, name: str, source: Callable[[], object]) -> None:
-        """Keep the value of `source()` under a name at each flush, for values that must agree with the states."""
+        """Call `source` at each flush and store the value as the fact `name`, so that it agrees with the states in the
+        file."""
         self._sources[name] = source
 
     def change_bound(self, change: BoundChange) -> None:
-        """Record that a bound has changed for all groups issued from now on: as a fact for resumes and checks, and as
-        an event for readers."""
+        """Record that a bound of the controller has changed for all groups issued from now on. It is stored as a fact,
+        for resumes and checks, and as an event, for readers of the run."""
         self._flights.changed()
         self._changes.append(msgspec.structs.replace(change, key=self._next_key))
         self.put(BOUNDS, self._changes)
@@ -267,22 +285,22 @@ class Ledger:
         self._flush_if_due()
 
     def last_step(self) -> int | None:
-        """The newest step whose batch is on record."""
+        """The newest step whose batch is committed; None if there is none."""
         found: int | None = self._query("SELECT max(step) FROM steps")[0][0]
         return found
 
     def last_update(self) -> int:
-        """The newest step whose update is on record; 0 when none is."""
+        """The newest step whose update is on record (`record_update`); 0 if there is none."""
         found: int = self._query("SELECT coalesce(max(step), 0) FROM steps WHERE published_version IS NOT NULL")[0][0]
         return found
 
     def balance(self) -> Balance:
-        """Trajectories by state, unflushed changes included."""
+        """Count the trajectories by state, unflushed changes included."""
         return Balance(**{state.value: self._counts[state] for state in State})
 
     @property
     def on_record(self) -> OnRecord:
-        """Tokens by their fate, unflushed changes included."""
+        """Number of sampled tokens by the state of their trajectory, unflushed changes included."""
         return self._tokens.on_record
 
     # Writing.
@@ -391,7 +409,7 @@ class Ledger:
             raise self._break(error) from error
 
     def _break(self, error: Exception) -> StoreError:
-        """Roll the transaction back, and refuse everything from now on; returns the error to raise."""
+        """Roll the transaction back and make every later write raise; returns the error to raise."""
         if self._connection.in_transaction:
             self._connection.rollback()
         self._broken = StoreError(f"{self._path}: cannot be written: {error}")

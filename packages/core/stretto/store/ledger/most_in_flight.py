@@ -1,4 +1,5 @@
-"""Highest number of groups in flight, counted independently of the controller that admits them."""
+"""The highest number of groups in flight. The ledger counts it independently of the controller, as evidence for the
+check of the run's bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from stretto.core.records import State
 from stretto.store.ledger.rows import LiveRow
 from stretto.store.ledger.seals import find_fact
 
-#: The fact with ``[key, most]`` for each stretch: its first group, and the most in flight when one of it was issued.
+#: Name of the fact: a list with ``[key, most]`` for each stretch between two changes of a bound. `key`: of the first
+#: group in it. `most`: highest number of groups in flight when one of its groups was issued.
 IN_FLIGHT = "in_flight"
 
 
@@ -20,17 +22,19 @@ class MostInFlight:
     """Counts groups in flight; keeps the highest number for each stretch between two changes of a bound."""
 
     def __init__(self, facts: Iterable[tuple[str, str, object]], path: Path, rows: Iterable[LiveRow]) -> None:
-        """`facts`: rows of the table ``meta`` of the ledger at `path`; `rows`: rows of unfinished trajectories."""
+        """Continue the count of an existing ledger. `facts`: rows of its table ``meta``; `path`: of the ledger, for
+        messages; `rows`: its trajectories that are in flight or buffered."""
         self._stretches = find_fact(facts, path, IN_FLIGHT, list[tuple[int, int]]) or []
         self._members = Counter(row.group_key for row in rows if row.state is State.IN_FLIGHT)
         self._begins = not self._stretches
 
     def changed(self) -> None:
-        """Begin a new stretch: a bound has changed for all groups issued from now on."""
+        """Begin a new stretch with the next group: a bound has changed."""
         self._begins = True
 
     def issued(self, key: int, members: int) -> dict[str, str]:
-        """Count one more group in flight; returns the changed fact as JSON by its name, empty if unchanged."""
+        """Count one more group in flight. Returns ``{IN_FLIGHT: JSON of the fact}`` if the fact has changed, else an
+        empty dict. `key`: of the group."""
         self._members[key] = members
         if self._begins:
             self._stretches.append((key, 0))
@@ -42,7 +46,8 @@ class MostInFlight:
         return {IN_FLIGHT: msgspec.json.encode(self._stretches).decode()}
 
     def moved(self, row: LiveRow, before: State) -> None:
-        """Note that a trajectory has left the state `before`."""
+        """Note that the trajectory of `row` has left the state `before`. A group is no longer in flight once all its
+        members have left that state."""
         if before is State.IN_FLIGHT:
             self._members[row.group_key] -= 1
             if not self._members[row.group_key]:

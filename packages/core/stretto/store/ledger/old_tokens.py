@@ -1,4 +1,5 @@
-"""Segments as they are on record: those of format 6 are packed, those of earlier ones have three lists of numbers."""
+"""Decoding recorded segments. Since format 6 of the ledger the tokens of a segment are packed bytes; before, they were
+three lists of numbers."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ _Old = tuple[
     str,
     float | None,
 ]
-_FURTHER = (0, None, (), None, "", None)  # fields that the oldest do not have
+_FURTHER = (0, None, (), None, "", None)  # defaults of the fields that the oldest formats do not have
 
 
 def segment_of(parts: Sequence[Any]) -> Segment:
-    """The segment of these fields; a run that is resumed has both kinds.
+    """Build a segment from its recorded fields, of either format; a resumed run may have both.
 
     Raises:
-        msgspec.ValidationError, ValueError: they are those of no segment.
+        msgspec.ValidationError, ValueError: the fields do not form a segment.
     """
     if parts and isinstance(parts[0], bytes):
         return msgspec.convert(parts, Segment)

@@ -1,10 +1,11 @@
-"""Records of trajectories in flight: tokens of their segments, piece by piece, and calls of their sessions.
+"""Encoding the records of trajectories in flight: tokens of their segments, piece by piece, and calls of their
+sessions.
 
     piece    seal · segment                                the first segment of a trajectory, all of a single turn
              seal · [index of the segment, segment]        any other
 
-Pieces of one segment come in order, those of several segments in any order; the first piece names the parent. A call is
-recorded when it begins, with its request, and again when its reply has come.
+The pieces of one segment are in order; pieces of different segments may alternate. The first piece of a segment names
+its parent. A call is recorded when it begins, with its request, and again when its reply has come.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ _encode = msgspec.msgpack.Encoder().encode
 _parts = msgspec.msgpack.Decoder(list[Any]).decode
 
 
-#: The rows of a statement with these parameters.
+#: Runs an SQL statement, by (statement, parameters); returns its rows.
 Query = Callable[[str, tuple[int, ...]], list[Any]]
 
 
 class JournaledCall(Record, frozen=True):
-    """A call of a session, to a tool or by an agent to the gateway. `reply` is None while its end is not recorded."""
+    """A call of a session: to a tool, or by an agent to the gateway. `asked`: encoded request. `reply`: encoded reply;
+    None while it has not come."""
 
     number: int
     asked: bytes
@@ -42,9 +44,9 @@ class JournaledCall(Record, frozen=True):
 
 
 class UnfinishedMember(Record, frozen=True):
-    """Record of a trajectory in flight: segments by index, calls by number.
+    """The recorded segments and calls of a trajectory in flight, each in order.
 
-    A segment without any recorded token, though later ones have some, is empty and has no parent.
+    If a segment has no record but a later one has, its place is taken by an empty segment without a parent.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -52,17 +54,17 @@ class UnfinishedMember(Record, frozen=True):
 
 
 def encode_piece(id: str, piece: Segment, node: int = 0) -> bytes:
-    """Encode new tokens of segment `node` of a trajectory in flight, with a seal."""
+    """Encode a piece of segment `node` (an index) of the trajectory `id`, with a checksum in front."""
     body = _encode((node, piece) if node else piece)
     return seal(id, body) + body
 
 
 def decode_piece(id: str, sealed: bytes) -> tuple[int, Segment]:
-    """Decode one piece; returns the index of its segment and the piece. The last piece of a sampled segment has a stop
-    reason.
+    """Decode one piece of the trajectory `id`; returns the index of its segment, and the piece. The last piece of a
+    sampled segment has a stop reason.
 
     Raises:
-        StoreError: the bytes are damaged.
+        StoreError: the checksum does not match: the bytes are damaged.
     """
     body = sealed[SIZE:]
     check(sealed[:SIZE], seal(id, body), f"a piece of trajectory {id}")
@@ -71,7 +73,7 @@ def decode_piece(id: str, sealed: bytes) -> tuple[int, Segment]:
 
 
 def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
-    """Join pieces to segments."""
+    """Join the pieces, given as (segment index, piece), to whole segments, in order of the index."""
     found: dict[int, list[Segment]] = {}
     for node, piece in pieces:
         found.setdefault(node, []).append(piece)
@@ -80,8 +82,17 @@ def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
 
 
 def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """SQL statements that delete the tokens of segment `node` after its first `count`. Raises as `query` and
-    `decode_piece`."""
+    """Yield SQL statements, with parameters, that delete all tokens but the first `count` of a segment.
+
+    Args:
+        query: runs a statement on the ledger.
+        id, key: of the trajectory.
+        count: number of tokens to keep; pieces are deleted whole, so it must be the end of a piece.
+        node: index of the segment.
+
+    Raises:
+        StoreError: a piece is damaged.
+    """
     told = 0
     for begin, sealed in query(_BEGINS, (key,)):
         place, piece = decode_piece(id, sealed)
@@ -91,10 +102,10 @@ def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterat
 
 
 def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[JournaledCall]:
-    """Recorded calls of the trajectory with this key.
+    """Read the recorded calls of the trajectory `id` with row key `key`, in order.
 
     Raises:
-        StoreError: one is damaged.
+        StoreError: a call is damaged.
     """
     for number, asked, reply, sealed in connection.execute(_CALLS, (key,)):
         check(sealed, seal(id, number, asked, reply), f"call {number} of trajectory {id}")
@@ -102,11 +113,11 @@ def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[Jo
 
 
 def read_member(connection: sqlite3.Connection, id: str, key: int, number: int) -> UnfinishedMember:
-    """Record of the trajectory with this key, from a ledger of format `number`.
+    """Read the recorded segments and calls of the trajectory `id` with row key `key`. `number`: format of the ledger.
 
     Raises:
         StoreError: a piece or a call is damaged.
     """
     pieces = (decode_piece(id, sealed) for (sealed,) in connection.execute(_PIECES, (key,)))
-    calls = read_calls(connection, id, key) if number > 4 else ()  # earlier ones have no calls
+    calls = read_calls(connection, id, key) if number > 4 else ()  # earlier formats have no calls
     return UnfinishedMember(segments_of(pieces), tuple(calls))

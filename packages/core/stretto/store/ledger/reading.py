@@ -45,7 +45,7 @@ _LIVE = """
     WHERE state IN ('in_flight', 'buffered') ORDER BY trajectories.key
 """
 
-BOUNDS = "bounds"  #: the fact that holds each `BoundChange` of the run
+BOUNDS = "bounds"  #: name of the fact with each `BoundChange` of the run
 
 _tokens = msgspec.msgpack.Decoder(tuple[int, ...]).decode
 _membership = msgspec.json.Decoder(list[BatchMember]).decode
@@ -54,8 +54,8 @@ _membership = msgspec.json.Decoder(list[BatchMember]).decode
 class UnfinishedGroup(Record, frozen=True):
     """A group that is buffered or in flight.
 
-    A buffered group has `trajectories`. A group in flight has those `members` with recorded tokens; a single turn is
-    one segment, finished if it has a stop reason.
+    A buffered group has `trajectories`. A group in flight has `members`: by member number, the recorded segments and
+    calls of those that have any. A single turn is one segment; it has ended if it has a stop reason.
     """
 
     id: str
@@ -63,11 +63,12 @@ class UnfinishedGroup(Record, frozen=True):
     admitted_version: int
     trajectories: tuple[Trajectory, ...] = ()
     members: Mapping[int, UnfinishedMember] = {}
-    max_staleness: int | None = None  # the bound when it was admitted; None: that with which the run began
+    max_staleness: int | None = None  # the bound when it was admitted; None: the run's first bound
 
 
 def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
-    """The batches of the steps ``after + 1 .. until``, as they were trained on. Prompts have tokens and no text.
+    """Read the batches of the steps ``after + 1`` to ``until``, as they were trained on, in order. Their prompts have
+    token ids, but no text.
 
     Raises:
         StoreError: a step or a payload (``store.keep_payloads``) is missing, or the file is damaged.
@@ -87,7 +88,7 @@ def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
 
 
 def read_unfinished(path: Path) -> list[UnfinishedGroup]:
-    """All groups that are in flight or buffered, in the order of their admission.
+    """Read all groups that are in flight or buffered, in the order of their admission.
 
     Raises:
         StoreError: the payload of a buffered trajectory is missing, or the file is damaged.
@@ -100,7 +101,7 @@ def read_unfinished(path: Path) -> list[UnfinishedGroup]:
 
 
 def tokens_on_record(connection: sqlite3.Connection) -> OnRecord:
-    """Count the sampled tokens of all trajectories by their fate."""
+    """Count the sampled tokens in the ledger by the state of their trajectory; masked tokens are counted apart."""
     rows = {state: (tokens, unjudged) for state, tokens, unjudged in connection.execute(_TOKENS)}
     ((masked,),) = connection.execute(_MASKED)
     tokens = {name: rows.get(name, (0, 0))[0] for name in ("trained", "buffered", "filtered", "expired", "failed")}
@@ -109,7 +110,7 @@ def tokens_on_record(connection: sqlite3.Connection) -> OnRecord:
 
 
 def last_step(path: Path) -> int:
-    """The newest step whose batch is on record; 0 when there is none.
+    """The newest step whose batch is committed in the ledger at `path`; 0 if there is none.
 
     Raises:
         StoreError: the ledger cannot be read.
@@ -120,7 +121,7 @@ def last_step(path: Path) -> int:
 
 
 def read_fact(path: Path, name: str, kind: type[Value]) -> Value | None:
-    """The value kept under `name` by `Ledger.put`, or None.
+    """Read the fact that `Ledger.put` stored under `name`, decoded as `kind`; None if there is none.
 
     Raises:
         StoreError: the value or the file is damaged.

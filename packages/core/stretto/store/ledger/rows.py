@@ -1,4 +1,4 @@
-"""Encoding of the ledger's rows, and in-memory rows of unfinished trajectories."""
+"""Rows of the ledger's tables: their encoding, and the rows of unfinished trajectories in memory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
 
 
 class Payload(Record, frozen=True, array_like=True):
-    """Bulk data of a trajectory; before format 5 it ends with the text."""
+    """Bulk data of a finished trajectory, as encoded in the table ``payloads``. Before format 5 it ended with
+    `text`."""
 
     segments: tuple[Segment, ...]
     text: str
-    rewards: Mapping[str, float] = {}  # the named parts of its reward
-    session: str = ""
+    rewards: Mapping[str, float] = {}  # with several rewards: the value of each, by name
+    session: str = ""  # name of the agent's session; "": none
 
 
 class BatchMember(Record, frozen=True, array_like=True):
-    """A group of a batch, with the members that are trained on. `oldest_trainable` is given where it differs from the
-    step's: ``["0.17.0", [0, 1, 3]]`` or ``["0.18.0", [0, 1, 2, 3], 6]``."""
+    """A group of a batch, with the numbers of its members that are trained on. `oldest_trainable` (oldest version whose
+    tokens are trained on) is present only if it differs from that of the step.
+
+    As JSON: ``["0.17.0", [0, 1, 3]]`` or ``["0.18.0", [0, 1, 2, 3], 6]``.
+    """
 
     group: str
     members: list[int]
@@ -36,7 +40,7 @@ class BatchMember(Record, frozen=True, array_like=True):
 
 
 class Balance(Record, frozen=True):
-    """Trajectories by state.
+    """Number of trajectories by state.
 
     Example: ``Balance(trained=512, buffered=24, in_flight=128, filtered=16, failed=1).issued == 681``
     """
@@ -54,11 +58,12 @@ class Balance(Record, frozen=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_MASKED = 5  # the place of the masked tokens in a row of table ``steps``
+_MASKED = 5  # index of the column ``masked_tokens`` in the table ``steps``
 
 
 def encode_payload(trajectory: Trajectory) -> bytes:
-    """Encode a trajectory's payload with a seal, which also covers its verdict, stop reason and interruptions."""
+    """Encode a trajectory's payload with a checksum in front. The checksum also covers outcome, reward, stop reason and
+    number of interruptions, which are columns of the row."""
     verdict = trajectory.verdict
     columns = (verdict.outcome, verdict.reward, trajectory.stop_reason, trajectory.interrupted)
     body = _ENCODER.encode(Payload(trajectory.segments, trajectory.text, verdict.rewards, trajectory.session))
@@ -66,13 +71,13 @@ def encode_payload(trajectory: Trajectory) -> bytes:
 
 
 def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Payload:
-    """Decode a payload; `columns` are the trajectory's outcome, reward, stop reason and interruptions.
+    """Decode the payload of the trajectory `id`; `columns`: its outcome, reward, stop reason and interruptions.
 
-    A payload of format 2 is ``[token_ids, behavior_logprobs, versions, text]``: one segment, which ends as the columns
-    say.
+    A payload of format 2 is ``[token_ids, behavior_logprobs, versions, text]``. It becomes one segment with the stop
+    reason and interruptions of the columns.
 
     Raises:
-        StoreError: the payload is damaged.
+        StoreError: the checksum does not match: payload or columns are damaged.
     """
     body = sealed[SIZE:]
     check(sealed[:SIZE], seal(id, columns, body), f"trajectory {id}")
@@ -84,7 +89,7 @@ def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Paylo
     return msgspec.convert([[segment_of(segment) for segment in parts[0]], *parts[1:]], Payload)
 
 
-#: Writes the columns of a `LiveRow`.
+#: Inserts or updates a row with the columns of a `LiveRow`.
 UPSERT = """
     INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (key) DO UPDATE SET state = excluded.state, reason = excluded.reason,
@@ -95,7 +100,8 @@ UPSERT = """
 
 
 class LiveRow:
-    """Row of a trajectory in flight or buffered, as the next flush writes it."""
+    """Row of a trajectory that is in flight or buffered. The ledger keeps such rows in memory; a flush writes those
+    that have changed."""
 
     __slots__ = (
         "_outcome",
@@ -115,24 +121,24 @@ class LiveRow:
         self.key, self.group_key, self.member = key, group_key, member
         self.state, self.reason = State.IN_FLIGHT, ""
         self.trained_step: int | None = None
-        self.finished = False  # its completion has ended and is judged
-        self.journaled = 0  # where its next piece begins in the table of partials
-        self.calls = 0  # the number of its next call
-        self.open_calls: dict[int, bool] = {}  # calls without an end, and whether they are flushed
+        self.finished = False  # the completion has ended and is judged
+        self.journaled = 0  # `begin` of the next piece in the table ``partials``
+        self.calls = 0  # number of the next call
+        self.open_calls: dict[int, bool] = {}  # calls without a recorded end: whether each is durable
         self._outcome: tuple[object, ...] = (None, None, None, 0, None, None, 0)
 
     def move(self, state: State, reason: str = "") -> None:
-        """Change the state.
+        """Change the state. `reason`: why, for readers of the run.
 
         Raises:
-            StoreError: the change to `state` is not allowed; names both.
+            StoreError: a trajectory in the present state cannot enter `state`; names both.
         """
         if state not in ALLOWED.get(self.state, ()):
             raise StoreError(f"trajectory {self.key} is {self.state} and cannot become {state}")
         self.state, self.reason = state, reason
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Note the finished completion and its verdict."""
+        """Set verdict, reward, stop reason, sampled tokens, versions and interruptions from the judged trajectory."""
         verdict, stop_reason = trajectory.verdict, trajectory.stop_reason
         tokens, oldest, newest, interrupted = _sampled(trajectory.segments)
         self.finished = True
@@ -141,23 +147,23 @@ class LiveRow:
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens on record; 0 while in flight."""
+        """Number of sampled tokens; 0 while in flight."""
         count = self._outcome[3]
         assert isinstance(count, int)
         return count
 
     def columns(self) -> tuple[object, ...]:
-        """Values in the column order of the table ``trajectories``."""
+        """Values of the row in the column order of the table ``trajectories``, checksum included."""
         head = (self.key, self.group_key, self.member, str(self.state), self.reason, self.trained_step)
         columns = head + self._outcome
         return (*columns, seal(*columns))
 
     @classmethod
     def restored(cls, columns: tuple[object, ...]) -> LiveRow:
-        """The row with these `columns`.
+        """Restore a row from its `columns`, in the order of the table ``trajectories``.
 
         Raises:
-            StoreError: the row is damaged.
+            StoreError: the checksum does not match: the row is damaged.
         """
         key, group_key, member, state, reason, _, *outcome, sealed = columns
         check(sealed, seal(*columns[:-1]), f"row {key} of trajectories")
@@ -171,7 +177,7 @@ class LiveRow:
 
 
 def _sampled(segments: Sequence[Segment]) -> tuple[int, int | None, int | None, int]:
-    """Sampled tokens, the oldest and the newest version among them, interruptions."""
+    """Return (number of sampled tokens, oldest version that sampled one, newest version, number of interruptions)."""
     tokens = interrupted = 0
     oldest = newest = None
     for segment in segments:
@@ -185,13 +191,14 @@ def _sampled(segments: Sequence[Segment]) -> tuple[int, int | None, int | None, 
 
 
 class TokenTally:
-    """Running token counts of a ledger by their fate."""
+    """Running count of a ledger's sampled tokens by the state of their trajectory; masked tokens are counted apart."""
 
     def __init__(self, start: OnRecord) -> None:
         self._counts: Counter[str] = Counter(msgspec.structs.asdict(start))
 
     def moved(self, row: LiveRow, before: State, had: int) -> None:
-        """Account for `row`, which was in state `before` with `had` tokens."""
+        """Update the count after the trajectory of `row` has changed its state. `before`: its previous state; `had`:
+        its number of recorded tokens in it."""
         counts = self._counts
         counts[before] -= had
         counts[row.state] += row.tokens
@@ -199,7 +206,7 @@ class TokenTally:
             counts[f"{row.state}_unjudged"] += 1
 
     def trained(self, step: tuple[object, ...]) -> None:
-        """Account for the masked tokens of a trained step, given the columns of its row."""
+        """Count the masked tokens of a trained step as masked, not as trained. `step`: columns from `step_columns`."""
         masked = step[_MASKED]
         assert isinstance(masked, int)
         self._counts["trained"] -= masked
@@ -211,10 +218,11 @@ class TokenTally:
 
 
 def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
-    """The row of table ``steps`` for a batch, with the staleness histogram of its tokens.
+    """Return the columns of the table ``steps`` for a batch, with the staleness histogram of its tokens. `committed`:
+    time of the commit (`time.time`).
 
     Raises:
-        BoundViolated: a token is newer than the policy that would be trained on it.
+        BoundViolated: a token was sampled by a version newer than the one that is trained (`batch.version`).
     """
     staleness = dict(sorted(loss_tokens(batch).items(), reverse=True))  # as they were sampled
     if any(age < 0 for age in staleness):
@@ -242,5 +250,6 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
 
 
 def update_columns(update: Update) -> tuple[object, ...]:
-    """Columns of ``steps`` that are known after the update; the step number comes last."""
+    """Return the columns of the table ``steps`` that are known after the update: (published version, metrics as JSON,
+    step number)."""
     return (update.version, msgspec.json.encode(update.metrics).decode(), update.step)

@@ -1,4 +1,4 @@
-"""The ledger's tables, and opening them.
+"""The tables of the ledger, and opening its file.
 
     groups ──1:n── trajectories ──1:0..1── payloads        steps        meta        events
                               ├──1:n───── partials
@@ -6,9 +6,9 @@
 
 A trajectory's key is its group's key plus its member number, so the id ``group/member`` is stored once per group.
 The payload (tokens, log-probabilities, text) has a table of its own, so that a change of state does not rewrite it.
-Partials are the tokens of a trajectory in flight, piece by piece, and calls are those of its session, until it ends
-(`store.ledger.partials`). Every row but an event's has a seal, a
-checksum (`store.ledger.seals`); the `seal` of a step is over its batch, the `row_seal` over its row.
+Partials are the tokens of a trajectory in flight, piece by piece; calls are those of its session. Both are deleted when
+the trajectory ends (`store.ledger.partials`). Every row, except in the table ``events``, has a *seal*: a checksum
+(`store.ledger.seals`). In the table ``steps``, `seal` covers the batch and `row_seal` the row.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from stretto.store.ledger.seals import seal
 from stretto.store.ledger.wal import check_log, log_of
 
 FORMAT = 6
-_BEFORE = 3  # a resumed run goes on in this format; before 6 tokens are not packed, before 5 there are no calls,
+_BEFORE = 3  # the oldest format that can be resumed; before 6 tokens are not packed, before 5 there are no calls,
 # and before 4 no names of engines
 _FIRST_CALLS = 5
 _PATIENCE = 5.0  # seconds
-_OLDEST = 2  # the oldest format that can be read; it has no seals of trajectories, steps, prompts and the start
+_OLDEST = 2  # the oldest format that can be read; trajectories, steps, prompts and the start have no seals in it
 
 _CALLS = """
 CREATE TABLE calls (
@@ -100,15 +100,17 @@ CREATE TABLE events (at REAL NOT NULL, name TEXT NOT NULL, detail TEXT NOT NULL)
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """Open the ledger at `path`, create it or upgrade its format; the caller begins and ends transactions.
+    """Open the ledger at `path` for writing. A missing file is created, an older format upgraded.
+
+    The connection has no automatic transactions: the caller begins and ends them.
 
     Raises:
-        StoreError: another format, not a ledger, damaged, or not writable.
+        StoreError: the file has an unknown format, is no ledger, is damaged, or cannot be written.
     """
     check_log(path)
     with ExitStack() as undo:
         try:
-            # Threads that write one ledger take turns (`verbs.ledger`).
+            # `verbs.ledger` uses the connection from several threads, one at a time.
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             undo.callback(connection.close)
             connection.execute("PRAGMA journal_mode = WAL")
@@ -126,11 +128,12 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 
 def open_for_reading(path: Path, patience: float = _PATIENCE) -> sqlite3.Connection:
-    """Open the ledger at `path` read only, also while a run writes; waits `patience` seconds for a lock. Reading does
-    not change the run, but SQLite may add its index beside a write-ahead log.
+    """Open the ledger at `path` read-only, also while a run writes. `patience`: seconds to wait for a lock.
+
+    Reading changes nothing in the ledger, but SQLite may create its index file beside a write-ahead log.
 
     Raises:
-        StoreError: missing, another format, not a ledger, or damaged.
+        StoreError: the file is missing, has an unknown format, is no ledger, or is damaged.
     """
     if not path.is_file():
         raise StoreError(f"{path}: does not exist")
@@ -148,21 +151,21 @@ def open_for_reading(path: Path, patience: float = _PATIENCE) -> sqlite3.Connect
 
 @contextmanager
 def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connection]:
-    """`open_for_reading` as a context manager.
+    """Open the ledger with `open_for_reading`, and close it at the end of the block.
 
     Raises:
-        StoreError: as `open_for_reading`, or a damaged value was read.
+        StoreError: as `open_for_reading`; or the block has read a damaged value.
     """
     try:
         with closing(open_for_reading(path, patience)) as connection:
             yield connection
-    # A damaged page yields values of unexpected types, and texts that are no UTF-8.
+    # A damaged page yields values of unexpected types, and text that is not UTF-8.
     except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
         raise StoreError(f"{path}: cannot be read: {error}") from error
 
 
 def check_resting_log(path: Path) -> None:
-    """Same as `check_log`, but skipped while a run is writing: the end of its log may be incomplete.
+    """Check the write-ahead log with `check_log`, unless a run is writing: the end of its log may be incomplete.
 
     Raises:
         StoreError: no run is writing, and the log is damaged.
@@ -172,8 +175,11 @@ def check_resting_log(path: Path) -> None:
 
 
 def _address(path: Path) -> str:
-    """URI for SQLite, which reads a log through an index beside it. Without a log, or where no index can be written,
-    the ledger is opened as immutable, so that no file appears beside it."""
+    """URI with which SQLite opens the ledger for reading.
+
+    SQLite reads a write-ahead log through an index file beside it. If there is no log, and no run is writing or no
+    index can be created, the ledger is opened as immutable: SQLite then creates no file.
+    """
     log, index = log_of(path), path.with_name(f"{path.name}-shm")
     bare = not (log.exists() and log.stat().st_size)
     resting = not lock.is_held(path.parent) or (not index.exists() and not os.access(path.parent, os.W_OK))

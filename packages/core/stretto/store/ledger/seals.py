@@ -1,4 +1,4 @@
-"""Seals: checksums of the ledger's rows. SQLite notices a torn page, not a flipped bit in the middle of one."""
+"""Seals: checksums of the ledger's rows. SQLite itself notices a torn page, but not a flipped bit within a page."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import xxhash
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Segment, Trajectory
 
-SIZE = 8  #: bytes of a seal
-_PACKED = 6  # since this format, tokens are packed
+SIZE = 8  #: size of a seal in bytes
+_PACKED = 6  # first format with packed tokens
 
 Value = TypeVar("Value")
 
@@ -22,7 +22,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 META = "SELECT name, value, seal FROM meta"
 _OLD_ROWS = {"groups": "SELECT id, prompt_id, admitted_version, seal FROM groups", "meta": META}
-#: By table: the sealed columns, and the seal.
+#: By table: query for the columns that its seal covers, and the seal.
 _ROWS = {
     "groups": "SELECT * FROM groups",
     "trajectories": "SELECT * FROM trajectories",
@@ -33,12 +33,17 @@ _ROWS = {
 
 
 def seal(*content: object) -> bytes:
-    """XXH3 checksum (64 bits) of the content, in order."""
+    """Compute the XXH3 checksum (64 bits) of these values, in order."""
     return xxhash.xxh3_64_digest(_encode(content))
 
 
 def find_fact(rows: Iterable[tuple[str, str, object]], path: Path, name: str, kind: type[Value]) -> Value | None:
-    """Value of the table ``meta`` under `name`, or None. All `rows` are checked, since damage may be in a name.
+    """Find the fact `name` and decode it as `kind`; None if there is none. All rows are checked: the damage may be in a
+    name.
+
+    Args:
+        rows: rows (name, value, seal) of the table ``meta``.
+        path: of the ledger, for messages.
 
     Raises:
         StoreError: a row is damaged.
@@ -51,9 +56,12 @@ def find_fact(rows: Iterable[tuple[str, str, object]], path: Path, name: str, ki
 
 
 def batch_seal(batch: Batch, number: int = 6) -> bytes:
-    """Checksum of all data of a batch that affect the weights: tokens, log-probabilities, versions, rewards, and their
-    order. `number` is the format in which its step is on record; since 6, the tokens are there by their own checksum,
-    and the seal has twice the bytes."""
+    """Compute the checksum of all data of a batch that affect the weights: tokens, log-probabilities, versions,
+    rewards, and their order.
+
+    `number`: format of the ledger in which the step was recorded. Since format 6 the checksum of each segment's packed
+    tokens stands for the tokens, and the result has 16 bytes in place of 8.
+    """
     groups = [
         (group.id, group.prompt.token_ids, [_sealed(group.id, trajectory, number) for trajectory in group.trajectories])
         for group in batch.groups
@@ -64,7 +72,8 @@ def batch_seal(batch: Batch, number: int = 6) -> bytes:
 
 
 def format_of_step(sealed: bytes, number: int) -> int:
-    """The format in which a step is on record, in a ledger of format `number`; a resumed run may have earlier ones."""
+    """Return the format in which a step was recorded, from the length of its seal. A ledger of format `number` may have
+    steps of an earlier one, if the run was resumed."""
     return min(number, _PACKED - 1) if len(sealed) == SIZE else number
 
 
@@ -88,7 +97,8 @@ def _sealed(group: str, trajectory: Trajectory, number: int) -> tuple[object, ..
 
 
 def _decisive(segment: Segment) -> tuple[object, ...]:
-    """Fields of a segment that affect the weights; parent and reward only if it has either."""
+    """Fields of a segment that affect the weights, before format 6. Parent and reward are included only if the segment
+    has either."""
     tokens = (segment.token_ids, segment.behavior_logprobs, segment.versions)
     fields = (*tokens, segment.interrupted, segment.stop_reason)
     plain = segment.parent is None and segment.reward is None
@@ -100,21 +110,23 @@ def _decisive_packed(segment: Segment) -> tuple[object, ...]:
 
 
 def check(found: object, expected: bytes, what: str) -> None:
-    """Compare a seal with the expected one.
+    """Compare a recorded seal with the one computed from the data. `what`: names the data in the message.
 
     Raises:
-        StoreError: they differ, so the data read are damaged.
+        StoreError: the seals differ, so the data are damaged.
     """
     if found != expected:
         raise StoreError(f"{what} is not what was written: its checksum does not fit")
 
 
 def check_rows(connection: sqlite3.Connection, path: Path) -> None:
-    """Check that no row is damaged or missing, payloads excepted (they have their own seals). Later queries on the
-    connection see the checked state, even while the run writes.
+    """Check that no row of the ledger is damaged or missing. Payloads are not checked here: each is checked when it is
+    decoded.
+
+    Begins a transaction: later queries on the connection see the checked state, even while the run writes.
 
     Raises:
-        StoreError: names the first damaged or missing row.
+        StoreError: a row is damaged or missing; names the first one.
     """
     connection.execute("BEGIN")
     for (found,) in connection.execute("PRAGMA integrity_check(1)"):

@@ -1,12 +1,13 @@
-"""The ledger's write-ahead log, checked before SQLite reads it: a torn end is accepted, damage in the middle refused.
+"""Check of the ledger's write-ahead log before SQLite reads it. A torn end is accepted; damage in the middle is
+refused.
 
     header, 32 bytes     magic · format · page size · checkpoint · salt 1 · salt 2 · checksum
     frame, 24 + page     page number · pages after the commit, or 0 · salt 1 · salt 2 · checksum │ page
 
-A checksum covers all frames before its own, so SQLite reads a log up to its first broken frame and takes it to end
-there. That is right for an end that a kill has torn, and silently drops transactions when a bit has flipped in the
-middle. A kill breaks at most the frame that was being written, and no frame with the same salts follows it (section 4
-of sqlite.org/fileformat2.html).
+The checksum of a frame covers all frames before it. So SQLite reads a log up to the first broken frame and ignores the
+rest. This is right if a kill has torn the end of the log. If a bit has flipped in the middle, it silently drops
+transactions. The two cases can be told apart: a kill breaks at most the frame that was being written, and no frame with
+the same salts follows it (section 4 of sqlite.org/fileformat2.html).
 """
 
 from __future__ import annotations
@@ -17,23 +18,24 @@ from pathlib import Path
 
 from stretto.core.errors import StoreError
 
-LARGEST = 1 << 30  #: bytes of a log that are checked; SQLite folds a log in when it has a few MiB
+LARGEST = 1 << 30  #: most bytes of a log that is checked; SQLite moves a log into its file at a few MiB
 _HEADER, _FRAME = 32, 24
-_MAGIC = {0x377F0682: "<", 0x377F0683: ">"}  # the order of bytes in which checksums are computed
+_MAGIC = {0x377F0682: "<", 0x377F0683: ">"}  # magic number: byte order in which checksums are computed
 
 Sums = tuple[int, int]
 
 
 def log_of(ledger: Path) -> Path:
-    """Path of a ledger's write-ahead log."""
+    """Path of the write-ahead log of the ledger at this path."""
     return ledger.with_name(f"{ledger.name}-wal")
 
 
 def check_log(ledger: Path, largest: int = LARGEST) -> None:
-    """Check the write-ahead log of a ledger that no process has open. An unchanged log is read only once.
+    """Check the write-ahead log of a ledger that no process has open; does nothing if there is no log. An unchanged log
+    is read only once.
 
     Raises:
-        StoreError: valid frames follow a broken one, and SQLite would drop them silently; or the log is larger than
+        StoreError: valid frames follow a broken one, so SQLite would drop them silently; or the log is larger than
             `largest` bytes.
     """
     log = log_of(ledger)
@@ -58,16 +60,16 @@ def check_log(ledger: Path, largest: int = LARGEST) -> None:
 
 @lru_cache(maxsize=1_024)
 def _damage(log: Path, stamp: tuple[int, ...]) -> int | None:
-    """Byte offset from which valid frames would be lost, None if none are. `stamp` identifies the file's state for
-    caching."""
+    """Byte offset of the first broken frame, if valid frames follow it, which would be lost; else None. `stamp`:
+    identifies the file's contents, for the cache."""
     data = log.read_bytes()
     broken = _first_broken(data)
     return broken if broken is not None and _goes_on(data, broken) else None
 
 
 def _first_broken(data: bytes) -> int | None:
-    """Byte offset of the first broken header or frame, or of the first frame of an earlier log; None if there is
-    none."""
+    """Byte offset of the first broken header or frame, or of the first frame that an earlier log has left behind; None
+    if there is none."""
     order = _MAGIC.get(int.from_bytes(data[:4], "big"))
     if order is None or len(data) < _HEADER:
         return 0
@@ -85,7 +87,8 @@ def _first_broken(data: bytes) -> int | None:
 
 
 def _goes_on(data: bytes, broken: int) -> bool:
-    """Whether frames of the same log follow the broken one; after a broken header, whether any valid frame does."""
+    """Whether frames of the same log follow the broken one at offset `broken`; after a broken header (0), whether there
+    is room for any frame."""
     if broken == 0:
         return len(data) >= _HEADER + _FRAME
     frame = _FRAME + _page_size(data)
@@ -97,7 +100,8 @@ def _page_size(data: bytes) -> int:
 
 
 def _checksum(data: bytes, sums: Sums, order: str) -> Sums:
-    """SQLite's checksum: ``s0 += x0 + s1; s1 += x1 + s0`` over pairs of 32-bit words."""
+    """Continue SQLite's checksum `sums` (s0, s1) over `data`: ``s0 += x0 + s1; s1 += x1 + s0`` for each pair (x0, x1)
+    of 32-bit words. `order`: byte order, "<" or ">"."""
     s0, s1 = sums
     for x0, x1 in struct.iter_unpack(f"{order}II", data):
         s0 = (s0 + x0 + s1) & 0xFFFFFFFF

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-#: Bytes of a sampled token in them: three columns of float32 and one of uint8.
+#: Bytes per sampled token in the token files: three columns of float32 and one of uint8.
 TOKEN_BYTES = 13
 GIB = 1 << 30
 
 
 class TokensConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Which per-token data to keep; part of section ``[logging]``."""
+    """Settings of the per-token training data; part of section ``[logging]``."""
 
     tokens: Literal["all", "none"] | Annotated[int, Field(ge=1)] = Field(
         "all",
@@ -21,7 +21,7 @@ class TokensConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     tokens_gib: float = Field(1.0, gt=0, description="most GiB of per-token data; the oldest steps are deleted first")
 
     def keeps(self, step: int) -> bool:
-        """Whether the tokens of this step are kept."""
+        """Whether per-token data of this step are written."""
         return self.tokens == "all" or (self.tokens != "none" and step % self.tokens == 0)
 
     def most_bytes(self, tokens: int) -> int:

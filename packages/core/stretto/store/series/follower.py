@@ -1,5 +1,5 @@
-"""Reader of a growing JSON-lines file, for processes other than the run. The file is not trusted: links out of the run
-are refused, pipes do not block the reader, the length of a line is bounded."""
+"""Reading a JSON-lines file that grows while it is read, for processes other than the run. The file is not trusted:
+links are refused, pipes do not block the reader, and the length of a line is bounded."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import msgspec
 from stretto.core.errors import StoreError
 
 Line = TypeVar("Line", bound=msgspec.Struct)
-_FIRST_BYTES = 4_096  # of a file's first line: it has a time, or a role, of the run's own
-_BLOCK = 1 << 20  #: bytes of lines that are read at a time
+_FIRST_BYTES = 4_096  # bytes of the first line by which a file is recognised: times and roles in it differ by run
+_BLOCK = 1 << 20  #: bytes that are read at a time
 _LONGEST_LINE = 64 << 20
 _LARGEST_NUMBER = (1 << 63) - 1
 _NO_FILE = (0, 0, "")
 
 
 def open_plain(path: Path) -> int:
-    """Open a regular file; returns its descriptor.
+    """Open a regular file for reading; returns its descriptor, which the caller closes.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        StoreError: it is a link, a pipe, a folder, or cannot be read.
+        FileNotFoundError: the file does not exist.
+        StoreError: the path is a link, a pipe or a folder, or cannot be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -45,7 +45,7 @@ def decode_line(decoder: msgspec.json.Decoder[Line], row: bytes) -> Line:
     """Decode one line to a record.
 
     Raises:
-        StoreError: it is invalid, or has an integer of more than 64 bits, which no column and no reply can hold.
+        StoreError: the line is invalid, or has an integer of more than 64 bits, for which readers have no type.
     """
     try:
         line = decoder.decode(row)
@@ -59,9 +59,10 @@ def decode_line(decoder: msgspec.json.Decoder[Line], row: bytes) -> Line:
 
 
 class LineFollower(Generic[Line]):
-    """Reads complete lines of a JSON-lines file as they are appended; a rewritten file is read again from its start.
+    """Reads the complete lines of a JSON-lines file as they are appended. A file that was rewritten is read again from
+    its start.
 
-    Lines that cannot be decoded are left out; `fault` describes the first of them, None if there is none.
+    Lines that cannot be decoded are skipped. `fault`: error message of the first skipped line; None if there is none.
     """
 
     def __init__(self, path: Path, decoder: msgspec.json.Decoder[Line]) -> None:
@@ -72,13 +73,13 @@ class LineFollower(Generic[Line]):
         self.fault: str | None = None
 
     def read_on(self) -> tuple[list[Line], bool]:
-        """Read the next lines, a few megabytes at most.
+        """Read the lines that follow those read so far, about `_BLOCK` bytes at most.
 
         Returns:
-            The lines, and whether they are the first of a file that was rewritten.
+            The lines, and whether the file was rewritten, so that these lines are its first.
 
         Raises:
-            StoreError: as `open_plain`.
+            StoreError: as `open_plain`; or a line is too long.
         """
         try:
             descriptor = open_plain(self._path)
@@ -104,7 +105,7 @@ class LineFollower(Generic[Line]):
         return self._lines(whole), again
 
     def _begin(self) -> bool:
-        """Start over; returns whether anything had been read."""
+        """Reset to the start of the file; returns whether anything had been read before."""
         had = self.offset > 0
         self.identity, self.offset, self.number, self.fault = _NO_FILE, 0, 0, None
         return had

@@ -1,4 +1,5 @@
-"""Append-only JSON lines: one record a line, readable while a run writes, harmless when the disk is full."""
+"""Writing and reading append-only JSON-lines files: one record per line. They can be read while a run writes, and a
+full disk does not end the run."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 class LineWriter(Generic[Line]):
-    """Appends records to one file.
+    """Appends records to one file. An incomplete last line, left by a kill, is cut off when the writer is created.
 
-    A measurement is worth less than its run: when the file cannot be written, one warning is logged, the lines are
-    counted in `lost`, and training continues.
+    If the file cannot be written, one warning is logged, `lost` counts the lines that are not in the file, and nothing
+    is raised: losing measurements must not end a run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +34,7 @@ class LineWriter(Generic[Line]):
         self._attempt(self._cut_torn_line, lines=0)
 
     def append(self, lines: Iterable[Line]) -> None:
-        """Append whole lines, unbuffered: readers see them at once, and a crash of the process keeps them."""
+        """Append one line per record, without buffering: readers see the lines at once, and they survive a kill."""
         encoded = [msgspec.json.encode(line) for line in lines]
         if encoded:
             self._attempt(lambda: self._write(b"\n".join(encoded) + b"\n"), lines=len(encoded))
@@ -65,7 +66,7 @@ class LineWriter(Generic[Line]):
 
 
 def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
-    """Read all complete lines of a file; empty if there is no file. An incomplete last line is left out.
+    """Read all complete lines of a file; an incomplete last line is left out. Empty if there is no file.
 
     Raises:
         StoreError: a complete line cannot be read; names file and line.
@@ -86,9 +87,9 @@ def iterate_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[L
 
 
 def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[Line], bool]) -> None:
-    """Rewrite the file with only the lines for which `keep` is true.
+    """Rewrite the file with only the records for which `keep` returns True.
 
-    An unreadable line is dropped, and a file that cannot be written stays unchanged, each with a warning.
+    Unreadable lines are dropped, with a warning. A file that cannot be written stays as it is, with a warning.
     """
     if not path.exists():
         return

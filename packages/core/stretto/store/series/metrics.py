@@ -14,10 +14,8 @@ from stretto.store.series.lines import LineWriter, iterate_lines, keep_lines, re
 
 
 class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
-    """The measurements of one training step (docs/reference/metrics.md).
-
-    Lengths are of the batch's whole completions, staleness is over trained tokens, the accuracy is over all completions
-    judged since the step before; tokens and times of the whole run are cumulative. A value that is not finite is null.
+    """The measurements of one training step (docs/reference/metrics.md). A value that is not finite is null in the
+    file.
 
     Example::
 
@@ -33,23 +31,23 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     reward: float  # mean over the batch's completions
     length_mean: float  # sampled tokens per completion of the batch, masked ones included
     length_max: int
-    staleness_mean: float  # versions
+    staleness_mean: float  # versions, over the trained tokens
     staleness_max: int
     trained_tokens: int  # in this step
     masked_tokens: int = 0
     skipped: tuple[str, ...] = ()  # trajectories of optimizer steps that were not taken: the gradient was not finite
     generated_tokens: int = 0  # by all engines for training prompts, since the start
-    trainer: Mapping[str, float | None] = {}  # the update's own measurements (loss, grad_norm, ...)
+    trainer: Mapping[str, float | None] = {}  # measurements by the trainer (loss, grad_norm, ...)
     queues: Mapping[str, float | None] = {}  # sizes when the batch was taken (buffer, in_flight, ...)
     busy: Mapping[str, float | None] = {}  # role: fraction of about the last second
     memory: Mapping[str, float | None] = {}  # role: MiB of its processes, seconds ago at most
-    slower_than_generation: str = ""  # the reward's name, if the run waits for it
-    rewards: Mapping[str, float | None] = {}  # of several rewards, by name: mean value before the weight
-    goodput: Mapping[str, Category] = {}  # category: seconds of all roles and tokens, since the start
+    slower_than_generation: str = ""  # name of the reward, if the run waits for it
+    rewards: Mapping[str, float | None] = {}  # with several rewards: mean value of each, by name, before its weight
+    goodput: Mapping[str, Category] = {}  # category: seconds of all roles together, and tokens, since the start
     max_staleness: float | None = None  # the bound in force when the batch was taken; None: no bound, or not recorded
     truncated: float | None = None  # share of the batch's completions that were cut off; None: not recorded
-    canary: Mapping[str, float] = {}  # engine: its distance from the trainer, as a share of its tolerance
-    selection_bias: Mapping[str, Bias] = {}  # length, difficulty, latency: of the newest whole window, if there is one
+    canary: Mapping[str, float] = {}  # engine: distance from the trainer, as a share of its tolerance (canary.md)
+    selection_bias: Mapping[str, Bias] = {}  # length, difficulty, latency: in the newest complete window, if any
 
 
 class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
@@ -68,13 +66,13 @@ class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
     accuracy: float
     prompts: int
     undecided: int = 0  # completions without a verdict: neither right nor wrong
-    samples: int = 0  # completions of all prompts; 0: not recorded, one for each
+    samples: int = 0  # completions of all prompts together; 0: an old run, with one for each
     truncated: int = 0  # completions that were cut off at sampling.max_tokens
     length_mean: float | None = None  # tokens per completion
-    pass_at: Mapping[int, float] = {}  # k: the chance that one of k completions is right
-    maj: float | None = None  # of prompts whose most frequent answer is right
-    ci95: tuple[float, float] | None = None  # of the accuracy
-    rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value before the weight
+    pass_at: Mapping[int, float] = {}  # k: pass@k, the probability that one of k completions is right
+    maj: float | None = None  # share of prompts whose most frequent answer is right
+    ci95: tuple[float, float] | None = None  # 95% confidence interval of the accuracy
+    rewards: Mapping[str, float] = {}  # with several rewards: mean value of each, by name, before its weight
 
 
 class SetEvaluationLine(EvaluationLine, frozen=True, tag="evaluation_set", tag_field="kind"):
@@ -89,7 +87,7 @@ _DECODER: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 
 
 class MetricsLog:
-    """Appends to ``metrics.jsonl``; never fails training."""
+    """Appends to ``metrics.jsonl``. A file that cannot be written does not end the run (see `LineWriter`)."""
 
     def __init__(self, path: Path) -> None:
         self._writer: LineWriter[MetricsLine] = LineWriter(path)
@@ -99,10 +97,10 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-    """Steps and evaluations of a run, in order, without those of further sets (see `read_sets`).
+    """Read (steps, evaluations) of a run, each in order. Evaluations of further sets are left out: see `read_sets`.
 
     Raises:
-        StoreError: a line in the middle cannot be read.
+        StoreError: a complete line cannot be read.
     """
     lines = read_lines(path, _DECODER)
     steps = [line for line in lines if isinstance(line, StepMetrics)]
@@ -110,19 +108,19 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
 
 
 def iterate_steps(path: Path) -> Iterator[StepMetrics]:
-    """Iterate over the steps of a run.
+    """Read the steps of a run, in order, one at a time.
 
     Raises:
-        StoreError: a line in the middle cannot be read.
+        StoreError: a complete line cannot be read.
     """
     return (line for line in iterate_lines(path, _DECODER) if isinstance(line, StepMetrics))
 
 
 def read_sets(path: Path) -> dict[str, list[SetEvaluationLine]]:
-    """Evaluations of each further set, by its name.
+    """Read the evaluations of each further set of questions, in order, by the name of the set.
 
     Raises:
-        StoreError: a line in the middle cannot be read.
+        StoreError: a complete line cannot be read.
     """
     found: dict[str, list[SetEvaluationLine]] = {}
     for line in read_lines(path, _DECODER):
@@ -132,5 +130,5 @@ def read_sets(path: Path) -> dict[str, list[SetEvaluationLine]]:
 
 
 def rewind_metrics(path: Path, step: int) -> None:
-    """Remove the lines after `step`, from which the run is resumed."""
+    """Remove the lines of later steps than `step`: the run is resumed after it, and will write them again."""
     keep_lines(path, _DECODER, lambda line: line.step <= step)

@@ -1,4 +1,4 @@
-"""Progress line of a run, shown on screen and logged every few seconds.
+"""The progress line of a run, which is shown in the terminal and logged every few seconds:
 
 step 322/2700 0:33 left 4:05 | held-out 92.4 % | reward .95 | len 24 | stale 1.6/2 | gen 18k t/s 91 % | train 14k 74 %
 """
@@ -12,9 +12,9 @@ from statistics import fmean
 
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 
-#: Characters of a line at most.
+#: Most characters of a line.
 LONGEST = 120
-#: Meaning of the words in a progress line.
+#: Explanation of the progress line.
 LEGEND = (
     "held-out: accuracy on prompts never trained on | len: tokens | stale: versions/bound | gen, train: tokens/s, busy"
 )
@@ -24,7 +24,8 @@ _ENGINE, _TRAINER = "engine", "trainer"
 
 
 class RunProgress:
-    """Progress of a run of `steps` steps: newest step, held-out accuracy, token rates."""
+    """Collects the newest step, held-out accuracy and token rates of a run of `steps` steps (0: not known), and formats
+    the progress line."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -44,7 +45,7 @@ class RunProgress:
         self.held_out = evaluation
 
     def rates(self) -> dict[str, float]:
-        """Tokens per second, ``generated`` and ``trained``; empty before two steps."""
+        """Tokens per second over the last `_RATE_SECONDS`, as ``generated`` and ``trained``; empty before two steps."""
         if not self._counts:
             return {}
         (then, generated_then, trained_then), (now, generated, trained) = self._counts[0], self._counts[-1]
@@ -54,7 +55,8 @@ class RunProgress:
         return {"generated": (generated - generated_then) / seconds, "trained": (trained - trained_then) / seconds}
 
     def line(self) -> str:
-        """Progress line of the newest step, at most `LONGEST` characters; empty before the first."""
+        """Format the progress line of the newest step, with at most `LONGEST` characters; empty before the first
+        step."""
         if (metrics := self._newest) is None:
             return ""
         head = f"step {_times(metrics.step, self.steps, metrics.rl_seconds)}"
@@ -63,7 +65,7 @@ class RunProgress:
             parts.remove(max(parts))
         return text[:LONGEST]
 
-    # Parts with the order in which they leave a line that is too long, the greatest first.
+    # Parts of the line, each with a number: if the line is too long, parts with the greatest numbers are left out.
 
     def _measured(self, metrics: StepMetrics) -> Iterator[tuple[int, str]]:
         if self.held_out is not None:
@@ -74,7 +76,7 @@ class RunProgress:
         yield 6, f"stale {brief(metrics.staleness_mean)}{bound}"
 
     def _work(self, metrics: StepMetrics) -> Iterator[tuple[int, str]]:
-        """Parts of the line about engines, trainer, and the role that is busier than both, if there is one."""
+        """Yield the parts of the line about engines, trainer, and another role if it is busier than both."""
         busy = {role: share for role, share in metrics.busy.items() if share is not None}
         engines = [share for role, share in busy.items() if role.startswith(_ENGINE)]
         rates = self.rates()
@@ -90,7 +92,7 @@ class RunProgress:
 
 
 def lesson_line(phase: str, step: int, steps: int, seconds: float, loss: float, accuracy: float | None) -> str:
-    """Progress line of supervised training.
+    """Format a progress line of supervised training. `phase`: name in front; `accuracy`: None if it is not measured.
 
     >>> lesson_line("warm start", 10, 300, 12.0, 0.31, None)
     'warm start 10/300 0:12 left 5:48 | loss 0.3100'
@@ -100,7 +102,8 @@ def lesson_line(phase: str, step: int, steps: int, seconds: float, loss: float, 
 
 
 def seconds_left(step: int, steps: int, seconds: float) -> float | None:
-    """Seconds until the last step at the pace so far; None before the first step, or if the last is unknown."""
+    """Estimate the seconds until the last step from the mean time per step; None before the first step, or if `steps`
+    is 0 (not known)."""
     return seconds / step * (steps - step) if 0 < step <= steps else None
 
 

@@ -1,4 +1,4 @@
-"""``samples.jsonl`` and ``held_out.jsonl``: completions as text, with prompt and verdict."""
+"""``samples.jsonl`` and ``held_out.jsonl``: sampled completions as text, with prompt and verdict."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from stretto.store.series.lines import keep_lines
 
 
 class SampledCompletion(Record, frozen=True):
-    """One judged completion. `versions`: those that sampled its tokens. `version`: the newest of them, or of its
-    evaluation; the completion counts for it.
+    """One judged completion. `versions`: versions that sampled its tokens. `version`: the newest of them; for a
+    completion of an evaluation, the newest of the whole evaluation.
 
     Example: ``SampledCompletion(prompt_id="17", prompt="3+8=", answer="11", completion="3+8=11", ...)``
     """
@@ -28,11 +28,11 @@ class SampledCompletion(Record, frozen=True):
     reward: float | None
     reason: str
     versions: tuple[int, ...]
-    rewards: Mapping[str, float] = {}  # of several rewards: the value of each, before its weight
+    rewards: Mapping[str, float] = {}  # with several rewards: the value of each, by name, before its weight
 
     @classmethod
     def of(cls, prompt: Prompt, versions: tuple[int, ...], text: str, verdict: Verdict) -> Self:
-        versions = tuple(sorted(set(versions))) or (0,)  # of parallel turns a later one may be older
+        versions = tuple(sorted(set(versions))) or (0,)  # sorted: with parallel turns, versions may fall
         return cls(
             version=versions[-1],
             prompt_id=prompt.id,
@@ -51,5 +51,5 @@ _DECODER = msgspec.json.Decoder(SampledCompletion)
 
 
 def rewind_samples(path: Path, version: int) -> None:
-    """Remove completions of later versions, which will be sampled again."""
+    """Remove completions of later versions than `version`: the run is resumed there, and will sample them again."""
     keep_lines(path, _DECODER, lambda sample: sample.version <= version)

@@ -14,7 +14,7 @@ _DECODER = msgspec.json.Decoder(Span)
 
 
 class SpanLog:
-    """Appends to ``spans.jsonl``; never fails training."""
+    """Appends to ``spans.jsonl``. A file that cannot be written does not end the run (see `LineWriter`)."""
 
     def __init__(self, path: Path) -> None:
         self._writer: LineWriter[Span] = LineWriter(path)
@@ -24,10 +24,10 @@ class SpanLog:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Read all spans of a run, in the order of writing.
+    """Read all spans of a run, in the order in which they were written.
 
     Raises:
-        StoreError: a line in the middle cannot be read.
+        StoreError: a complete line cannot be read.
     """
     return read_lines(path, _DECODER)
 
@@ -42,7 +42,7 @@ def iterate_spans(path: Path) -> Iterator[Span]:
 
 
 def role_rank(role: str) -> tuple[int, str, int]:
-    """Sort key for roles: conductor and trainer first, engine-10 after engine-9."""
+    """Sort key for the name of a role: conductor and trainer first, engine-10 after engine-9."""
     kind, _, number = role.rpartition("-")
     if not number.isdecimal():
         kind, number = role, "0"

@@ -2,8 +2,8 @@
 
 step-000007.safetensors     columns over the sampled tokens of the step's trajectories, one trajectory after the other
 
-The trainer computes these numbers anyway; only views of tokens read the files. A step that is trained again rewrites
-its file.
+Nothing in a run depends on these files; they are for looking at tokens afterwards. A step that is trained again
+rewrites its file.
 
 Axes: T trajectory, S sampled token of all of them.
 """
@@ -33,12 +33,12 @@ _COLUMNS = {"trainer_logprob": np.float32, "ratio": np.float32, "advantage": np.
 
 
 class TokenOutcome(IntFlag):
-    """How the loss treated a sampled token; 0: it was too old."""
+    """How the loss treated a sampled token. 0: not at all, since the token was too old."""
 
     IN_LOSS = 1
-    BOUNDED = 2  # the bound of the loss acts: counted by `clip_fraction`
-    CORRECTED = 4  # the correction has changed its weight: counted by `capped_fraction`
-    WEIGHTLESS = 8  # to 0
+    BOUNDED = 2  # the loss clipped or bounded it; counted by `clip_fraction`
+    CORRECTED = 4  # the correction changed its weight; counted by `capped_fraction`
+    WEIGHTLESS = 8  # the correction set its weight to 0
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class SampledTokens:
             outcome=[0, TokenOutcome.IN_LOSS | TokenOutcome.BOUNDED])
     """
 
-    trainer_logprob: NDArray[np.float32]  # [S] ln proximal: by the policy before the step
-    ratio: NDArray[np.float32]  # [S] u of the loss: of the token, or of its completion
+    trainer_logprob: NDArray[np.float32]  # [S] log-probability under the proximal policy, before the step
+    ratio: NDArray[np.float32]  # [S] importance ratio u of the loss, of the token or of its completion
     advantage: NDArray[np.float32]  # [S]
     outcome: NDArray[np.uint8]  # [S]
 
 
 class TokenFiles:
-    """Writes the files of a run, and removes the oldest when they exceed the byte limit. Not thread-safe."""
+    """Writes the token files of a run, and removes the oldest when they exceed `most_gib` GiB. Not thread-safe."""
 
     def __init__(self, folder: Path, most_gib: float) -> None:
         self._folder, self._most = folder, most_gib * GIB
@@ -66,11 +66,14 @@ class TokenFiles:
         self._total = 0
 
     def write(self, step: int, lengths: Mapping[str, int], tokens: SampledTokens) -> None:
-        """Write the file of a step, completely or not at all; `lengths`: number of tokens of each trajectory, by id.
-        The file is not synced to disk, which would delay the ledger.
+        """Write the file of a step, completely or not at all. It is not synced to disk: that would delay the ledger.
+
+        Args:
+            lengths: number of sampled tokens of each trajectory, by id.
+            tokens: the columns, with the trajectories in the order of `lengths`.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         if self._bytes is None:
             self._folder.mkdir(exist_ok=True)
@@ -98,16 +101,17 @@ class TokenFiles:
 
 
 def tokens_file(folder: Path, step: int) -> Path:
-    """Path of a step's file: ``step-000007.safetensors`` for step 7."""
+    """Path of a step's token file: ``step-000007.safetensors`` for step 7."""
     return folder / f"step-{step:06d}.safetensors"
 
 
 def read_tokens(folder: Path, step: int, ids: Sequence[str]) -> dict[str, SampledTokens]:
-    """Tokens of those of the trajectories `ids` that the step has trained.
+    """Read the columns of the trajectories `ids` from the file of a step, by id. Trajectories that are not in the file
+    are left out.
 
     Raises:
         FileNotFoundError: the step has no file.
-        StoreError: its file is damaged.
+        StoreError: the file is damaged.
     """
     path = tokens_file(folder, step)
     try:
@@ -123,7 +127,7 @@ def read_tokens(folder: Path, step: int, ids: Sequence[str]) -> dict[str, Sample
 
 
 def _record(file: Any, id: str, start: int, end: int) -> SampledTokens:
-    if start == end:  # the library has no slice of nothing
+    if start == end:  # the library refuses an empty slice
         return SampledTokens(*(np.empty(0, dtype=kind) for kind in _COLUMNS.values()))
     columns = {name: file.get_slice(name)[int(start) : int(end)] for name in _COLUMNS}
     if {column.shape for column in columns.values()} != {(end - start,)}:
@@ -132,6 +136,6 @@ def _record(file: Any, id: str, start: int, end: int) -> SampledTokens:
 
 
 def _found(folder: Path) -> list[tuple[int, int]]:
-    """The steps that have a file, with its size in bytes."""
+    """List (step, size in bytes) of the token files in the folder."""
     named = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
     return [(int(name[1]), path.stat().st_size) for name, path in named if name is not None]

@@ -1,11 +1,12 @@
 """Credit assignment: a reward goes to a whole trajectory or to single turns (``algorithm.advantages.credit``).
 
-    trajectory    the sampled tokens of all its paths share its reward; groups are compared trajectory by trajectory
-    turn          each turn has its return, the rewards from its own to the end of its path; the n-th turns of a group
-                  are compared with each other
+    trajectory    the sampled tokens of all paths of a trajectory share its reward; the trajectories of a group are
+                  compared
+    turn          each turn has its return: the sum of rewards from this turn to the end of its path; the n-th turns of
+                  a group are compared with each other
 
-Token-level estimators (`Estimator.along`) see one path at a time. The last token of the path has the trajectory's
-reward; with credit by turn, the last token of each turn has the turn's.
+Token-level estimators (`EstimatorSection.along`) get one path at a time. The last token of a path has the trajectory's
+reward; with credit by turn, the last token of each turn has the turn's reward.
 """
 
 from __future__ import annotations
@@ -29,30 +30,31 @@ from stretto.trainer.objective.token_estimators import advantages_of
 
 @dataclass(frozen=True)
 class ScoredPath:
-    """A path with values and KL of its S own sampled tokens."""
+    """A path with critic values and KL of its S own sampled tokens (tokens that belong to no earlier path)."""
 
     path: PathTokens
-    trained: Whole  # the loss tokens, as indices among the S, ascending
-    values: Column = ()  # [S], or [S + 1] if the state after the last token has a value; or empty
-    kl: Column = ()  # [S] weighted, or empty
+    trained: Whole  # the loss tokens, as indices into the S tokens, ascending
+    values: Column = ()  # [S], or [S + 1] if the state after the last token has a value; empty without a critic
+    kl: Column = ()  # [S] weighted; empty if the KL is not part of the reward
 
 
 @dataclass(frozen=True)
 class ScoredTrajectory:
-    """A trajectory with its scored paths; none if nothing was sampled."""
+    """A trajectory with its scored paths; it has no paths if no token was sampled."""
 
     trajectory: Trajectory
     paths: Sequence[ScoredPath]
 
 
-#: A unit that shares one reward, and (path id, number of loss tokens) for each of its paths.
+#: Tokens that share one reward, and (path id, number of loss tokens) for each path that they belong to.
 _Unit = tuple[RewardedCompletion, list[tuple[str, int]]]
 
 
 def advantages_by_path(
     config: AlgorithmConfig, longest: int, groups: Sequence[Sequence[ScoredTrajectory]]
 ) -> dict[str, Doubles]:
-    """Advantages of the loss tokens of each path, by path id. `longest`: ``sampling.max_tokens``."""
+    """Advantages of the loss tokens of each path, by path id. `groups`: the whole batch, since some estimators
+    normalise over it. `longest`: ``sampling.max_tokens``, for reward shaping."""
     estimator, by_turn = config.advantages, config.advantages.credit == "turn"
     compared = defaultdict[tuple[int, int], list[_Unit]](list)
     for group, members in enumerate(groups):
@@ -88,8 +90,8 @@ def rewarded(config: AlgorithmConfig, longest: int, one: ScoredTrajectory, path:
 
 
 def _whole(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> RewardedCompletion:
-    """All paths of a trajectory concatenated, as one estimator input."""
-    if len(one.paths) == 1:  # a single turn, in which nothing is moved
+    """Concatenate all paths of a trajectory to one estimator input."""
+    if len(one.paths) == 1:  # the common case of a single turn: no arrays are copied
         (path,) = one.paths
         return RewardedCompletion(_shaped(config, longest, one), len(path.path.places), path.trained, kl=path.kl)
     lengths = [len(path.path.places) for path in one.paths]
@@ -101,7 +103,8 @@ def _whole(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> Rewa
 
 
 def _turns(config: AlgorithmConfig, longest: int, path: ScoredPath) -> Iterator[tuple[int, _Unit]]:
-    """The own turns of a path, each with its number on the path; a turn's reward includes those of later turns."""
+    """Yield (number of the turn on the path, estimator input) of each turn that belongs to this path. The reward of a
+    turn includes the rewards of later turns, less the KL of their tokens."""
     ends = list(accumulate((turn.tokens for turn in path.path.turns), initial=0))
     rewards, every = _rewards(config, longest, path), np.asarray(path.trained, np.int64)
     for turn, (start, end) in enumerate(pairwise(ends)):
@@ -116,7 +119,8 @@ def _part(path: ScoredPath) -> tuple[str, int]:
 
 
 def _shaped(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> float:
-    """The shaped reward of a trajectory, with the length of its longest turn, since the limit is per turn."""
+    """The shaped reward of a trajectory. Its length is the length of its longest turn, because ``sampling.max_tokens``
+    limits each turn."""
     length = max((turn.tokens for path in one.paths for turn in path.path.turns), default=0)
     return shaped(one.trajectory.reward, length, longest, config.shaping)
 

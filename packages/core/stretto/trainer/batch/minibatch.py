@@ -1,4 +1,4 @@
-"""Build tensors from the samples of one optimizer step, split over ranks and micro-batches.
+"""Build the tensors of one optimizer step from samples, divided among ranks and micro-batches.
 
 Axes: N loss token, S sequence.
 """
@@ -29,26 +29,26 @@ class MicroBatch:
     """Samples computed in one forward and backward pass."""
 
     packed: PackedTokens
-    behavior_logprobs: Tensor  # [N]; empty where none are known, and the policy takes their place
+    behavior_logprobs: Tensor  # [N]; empty if unknown, then the policy's own log-probabilities are used
     advantages: Tensor  # [N]
     staleness: Tensor  # [N], versions
     scale: Tensor  # [N], weight of each token in the minibatch's mean
     sequences: Sequences
-    values: Tensor  # [N], by the critic before the step; empty without one
-    returns: Tensor  # [N], the critic's targets; empty without one
-    engines: tuple[str, ...]  # [S], that sampled the newest tokens of each sequence
-    ids: tuple[str, ...] = ()  # [S]
-    chosen: Tensor | None = None  # [N] which of the scored tokens are loss tokens; None: all
+    values: Tensor  # [N], by the critic before the step; empty without a critic
+    returns: Tensor  # [N], the critic's targets; empty without a critic
+    engines: tuple[str, ...]  # [S], engine that sampled the newest tokens of each sequence
+    ids: tuple[str, ...] = ()  # [S], path ids
+    chosen: Tensor | None = None  # [N], indices of the loss tokens among the scored tokens; None: all are loss tokens
 
 
 @dataclass(frozen=True)
 class Minibatch:
     """The samples of one optimizer step, and one rank's share of them."""
 
-    micro_batches: tuple[MicroBatch, ...]  # this rank's; equally many on every rank
-    loss_tokens: int  # loss tokens of all ranks
-    ids: tuple[str, ...]  # ids of its trajectories, of all ranks
-    divided: tuple[tuple[Sample, ...], ...]  # the samples of each rank, in the order of its micro-batches
+    micro_batches: tuple[MicroBatch, ...]  # of this rank's share; equally many on every rank
+    loss_tokens: int  # number of loss tokens of all shares
+    ids: tuple[str, ...]  # ids of the trajectories of all shares
+    divided: tuple[tuple[Sample, ...], ...]  # samples of each share, in the order of its micro-batches
 
 
 def minibatch(
@@ -64,8 +64,8 @@ def minibatch(
     """Pack this rank's share of the samples of one optimizer step.
 
     `longest`: ``sampling.max_tokens``. `trajectories`: mean number of trajectories per minibatch of the batch; None if
-    these samples are the whole batch. Coefficients count the samples of all ranks, so the ranks' losses sum to the
-    exact mean. Several targets of one position are one token of the mean.
+    these samples are the whole batch. The tokens' weights are computed over the samples of all ranks, so the ranks'
+    losses sum to the exact mean. A position with several targets counts as one token in the mean.
     """
     lengths = [len(set(sample.loss_positions) if len(sample.targets) else sample.loss_positions) for sample in samples]
     own = iter(coefficients(aggregation, [n for n in lengths if n], trajectories or len(samples), longest))
@@ -107,7 +107,7 @@ def _micro_batch(samples: Sequence[Sample], scales: Sequence[float], device: tor
 
 
 def _packed(samples: Sequence[Sample], device: torch.device) -> PackedTokens:
-    # Flash attention wants every sequence whole; elsewhere the samples of one prompt share its computation.
+    # Flash attention needs every sequence in full; on the CPU the samples of one prompt share its computation.
     prompts = None if device.type == "cuda" else [sample.prompt_tokens for sample in samples]
     wanted = [scored_of(sample) for sample in samples]
     targets = [sample.targets for sample in samples] if any(len(sample.targets) for sample in samples) else None
@@ -115,7 +115,7 @@ def _packed(samples: Sequence[Sample], device: torch.device) -> PackedTokens:
 
 
 def _chosen(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
-    """The places of the loss tokens among the scored ones."""
+    """Indices of the loss tokens among the scored tokens of a micro-batch; None if all are loss tokens."""
     if not any(len(sample.scored) for sample in samples):
         return None
     chosen, start = [np.zeros(0, np.int64)], 0

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 def micro_batches(lengths: Sequence[int], capacity: int, fewest: int = 1) -> list[list[int]]:
     """Algorithm 1 (AReaL, appendix B.3): indices of the sequences of each micro-batch.
 
-    Longest first. A sequence opens a new micro-batch while there are fewer than `fewest`, or if none has room for it.
-    Otherwise it joins, of those with room, the one with the fewest sequences. A micro-batch exceeds `capacity` only if
-    a single longer sequence is alone in it.
+    Sequences are placed longest first. A sequence opens a new micro-batch if there are fewer than `fewest`, or if none
+    has room for it. Otherwise, of the micro-batches with room, it joins the one with the fewest sequences. A
+    micro-batch exceeds `capacity` (tokens) only if it consists of a single longer sequence.
 
     >>> micro_batches([5, 9, 3, 4], capacity=10)   # 9 | 5, 4 | 3
     [[1], [0, 3], [2]]
@@ -34,9 +34,9 @@ def micro_batches(lengths: Sequence[int], capacity: int, fewest: int = 1) -> lis
 
 
 def minibatches(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """`count` parts of about equal token totals: longest first, each into the lightest part.
+    """Divide sequences into `count` parts with about equal token totals: longest first, each into the lightest part.
 
-    Fewer parts when there are fewer sequences; none is empty. Indices within a part are ascending.
+    No part is empty: with fewer sequences there are fewer parts. Indices within a part are ascending.
 
     >>> minibatches([8, 7, 6, 5, 4], 2)   # 8 + 5 + 4 and 7 + 6
     [[0, 3, 4], [1, 2]]
@@ -51,11 +51,13 @@ def minibatches(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """`count` parts with token totals as equal as the largest differencing method makes them; some may be empty.
+    """Divide sequences into `count` parts with nearly equal token totals, by the largest differencing method; parts may
+    be empty.
 
-    Karmarkar and Karp, 1982: start with one division per sequence, in which one part has it all. While there are two
-    divisions, merge the two whose parts differ most, the heaviest part of one with the lightest of the other. Totals
-    never differ by more than the longest sequence. Indices within a part are ascending.
+    Karmarkar and Karp, 1982: start with one division per sequence, in which one part has the sequence and the others
+    are empty. While there are several divisions, merge the two whose parts differ most: the heaviest part of one with
+    the lightest part of the other, and so on. Totals never differ by more than the longest sequence. Indices within a
+    part are ascending.
 
     >>> balanced([8, 7, 6, 5, 4], 2)   # 8 + 6 and 7 + 5 + 4: more equal than `minibatches`
     [[0, 2], [1, 3, 4]]
@@ -73,8 +75,8 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def shares(lengths: Sequence[int], capacity: int, fewest: int, ranks: int) -> list[list[list[int]]]:
-    """The micro-batches of each rank. Every rank gets equally many, since all ranks run each forward together; missing
-    ones are empty.
+    """The micro-batches of each rank, as indices into `lengths`. Every rank gets the same number, because all ranks run
+    each forward pass together; some may be empty. `fewest`: least number per rank.
 
     >>> shares([5, 9, 3, 4], capacity=10, fewest=1, ranks=2)   # 9 | nothing and 5, 4 | 3
     [[[1], []], [[0, 3], [2]]]

@@ -1,7 +1,7 @@
-"""The paths of a trajectory (`conversation.forest`) as token sequences; each path is one sample.
+"""The paths of a trajectory (`conversation.forest`) as token sequences. Each path becomes one sample.
 
-A sampled token shared by several paths belongs to the first of them and is context in the others. A single turn is one
-path.
+A sampled token that several paths share belongs to the first of them, where it is an *own* token, and is context in the
+others. A single turn is one path.
 
 Axes: T token, S own sampled token.
 """
@@ -19,15 +19,15 @@ from stretto.conversation.forest import Path, paths
 from stretto.core.errors import BoundViolated
 from stretto.core.records import Prompt, Segment, StopReason, Trajectory
 
-#: Columns of a path. Tensors are made of them: 32 bits are what those of numbers keep.
+#: Arrays of a path, in 32 bits as the tensors made from them.
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class PathTurn:
-    """A sampled segment: its token count and reward. Unless turns have own rewards, the last turn of each path has the
-    trajectory's."""
+    """A sampled segment: its number of tokens and its reward. If the trajectory has no rewards per turn, the last turn
+    of each path has the trajectory's reward and the others have 0."""
 
     tokens: int
     reward: float
@@ -46,20 +46,20 @@ class PathTokens:
     id: str  # trajectory id; ":1" appended for its second path, and so on
     token_ids: Ints  # [T]
     prompt_tokens: int  # 0 if the path does not start with the prompt
-    places: Ints  # [S] ascending
+    places: Ints  # [S] positions of the own sampled tokens in token_ids, ascending
     behavior_logprobs: Floats  # [S]
     versions: Ints  # [S]
     turns: tuple[PathTurn, ...]  # own turns; their tokens sum to S
-    turns_before: int  # number of turns before them that belong to earlier paths
+    turns_before: int  # number of turns before them, which belong to earlier paths
     stop_reason: StopReason | None  # stop reason of the last turn
-    engine: str = ""  # engine that sampled the tokens of its newest version; "" if several did or none is recorded
+    engine: str = ""  # engine that sampled the tokens of its newest version; "" if there are several, or unrecorded
 
 
 def paths_of(prompt: Prompt, trajectory: Trajectory) -> list[PathTokens]:
-    """One entry for each path of a decided trajectory; none if nothing was sampled.
+    """The paths of a decided trajectory as token sequences; empty if no token was sampled.
 
     Raises:
-        BoundViolated: a token is not what was sampled, or was sampled without any context.
+        BoundViolated: the checksum of a segment does not match, or a token was sampled without any context.
     """
     for segment in trajectory.segments:
         if not segment.intact:
@@ -71,7 +71,7 @@ def paths_of(prompt: Prompt, trajectory: Trajectory) -> list[PathTokens]:
 
 
 def path_id(trajectory: str, number: int) -> str:
-    """Id of path `number` of a trajectory."""
+    """Id of path `number` (from 0) of the trajectory with this id."""
     return f"{trajectory}:{number}" if number else trajectory
 
 
@@ -110,7 +110,8 @@ def _ids(segment: Segment) -> Ints:
 
 
 def _logprobs(segment: Segment) -> npt.NDArray[Any]:
-    """As they lie in the segment (`core.columns`): float32, or float64 where that would lose digits."""
+    """The log-probabilities as stored in the segment (`core.columns`): float32, or float64 if float32 would lose
+    digits."""
     kind = np.float32 if len(segment.columns) == 8 * segment.length else np.float64
     return np.frombuffer(segment.columns, kind, offset=4 * segment.length)
 
@@ -132,12 +133,12 @@ def _newest_writer(own: Sequence[Segment]) -> str:
 
 
 def _joined(parts: Sequence[Any], kind: Any) -> npt.NDArray[Any]:
-    """Concatenation as one array."""
+    """Concatenate the parts to one array of type `kind`."""
     return np.concatenate([as_column(part, kind) for part in parts])
 
 
 def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
-    """Numbers as an array; those too large for it become infinite, as in a tensor."""
+    """Convert numbers to an array of dtype `kind`; numbers beyond its range become infinite, as in a tensor."""
     with np.errstate(over="ignore"):
         return np.asarray(values, kind)
 

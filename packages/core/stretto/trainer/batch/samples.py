@@ -1,8 +1,8 @@
-"""From a batch of groups to samples: one for each path of a trajectory, with everything known about its tokens.
+"""Convert a batch of groups to samples: one sample for each path of a trajectory, with the loss inputs of its tokens.
 
-A sample is the prompt and the segments after it. Its loss tokens are the sampled tokens that belong to no earlier path
-and are fresh enough to be trained on (``Batch.oldest_of``). All others, including given ones, are context. A path
-without loss tokens makes no sample.
+A sample is the token sequence of a path. Its loss tokens are the sampled tokens that belong to no earlier path and are
+fresh enough to be trained on (``Batch.oldest_of``). All other tokens are context. A path without loss tokens has no
+sample.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.returns import Column, Doubles, Whole
 from stretto.trainer.objective.token_estimators import targets
 
-#: A score for each own sampled token of each path, by its id (`scoring.py`).
+#: One number for each own sampled token of each path, by path id (`trainer.batch.scoring`).
 TokenScores = Mapping[str, Column]
 NO_SCORES: TokenScores = MappingProxyType({})
 
-#: What the columns of a sample hold. Values and returns are summed before they become tensors.
+#: Dtypes of the arrays of a sample. Values and returns are summed before they become tensors, hence float64.
 _KINDS = {
     "token_ids": np.int32,
     "loss_positions": np.int32,
@@ -47,7 +47,7 @@ _KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One path as a training sequence, with its N loss tokens. Columns are arrays; other sequences become some.
+    """One path as a training sequence, with its N loss tokens. Sequences of numbers are converted to arrays.
 
     Example: prompt (5, 12), completion (4, 4, 2) of versions (5, 6, 7), trained at 7 with versions from 6 on::
 
@@ -58,16 +58,16 @@ class Sample:
     id: str  # path id
     token_ids: Whole
     prompt_tokens: int
-    loss_positions: Whole  # [N], ascending, each at least 1; once for each of its targets
+    loss_positions: Whole  # [N], ascending, each at least 1; a position with several targets is repeated
     behavior_logprobs: Column  # [N]
     staleness: Whole  # [N], version in training minus the version that sampled the token
     advantages: Column  # [N]
-    values: Column = ()  # [N], by the critic before the step; empty without one, and the returns too
-    returns: Column = ()  # [N], the critic's targets
-    engine: str = ""  # that sampled the newest of its tokens (`PathTokens.engine`)
+    values: Column = ()  # [N], by the critic before the step; empty without a critic
+    returns: Column = ()  # [N], the critic's targets; empty without a critic
+    engine: str = ""  # engine that sampled the newest of its tokens (`PathTokens.engine`)
     weights: Column = ()  # [N], factors of the tokens in the loss; empty: all 1
-    scored: Whole = ()  # [M], positions whose log-probabilities are wanted, the loss's too; empty: these alone
-    targets: Whole = ()  # [M], the tokens scored there; empty: those of the sequence
+    scored: Whole = ()  # [M], positions whose log-probabilities are wanted, with loss_positions; empty: loss_positions
+    targets: Whole = ()  # [M], tokens scored at these positions; empty: the tokens of the sequence
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
@@ -83,18 +83,18 @@ class Sample:
 
 
 def scored_of(sample: Sample) -> Whole:
-    """The positions whose log-probability is wanted, ascending."""
+    """The positions [M] of a sample whose log-probability is wanted, ascending."""
     return sample.scored if len(sample.scored) else sample.loss_positions
 
 
 def chosen_of(sample: Sample) -> npt.NDArray[np.int64]:
-    """The places [N] of the loss tokens among the scored ones; of a position with several targets all of them."""
+    """Indices [N] of the loss tokens among the scored positions; all targets of a position in the loss are included."""
     return np.flatnonzero(np.isin(scored_of(sample), sample.loss_positions))
 
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """A batch as samples, with its statistics."""
+    """The samples of a batch, with statistics of the batch."""
 
     samples: tuple[Sample, ...]
     masked_tokens: int  # sampled tokens too old to be trained on
@@ -111,11 +111,12 @@ def samples_of(
 ) -> SampledBatch:
     """Compute advantages over the whole batch, then build one sample for each path that has loss tokens.
 
-    `longest`: ``sampling.max_tokens``. `values`: the critic's value of the state before each sampled token.
-    `reference_logprobs`: needed if the KL is part of the reward.
+    `longest`: ``sampling.max_tokens``. `values`: the critic's value of the state before each sampled token; empty
+    without a critic. `reference_logprobs`: log-probabilities by the reference policy, needed if the KL is part of the
+    reward.
 
     Raises:
-        BoundViolated: a token has no log-probability or version, or its version is not published yet.
+        BoundViolated: the version of a token is not published yet, or `paths_of` refuses a trajectory.
     """
     paths = {t.id: paths_of(group.prompt, t) for group in batch.groups for t in group.trajectories}
     kl = _kl([path for own in paths.values() for path in own], config, reference_logprobs)
@@ -165,10 +166,11 @@ def _kl(paths: Sequence[PathTokens], config: AlgorithmConfig, reference_logprobs
 def _scored(
     path: PathTokens, version: int, oldest: int, config: AlgorithmConfig, values: TokenScores, kl: TokenScores
 ) -> ScoredPath:
-    """A path, trained at `version`, whose loss tokens are those of version `oldest` or newer.
+    """Choose the loss tokens of a path, sampled by version `oldest` or newer, and attach its values and weighted KL.
+    `version`: the version in training.
 
     Raises:
-        BoundViolated: a token's version is not published yet.
+        BoundViolated: a token was sampled by a later version.
     """
     if (newest := path.versions.max()) > version:
         known = f"version {newest}, but version {version} is being trained"
@@ -203,12 +205,12 @@ def _sample(scored: ScoredPath, advantages: Doubles, version: int, targets: Mapp
 
 
 def _chosen(values: npt.NDArray[Any], places: Whole) -> npt.NDArray[Any]:
-    """The values at ascending `places`; without a copy in the common case of all."""
+    """The values at ascending indices `places`; not copied if these are all."""
     return values if len(places) == len(values) else values[np.asarray(places, np.int64)]
 
 
 def _targets(config: AlgorithmConfig, longest: int, one: ScoredTrajectory, scored: ScoredPath) -> dict[str, Doubles]:
-    """Values and returns of the loss tokens if there is a critic: R = A + V (arXiv 1506.02438, section 5)."""
+    """Critic values V and returns R = A + V of loss tokens (arXiv 1506.02438, section 5); empty without a critic."""
     if not len(scored.values) or not hasattr(config.advantages, "critic"):
         return {}
     values = _chosen(np.asarray(scored.values, np.float64), scored.trained)

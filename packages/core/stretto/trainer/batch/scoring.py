@@ -1,4 +1,4 @@
-"""Batch scoring: one number for each sampled token of a batch, from a critic or a reference policy, before a step."""
+"""Batch scoring: before a step, a critic or reference policy computes one number for each sampled token of a batch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def score_tokens(
     continues: Callable[[PathTokens], bool] = lambda _: False,
     ranks: Ranks = ALONE,
 ) -> dict[str, Doubles]:
-    """Scores of the own sampled tokens of each path, including masked ones, by path id; the same on every rank.
+    """Scores of the own sampled tokens of each path, including masked tokens, by path id. The result is the same on
+    every rank; all ranks must call it.
 
-    `evaluate` returns one score per wanted token. A path for which `continues` is true gets one more: of the state
-    after its last token (computed with a filler token).
+    `capacity`: most tokens of a forward pass. `evaluate` returns one score per wanted token. A path for which
+    `continues` is true gets one score more, of the state after its last token (computed with a filler token).
     """
     scored = [
         _scored(path, continues(path))
@@ -49,7 +50,7 @@ def score_tokens(
 
 @dataclass(frozen=True)
 class _Scored:
-    """The tokens of a path, with its prompt, and the positions that get a score."""
+    """The tokens of a path, its number of prompt tokens, and the positions that get a score."""
 
     id: str
     token_ids: Ints
@@ -65,6 +66,6 @@ def _scored(path: PathTokens, continues: bool) -> _Scored:
 
 
 def _packed(scored: Sequence[_Scored], device: torch.device) -> PackedTokens:
-    # As in `minibatch.py`: away from CUDA the paths share their prompt.
+    # As in `minibatch.py`: on the CPU the paths share the computation of their prompt.
     prompts = None if device.type == "cuda" else [one.prompt_tokens for one in scored]
     return pack_tokens([one.token_ids for one in scored], [one.places for one in scored], device, prompts)

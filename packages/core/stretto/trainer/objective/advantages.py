@@ -1,8 +1,8 @@
-"""Advantages of whole completions, one function per equation; `estimators.py` has their names, `returns.py` those of
-tokens.
+"""Advantages of whole completions, one function per equation. `estimators.py` gives them names; `returns.py` has
+token-level returns.
 
-`rewards` holds those of each group of a batch; the result has one number per completion, in the same shape. A group of
-equal rewards gets zeros from every function that only compares within groups.
+`rewards` are the rewards of each group of a batch. The result has one number per completion, in the same nesting. A
+group of equal rewards gets zeros from every function that only compares within groups.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def lite_ppo(rewards: Groups, eps: float) -> list[list[float]]:
 def batch_normalised(rewards: Groups, tokens: Sequence[Sequence[int]], eps: float) -> list[list[float]]:
     """AReaL, appendix B.1: (r - mean) / (std + eps) over all tokens of the batch; long completions weigh more.
 
-    `tokens` holds the loss tokens of each completion; one without any does not count.
+    `tokens`: number of loss tokens of each completion; a completion without loss tokens does not count.
     """
     pairs = [(r, n) for group, counts in zip(rewards, tokens, strict=True) for r, n in zip(group, counts, strict=True)]
     total = sum(n for _, n in pairs)
@@ -79,5 +79,6 @@ def _norm(centred: Sequence[float]) -> float:
 
 
 def _differs(rewards: Sequence[float]) -> bool:
-    """Exact comparison, so that rounding in a mean never turns equal rewards into a signal."""
+    """Whether the rewards are not all equal. The comparison is exact, so that rounding in a mean never turns equal
+    rewards into a signal."""
     return any(r != rewards[0] for r in rewards)

@@ -1,8 +1,8 @@
-"""The mean over a minibatch, as one coefficient per trajectory, the same for all its loss tokens.
+"""The mean over a minibatch, as one coefficient per trajectory, which is the weight of each of its loss tokens.
 
 Coefficients are computed from the whole minibatch first, so micro-batches sum to the exact mean in any packing.
 Minibatches are about equal in tokens, not in trajectories. Means over trajectories therefore divide by the *average*
-number per minibatch, so that a trajectory weighs the same in any minibatch.
+number of trajectories per minibatch, so that a trajectory weighs the same in any minibatch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 
 
 def sequence_mean(lengths: Sequence[int], trajectories: float) -> list[float]:
-    """1 / (trajectories * its loss tokens): every trajectory weighs the same (GRPO, arXiv 2402.03300, equation 3).
+    """1 / (trajectories * loss tokens of the trajectory): every trajectory weighs the same (GRPO, arXiv 2402.03300,
+    equation 3).
 
     >>> sequence_mean([1, 4], trajectories=2)
     [0.5, 0.125]
@@ -36,8 +37,8 @@ def fixed_length(lengths: Sequence[int], trajectories: float, longest: int) -> l
 def coefficients(
     aggregation: Aggregation | Literal["sum"], lengths: Sequence[int], trajectories: float, longest: int
 ) -> list[float]:
-    """The coefficients of a recipe, or of a plain sum; `trajectories` of a minibatch on average, `longest`: most tokens
-    of one."""
+    """The coefficient of each trajectory. `lengths`: loss tokens of each trajectory; `trajectories`: mean number per
+    minibatch; `longest`: ``sampling.max_tokens``. "sum" gives coefficients of 1."""
     match aggregation:
         case "token_mean":
             return token_mean(lengths) if lengths else []

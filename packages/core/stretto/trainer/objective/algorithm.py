@@ -1,6 +1,6 @@
-"""`[algorithm]`: the objective. Each choice with parameters is a section with a `kind`; a bare name means that section
-with its defaults: ``loss = "ppo"`` is ``loss = {kind = "ppo"}``. The sections are built from functions (`doors.door`),
-also from the user's own: ``loss = {kind = "my_losses:clipped", clip = 0.3}``."""
+"""`[algorithm]` of a recipe: the objective. Each choice with parameters is a section with a `kind`. A bare name means
+the section with its defaults: ``loss = "ppo"`` is ``loss = {kind = "ppo"}``. The sections are built from the parameters
+of functions (`doors.door`), which may be the user's: ``loss = {kind = "my_losses:clipped", clip = 0.3}``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from stretto.trainer.objective.surrogates import LOSSES, LossSection
 
 
 class ReferenceConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
-    """A KL penalty towards a reference policy, whose weights are also in the trainer's memory."""
+    """A KL penalty towards a reference policy. The trainer holds its weights too, unless it is the trained policy
+    without adapters."""
 
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy || reference)")
     weight: float = Field(1e-3, ge=0, allow_inf_nan=False, description="weight of the divergence")

@@ -1,10 +1,11 @@
-"""`algorithm.correction`: what each token weighs because another policy sampled it, one function per equation.
+"""`algorithm.correction`: the weight of each token that corrects for the policy that sampled it, one function per
+equation.
 
     w = anchor / behavior
 
-multiplies the token's part of the objective, without a gradient. Where the anchor is the policy that sampled, w is 1
-and there is nothing to correct. A weight of 0 takes a token out of the objective and *leaves it in the mean*: leaving
-tokens out never enlarges the step. `CORRECTIONS` has the names of a recipe.
+multiplies the token's term of the objective, without a gradient. If the anchor is the policy that sampled, w is 1 and
+no correction is needed. A weight of 0 removes a token from the objective, but the token *still counts in the mean*, so
+that removing tokens never enlarges the step. `CORRECTIONS` has the names of a recipe.
 
 Axes: N loss token, S sequence.
 """
@@ -29,19 +30,21 @@ High = Annotated[float, Field(gt=1, description="largest weight anchor / behavio
 LowMean = Annotated[float, Field(ge=0, lt=1, description="smallest geometric mean of anchor / behavior")]
 HighMean = Annotated[float, Field(gt=1, description="largest geometric mean of anchor / behavior")]
 Nats = Annotated[float, Field(gt=0, description="largest binary divergence, in nats")]
-_SURE = 1e-6  # probabilities are held this far from 0 and 1, where a binary divergence is infinite
+_SURE = 1e-6  # probabilities are clamped this far from 0 and 1, where a binary divergence is infinite
 
 
 class Weights(NamedTuple):
-    weight: Tensor  # [N]
-    corrected: Tensor  # [N] bool: tokens whose weight is not simply w
+    """Result of a correction."""
+
+    weight: Tensor  # [N], factor of each token's term in the objective
+    corrected: Tensor  # [N] bool: tokens whose weight differs from w
 
 
 Correction = Callable[[LossTokens], Weights]
 
 
 def mask(tokens: LossTokens, *, low: Low = 0.0, high: High = math.inf) -> Weights:
-    """Tokens whose weight is outside the bounds get weight 0 (IcePop). The default leaves every weight as it is.
+    """Tokens whose weight is outside the bounds get weight 0 (IcePop). By default all weights are unchanged.
 
     w within [low, high], else 0. IcePop (Ring-1T, arXiv 2510.18855); AReaL's published runs have low 0, high 5.
     """
@@ -76,8 +79,8 @@ def kpop(tokens: LossTokens, *, threshold: Nats = 0.1) -> Weights:
     w, or 0 where they disagree about the token: D(p || q) or D(q || p) above `threshold`, with
     D(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), the token against all others.
 
-    KPop (Guo et al., 2026, "Taming training-inference mismatch with adaptive masking regions"). Wide in ratio for rare
-    tokens, narrow for likely ones.
+    KPop (Guo et al., 2026, "Taming training-inference mismatch with adaptive masking regions"). The allowed range of w
+    is wide for rare tokens and narrow for likely tokens.
     """
     p = tokens.anchor_logprobs.exp().clamp(_SURE, 1 - _SURE)
     q = tokens.behavior_logprobs.exp().clamp(_SURE, 1 - _SURE)
@@ -91,8 +94,8 @@ def sequence_mask(tokens: LossTokens, *, low: LowMean = 0.99, high: HighMean = 1
     """Completions whose geometric mean weight is outside the bounds get weight 0.
 
     w, or 0 for all tokens of a completion whose geometric mean of w is outside [low, high]. Geometric sequence
-    rejection (Liu et al., 2025, "When speed kills stability"; arXiv 2512.23075). A mean, so the bounds are the same for
-    long completions and short ones.
+    rejection (Liu et al., 2025, "When speed kills stability"; arXiv 2512.23075). Because it is a mean, the same bounds
+    suit long and short completions.
     """
     mean_S = ratio_of(tokens.sequences.means(tokens.anchor_logprobs - tokens.behavior_logprobs))
     outside = tokens.sequences.spread((mean_S < low) | (mean_S > high))

@@ -1,4 +1,4 @@
-"""Decoupled PPO, from top to bottom: AReaL's equation 5 (arXiv 2505.24298, section 5.2; after arXiv 2110.00641).
+"""Decoupled PPO in one file: AReaL's equation 5 (arXiv 2505.24298, section 5.2; after arXiv 2110.00641).
 
     J = mean over tokens of   w * min( u A, clip(u, 1 - low, 1 + high) A )
 
@@ -6,8 +6,8 @@
     w = anchor / behavior    the behaviour weight: an older policy sampled the token
     A                        the advantage
 
-Every loss that a recipe composes passes through this page. `surrogates.py` has other terms in place of the clip,
-`corrections.py` bounds w, `aggregation.py` has other means, and `losses.py` adds a KL term and an entropy bonus.
+Every loss of a recipe uses this file. `surrogates.py` has other terms in place of the clip, `corrections.py` bounds w,
+`aggregation.py` has other means, and `losses.py` adds a KL term and an entropy bonus.
 
 Axes: N loss token. All probabilities are natural logarithms.
 """
@@ -33,10 +33,12 @@ ClipHigh = Annotated[float, Field(gt=0, description="ratios above 1 + clip_high 
 def anchor_logprobs(
     anchor: Anchor, policy: Tensor, before: Tensor | None, behavior: Tensor, staleness: Tensor
 ) -> Tensor:
-    """log anchor, [N]: log-probabilities of the policy at the centre of the trust region.
+    """log anchor, [N]: log-probabilities by the policy at the centre of the trust region. `policy`, `before` and
+    `behavior`: log-probabilities [N] by the present policy, the policy before this training step, and the policy that
+    sampled.
 
-    recomputed     the policy before this training step; `before` are its log-probabilities
-    interpolated   an estimate of the same from the versions (A-3PO), without another forward
+    recomputed     the policy before this training step; needs `before`
+    interpolated   an estimate of the former from the versions (A-3PO), without another forward pass
     behavior       the policy that sampled the token: u is PPO's ratio and w is 1
     """
     match anchor:
@@ -52,9 +54,9 @@ def anchor_logprobs(
 def interpolated(policy_logprobs: Tensor, behavior_logprobs: Tensor, staleness: Tensor) -> Tensor:
     """log behavior + d / (d + 1) (log policy - log behavior), [N], d = `staleness` in versions.
 
-    A-3PO, arXiv 2512.06547: the share is (v_prox - v_behavior) / (v_policy - v_behavior). The version before the step,
-    b, lies d steps after the one that sampled, and the policy that becomes b + 1 lies d + 1 after it. A token that
-    version b itself sampled has the logged value.
+    A-3PO, arXiv 2512.06547: the share is (v_prox - v_behavior) / (v_policy - v_behavior). The version b before the step
+    is d steps after the version that sampled, and the policy that becomes b + 1 is d + 1 steps after it. A token that
+    version b sampled keeps the logged value.
     """
     share = staleness / (staleness + 1)
     return behavior_logprobs + share * (policy_logprobs - behavior_logprobs)
@@ -66,10 +68,10 @@ def proximal_ratio(policy_logprobs: Tensor, tokens: LossTokens) -> Tensor:
 
 
 class Terms(NamedTuple):
-    """The surrogate per token. `bounded` marks tokens where its bound acts: clipped, truncated or left out."""
+    """The surrogate objective per token. `bounded` marks tokens whose term is clipped, truncated or left out."""
 
     objective: Tensor  # [N], differentiable
-    ratio: Tensor  # [N], u (of the sequence, for a surrogate that looks at sequences), detached
+    ratio: Tensor  # [N], u (of the whole sequence in sequence-level surrogates), detached
     bounded: Tensor  # [N] bool
 
 
@@ -107,7 +109,8 @@ def behavior_weight(tokens: LossTokens) -> Tensor:
 
 
 def token_mean(lengths: Sequence[int]) -> list[float]:
-    """1 / all loss tokens, for each trajectory: a long one weighs more (DAPO, arXiv 2503.14476, equation 8; AReaL).
+    """The same coefficient for each trajectory, 1 / number of all loss tokens: a long trajectory weighs more (DAPO,
+    arXiv 2503.14476, equation 8; AReaL).
 
     >>> token_mean([1, 3])
     [0.25, 0.25]
@@ -116,5 +119,6 @@ def token_mean(lengths: Sequence[int]) -> list[float]:
 
 
 def negative_objective(terms: Terms, weight: Tensor, scale: Tensor) -> Tensor:
-    """-J, []: the sum over tokens of scale * w * term, negated. The scale is 1 / tokens in the equation's mean."""
+    """-J, a scalar: the negated sum over tokens of scale * w * term. For the mean of the equation, scale is 1 / number
+    of tokens."""
     return -(weight * scale * terms.objective).sum()

@@ -1,9 +1,10 @@
-"""`algorithm.advantages`: the estimators with their numbers.
+"""`algorithm.advantages`: the advantage estimators with their parameters.
 
-An estimator maps the completions of each group to one number per completion; one declared `along` gives one number per
-loss token instead, in the same nesting. One that `compares` gives no signal for a group of one. `ESTIMATORS` has the
-names of a recipe; the equations are in `advantages.py`. What needs arrays is in `token_estimators.py`,
-which is imported on first use: numpy costs a fifth of a second, and a recipe is read without it.
+An estimator maps the completions of each group to one number per completion. An estimator declared `along` gives one
+number per loss token instead, in the same nesting. An estimator declared `compares` gives no signal for a group of one
+completion. `ESTIMATORS` has the names of a recipe; `advantages.py` has the equations. Estimators that need arrays are
+in `token_estimators.py`, which is imported on first use: importing numpy takes a fifth of a second, and a recipe is
+read without it.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ WithCritic = Annotated[CriticConfig | None, Field(description="a critic, trained
 
 @dataclass(frozen=True)
 class RewardedCompletion:
-    """Sampled tokens that share one reward, as an estimator's input; `trainer.batch.credit` decides which.
+    """Input of an estimator: sampled tokens that share one reward (`trainer.batch.credit`).
 
     Example: ``RewardedCompletion(reward=1.0, tokens=3, trained=(1, 2))``
     """
 
     reward: float  # shaped
-    tokens: int  # sampled
+    tokens: int  # number of sampled tokens
     trained: Whole  # the loss tokens: indices among the sampled tokens, ascending
-    values: Column = ()  # by the critic, of the state before each token (`returns.gae`); or empty
-    kl: Column = ()  # weighted KL of each token, in the unit of the reward; or empty
-    earlier: Sequence[tuple[int, float]] = ()  # rewards before the last token, each with the index of its token
+    values: Column = ()  # by the critic, of the state before each token (`returns.gae`); empty without a critic
+    kl: Column = ()  # weighted KL of each token, in the unit of the reward; empty if it is not part of the reward
+    earlier: Sequence[tuple[int, float]] = ()  # (token index, reward) of rewards before the last token
 
     @property
     def total(self) -> float:
@@ -52,8 +53,8 @@ class RewardedCompletion:
 
 
 Groups = Sequence[Sequence[RewardedCompletion]]
-Scores = list[list[float]]  # of each completion of each group
-TokenScores = Sequence[Sequence[Any]]  # a column: of each loss token of each completion of each group
+Scores = list[list[float]]  # one number for each completion of each group
+TokenScores = Sequence[Sequence[Any]]  # for each completion of each group, one number per loss token
 
 
 @declare(compares=True)
@@ -130,12 +131,12 @@ class EstimatorSection(Section, _Credit):
 
     @property
     def compares(self) -> bool:
-        """Whether it compares within a group, so that a group of one has no signal."""
+        """Whether the estimator compares within a group, so that a group of one completion has no signal."""
         return bool(fact(self.part, "compares", False))
 
     @property
     def along(self) -> bool:
-        """Whether it gives one number per token instead of per completion."""
+        """Whether the estimator gives one number per loss token instead of one per completion."""
         return bool(fact(self.part, "along", False))
 
 
@@ -161,7 +162,8 @@ ESTIMATORS = Door(
 
 
 def estimate_faults(estimator: EstimatorSection, groups: Groups, found: Any) -> Iterator[str]:
-    """A sentence if `found`, an estimator's result for these groups, has a wrong shape or a non-finite number."""
+    """Yield a fault if `found`, the result of an estimator for these groups, has a wrong shape or a non-finite number.
+    A fault is a phrase that follows the estimator's name in a message."""
     needed: list[int] = [len(groups), *map(len, groups)]
     what = "a number for each completion of each group"
     if estimator.along:

@@ -2,8 +2,8 @@
 
 x = reference / policy at the sampled token, for tokens that the policy itself sampled:
 
-    k1 = -log x                unbiased; its gradient is the score alone, whose mean is zero: a number to look at
-    k2 = (log x)^2 / 2         biased; its gradient is k1 times the score, whose mean is that of the divergence
+    k1 = -log x                unbiased; its gradient is the score, whose mean is zero, so as a loss it trains nothing
+    k2 = (log x)^2 / 2         biased; its gradient is k1 times the score, whose mean is the gradient of the divergence
     k3 = x - 1 - log x         unbiased, never negative (GRPO, arXiv 2402.03300, equation 4)
 
 Axes: N loss token.
@@ -20,7 +20,7 @@ from stretto.trainer.objective.tokens import bounded
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: log policy [N], log reference [N] -> [N], differentiable by the first.
+#: Maps log policy [N] and log reference [N] to an estimate [N], differentiable with respect to the first.
 Divergence: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
 

@@ -1,4 +1,5 @@
-"""The composed loss: decoupled PPO (`decoupled_ppo.py`) with any surrogate and correction, a KL term, an entropy bonus.
+"""The loss of a recipe: decoupled PPO (`decoupled_ppo.py`) with any surrogate and correction, a KL term, and an entropy
+bonus.
 
     loss = - sum over tokens of  scale * w * surrogate(u, A)
            + reference weight * sum of scale * KL(policy || reference)
@@ -26,8 +27,8 @@ from stretto.trainer.objective.tokens import LossTokens, bounded
 
 @dataclass(frozen=True)
 class Objective:
-    """The parts of a loss (`objective`). `selection`, if any, runs first over the whole minibatch and chooses
-    the tokens that stay in its loss."""
+    """The parts of a loss. `selection`, if any, is called first, with the whole minibatch, and chooses the tokens that
+    stay in the loss."""
 
     surrogate: Surrogate
     correction: Correction
@@ -38,7 +39,7 @@ class Objective:
 
 
 def objective(config: AlgorithmConfig) -> Objective:
-    """The loss function of a recipe."""
+    """The parts of a recipe's loss."""
     return Objective(
         surrogate=config.loss.surrogate,
         correction=CORRECTIONS.bound(config.correction),
@@ -51,9 +52,9 @@ def objective(config: AlgorithmConfig) -> Objective:
 
 @dataclass(frozen=True)
 class Loss:
-    """`value` is minimised; `sums` are diagnostics summed over the tokens.
+    """The loss of a micro-batch. `value` is minimised; `sums` are diagnostics summed over the tokens:
 
-    clipped           tokens where the bound of the surrogate acts: of PPO's, those without a gradient
+    clipped           tokens whose term is bounded by the surrogate; in PPO, tokens without a gradient
     capped            tokens whose weight the correction has changed
     ratio             u = policy / anchor
     behavior_weight   w = anchor / behavior, after the correction
@@ -63,12 +64,12 @@ class Loss:
     square            x^2; the effective sample size of n tokens is (sum of x)^2 / (sum of x^2)
     """
 
-    value: Tensor  # []
+    value: Tensor  # scalar, differentiable
     sums: Tensor  # [len(DIAGNOSTICS)], detached
-    ratio: Tensor  # [N], detached, as are the next two
-    bounded: Tensor  # [N] bool
+    ratio: Tensor  # [N], u, detached
+    bounded: Tensor  # [N] bool (`Terms.bounded`)
     weights: Weights
-    kl_reference: Tensor | None = None  # [], the divergence summed over the tokens, detached
+    kl_reference: Tensor | None = None  # scalar: the divergence summed over the tokens, detached; None without it
 
 
 DIAGNOSTICS = ("clipped", "capped", "ratio", "behavior_weight", "kl_behavior", "outlier", "weight", "square")
@@ -76,10 +77,11 @@ _FAR = math.log(2)
 
 
 def evaluate(objective: Objective, policy_logprobs: Tensor, tokens: LossTokens, entropy: Tensor | None = None) -> Loss:
-    """The loss of these N tokens; those of a minibatch's micro-batches sum to the minibatch's.
+    """The loss of N tokens, from their log-probabilities `policy_logprobs` [N], differentiable. The losses of a
+    minibatch's micro-batches sum to the loss of the minibatch.
 
-    `entropy` [N], differentiable, is needed if the objective has an entropy bonus; `tokens.reference_logprobs` if it
-    has a divergence.
+    `entropy` [N], differentiable, is needed if the objective has an entropy bonus, and `tokens.reference_logprobs` if
+    it has a divergence.
     """
     terms = objective.surrogate(policy_logprobs, tokens)
     weights = objective.correction(tokens)

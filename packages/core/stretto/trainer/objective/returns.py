@@ -1,6 +1,6 @@
-"""Returns token by token: generalised advantage estimation, discounted rewards, REINFORCE++.
+"""Token-level returns: generalised advantage estimation, discounted rewards, REINFORCE++.
 
-Columns are arrays: a batch has millions of tokens.
+They are computed with arrays, because a batch has millions of tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: Numbers of each token of a completion, and places of tokens.
+#: `Column`: one number per token of a completion. `Whole`: indices of tokens.
 Doubles = npt.NDArray[np.float64]
 Column = Sequence[float] | npt.NDArray[Any]
 Whole = Sequence[int] | npt.NDArray[Any]
@@ -22,8 +22,8 @@ Whole = Sequence[int] | npt.NDArray[Any]
 def reinforce_pp(per_token: Sequence[Column], eps: float) -> Sequence[Column]:
     """REINFORCE++ (arXiv 2501.03262): the discounted returns of all loss tokens of the batch, normalised together.
 
-    `per_token` holds the return of each loss token of each completion (`terminal`). Without a discount this is
-    `batch_normalised`.
+    `per_token`: for each completion, the return of each loss token (`terminal`). The result has the same nesting.
+    Without a discount it equals `advantages.batch_normalised`.
     """
     values = np.concatenate([np.zeros(0), *per_token])
     ends = np.cumsum([len(completion) for completion in per_token])[:-1]
@@ -53,15 +53,15 @@ def gae(rewards: Column, values: Column, gamma: float, lam: float) -> Doubles:
     after = np.append(every[1:tokens], every[tokens:].sum())[:tokens]
     deltas = (np.asarray(rewards, np.float64) + gamma * after - before)[::-1]
     if decay == 1:
-        return np.cumsum(deltas)[::-1]  # one after the other, as below
+        return np.cumsum(deltas)[::-1]  # added in the same order as below
     return np.array(list(accumulate(deltas.tolist(), lambda later, delta: delta + decay * later)))[::-1]
 
 
 def terminal(reward: float, tokens: int, places: Whole, decay: float) -> Doubles:
-    """The discounted terminal reward at each of `places` in a completion of `tokens` tokens: decay^(tokens - 1 - t)
-    reward.
+    """The discounted terminal reward at each token index t of `places`, in a completion of `tokens` tokens:
+    decay^(tokens - 1 - t) reward.
 
-    This is `gae` without a critic (all values 0) and with decay = gamma lam.
+    It equals `gae` without a critic (all values 0) with gamma lam = decay.
 
     >>> terminal(8.0, tokens=3, places=range(3), decay=0.5).tolist()
     [2.0, 4.0, 8.0]

@@ -1,4 +1,4 @@
-"""Shaped rewards, used for the advantages alone; metrics and filters see the raw reward.
+"""Shaped rewards, from which advantages are computed; metrics and filters use the raw reward.
 
 shaped = clip((reward + overlong(length) + bias) * scale, -clip, clip)
 """
@@ -13,7 +13,7 @@ from stretto.core.states import LARGEST_REWARD, bounded_reward
 
 
 class Shaping(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
-    """`[algorithm.shaping]`; the defaults change nothing."""
+    """`[algorithm.shaping]` of a recipe; the defaults leave rewards unchanged."""
 
     scale: float = Field(1.0, gt=0, le=LARGEST_REWARD, description="multiplies the reward")
     bias: float = Field(
@@ -25,7 +25,8 @@ class Shaping(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
 
 
 def overlong(length: int, longest: int, buffer: int, penalty: float) -> float:
-    """0 up to `longest - buffer` tokens, then falling linearly to -penalty at `longest`.
+    """The penalty for the length of a completion: 0 up to `longest - buffer` tokens, then falling linearly to -penalty
+    at `longest`.
 
     DAPO, arXiv 2503.14476, equation 13 (its L_max and L_cache are `longest` and `buffer`).
 
@@ -37,7 +38,7 @@ def overlong(length: int, longest: int, buffer: int, penalty: float) -> float:
 
 
 def shaped(reward: float, length: int, longest: int, shaping: Shaping) -> float:
-    """The shaped reward of a completion of `length` tokens, at most `longest`. Rewards beyond ±1e6, possible only in
-    old run folders, are clipped first."""
+    """The shaped reward of a completion of `length` tokens. `longest`: ``sampling.max_tokens``. Rewards beyond ±1e6,
+    possible only in old run folders, are clipped first."""
     added = overlong(length, longest, shaping.overlong_buffer, shaping.overlong_penalty)
     return min(max((bounded_reward(reward) + added + shaping.bias) * shaping.scale, -shaping.clip), shaping.clip)

@@ -1,13 +1,13 @@
 """`algorithm.loss`: surrogates in place of decoupled PPO's clipped term, one function per equation.
 
-Each gives every token's term in J.
+A surrogate maps the policy's log-probabilities [N] to each token's term in J, [N].
 
     u = policy / anchor      the proximal ratio (`decoupled_ppo.py`)
     A                        the advantage
+    sg                       stop gradient
 
-Each takes log-probabilities [N] and returns terms [N]. Declared with it: the `anchors` it allows, the default first
-(left out: all), and a `selection` of a minibatch's tokens, whose parameters become parameters of the loss. `LOSSES` has
-their names.
+`declare` adds two facts to a surrogate: the `anchors` that it allows, the default first (not declared: all), and a
+`selection` of a minibatch's tokens, whose parameters become parameters of the loss. `LOSSES` has the names of a recipe.
 
 Axes: N loss token, S sequence.
 """
@@ -44,8 +44,8 @@ def dual_clip(
 ) -> Terms:
     """PPO's clip, and a floor where the advantage is negative.
 
-    PPO's term, and max(that, clip_negative A) where A < 0: one unlucky token cannot dominate the step. Dual-clip PPO,
-    arXiv 1912.09729 (clip_negative is its c).
+    PPO's term t, and max(t, clip_negative A) where A < 0, so that a single token cannot dominate the step. Dual-clip
+    PPO, arXiv 1912.09729 (clip_negative is its c).
     """
     terms = ppo(policy_logprobs, tokens, clip_low=clip_low, clip_high=clip_high)
     negative = tokens.advantages < 0
@@ -59,9 +59,9 @@ def gspo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: ClipLow = 3e-
 
     The ratio is sg(s) policy / sg(policy), s = exp(mean over the completion's loss tokens of log u).
 
-    GSPO-token, arXiv 2507.18071, equations 13 and 14: the value is that of s, the gradient s A is each token's own.
-    Where all tokens of a completion have the same advantage that is GSPO, equations 5 and 7. The paper's mean over
-    completions is ``aggregation = "sequence_mean"``.
+    GSPO-token, arXiv 2507.18071, equations 13 and 14: the ratio has the value s, and the gradient of each token's term
+    is s A times the gradient of its own log-probability. If all tokens of a completion have the same advantage, this is
+    GSPO, equations 5 and 7. The paper's mean over completions is ``aggregation = "sequence_mean"``.
     """
     mean_S = tokens.sequences.means(policy_logprobs.detach() - tokens.anchor_logprobs)
     own = (policy_logprobs - policy_logprobs.detach()).exp()
@@ -99,8 +99,8 @@ def topr(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
 
     sg(taper) A log policy; taper is 1 where A >= 0, and elsewhere the completion's whole ratio, min(prod u, 1).
 
-    Tapered off-policy REINFORCE, arXiv 2503.14286, section 3: wrong completions that have become unlikely are left
-    alone, right ones are learnt however unlikely they are.
+    Tapered off-policy REINFORCE, arXiv 2503.14286, section 3: wrong completions that have become unlikely have little
+    weight; right completions are learnt however unlikely they are.
     """
     log_ratio = policy_logprobs.detach() - tokens.anchor_logprobs
     log_sequence = tokens.sequences.spread(tokens.sequences.sums(log_ratio))
@@ -129,7 +129,7 @@ def m2po(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     u A for the tokens that `m2po.py` keeps, 0 for the others, which still count in the mean. M2PO, arXiv 2510.01161.
 
     Raises:
-        ValueError: nothing was chosen; `tokens.kept` is of the whole minibatch and made before its losses.
+        ValueError: `tokens.kept` is None. `m2po_mask` must compute it over the whole minibatch before the losses.
     """
     if tokens.kept is None:
         raise ValueError("m2po needs the tokens that are kept over the whole minibatch")
@@ -161,7 +161,12 @@ class LossSection(Section):
 
     @classmethod
     def fields_of(cls, part: Part) -> dict[str, Any]:
-        """Fields of the section: the allowed anchors, the parameters, and those of the selection."""
+        """Fields of the section of the surrogate `part`: the allowed anchors, its parameters, and the parameters of its
+        selection.
+
+        Raises:
+            ValueError: the surrogate declares unknown anchors.
+        """
         anchors, allowed = fact(part, "anchors", get_args(Anchor)), get_args(Anchor)
         if not (isinstance(anchors, tuple) and anchors and set(anchors) <= set(allowed)):
             raise ValueError(f"declares anchors = {anchors!r}; a tuple of some of {', '.join(allowed)} is needed")
@@ -172,7 +177,7 @@ class LossSection(Section):
 
     @property
     def surrogate(self) -> Surrogate:
-        """The loss function with its parameters bound."""
+        """The surrogate with its parameters bound."""
         return self.bound(self.part)
 
     @property

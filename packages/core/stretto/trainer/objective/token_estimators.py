@@ -1,4 +1,4 @@
-"""Estimators of one number per loss token, as `estimators.py` calls them, and the one place that calls an estimator."""
+"""Token-level advantage estimators, called by `estimators.py`, and `advantages_of`, the only caller of estimators."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from stretto.trainer.objective.returns import Column, Doubles
 
 
 def reinforce_pp(groups: Groups, gamma: float, eps: float) -> TokenScores:
-    """Discounted returns, normalised over all loss tokens of the batch."""
+    """Discounted returns, normalised over all loss tokens of the batch. `eps`: added to the deviation."""
     return _normalised([[_discounted(completion, gamma) for completion in one] for one in groups], eps)
 
 
 def gae(groups: Groups, gamma: float, lam: float, eps: float | None) -> TokenScores:
-    """Generalised advantage estimation, normalised over the batch unless `eps` is None."""
+    """Generalised advantage estimation, normalised over all loss tokens of the batch unless `eps` is None. `eps`: added
+    to the deviation."""
     found = [[generalised(completion, gamma, lam) for completion in one] for one in groups]
     return found if eps is None else _normalised(found, eps)
 
@@ -52,7 +53,7 @@ def advantages_of(estimator: EstimatorSection, groups: Groups) -> TokenScores:
 
 
 def _as_lists(groups: Groups) -> Groups:
-    """Columns as Python's numbers, as a user's estimator finds them."""
+    """Replace arrays by lists, since users' estimators get Python numbers."""
     return [
         [
             replace(one, trained=_listed(one.trained), values=_listed(one.values), kl=_listed(one.kl))
@@ -67,20 +68,21 @@ def _listed(column: Column) -> Any:
 
 
 def targets(estimator: EstimatorSection, completion: RewardedCompletion) -> Doubles:
-    """For each loss token, the amount added to the critic's value to get its target: the advantage before
-    normalisation, with the estimator's gamma and lam."""
+    """For each loss token, the number to add to the critic's value to get its target (the return): the advantage before
+    normalisation, with the estimator's gamma and lam (1 if it has none)."""
     return generalised(completion, getattr(estimator, "gamma", 1.0), getattr(estimator, "lam", 1.0))
 
 
 def generalised(completion: RewardedCompletion, gamma: float, lam: float) -> Doubles:
-    """GAE of each loss token of one completion, before any normalisation."""
+    """Generalised advantage estimate of each loss token of one completion, before any normalisation."""
     if not len(completion.values):
         return _discounted(completion, gamma * lam)
     return _trained(returns.gae(_rewards(completion), completion.values, gamma, lam), completion)
 
 
 def _rewards(completion: RewardedCompletion) -> Doubles:
-    """Rewards token by token: minus the KL, plus the reward at the last token."""
+    """The reward of each sampled token: minus its KL, plus the completion's reward at the last token and earlier
+    rewards at their tokens."""
     costs = completion.kl
     found = -np.asarray(costs, np.float64) if len(costs) else np.zeros(completion.tokens)
     for t, reward in (*completion.earlier, (-1, completion.reward)) if len(found) else ():
@@ -97,7 +99,7 @@ def _discounted(completion: RewardedCompletion, decay: float) -> Doubles:
 
 
 def _trained(found: Doubles, completion: RewardedCompletion) -> Doubles:
-    """The numbers of the loss tokens."""
+    """Select the numbers of the loss tokens from the numbers of all sampled tokens."""
     return found if len(completion.trained) == len(found) else found[np.asarray(completion.trained, np.int64)]
 
 

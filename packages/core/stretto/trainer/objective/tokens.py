@@ -1,4 +1,4 @@
-"""The loss tokens of one micro-batch, flat, and the sequence to which each belongs.
+"""The loss tokens of one micro-batch as flat tensors, and their assignment to sequences.
 
 Axes: N loss token, S sequence (a trajectory with at least one loss token).
 """
@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Bound on log-ratios before exp, as in verl (`core_algos.py`). e^20 is 4.9e8, past every bound of a loss or a
-#: correction. Above 88.7 exp overflows in float32, and 0 times infinity makes a gradient NaN. Other engines may log
-#: such numbers.
+#: Bound on log-ratios before exp, as in verl (`core_algos.py`). e^20 is 4.9e8, above every bound of a loss or a
+#: correction. Above 88.7 exp overflows in float32, and 0 times infinity makes a gradient NaN. Log-probabilities logged
+#: by other engines may be that far off.
 LARGEST_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio: Tensor, lowest: float = -LARGEST_LOG_RATIO) -> Tensor:
-    """Clamp the log-ratio to ±20 (or from `lowest`), with zero gradient where the bound acts. NaN keeps a NaN gradient,
-    so that it is noticed; `clamp` would make it 0, and so would vectorised `hardtanh` (16 tokens or more)."""
+    """Clamp the log-ratio to ±20 (or to [lowest, 20]), with zero gradient where it is clamped. NaN keeps a NaN
+    gradient, so that it is noticed; `clamp` would make the gradient 0, as would vectorised `hardtanh` (16 tokens or
+    more)."""
     low = log_ratio.masked_fill(log_ratio < lowest, lowest)
     return low.masked_fill(low > LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
@@ -31,7 +32,7 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Assigns flat tokens [N] to sequences, which lie one after the other; none is split between micro-batches.
+    """Assigns flat tokens [N] to sequences. The tokens of a sequence are consecutive, and all in one micro-batch.
 
     Example: sequences of 2 and 3 loss tokens: ``index = [0, 0, 1, 1, 1]``, ``lengths = [2, 3]``.
     """
@@ -62,10 +63,10 @@ class Sequences:
 class LossTokens:
     """Inputs of a loss for a micro-batch, known before the policy's forward; natural logarithms."""
 
-    behavior_logprobs: Tensor  # [N] of the policy that sampled the token, as logged
-    anchor_logprobs: Tensor  # [N] of the trust region's centre (`decoupled_ppo.anchor_logprobs`)
+    behavior_logprobs: Tensor  # [N] by the policy that sampled the token, as logged
+    anchor_logprobs: Tensor  # [N] by the policy at the trust region's centre (`decoupled_ppo.anchor_logprobs`)
     advantages: Tensor  # [N]
     scale: Tensor  # [N] weight of the token in the minibatch's mean (`aggregation.py`)
     sequences: Sequences
     kept: Tensor | None = None  # [N] bool, the tokens that M2PO leaves in (`m2po.py`)
-    reference_logprobs: Tensor | None = None  # [N] of the reference policy, where the loss has a KL term
+    reference_logprobs: Tensor | None = None  # [N] by the reference policy; None if the loss has no KL term

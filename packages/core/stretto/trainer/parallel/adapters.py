@@ -1,11 +1,11 @@
 """Adapters (LoRA, Hu et al., arXiv 2106.09685): the policy is frozen, and small matrices beside its linear layers are
 trained.
 
-    y = W x + alpha / rank * B A x        A [rank, in] begins random, B [out, rank] zero: the start is the policy
+    y = W x + alpha / rank * B A x        A [rank, in] starts random, B [out, rank] zero, so y starts as W x
 
 Only A and alpha / rank * B are published; engines have W and add the product. Saved policies hold
-W + alpha / rank * B A under the plain names, so that readers need not know of adapters. peft makes the layers
-(`lora.py`).
+W + alpha / rank * B A under the plain names (the names without adapters), so that readers need not support adapters.
+peft creates the layers (`lora.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Disable all adapters inside the block: the model is the initial policy."""
+    """Context manager: disable all adapters of the model, which is the initial policy during the block."""
     layers = adapted_layers(model).values()
     scalings = [layer.scaling[ADAPTER] for layer in layers]
     for layer in layers:
@@ -51,27 +51,28 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def plain_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that are not adapters, by plain name."""
+    """Yield the parameters that are not adapters, with their plain names."""
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), parameter
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A and B of every adapted layer, by published name."""
+    """Yield A and B of every adapted layer, with the names under which they are published."""
     for name, layer in adapted_layers(model).items():
         for kind, both in ((LORA_A, layer.lora_A), (LORA_B, layer.lora_B)):
             yield name + kind, cast(nn.Linear, both[ADAPTER]).weight
 
 
 def scaled(layers: Mapping[str, Adapted], name: str, tensor: Tensor) -> Tensor:
-    """A parameter as it is published: B of an adapter with its scale, any other unchanged."""
+    """The tensor to publish under `name`: B of an adapter times its scale, any other parameter unchanged. `layers`: the
+    adapted layers by name."""
     layer = layers.get(name.removesuffix(LORA_B)) if name.endswith(LORA_B) else None
     return tensor if layer is None else layer.scaling[ADAPTER] * tensor
 
 
 def matrices(layer: Adapted, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """A and B, gathered; every rank must call it."""
+    """A and B of a layer, gathered from the ranks; every rank must call it."""
     a, b = (cast(nn.Linear, both[ADAPTER]).weight for both in (layer.lora_A, layer.lora_B))
     return ranks.full_tensor(a.detach()), ranks.full_tensor(b.detach())
 

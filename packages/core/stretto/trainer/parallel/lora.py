@@ -1,4 +1,4 @@
-"""peft's part of adapters (`adapters.py`): the layers, and the file format."""
+"""The parts of adapters that use peft: the adapted layers, and the file format."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SEED = 20_210_617  # A is the same on every rank and after every restart
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig, *, seed: int = _SEED, head: bool = False) -> None:
-    """Freeze the model, and add an adapter to each linear layer that `config` names; with `head`, to the output matrix
-    too. A is drawn from `seed`."""
+    """Freeze the model, and add an adapter to each linear layer that `config` names. `head`: also to the output matrix.
+    `seed`: seed of the random A."""
     wanted = [name for name in linear_layers(model) if config.targets(name)]
     if head:
         wanted += [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
     with torch.random.fork_rng(devices=()), warnings.catch_warnings():
-        # An embedding that shares the output matrix stays as it is: the adapter is beside that matrix alone.
+        # An embedding tied to the output matrix gets no adapter: only the output matrix does.
         warnings.filterwarnings("ignore", message=".*ensure_weight_tying")
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(_peft_config(config, wanted), model)
@@ -38,8 +38,8 @@ def adapt(model: PreTrainedModel, config: LoraConfig, *, seed: int = _SEED, head
 
 @torch.no_grad()
 def draw_adapters(model: nn.Module, seed: int = _SEED) -> None:
-    """Fill adapters that were added to a model without memory as `adapt` fills others: each rank draws the whole of one
-    A at a time, and keeps its rows."""
+    """Initialise adapters that were added to a model on the meta device, with the same numbers as `adapt`. Each rank
+    draws one full A at a time, and keeps the rows of its shard."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         for layer in adapted_layers(model).values():
@@ -54,8 +54,8 @@ def draw_adapters(model: nn.Module, seed: int = _SEED) -> None:
 def gather_adapters(
     model: nn.Module, config: LoraConfig, ranks: Ranks, inside: str = "adapter"
 ) -> Callable[[Path], None]:
-    """What writes the adapters alone into a policy's folder, `inside` of it, as peft does; every rank calls it, one of
-    them writes."""
+    """Gather the adapters from the ranks; every rank must call it. Returns a function for one rank to call: it writes
+    the adapters in peft's format into the folder `inside` of the policy folder that it is given."""
     layers = {name: matrices(layer, ranks) for name, layer in adapted_layers(model).items()}
 
     def write(policy: Path) -> None:

@@ -1,11 +1,11 @@
-"""AdamW's moments: beside the parameters, or in the memory of the machine (`optimizer_states = "host"`).
+"""AdamW's moments: on the parameters' device, or in host memory (`optimizer_states = "host"`).
 
     host memory, page-locked        GPU
     moments of some parameters ───► AdamW's step on them and their gradients
                                ◄─── moments
 
-The numbers are those of AdamW, which sees each parameter alone. A step moves 16 bytes for each weight of the rank, and
-holds `_THROUGH` bytes of moments on the GPU at a time, or those of the largest parameter.
+The results equal AdamW's, which treats each parameter separately. A step transfers 16 bytes for each weight of the
+rank. It holds at most `_THROUGH` bytes of moments on the GPU at a time, or the moments of one larger parameter.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch.optim.adamw import AdamW, adamw
 from stretto.model.hf.filling import own
 from stretto.trainer.parallel.ranks import Ranks
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own words
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 _THROUGH = 1 << 28
 
 
 def state_of(optimizer: AdamW, parameter: Tensor, ranks: Ranks, *, on_host: bool) -> dict[str, Tensor]:
-    """AdamW's state of a parameter, which begins as zero."""
+    """AdamW's state of a parameter: its moments and "step". Created as zeros if the parameter has none. `on_host`: the
+    moments are in host memory."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -35,7 +36,7 @@ def state_of(optimizer: AdamW, parameter: Tensor, ranks: Ranks, *, on_host: bool
 
 @torch.no_grad()
 def step_from_host(optimizer: AdamW, ranks: Ranks) -> None:
-    """Take a step of AdamW whose moments are in host memory."""
+    """Take an AdamW step with moments in host memory, which are current in host memory when it returns."""
     for group in optimizer.param_groups:
         for some in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):
             _step(group, some, [state_of(optimizer, parameter, ranks, on_host=True) for parameter in some])
@@ -70,7 +71,8 @@ def _step(group: dict[str, Any], parameters: Sequence[Tensor], states: Sequence[
 
 
 def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters in order, in parts whose moments take `_THROUGH` bytes at most, or in parts of one."""
+    """Divide the parameters, in order, into parts whose moments take at most `_THROUGH` bytes. A larger parameter is a
+    part of its own."""
     part, size = list[Tensor](), 0
     for parameter in parameters:
         both = len(MOMENTS) * own(parameter).nbytes
@@ -84,11 +86,11 @@ def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def to_device(held: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; the tensor itself if it is there."""
+    """A copy of `held` on the device; `held` itself if it is on the device already."""
     return held.to(device, non_blocking=True)
 
 
 def to_host(moment: Tensor, held: Tensor) -> None:
-    """Copy what `to_device` gave back to its place."""
+    """Copy `moment`, the result of `to_device`, back into `held`; do nothing if they are the same tensor."""
     if moment is not held:
         held.copy_(moment, non_blocking=True)

@@ -1,15 +1,16 @@
-"""Ranks: the processes that train one policy together. Each holds a shard of every parameter (FSDP2) and computes its
-share of every minibatch. Sums that decide something are all-reduced, so all ranks decide alike.
+"""Ranks: the processes that train one policy together. Each rank holds a shard of every parameter (FSDP2) and computes
+its share of every minibatch. Sums on which decisions depend are all-reduced, so all ranks decide alike.
 
     batch ─► the same samples and minibatches on every rank ─► its share (`packing.shares`) ─► forward, backward
                                                                           gradients are reduced and scattered
 
-Ranks that divide the tokens of a row (`context_parallel`) or the matrices of a layer (`tensor_parallel`) have one share
-together, and see the same log-probabilities and losses. Rank (d C + c) T + t has share d, tokens c, matrices t:
+Ranks that divide the tokens of a row (`context_parallel`, C ranks) or the matrices of a layer (`tensor_parallel`, T
+ranks) compute one share together, and get the same log-probabilities and losses. Rank (d C + c) T + t has share d,
+tokens c, matrices t. Collectives run in three kinds of groups:
 
-    FSDP        the ranks of one t: parameters and gradients, the sums over d and c
-    tensor      the ranks of one d and c: the sums inside a layer
-    context     the ranks of one d and t: heads for tokens, and the scores of a row
+    FSDP        ranks with the same t: gather parameters, sum gradients over d and c
+    tensor      ranks with the same d and c: sums inside a layer
+    context     ranks with the same d and t: all-to-all between tokens and heads, and the log-probabilities of a row
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ _SHARDED, _TENSOR = "sharded", "tensor"
 
 
 class Ranks:
-    """Collectives of a rank. This class is for a process that trains alone: it returns what it is given. All ranks must
-    call the same methods in the same order.
+    """Collectives of a rank. All ranks must call the same methods in the same order. This class is for a single
+    process, so its methods return their input; `ShardedRanks` is for several.
 
     Attributes:
-        share: which part of a minibatch this rank computes, perhaps with others, of `shares`.
-        device: where parameters are, "cpu" or "cuda".
-        second_group: a gloo group for CPU collectives in another thread, beside training.
-        context: the ranks that divide the tokens of a row with this one; None: there are none.
-        tensor: the ranks that divide the matrices of a layer with this one; None: there are none.
+        rank, count: number of this rank, and number of ranks.
+        share, shares: index of the part of each minibatch that this rank computes, and number of parts.
+        device: where the parameters are, "cpu" or "cuda".
+        second_group: a gloo group for CPU collectives in another thread while training continues.
+        context: group of the ranks that divide the tokens of a row with this rank; None if tokens are not divided.
+        tensor: mesh of the ranks that divide the matrices of a layer with this rank; None if they are not divided.
     """
 
     rank, count, share, shares, device = 0, 1, 0, 1, "cpu"
@@ -58,22 +60,24 @@ class Ranks:
     tensor: DeviceMesh | None = None
 
     def fully_shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module]) -> None:
-        """Shard the parameters of `root`, a module around `model`, with FSDP2 (`sharding_units`); gradients are summed
-        over ranks. `exact`: units that compute in float32."""
+        """Shard the parameters of `root`, a module that contains `model`, with FSDP2 (`sharding_units`); gradients are
+        summed over the ranks. `exact`: submodules of `root` that compute in float32."""
 
     def reduces(self, root: nn.Module, *, last: bool) -> None:
-        """Say whether the next backward pass is the last one before a step: gradients may be summed then only."""
+        """Announce the next backward pass. `last`: it is the last before an optimizer step. If the recipe reduces once
+        per minibatch, gradients are summed over the ranks only then."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over the shares, bitwise equal on all ranks."""
+        """The sum of `values` over the shares, bitwise equal on all ranks."""
         return values
 
     def all_gather(self, own: Tensor) -> tuple[Tensor, int]:
-        """The vectors of all shares concatenated, and the offset of this rank's; lengths may differ."""
+        """Concatenate the vectors `own` of all shares, whose lengths may differ; returns the result and the offset of
+        this rank's vector."""
         return own, 0
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Gather a sharded tensor; others are returned unchanged."""
+        """Gather a sharded tensor on every rank; a tensor that is not sharded is returned unchanged."""
         return tensor
 
     def copy_to_cpu(self, tensor: Tensor) -> Tensor:
@@ -81,24 +85,25 @@ class Ranks:
         return tensor.to("cpu", copy=True)
 
     def zeros_on_host(self, tensor: Tensor) -> Tensor:
-        """Zeros for this rank's shard in host memory, sharded as `tensor`; page-locked beside a GPU."""
+        """Zeros in host memory with the shape and sharding of `tensor`; page-locked if `tensor` is on a GPU."""
         return zeros_on_host(tensor)
 
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's numbers, by the second group."""
+        """Rank 0's numbers, on every rank. Uses the second group."""
         return list(numbers)
 
     def all_reduce_number(self, number: int) -> int:
-        """Sum over the ranks, by the second group."""
+        """The sum of `number` over the ranks. Uses the second group."""
         return number
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The whole of a tensor sharded on the CPU, on rank 0, by the second group; other ranks get their shard
-        back."""
+        """Gather on rank 0 a tensor that is sharded on the CPU; other ranks get `tensor` back. Uses the second
+        group."""
         return tensor
 
     def scatter(self, whole: Tensor | None, tensor: Tensor) -> None:
-        """Fill each rank's shard of `tensor` from rank 0's `whole`; the reverse of `gather`."""
+        """Fill each rank's shard of `tensor` from rank 0's full tensor `whole` (None on other ranks); the inverse of
+        `gather`."""
         assert whole is not None, "one process has everything"
         tensor.copy_(whole)
 
@@ -107,11 +112,12 @@ ALONE = Ranks()
 
 
 class ShardedRanks(Ranks):
-    """The ranks of torch's default process group."""
+    """`Ranks` of several processes: collectives of torch's default process group and of groups made from it."""
 
     def __init__(self, device: str, config: TrainerConfig | None = None, beside: str = "gloo") -> None:
-        """`device`: where the parameters are, "cpu" or "cuda"; `config`: the dtypes of gathers and sums, by default
-        float32, and what ranks divide; `beside`: backend of the second group. The process group must exist."""
+        """Creates process groups; torch's default group must exist. `device`: where the parameters are, "cpu" or
+        "cuda". `config`: dtypes of gathers and sums, and the divisions of tokens and matrices; None: float32, no
+        divisions. `beside`: backend of the second group."""
         config = config or TrainerConfig()
         self.device, self._each = device, config.reduce_every == "micro_batch"
         self._numbers = MixedPrecisionPolicy(
@@ -182,7 +188,7 @@ class ShardedRanks(Ranks):
         return self._on_host(zeros_on_host(own_part(tensor)), tensor)
 
     def _on_host(self, part: Tensor, tensor: Tensor) -> Tensor:
-        """A tensor of the same sharding as `tensor`, whose own part is this one in host memory."""
+        """A tensor with the shape and sharding of `tensor`, whose shard on this rank is `part`, in host memory."""
         if not isinstance(tensor, DTensor):
             return part
         mesh, shape, stride = self._second_meshes[tensor.device_mesh.ndim], tensor.shape, tensor.stride()
@@ -229,12 +235,13 @@ class ShardedRanks(Ranks):
 
 
 def zeros_on_host(like: Tensor) -> Tensor:
-    """Zeros in host memory, page-locked if `like` is on a GPU."""
+    """Zeros in host memory with the shape and dtype of `like`, page-locked if `like` is on a GPU."""
     return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 def _own_group(groups: Tensor, backend: str | None = None) -> ProcessGroup:
-    """Make a process group of each row, on all ranks alike; returns this rank's."""
+    """Create a process group for each row of ranks; returns the group of this rank. All ranks must call it with the
+    same rows."""
     own, rank = None, distributed.get_rank()
     for row in groups.tolist():
         made = distributed.new_group(row, backend=backend)
@@ -244,6 +251,6 @@ def _own_group(groups: Tensor, backend: str | None = None) -> ProcessGroup:
 
 
 def _grid_mesh(grid: Tensor, device: str, backend: str | None) -> DeviceMesh:
-    """[FSDP, tensor] with groups of its own."""
+    """Create the process groups of the rows and columns of `grid` (ranks, [FSDP, tensor]); returns a mesh of them."""
     groups = [_own_group(grid.T, backend), _own_group(grid, backend)]
     return DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=(_SHARDED, _TENSOR))

@@ -1,4 +1,4 @@
-"""Rendezvous of ranks: rank 0's store, then torch's process group."""
+"""Rendezvous of ranks: connect to rank 0's TCPStore, then form torch's process group."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from stretto.trainer.parallel.ranks import ShardedRanks
 
 LOOPBACK = "127.0.0.1"
 
-#: Seconds of a collective. Rank 0 notices a dead or hanging rank much earlier, by its exit or its heartbeat.
+#: Timeout of a collective, in seconds. Rank 0 notices a dead or hanging rank much earlier, by its exit or heartbeat.
 PATIENCE = 1800.0
 
 
 def open_store(count: int) -> TCPStore:
-    """Rank 0's store, on a free loopback port; it trusts every process that reaches it."""
+    """Open rank 0's TCPStore for `count` ranks on a free loopback port. Any process that can connect may use it."""
     server = socket.create_server((LOOPBACK, 0))
     port = server.getsockname()[1]
     return TCPStore(LOOPBACK, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
 def reach_store(port: int, count: int) -> TCPStore:
-    """Connect another rank to the store, at a port of its own loopback interface."""
+    """Connect another rank to rank 0's store, through `port` of the rank's own loopback interface."""
     return TCPStore(LOOPBACK, port, count, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
 
 
@@ -43,17 +43,18 @@ def join(
     seconds: float = PATIENCE,
     config: TrainerConfig | None = None,
 ) -> ShardedRanks:
-    """Join the process group as `rank`.
+    """Join torch's process group as `rank` of `count`; waits for the other ranks. Sets the process's GPU and network
+    interface.
 
     Args:
         device: "cpu", "cuda" or "auto".
         here: address of this machine that other ranks can reach.
         gpu: index of the rank's GPU on its machine.
         seconds: timeout of a collective.
-        config: dtypes of gathers and sums; None: float32.
+        config: as for `ShardedRanks`.
 
     Raises:
-        RecipeError: gloo or NCCL finds no network interface to the others.
+        RecipeError: gloo or NCCL finds no network interface to the other ranks.
     """
     kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
     if kind == "cuda":
@@ -75,7 +76,7 @@ def join(
 
 
 def _no_way(told: str, rank: int) -> Problem | None:
-    """The mistake behind an error of gloo or NCCL, if it is about network interfaces."""
+    """The user's mistake behind the error text `told` of gloo or NCCL, if it is about network interfaces; else None."""
     if "interface" not in told and "Unable to find address" not in told:
         return None
     key = "NCCL_SOCKET_IFNAME" if "NCCL" in told else "GLOO_SOCKET_IFNAME"

@@ -1,4 +1,4 @@
-"""Sharding of a model that is trained, evaluated or both, and the filling of one without memory."""
+"""Sharding of a model over ranks; a model on the meta device is filled afterwards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from stretto.trainer.parallel.tensor import divide_matrices, refuse_undividable
 
 
 def shard(root: nn.Module, model: PreTrainedModel, ranks: Ranks, exact: Iterable[nn.Module] = ()) -> None:
-    """Share `root`, a module around `model`, out to the ranks. A model without memory is then filled: each rank reads
-    its part from the model's folder.
+    """Shard the parameters of `root`, a module that contains `model`, over the ranks. A model on the meta device is
+    then filled: each rank reads its shard from the model's folder.
 
-    `exact`: parts of `root` that compute in float32, whatever the ranks compute in.
+    `exact`: submodules of `root` that compute in float32, whatever the dtype of the other modules.
 
     Raises:
-        RecipeError: the ranks cannot divide its matrices, or exchange its heads for tokens.
+        RecipeError: the ranks cannot divide the model's matrices, or its heads.
         ModelFolderError: the folder lacks a weight, or holds numbers that are not finite.
     """
     refuse_undividable(model, ranks.tensor.size() if ranks.tensor else 1, ranks.context.size() if ranks.context else 1)
@@ -35,7 +35,8 @@ def shard(root: nn.Module, model: PreTrainedModel, ranks: Ranks, exact: Iterable
 
 
 def by_mesh(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The parameters in groups that torch computes in one call: those of the same ranks."""
+    """Group parameters by the number of dimensions of their device mesh (0 if not sharded). torch can process only
+    parameters of one group in one call."""
     groups: dict[int, list[Tensor]] = {}
     for one in parameters:
         groups.setdefault(one.device_mesh.ndim if isinstance(one, DTensor) else 0, []).append(one)
@@ -44,7 +45,8 @@ def by_mesh(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 @torch.no_grad()
 def clip(parameters: Sequence[Tensor], most: float) -> float:
-    """Clip the gradients by their norm over all parameters and ranks; returns the norm before."""
+    """Clip the gradients of `parameters` in place to a global norm of at most `most`, over all parameters and ranks;
+    returns the norm before clipping."""
     groups = by_mesh(parameters)
     if len(groups) == 1:
         return float(_whole(nn.utils.clip_grad_norm_(parameters, most)))

@@ -2,8 +2,9 @@
 
     x ─► q, k, v, gate, up: rows of W (outputs)  ─► heads, neurons of this rank ─► o, down: columns of W ─► sum ─► y
 
-The plan of the model's own config (transformers) says how each module is divided, torch's `parallelize_module` divides
-it. Embedding, output matrix and most norms are whole on every such rank, and computed alike.
+The tensor-parallel plan of the model's config (transformers) says how each module is divided, and torch's
+`parallelize_module` divides it. Embedding, output matrix and most norms are not divided: every such rank has them in
+full and computes the same.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from stretto.core.errors import Problem, RecipeError
 from stretto.model.kernels.matmul import OneDnnLinear
 from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers
 
-#: transformers' words, as torch's styles.
+#: torch's parallel style for each name in a plan of transformers.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # A norm of each head alone: any axis but the last may be called the divided one.
+    # A norm over each head: any axis except the last may be declared as the divided axis.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 _OUTPUTS, _INPUTS = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
@@ -44,7 +45,8 @@ _TENSOR, _CONTEXT = "trainer.tensor_parallel", "trainer.context_parallel"
 
 
 def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Divide the layers of `model`, which each rank of `mesh` has whole or without memory, as its config plans."""
+    """Divide the layers of `model` in place over the ranks of `mesh`, by the plan of its config. Each rank must hold
+    the full model, or the model on the meta device."""
     adapted = {id(layer): layer for layer in adapted_layers(model).values()}
     alike = defaultdict[str, list[nn.Module]](list)
     for name, style in list(_planned(model)):
@@ -67,12 +69,12 @@ def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 class _SharedInput:
-    """One DTensor for modules that are called with the same tensor (query, key and value; gate and up): its gradient is
-    summed over the ranks once, and not for each of them."""
+    """Forward pre-hook that passes one shared DTensor to modules called with the same tensor (query, key and value;
+    gate and up). So its gradient is summed over the ranks once instead of once per module."""
 
     def __init__(self, mesh: DeviceMesh, modules: int) -> None:
         self._mesh, self._modules = mesh, modules
-        self._last: tuple[Tensor, DTensor, int] | None = None  # an input, as a DTensor, and by how many it was taken
+        self._last: tuple[Tensor, DTensor, int] | None = None  # input, input as DTensor, number of modules that took it
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         given, *others = inputs
@@ -84,10 +86,11 @@ class _SharedInput:
 
 
 def refuse_undividable(model: PreTrainedModel, tensor: int, context: int) -> None:
-    """Check that ranks can divide the matrices of a model, and exchange its heads for tokens.
+    """Check that `tensor` ranks can divide the matrices of a model, and `context` ranks its heads.
 
     Raises:
-        RecipeError: its config plans nothing, or what is not served; or numbers do not divide, with those that do.
+        RecipeError: the model's config has no tensor-parallel plan, or a plan with a style that is not supported; or
+            a size is not divisible. The error names the numbers of ranks that are possible.
     """
     if problems := [*_tensor_problems(model, tensor), *_context_problems(model, tensor, context)]:
         raise RecipeError(problems)
@@ -118,7 +121,8 @@ def _context_problems(model: PreTrainedModel, tensor: int, context: int) -> Iter
 
 
 def _undivided(place: str, count: int, sizes: dict[str, int], local: int = 1) -> Iterator[Problem]:
-    """Yield a problem if `count` does not divide one of the sizes."""
+    """Yield a problem at `place` if `count` does not divide one of the named `sizes`, with the numbers that divide all.
+    `local`: number of ranks over which the sizes were divided before."""
     if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % count or not size]:
         whole = math.gcd(*sizes.values())
         fits = [str(number) for number in range(1, whole + 1) if whole % number == 0] or ["1"]
@@ -134,7 +138,7 @@ def _heads(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
 
 
 def _divides_heads(model: PreTrainedModel) -> bool:
-    """Whether the attention of a rank has its own heads alone."""
+    """Whether the plan divides attention, so that each rank computes only some heads."""
     return any(style == "colwise" and ".self_attn." in name for name, style in _planned(model))
 
 

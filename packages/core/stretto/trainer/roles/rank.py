@@ -1,4 +1,5 @@
-"""Ranks 1, 2, ... of the trainer: ``python -m stretto.trainer.roles.rank SPEC``. They do what rank 0 does.
+"""Process of rank 1, 2, ... of the trainer: ``python -m stretto.trainer.roles.rank SPEC``. It carries out the same
+orders as rank 0.
 
 A rank, on any machine, needs only its spec and, in the environment variable `RANK_KEY`, the key for joining rank 0.
 """
@@ -42,8 +43,8 @@ _RANK_0 = "rank 0"
 
 
 class RankOrders:
-    """The connection to rank 0, in a thread, so that a rank waiting in a collective notices the loss of rank 0 and
-    ends."""
+    """The connection to rank 0, over which orders come. It is read in a thread, so that a rank that waits in a
+    collective notices the loss of rank 0. Then the process is ended."""
 
     def __init__(self, spec: RankSpec, key: str) -> None:
         self._spec, self._key = spec, key
@@ -53,27 +54,27 @@ class RankOrders:
         self._stopping = False
 
     def join(self) -> str:
-        """Join rank 0; returns the address of this machine for the other ranks.
+        """Start the thread and join rank 0; returns the address of this machine for the other ranks.
 
         Raises:
-            MachineLost, HandshakeBroken: rank 0 cannot be reached, or goes away.
+            MachineLost, HandshakeBroken: rank 0 cannot be reached, or has closed the connection.
             HandshakeRefused: the key or the certificate is of another trainer, or rank 0 refuses this rank.
-            DeadlineExceeded: that took too long.
+            DeadlineExceeded: rank 0 did not reply in time.
         """
         threading.Thread(target=asyncio.run, args=(self._listen(),), name="orders", daemon=True).start()
         wire, _ = self._joined.result()
         return wire.local_host
 
     def store_port(self, start: RankStart) -> int:
-        """Loopback port at which torch's store is reached from this machine."""
+        """Loopback port of this machine at which torch's store can be reached."""
         return self._way_to_store or start.store
 
     def receive(self) -> ToRank:
-        """The next message. No timeout: this process ends together with rank 0."""
+        """Wait for the next order. There is no timeout: this process ends together with rank 0."""
         return self._orders.get()
 
     def send(self, words: Failed) -> None:
-        """Tell rank 0 why this rank ends.
+        """Send rank 0 the reason why this rank ends.
 
         Raises:
             ConductorGone: rank 0 is gone.
@@ -105,7 +106,7 @@ class RankOrders:
             os._exit(EXIT_CODE)  # the main thread may hang in a collective
 
     async def _reach(self, introduction: RankIntroduction) -> Stream:
-        """An admitted connection to rank 0."""
+        """Open a connection to rank 0 and complete the handshake."""
         spec = self._spec
         reader, writer = await connect(f"{spec.host}:{spec.port}", client_context(spec.tls))
         ours = msgspec.msgpack.encode(introduction)
@@ -113,7 +114,7 @@ class RankOrders:
         return reader, writer
 
     async def _lead_to_store(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward a connection from torch to rank 0's store."""
+        """Forward a connection from torch, on this machine, to rank 0's store."""
         try:
             far = await self._reach(RankIntroduction(rank=self._spec.rank, to_store=True))
         except (StrettoError, OSError) as error:  # torch says that its connection was lost; this is why
@@ -128,7 +129,7 @@ class RankOrders:
 
 
 def follow(spec: RankSpec, orders: RankOrders) -> None:
-    """Join rank 0 and carry out its orders until `Stop`, without replies."""
+    """Join rank 0, form the process group, and carry out rank 0's orders until `Stop`. Results are not sent."""
     here = orders.join()
     start = orders.receive()
     assert isinstance(start, RankStart), start
@@ -148,8 +149,8 @@ def follow(spec: RankSpec, orders: RankOrders) -> None:
 
 
 def _as_here(trainer: TrainerSpec, spec: RankSpec) -> TrainerSpec:
-    """Rank 0's spec with this machine's folders. Another machine does not have the run's choice of kernels, and its GPU
-    is not shared with roles of rank 0's machine."""
+    """Rank 0's spec with the folders of this machine. A machine other than rank 0's does not have the run's choice of
+    kernels, and its GPU is not shared with other roles."""
     if spec.model is None:
         return trainer
     algorithm = AlgorithmConfig.model_validate_json(trainer.algorithm)
@@ -163,14 +164,14 @@ def _as_here(trainer: TrainerSpec, spec: RankSpec) -> TrainerSpec:
 
 
 def _tell(orders: RankOrders, message: Notice) -> None:
-    """Report a failed checkpoint to rank 0, which waits in a collective, and end."""
+    """If `message` is a failed checkpoint, report it to rank 0, which waits in a collective, and end this process."""
     if isinstance(message, CheckpointFailed):
         orders.send(Failed(problem=message.problem, exit_code=message.exit_code))
         os._exit(EXIT_CODE)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the role; see `processes.run_role`."""
+    """Run the process of a rank; returns its exit code (`processes.run_role`). `arguments`: a `RankSpec` as JSON."""
     spec = msgspec.json.decode(arguments[0], type=RankSpec)
     key = os.environ.pop(RANK_KEY, "")
     begin_role()

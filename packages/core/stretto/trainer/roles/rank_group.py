@@ -1,16 +1,17 @@
-"""Ranks 1 .. N-1 of a trainer, seen from rank 0: processes that join it, get its orders, and are watched.
+"""Rank 0's management of ranks 1 .. N-1: they join rank 0, get its orders, and are watched.
 
     conductor ──orders──► rank 0 ──the same orders──► rank 1 .. N-1
         ▲                   │                             │ die, hang, go silent, or report an error
         └──── RankLost ─────┴──── a watching thread ◄─────┘
 
-Every rank joins at an address of rank 0 and proves a key made for this trainer (`processes.handshake`), inside TLS if
-the run has it. torch's store has no key, so it listens on loopback only; ranks on other machines reach it through such
-connections. Rank 0 starts the ranks of its own machine, the conductor has the others started.
+Every rank connects to an address of rank 0 and proves that it has a key made for this trainer (`processes.handshake`),
+inside TLS if the run uses TLS. torch's store has no key, so it listens on loopback only; ranks on other machines reach
+it through further connections of this kind. Rank 0 starts the ranks of its own machine; the conductor has the others
+started.
 
-A dead rank makes collectives fail or hang. Either way rank 0 ends and names the lost rank; the kernel ends the ranks of
-its machine (`processes.heartbeat`), those of other machines end with their connection, and the conductor replaces the
-trainer as a whole.
+A dead rank makes collectives fail or hang. In both cases rank 0 reports the lost rank and ends. The kernel then ends
+the ranks of rank 0's machine (`processes.heartbeat`), and ranks on other machines end when their connection closes. The
+conductor replaces the trainer as a whole.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _FAILED = msgspec.msgpack.Decoder(Failed)
 
 
 class RankIntroduction(Record, frozen=True):
-    """A joining rank and its stretto version. `to_store`: this is a further connection, to torch's store."""
+    """Introduction of a joining rank: its number and its stretto version. `to_store`: this is a further connection of
+    the rank, to be forwarded to torch's store."""
 
     rank: int
     version: str = __version__
@@ -68,7 +70,7 @@ class RankGroup:
     """The other ranks, managed by rank 0; empty for a single process."""
 
     def __init__(self, spec: TrainerSpec, spawner: Spawner = FRESH) -> None:
-        """`spawner` starts the ranks of this machine."""
+        """`spec`: spec of rank 0; `spawner` starts the ranks of this machine."""
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._key, self._spawner = spec, new_key(), spawner
         self._reception = Reception(self._key, server_context(spec.tls))
@@ -82,11 +84,12 @@ class RankGroup:
         self._loop: Future[asyncio.AbstractEventLoop] = Future()  # event loop of the watching thread
 
     def start(self, tell: Callable[[RanksAwaited | RankLost | Failed], None]) -> Ranks:
-        """Start, watch and join the other ranks. `tell` sends messages to the conductor from a thread: ranks to start
-        elsewhere, and a lost rank.
+        """Start the other ranks, watch them in a thread, and form the process group with them. `tell` sends messages to
+        the conductor, and is called in that thread: a request for ranks on other machines, and the loss of a rank.
+        After a loss the process is ended.
 
         Raises:
-            OSError: this machine does not have the address at which ranks should join.
+            OSError: the address at which ranks should join is not an address of this machine.
         """
         if not self._ranks:
             return ALONE
@@ -100,7 +103,7 @@ class RankGroup:
         """Send the other ranks the order that rank 0 is about to carry out.
 
         Raises:
-            ConnectionError: a rank is gone.
+            ConnectionError: the connection to a rank is closed.
         """
         self._ending = isinstance(order, Stop)
         if self._ranks:
@@ -111,7 +114,8 @@ class RankGroup:
         await asyncio.gather(*(wire.send_frame(whole) for wire in wires))
 
     def explain(self, error: Exception) -> RankLost | Failed | None:
-        """The loss of another rank that caused rank 0's `error`; None if all ranks fail alike, or rank 0 alone."""
+        """The loss of another rank that caused `error` in rank 0; None if all ranks failed with this error, or only
+        rank 0. Waits up to two seconds for the loss to be noticed."""
         try:
             loss = self._loss.result(_NOTICE_SECONDS if self._ranks else 0.0)
         except TimeoutError:
@@ -133,7 +137,7 @@ class RankGroup:
             ]
             (end, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         error = end.exception()  # any error: unless it is reported, rank 0 hangs in a collective
-        loss = end.result() if error is None else RankLost(how=f"lost {end.get_name()}, unwatched: {error!r}")
+        loss = end.result() if error is None else RankLost(how=f"lost {end.get_name()}, whose watch failed: {error!r}")
         self._loss.set_result(loss)
         await asyncio.sleep(_STUCK_SECONDS)
         if not self._ending:
@@ -141,7 +145,7 @@ class RankGroup:
             os._exit(EXIT_CODE)  # the main thread hangs in a collective
 
     async def _admit(self, store: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Admit a rank, or log who was refused."""
+        """Admit a connecting rank, or refuse and log it."""
         self._reception.comes(writer)
         peer = f"a rank at {writer.get_extra_info('peername')[0]}"
         try:
@@ -153,12 +157,13 @@ class RankGroup:
             self._joined[who.rank].set_result(wire)
             await wire.send_all(RankStart(store=store, trainer=msgspec.json.encode(self._spec).decode()))
         except (HandshakeRefused, DeadlineExceeded, OSError, asyncio.InvalidStateError) as error:
-            print(f"not joined: {error}", file=sys.stderr)  # the last of them: two came as one rank at the same time
+            print(f"not joined: {error}", file=sys.stderr)  # InvalidStateError: two joined as the same rank at once
             self._refused.append(str(error))
             writer.close()
 
     def _unwanted(self, introduction: bytes) -> str:
-        """Why a process with the right key is refused; "" if it is admitted."""
+        """Text of the reason why a rank with the right key is refused; "" if it is admitted. `introduction`: an encoded
+        `RankIntroduction`."""
         who = _INTRODUCTION.decode(introduction)
         if who.version != __version__:
             return f"{_name(who.rank)} is of stretto {who.version}, and rank 0 of stretto {__version__}"
@@ -196,7 +201,7 @@ class RankGroup:
         return RankLost(how=f"lost {_name(rank)}, which {how}")
 
     async def _listened(self, rank: int) -> RankLost | Failed:
-        """The last message of a rank, or how its connection ended."""
+        """Wait until the connection to a rank ends; returns the error that the rank sent, or else its loss."""
         wire = await self._joined[rank]
         words: list[Failed] = []
         how = await wire.listen(words.append, self._spec.hung)
@@ -211,7 +216,7 @@ def _name(rank: int) -> str:
 
 
 def _resolved(host: str) -> str:
-    """The numeric address of a host; loopback for ""."""
+    """The IP address of a host name or address; loopback for ""."""
     if not host:
         return LOOPBACK
     (_, _, _, _, address), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -1,6 +1,6 @@
-"""The process of supervised learning: ``python -m stretto.trainer.roles.supervised SPEC``.
+"""Process of supervised learning: ``python -m stretto.trainer.roles.supervised SPEC``.
 
-It trains on demonstrations (the warm start, `stretto sft`) or preferences (`stretto dpo`).
+It trains on demonstrations (the warm start, `stretto sft`) or on preferences (`stretto dpo`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NO_ORDERS: msgspec.msgpack.Decoder[Stop] = msgspec.msgpack.Decoder(Stop)
 
 
 class ProgressSender:
-    """Sends progress to the conductor twice a second."""
+    """Sends progress to the conductor at most twice a second, and after the last step."""
 
     def __init__(self, channel: RoleEnd[Stop]) -> None:
         self._channel = channel
@@ -58,10 +58,10 @@ class ProgressSender:
 
 
 def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
-    """Load the model, train it, save it.
+    """Load the model of `spec.model`, train it on `spec.examples`, save it to `spec.out`, and send `SupervisedDone`.
 
     Raises:
-        OutOfMemory: its device has no room.
+        OutOfMemory: the device has no memory left.
     """
     with memory_named(f"the {spec.role}", spec.gpus, 0, "while it trained on its examples"):
         _learn(spec, channel)
@@ -92,7 +92,7 @@ def _load(folder: str, config: OptimizerConfig) -> PreTrainedModel:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the role; see `processes.run_role`."""
+    """Run the process; returns its exit code (`processes.run_role`). `arguments`: a `SupervisedSpec` as JSON."""
     spec = msgspec.json.decode(arguments[0], type=SupervisedSpec)
     begin_role()
     torch.set_num_threads(spec.threads)

@@ -1,4 +1,4 @@
-"""Writes token files (`store.series.tokens`) in the trainer's process, beside training."""
+"""Writes token files (`store.series.tokens`) in a thread of the trainer's process while training continues."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _PATIENCE_SECONDS = 10.0
 
 
 class TokenWriter:
-    """Writes each step in a thread, one at a time. A failed or late write is only logged; it does not end training."""
+    """Token sink that writes the results of each step in a thread, one step at a time. A failed write is logged, and
+    a step is left out, with a log line, while an earlier write hangs. Training continues in both cases."""
 
     def __init__(self, spec: TokensSpec, rank: int, patience: float = _PATIENCE_SECONDS) -> None:
-        """Only rank 0 writes, since it is on the run folder's machine. `patience`: seconds to wait for a hanging
-        disk."""
+        """`rank`: number of this rank; only rank 0 writes, since it runs on the run folder's machine. `patience`:
+        longest wait for an earlier write, in seconds."""
         self._patience = patience
         self._config = TokensConfig.model_validate_json(spec.config)
         self._files = TokenFiles(Path(spec.folder), self._config.tokens_gib) if rank == 0 else None
@@ -40,7 +41,7 @@ class TokenWriter:
         self._writing.start()
 
     def finish(self) -> bool:
-        """Wait until everything is written; False if it is not."""
+        """Wait until the last step is written; False if it is not written within `patience`."""
         if self._writing.ident is not None:
             self._writing.join(0.0 if self._hangs else self._patience)
         self._hangs = self._writing.is_alive()

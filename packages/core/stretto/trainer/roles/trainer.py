@@ -1,6 +1,7 @@
-"""The trainer's process: ``python -m stretto.trainer.roles.trainer SPEC``, which carries out orders one by one.
+"""Process of the trainer: ``python -m stretto.trainer.roles.trainer SPEC``. It carries out the conductor's orders one
+by one.
 
-It is rank 0; other ranks are `stretto.trainer.roles.rank`.
+This process is rank 0; the other ranks run `stretto.trainer.roles.rank`.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ from stretto.trainer.trainer import Trainer
 from stretto.weights.mailbox import Publisher
 from stretto.weights.shared_memory import SharedMemoryPublisher
 
-#: What a trainer tells between its replies.
+#: Messages that a trainer sends without an order, between its replies.
 Notice = CheckpointSaved | CheckpointFailed | Published | Failed
 
 
 class TrainerRole:
-    """Carries out orders on one rank, each with a reply (`trainer.messages`)."""
+    """Carries out orders on one rank, and returns a reply to each (`trainer.messages`)."""
 
     def __init__(
         self,
@@ -81,9 +82,9 @@ class TrainerRole:
         gpu: int = 0,
         where: str = "",
     ) -> None:
-        """`tell` is called from the writing threads with the success or failure of each checkpoint and publication.
-        `gpu`: index of its GPU among the visible ones; `where`: words for its machine, if that is another than rank
-        0's."""
+        """Loads the models and the checkpoint of `spec`. `tell` is called in the writing threads with the success or
+        failure of each checkpoint and publication. `gpu`: index of the rank's GPU among the visible GPUs. `where`: text
+        that names the machine in errors, if it is not rank 0's."""
         self._gpu, self._where = gpu, where
         self._tell, self._writing, self._publishing = tell, threading.Thread(), threading.Thread()
         look_in(spec.path)
@@ -109,14 +110,14 @@ class TrainerRole:
         return memory_named(f"rank {self._ranks.rank}{self._where}", self._spec.gpus, self._gpu, doing)
 
     def _trained(self, config: TrainerConfig) -> PreTrainedModel:
-        """The initial policy, ready for training."""
+        """Load the initial policy for training, with adapters if the recipe has them."""
         model = self._load(Path(self._spec.model))
         if config.lora is not None:
             adapt(model, config.lora)
         return model
 
     def _load(self, folder: Path) -> PreTrainedModel:
-        """A model of this rank: the whole of it for one rank; without memory for several, until it is sharded."""
+        """Load a model. With several ranks it is on the meta device until it is sharded."""
         record, several = self._spec.kernels, self._ranks.count > 1
         if several:
             model = skeleton(folder, PACKED_ATTENTION)
@@ -128,15 +129,15 @@ class TrainerRole:
         return model
 
     def _reference(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> ReferencePolicy | None:
-        """The reference policy, from its own folder or the initial policy's; None if not needed, or if adapters can be
-        disabled instead."""
+        """Load the reference policy, from the recipe's folder or the initial policy's; None if the recipe has none, or
+        if the trained policy with adapters disabled takes its place."""
         if algorithm.reference is None or (algorithm.reference.path is None and config.lora is not None):
             return None
         folder = Path(algorithm.reference.path or self._spec.model)
         return ReferencePolicy(self._load(folder), config, self._spec.sampling, self._ranks)
 
     def _critic(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> Critic | None:
-        """A critic initialised from the policy; None if not needed."""
+        """Make a critic from a copy of the initial policy; None if the recipe has no critic."""
         if algorithm.critic is None:
             return None
         return Critic(self._trained(config), config, algorithm.critic, self._ranks)
@@ -146,7 +147,7 @@ class TrainerRole:
         return self._trainer.version
 
     def carry_out(self, order: Train | Publish | SaveCheckpoint | SavePolicy) -> FromTrainer:
-        """Carry out an order; all ranks must get the same."""
+        """Carry out an order and return the reply. All ranks must get the same orders in the same order."""
         match order:
             case Train():
                 with self._memory_named(f"in step {order.batch.step}"):
@@ -165,7 +166,8 @@ class TrainerRole:
                     return self._save_policy(order.folder)
 
     def _publish(self) -> None:
-        """Copy the version; a thread publishes the copy."""
+        """Start to copy the version, and start a thread that publishes the copy. Waits for the previous
+        publication."""
         if self._publishing.ident is not None:  # one version after the other
             self._publishing.join()
         with self._memory_named(f"while it copied version {self.version}"):
@@ -186,7 +188,8 @@ class TrainerRole:
             self._tell(told)
 
     def _copy(self, folder: str) -> Copied:
-        """Copy the state; a thread writes the copy."""
+        """Copy the training state, and start a thread that writes the copy to `folder`. Waits for the previous
+        checkpoint."""
         if self._writing.ident is not None:  # ranks write together, one checkpoint after the other
             self._writing.join()
         with self._memory_named("while it copied its state"):
@@ -218,20 +221,20 @@ class TrainerRole:
             start = Path(self._spec.model)
             dtype = saved_dtype(self._config.save_dtype, start)
             save_policy(model, start, Path(folder), parameters, write_adapters, dtype)
-        for _ in parameters:  # other ranks give their parts
+        for _ in parameters:  # other ranks take part in the gathers
             pass
         span = Span(role="trainer", name="checkpoint", start=began, end=time.monotonic(), version=self._trainer.version)
         return PolicySaved(folder=folder, span=span)
 
 
 def published_dtype(spec: TrainerSpec) -> torch.dtype | None:
-    """The dtype in which all ranks gather what is published; None: the parameters'."""
+    """The dtype in which all ranks gather published parameters; None: the parameters' own dtype."""
     return None if spec.published is None else getattr(torch, spec.published)
 
 
 def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> None:
-    """Carry out the conductor's orders, together with the other ranks, until `Stop` or until the conductor is gone.
-    `spawner` starts this machine's ranks."""
+    """Carry out the conductor's orders, which come over `channel`, together with the other ranks, until `Stop` or until
+    the conductor is gone. `spawner` starts the other ranks of this machine."""
     group = RankGroup(spec, spawner)
 
     def tell(message: Notice) -> None:
@@ -259,7 +262,7 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> No
 
 
 def main(arguments: list[str]) -> int:
-    """Run the role; see `processes.run_role`."""
+    """Run the process; returns its exit code (`processes.run_role`). `arguments`: a `TrainerSpec` as JSON."""
     spec = msgspec.json.decode(arguments[0], type=TrainerSpec)
     several = TrainerConfig.model_validate_json(spec.trainer).local_ranks > 1
     spawner = fork_here() if several else FRESH  # a rank need not import torch again

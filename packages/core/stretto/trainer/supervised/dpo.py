@@ -2,7 +2,8 @@
 
     loss = - log sigmoid( beta (log policy(chosen) / reference(chosen) - log policy(rejected) / reference(rejected)) )
 
-with log-probabilities of whole completions, averaged over the pairs of a batch, exact whatever the packing.
+The probabilities are those of whole completions. The loss is the mean over the pairs of a batch, and does not depend on
+how they are packed.
 
 Axes: N completion token, P pair.
 """
@@ -55,12 +56,13 @@ def prefer(
     seed: int,
     progress: Callable[[PreferenceProgress], None] = lambda _: None,
 ) -> None:
-    """Train `model` in place for `config.steps` steps; both models must be loaded with the packed attention.
+    """Train `model` in place for `config.steps` steps. Both models must be loaded with packed attention; `reference` is
+    not trained. `progress` is called after each step.
 
     Each pass over the pairs is in a new order that depends on `seed` alone.
 
     Raises:
-        ValueError: there is no pair, or one has an empty prompt or completion.
+        ValueError: there is no pair, or a pair has an empty prompt or completion.
         TrainingDiverged: too many steps in a row had gradients that are not finite.
     """
     if not pairs or not all(p.prompt_ids and p.chosen_ids and p.rejected_ids for p in pairs):
@@ -95,10 +97,11 @@ def _accumulate(
 
 
 def _packed(pairs: Sequence[Preference], device: torch.device) -> tuple[PackedTokens, Sequences]:
-    """Pack chosen, rejected, chosen, rejected, ...; the completions' tokens are wanted."""
+    """Pack the sequences of the pairs in the order chosen, rejected, chosen, rejected, ...; the completions' tokens are
+    scored. Also returns the assignment of these tokens to the sequences."""
     completions = [(p.prompt_ids, completion) for p in pairs for completion in (p.chosen_ids, p.rejected_ids)]
     wanted = [range(len(prompt), len(prompt) + len(completion)) for prompt, completion in completions]
-    # As in `minibatch.py`: away from CUDA the two completions share their prompt.
+    # As in `minibatch.py`: on the CPU the two completions share the computation of their prompt.
     prompts = None if device.type == "cuda" else [len(prompt) for prompt, _ in completions]
     packed = pack_tokens([prompt + completion for prompt, completion in completions], wanted, device, prompts)
     return packed, Sequences.of(torch.tensor([len(places) for places in wanted], dtype=torch.int64, device=device))

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: the warm start of a run, and `stretto sft`.
 
-The loss is the mean cross-entropy over the completion tokens of a batch, exact whatever the packing; prompts are
-context.
+The loss is the mean cross-entropy over the completion tokens of a batch, and does not depend on how they are packed.
+Prompts are context, not in the loss.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def fine_tune(
     seed: int,
     progress: Callable[[FineTuningProgress], None] = lambda _: None,
 ) -> None:
-    """Train the model in place for `config.steps` steps; `model` must be loaded with the packed attention.
+    """Train `model` in place for `config.steps` steps. It must be loaded with packed attention. `progress` is called
+    after each step.
 
     Each pass over the demonstrations is in a new order that depends on `seed` alone.
 
     Raises:
-        ValueError: there is no demonstration, or one has an empty prompt or completion.
+        ValueError: there is no demonstration, or a demonstration has an empty prompt or completion.
         TrainingDiverged: too many steps in a row had gradients that are not finite.
     """
     if not all(d.prompt_ids and d.completion_ids for d in demonstrations) or not demonstrations:
@@ -80,7 +81,8 @@ def _accumulate(learner: Learner, batch: Sequence[Demonstration], config: Superv
 
 
 def drawn(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Endless batches of indices: each pass is in a new order; a batch may span two passes."""
+    """Yield batches of `batch_size` indices below `count` without end. Each pass over the indices is in a new random
+    order; a batch may span two passes."""
     ahead: list[int] = []
     epoch = 0
     while True:

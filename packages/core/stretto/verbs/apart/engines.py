@@ -1,4 +1,4 @@
-"""Engines in processes of their own behind `stretto.Engine`: native ones, or servers of vLLM and SGLang."""
+"""Engines in processes of their own, as `stretto.Engine` uses them: native ones, or servers of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _GRACE_SECONDS = 1.0
 
 
 class SourceApart:
-    """One engine or several, with the methods of `verbs.source.SourceHere`; one that dies is replaced, and what it had
-    begins anew."""
+    """One or several engines in processes of their own, with the methods of `verbs.source.SourceHere`. An engine that
+    dies is replaced, and its completions start again from their first token."""
 
     def __init__(self, model: Path, config: EngineConfig, deadlines: DeadlinesConfig) -> None:
-        """Start them; returns when they are ready.
+        """Start the engines; returns when all are ready. `model`: model folder.
 
         Raises:
-            RoleError: one of them has not come up; the message names its log.
+            RoleError: an engine did not start; the message names its log.
         """
         self._folder = socket_folder()
         self._name = self._folder.name.removeprefix("stretto-")
@@ -44,7 +44,7 @@ class SourceApart:
         specs = [self._spec(model.resolve(), config, number, deadlines) for number in range(config.count)]
         self._pool = EnginePool(specs, self._folder, deadlines, config.role, config.load_interval, kind=config.kind)
         self._in_flight = InFlight(self._pool, journal=None)
-        # Servers of other makes load whole policies and nothing else: what adapters are added to is kept for them.
+        # Servers of other makes load only whole policies: the base weights are kept, to add adapters to them.
         self._base = dict[str, Tensor]() if config.kind == "native" else _parameters(model)
         self._tasks: list[asyncio.Future[Any]] = []
         self._changing = asyncio.Lock()
@@ -130,5 +130,5 @@ class SourceApart:
 
 
 def _parameters(folder: Path) -> dict[str, Tensor]:
-    """The parameters of a model folder, by name."""
+    """Load the parameters of a model folder, by name."""
     return {name: parameter.detach() for name, parameter in load_policy(folder).named_parameters()}

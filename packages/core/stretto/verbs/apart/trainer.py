@@ -35,7 +35,7 @@ _GRACE_SECONDS = 1.0
 
 
 class TrainerApart:
-    """A `stretto.Trainer` in a process of its own, with the same methods and the same numbers, bit for bit.
+    """A `stretto.Trainer` in a process of its own. Methods and results are the same, bit for bit.
 
     Example::
 
@@ -45,13 +45,20 @@ class TrainerApart:
         stretto.Engine.load("model").update(trainer.weights())
         trainer.close()
 
-    A call returns when its result is there; calls of several threads wait for each other. One that is interrupted while
-    it waits is carried out over there all the same, but for `forward_backward`, whose gradient is taken back. A process
-    that was killed, or hangs, is told by `RoleDied`: make the trainer again, and `load` what it saved last.
+    Each call waits for its result; calls of several threads run one after the other. If a caller is interrupted while
+    it waits, the process still carries out the call; only the gradient of an interrupted `forward_backward` is undone.
+    If the process is killed or hangs, calls raise RoleDied: create a new trainer, and `load` the last checkpoint.
     """
 
     def __init__(self, model: Path, settings: Mapping[str, Any], threads: int, deadlines: DeadlinesConfig) -> None:
-        """`settings`: further arguments of `stretto.Trainer`."""
+        """Start the process and wait until its trainer is ready.
+
+        Args:
+            model: model folder.
+            settings: further arguments of `stretto.Trainer`.
+            threads: number of torch threads of the process.
+            deadlines: `start` and `hung` are used.
+        """
         self.tokenizer = load_tokenizer(model)
         self._folder = Path(tempfile.mkdtemp(prefix="stretto-trainer-"))
         self._log = self._folder / f"{_NAME}.txt"
@@ -59,7 +66,7 @@ class TrainerApart:
         self._near, self._far = multiprocessing.Pipe()
         self._calls, self._numbers = threading.Lock(), itertools.count()
         self._owed: int | None = None  # number of a call whose result has not been read
-        self._undo = False  # that call is `forward_backward`, of which nothing counts then
+        self._undo = False  # the last call is an unfinished `forward_backward`, whose gradient must be undone
         self._ended: StrettoError | None = None
         self._version = 0
         self._end = weakref.finalize(self, _end, self._process, self._near, self._folder)
@@ -79,12 +86,12 @@ class TrainerApart:
 
     @property
     def version(self) -> int:
-        """Of the policy after the last call."""
+        """Version of the policy after the last call."""
         return self._version
 
     @property
     def pids(self) -> list[int]:
-        """Process id, while it runs."""
+        """Process ids of the trainer; empty once it has ended."""
         return self._process.pids
 
     def forward(self, data: Data) -> Forward:
@@ -95,10 +102,10 @@ class TrainerApart:
     def forward_backward(
         self, data: Data, loss: Any = None, *, proximal: Forward | None = None, **algorithm: Any
     ) -> Forward:
-        """See `stretto.Trainer`; a loss that is a function is one at the top of a module.
+        """See `stretto.Trainer`. If the loss is a function, it must be defined at the top of a module.
 
         Raises:
-            RecipeError: the function cannot be imported by another process.
+            RecipeError: another process cannot import the function.
         """
         if callable(loss):
             _check_function(loss)
@@ -131,7 +138,7 @@ class TrainerApart:
         self._call("export", Path(folder).absolute(), adapters_only=adapters_only)
 
     def close(self) -> None:
-        """End the process, and let other trainers save where this one did."""
+        """End the process; this releases the locks of the folders that it has saved to."""
         self._ended = self._ended or StrettoError("the trainer is closed; make another one")
         if (ending := self._end()) is not None:
             ending.result(2 * _GRACE_SECONDS + 5)
@@ -143,7 +150,8 @@ class TrainerApart:
         self.close()
 
     def _call(self, method: str, *arguments: Any, seconds: float | None = None, **named: Any) -> Any:
-        """A method of the trainer there; waits at most `seconds`."""
+        """Call a method of the trainer in the process ("": create the trainer); returns its result or raises its error.
+        `seconds`: timeout; None: no timeout."""
         packed = _packed(method or "Trainer.apart", arguments, named)
         with self._calls:
             if self._ended is not None:
@@ -163,8 +171,8 @@ class TrainerApart:
         return value
 
     def _catch_up(self) -> None:
-        """Read the result of a call whose caller was interrupted, for which the process may wait, and take its gradient
-        back."""
+        """Finish a call whose caller was interrupted: read its result, and undo its gradient if it was
+        `forward_backward`."""
         if self._owed is not None:
             self._result(self._owed, None)
         if self._undo:
@@ -178,7 +186,7 @@ class TrainerApart:
         return number
 
     def _result(self, number: int, seconds: float | None) -> CallResult:
-        """That of a call; those of calls whose caller was interrupted are passed over."""
+        """Wait for the result of call `number`; results of earlier, interrupted calls are skipped."""
         while True:
             if not self._near.poll(seconds):
                 raise DeadlineExceeded("trainer", "its process to be ready", seconds or 0.0)
@@ -190,7 +198,8 @@ class TrainerApart:
 
     @contextmanager
     def _message(self) -> Iterator[None]:
-        """Refuse all further calls if the block is interrupted: the next message would begin inside this one."""
+        """Make all further calls raise if the block is interrupted in the middle of a message: the next message would
+        not be readable."""
         try:
             yield
         except (EOFError, OSError):
@@ -202,21 +211,23 @@ class TrainerApart:
 
 
 def _packed(method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> bytes:
-    """
+    """Pickle the arguments of a call.
+
     Raises:
-        RecipeError: something of it cannot be pickled; nothing was sent.
+        RecipeError: an argument cannot be pickled; nothing was sent.
     """
     try:
         return pickle.dumps((arguments, dict(named)), pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # whatever the class of a user's argument does when it is pickled
+    except Exception as error:  # pickling a user's object may raise anything
         told, remedy = f"cannot be sent to another process: {error}", "give numbers, texts, tensors, stretto's own data"
         raise RecipeError([Problem(f"{method}: an argument", told, remedy)]) from error
 
 
 def _check_function(loss: Any) -> None:
-    """
+    """Check that another process can import a loss function.
+
     Raises:
-        RecipeError: another process cannot import it.
+        RecipeError: it cannot.
     """
     try:
         pickle.dumps(loss)
@@ -231,7 +242,8 @@ def _check_function(loss: Any) -> None:
 
 
 def _end(process: RoleProcess, connection: Connection, folder: Path) -> Future[None]:
-    """End the process; not waited for, since the collector may call this in any thread."""
+    """Begin to end the process and to remove its folder; returns a future of the end. Does not wait, since the garbage
+    collector may call this in any thread."""
     connection.close()
     ending = background().start(process.stop(_GRACE_SECONDS))
     ending.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))

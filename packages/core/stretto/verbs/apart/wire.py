@@ -1,9 +1,10 @@
-"""Messages between a trainer in a process of its own and the one who calls it: pickled, since both are of one user and
-one program.
+"""Messages between a caller and a trainer in a process of its own. They are pickled: both processes belong to one user
+and one program, so they trust each other.
 
-    call 0: the arguments of the trainer ─► result 0 ─► call 1: a method of it ─► result 1 ─► ...
+    call 0: the arguments of the trainer ─► result 0 ─► call 1: a method of the trainer ─► result 1 ─► ...
 
-Arguments are pickled by themselves: those that the process cannot read are the error of their call.
+The arguments of a call are pickled separately, within the message: if the process cannot unpickle them, only this call
+fails.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import pickle
 from multiprocessing.connection import Connection
 from typing import Any
 
-#: A number, the name of a method, and its arguments (by place and by name), pickled.
+#: (number of the call, name of the method, pickled positional and keyword arguments).
 TrainerCall = tuple[int, str, bytes]
-#: In place of a method: the gradient is that of before the last call again.
+#: Name in place of a method: restore the gradient from before the last call.
 UNDO = "undo"
-#: The number of the call, the version of the policy after it, what it returned, and what it raised.
+#: (number of the call, version of the policy after it, returned value, raised error).
 CallResult = tuple[int, int, Any, Exception | None]
-#: Of the process: the descriptor of its connection, threads, folders in which modules of the user are looked for.
+#: Arguments of the process: (descriptor of its connection, number of threads, folders for `sys.path`).
 TrainerArguments = tuple[int, int, tuple[str, ...]]
 
 
 def send(connection: Connection, message: TrainerCall | CallResult) -> None:
-    """Write one.
+    """Write one message.
 
     Raises:
         OSError: the other side has ended.
@@ -32,7 +33,7 @@ def send(connection: Connection, message: TrainerCall | CallResult) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """Read one.
+    """Read one message.
 
     Raises:
         EOFError, OSError: the other side has ended.

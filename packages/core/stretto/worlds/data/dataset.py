@@ -41,7 +41,11 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
     )
 
     def questions(self, seed: int) -> Questions:
-        """The rows in file order, for any `seed`; the prompt stream shuffles."""
+        """Read all rows, in file order; `seed` is not used, since the prompt stream shuffles.
+
+        Raises:
+            DataError: a file cannot be read or has invalid rows, or there are not more rows than `held_out`.
+        """
         mistakes = Mistakes()
         with mistakes:
             rows = read_rows(Path(self.file), self)
@@ -59,7 +63,7 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
 
 
 def read_rows(path: Path, task: JsonlTask) -> list[Question]:
-    """All questions of a file.
+    """Read all questions of a JSONL file, with the columns that `task` names.
 
     Raises:
         DataError: the file is missing, empty or not text, or some of its rows are invalid.

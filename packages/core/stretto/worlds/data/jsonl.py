@@ -18,8 +18,8 @@ Read = TypeVar("Read")
 
 
 def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> list[Read]:
-    """Call ``read(object, line number, place)`` for each line that is not blank and return the results; `read` raises a
-    `mistake` for a bad row.
+    """Call ``read(object, line number, place)`` for each line that is not blank; returns the results. `place` is
+    "FILE:LINE", for messages. `read` raises a `mistake` (a DataError) for a bad row.
 
     Raises:
         DataError: the file is missing, empty or not text, or some of its rows are invalid.
@@ -28,7 +28,7 @@ def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> l
 
 
 def require(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> None:
-    """Raise a `mistake` that names each of the fields `names` that the row lacks."""
+    """Check that the row has all fields `names`; raises one `mistake` that names those missing."""
     if names and not row:
         raise mistake(place, f"no field {names[0]!r}", "the object is empty")
     if lacking := [name for name in names if name not in row]:
@@ -37,7 +37,7 @@ def require(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> None:
 
 
 def unseen(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) -> str:
-    """The row's id, taken from its field `name` and added to `seen` (ids already used, with the places of their rows).
+    """Return the row's id, which is in its field `name`, and add it to `seen` (places of rows by id).
 
     Raises:
         DataError: the id is neither text nor a whole number, or another row has it.
@@ -52,7 +52,7 @@ def unseen(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) 
 
 
 def text(value: object, place: str, largest: int = _LARGEST_TEXT) -> str:
-    """Check that `value` is a text that is not blank, of `largest` characters at most, and return it."""
+    """Return `value` if it is a text, not blank, of `largest` characters at most; otherwise raise a `mistake`."""
     if not isinstance(value, str) or not value.strip():
         raise mistake(place, shown(value), "a text is needed")
     if len(value) > largest:
@@ -63,7 +63,8 @@ def text(value: object, place: str, largest: int = _LARGEST_TEXT) -> str:
 
 
 def prompt(value: object, place: str) -> tuple[str, tuple[dict[str, str], ...]]:
-    """The text of a prompt, and its messages if the prompt is a chat."""
+    """Check a prompt, a text or a list of chat messages; returns its text, and its messages if it is a chat. The text
+    of a chat is the contents of its messages, joined by newlines. Raises a `mistake` for an invalid prompt."""
     if not isinstance(value, list):
         return text(value, place), ()
     if not value:
@@ -85,7 +86,7 @@ def _check_message(message: object, place: str) -> None:
 
 
 def shown(value: object) -> str:
-    """The value, quoted for a message."""
+    """Quote a value as JSON for an error message, cut to 60 characters."""
     quoted = json.dumps(value, ensure_ascii=True, default=repr)
     return quoted if len(quoted) <= 60 else quoted[:57] + "..."
 
@@ -94,7 +95,7 @@ def object_of(line: str, place: str) -> dict[str, Any]:
     """Parse one line as a JSON object.
 
     Raises:
-        DataError: the line is no valid JSON, no object, has a key twice, or a number of thousands of digits.
+        DataError: the line is not valid JSON, not an object, has a key twice, or a number of thousands of digits.
     """
     try:
         row = json.loads(line, parse_constant=_no_number, object_pairs_hook=once)

@@ -29,7 +29,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Fields:
-    """The names of the fields of a row."""
+    """Keys of a row that hold its prompt and its two completions."""
 
     prompt: str = "prompt"
     chosen: str = "chosen"
@@ -37,7 +37,7 @@ class Fields:
 
 
 def read_pairs(path: Path, fields: Fields) -> list[Pair]:
-    """All pairs of a file.
+    """Read all pairs of a JSONL file.
 
     Raises:
         DataError: the file is missing, empty or not text, or some of its rows are invalid.

@@ -1,4 +1,4 @@
-"""One row of a dataset becomes one question."""
+"""Conversion of a dataset's row to a question."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from stretto.worlds.data.task import Question
 
 @dataclass(frozen=True)
 class Columns:
-    """The keys of a row that hold id, prompt, answer and so on, and how the prompt is written.
+    """The keys of a row that hold id, prompt, answer and demonstration, and how its prompt is made.
 
-    `render`, if given, writes the prompt in place of the key `prompt`. `seen` has the ids of earlier rows, with their
-    places.
+    `render`, if given, makes the prompt from the row and its place, and the key `prompt` is not read. `as_chat`: the
+    tokenizer's chat template applies to plain texts too, if there is one. `seen`: places of earlier rows, by id.
     """
 
     prompt: str = "prompt"
@@ -34,10 +34,10 @@ class Columns:
 
 
 def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) -> Question:
-    """The question of a row.
+    """Convert a row to a question. `number`: its number in the dataset, for the question's id. `place`: for messages.
 
     Raises:
-        DataError: with each key that is missing, or whose value is invalid.
+        DataError: keys are missing or have invalid values; names each of them.
     """
     mistakes = Mistakes()
     text, messages, answer = "", tuple[dict[str, str], ...](), ""
@@ -76,7 +76,7 @@ def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) 
 
 
 def gold(answer: object, place: str) -> str:
-    """A gold answer, a text or a number, as text; raises a `mistake` for anything else."""
+    """Convert a gold answer, a text or a finite number, to text; raises a `mistake` for anything else."""
     if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
         answer = str(answer)
     return jsonl.text(answer, place, LARGEST_ROW)  # it may be the tests of a program

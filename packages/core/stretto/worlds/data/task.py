@@ -1,4 +1,4 @@
-"""Questions with their gold answers, and with demonstrations where there are some."""
+"""Questions with their gold answers and, for the warm start, demonstrations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Protocol
 class Question:
     """One prompt with its gold answer.
 
-    `messages`: the prompt as a chat, which the tokenizer's template renders in place of `text`; empty for a plain text.
-    `as_chat`: a chat that replaces `text` only if the tokenizer has a chat template. `template_arguments`: arguments of
-    that template. `place`: file and line of the row.
+    `messages`: the prompt as a chat, which the tokenizer's chat template renders in place of `text`; empty for a plain
+    text. `as_chat`: a chat that replaces `text` only if the tokenizer has a chat template. `template_arguments`:
+    arguments of the template. `place`: file and line of the row, for messages.
 
     Example: ``Question(id="17", text="3+8+5=", answer="16", demonstration="11+5=16")``
     """
@@ -33,9 +33,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """A task's questions; the held-out ones are never trained on, neither by demonstration nor by reward.
+    """A task's questions. Held-out questions are for evaluation only: neither the warm start nor the run trains on
+    them.
 
-    Demonstrations are made on first use: a resumed run needs none, and its start should not wait.
+    `demonstrate` is called at the first use of `demonstrations`, because a resumed run needs none.
     """
 
     training: Sequence[Question]
@@ -54,9 +55,9 @@ class Task(Protocol):
     """A validated section ``[task]`` of a recipe (Protocol)."""
 
     def questions(self, seed: int) -> Questions:
-        """All questions; equal for equal seeds.
+        """Read or generate all questions; equal for equal seeds.
 
         Raises:
-            DataError: every row that is invalid, with file and line.
+            DataError: rows are invalid; names each, with file and line.
         """
         ...

@@ -1,7 +1,8 @@
 """Tasks of the package reasoning-gym as a source: questions by name, with parameters or at a level of its curriculum.
 
-The gold answer of a question says how to make it again (task, parameters, seed, place) and what it reads like. The
-reward `reasoning_gym` makes it again in its worker and asks the task's own scorer, which needs more than a text.
+The task's own scorer needs the dataset entry of a question, not only a text. So a gold answer holds the task, its
+parameters, seed and index, and a digest of the question. From it the reward `reasoning_gym` generates the entry again
+in its worker, and calls the scorer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from stretto.core.records import derive_seed
 from stretto.worlds.data.task import Question
 from stretto.worlds.sources.optional import package
 
-_SEEDS = 2**31  # that the package's generators take
+_SEEDS = 2**31  # number of seeds that the package's generators accept
 _HELD_OUT_SEED = 1_000_003
 _INSTRUCTION = "Write the final answer between <answer> and </answer>."
 
@@ -53,7 +54,8 @@ class GymSource(BaseModel, extra="forbid", frozen=True):
         return self.name or self.task
 
     def questions(self, seed: int) -> tuple[list[Question], list[Question], list[str]]:
-        """Questions for training, held-out questions, and notes; the two sets are disjoint.
+        """Generate questions; returns those for training, the held-out ones, and notes for the user. The two lists are
+        disjoint: a drawn training question that is also held out is left out, and counted in a note.
 
         Raises:
             DataError: the package is missing, or has no such task, parameter or level.
@@ -77,7 +79,8 @@ class GymSource(BaseModel, extra="forbid", frozen=True):
         return f"reasoning-gym: {self.task}"
 
     def _settings(self) -> dict[str, Any]:
-        """Parameters of the task at the curriculum's level, overridden by those of the recipe."""
+        """Parameters of the task at the curriculum's level, if one is given, overridden by those of the recipe. Raises
+        DataError for an unknown task, level or parameter."""
         factory = package("reasoning_gym.factory", "reasoning", self._place)
         if self.task not in factory.DATASETS:
             raise DataError([Problem(self._place, "there is no such task", nearest(self.task, factory.DATASETS))])
@@ -112,7 +115,7 @@ class GymSource(BaseModel, extra="forbid", frozen=True):
         try:
             items = gym.create_dataset(self.task, size=count, seed=seed, **settings)
             entries: Sequence[Mapping[str, Any]] = [items[place] for place in range(count)]
-        # The generators are programs of the package's contributors; what they refuse is the parameters.
+        # The generators are programs of many authors; an exception means that they refuse the parameters.
         except Exception as error:
             found = f"cannot be made with {dict(settings)}: {type(error).__name__}: {error}"
             raise DataError([Problem(self._place, found, "choose other parameters")]) from None

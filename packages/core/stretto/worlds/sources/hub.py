@@ -1,7 +1,7 @@
 """Reachability of the Hugging Face hub.
 
-Its library retries for half a minute where there is no network. So the address is tried first, with a deadline; if
-nothing answers, the library is told to use its cache only.
+Without a network its library retries for half a minute. So the address is tried first, with a deadline; if nothing
+answers, the library is set to use its cache only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from stretto.worlds.sources.optional import package
 
 @contextmanager
 def reachable_or_cached(place: str) -> Iterator[str]:
-    """Within the block, make the Hugging Face libraries use their cache only if the hub does not reply; yields the
-    reason, or "" if it replies.
+    """Context manager: try to reach the hub, and if it does not reply, set the Hugging Face libraries to use only their
+    cache within the block. Yields why the hub cannot be used, or "" if it replies.
 
     Raises:
         DataError: the libraries are not installed.
@@ -39,7 +39,7 @@ def reachable_or_cached(place: str) -> Iterator[str]:
 
 
 def _fault(address: str) -> str:
-    """Why nothing answers at an address, or at its proxy; "" if something answers."""
+    """Why nothing answers at an address, or at the proxy that is set for it; "" if something answers."""
     parts = urlsplit(address)
     passed_by = proxy_bypass(parts.hostname or "")
     proxy = None if passed_by else getproxies().get(parts.scheme)

@@ -10,7 +10,7 @@ r"""Ready mappings: which columns of a public dataset are the prompt and the gol
     livecodebench  livecodebench/code_generation_lite                  code
     humaneval      openai_humaneval                                    code
 
-A mapped row keeps its other columns, which a reward of the user's own may take.
+A mapped row keeps its other columns, which a user's reward function may take as parameters.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _STARTER = "\n\nComplete this code:\n```python\n{}\n```"
 
 @dataclass(frozen=True)
 class Mapped:
-    """A mapping: how to get `prompt`, `answer` and possibly `demonstration` from a row.
+    """How to get `prompt`, `answer` and possibly `demonstration` from the rows of one dataset.
 
-    `reward`: the reward that reads these gold answers. `distinct`: the dataset repeats its rows, and each is taken
-    once. `continued`: the completion continues the prompt's text, so the prompt is no chat message.
+    `of`: called with a row and its place; returns a function for each of these keys, which makes its value. `reward`:
+    built-in reward for these gold answers. `distinct`: the dataset repeats its rows, and each is taken once.
+    `continued`: the completion continues the prompt's text, so the prompt is not a chat message.
     """
 
     of: Callable[[Values, str], Parts]
@@ -49,10 +50,10 @@ class Mapped:
 
 
 def mapped(name: str, row: Values, place: str) -> Values:
-    """A row of the dataset, extended by its prompt, answer and demonstration.
+    """Return a row with `prompt`, `answer` and possibly `demonstration` added by the mapping `name`.
 
     Raises:
-        DataError: the row does not have the dataset's shape; names each bad column.
+        DataError: the row lacks columns that the mapping needs, or their values are invalid; names each bad column.
     """
     values, mistakes = {**row}, Mistakes()
     for key, part in MAPPINGS[name].of(row, place).items():
@@ -117,7 +118,7 @@ def _dapo(row: Values, place: str) -> Parts:
 
 
 def _aime(row: Values, place: str) -> Parts:
-    """Copies of AIME differ in the capitals of their columns; answers are whole numbers from 0 to 999."""
+    """Column names differ in case between copies of AIME; answers are whole numbers from 0 to 999."""
 
     def final() -> str:
         answer = row[_either(row, ("answer", "Answer"), place)]
@@ -137,7 +138,7 @@ def _deepcoder(row: Values, place: str) -> Parts:
 
     def tests() -> str:
         whole = row["tests"] if isinstance(row["tests"], str) else json.dumps(row["tests"])
-        if isinstance(row.get("metadata"), Mapping) and row.get("starter_code"):  # the function's name: LiveCodeBench's
+        if isinstance(row.get("metadata"), Mapping) and row.get("starter_code"):  # as LiveCodeBench: names the function
             whole = json.dumps({"public_test_cases": whole, "metadata": row["metadata"]})
         return gold(whole, f"{place}: tests")
 
@@ -145,7 +146,8 @@ def _deepcoder(row: Values, place: str) -> Parts:
 
 
 def _livecodebench(row: Values, place: str) -> Parts:
-    """Tests stay packed: the reward `code` unpacks them without executing the pickle."""
+    """The gold answer holds the tests as they are, pickled or not; the reward `code` reads them without executing a
+    pickle."""
     require(row, ("question_content", "public_test_cases"), place)
     tests = {name: row[name] for name in ("public_test_cases", "private_test_cases", "metadata") if row.get(name)}
     return {"prompt": _with_starter(row, "question_content", place), "answer": partial(json.dumps, tests)}
@@ -196,7 +198,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _boxed(solution: str) -> str | None:
-    r"""Content of the last box, with balanced braces: ``\frac{1}{2}`` of ``\boxed{\frac{1}{2}}``."""
+    r"""Content of the last box, with balanced braces (``\frac{1}{2}`` of ``\boxed{\frac{1}{2}}``); None without one."""
     last = next(reversed(list(_boxes(solution))), None)
     return last.strip() or None if last is not None else None
 

@@ -1,4 +1,4 @@
-"""Rows of a dataset, wherever it is: JSONL and CSV are read here, all else by Hugging Face `datasets`.
+"""Readers of dataset rows: JSONL and CSV files are read here, everything else by Hugging Face `datasets`.
 
 rows.jsonl rows.jsonl.gz rows.csv rows.tsv       lines of a file, each with its number
 rows.parquet rows.arrow                          by `datasets`, a batch at a time
@@ -23,7 +23,7 @@ from stretto.worlds.data.jsonl import object_of
 from stretto.worlds.sources.hub import reachable_or_cached
 from stretto.worlds.sources.optional import package
 
-#: A row that is still to be parsed, with its place: a mistake in it is raised when it is called.
+#: Function that parses a row and returns its columns; it raises the DataError of an invalid row.
 Row = Callable[[], Mapping[str, Any]]
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 _LOCAL = f'a file of this machine: data = "rows.jsonl", allowed: {", ".join(FILES)}'
@@ -32,7 +32,8 @@ _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a dataset: path or hub name, configuration, split."""
+    """Location of a dataset: `data` is a path or a name on the hub, `subset` its configuration. `streaming`: read a hub
+    dataset without storing it."""
 
     data: str
     subset: str | None = None
@@ -53,7 +54,8 @@ def is_local(data: str, folder: Path) -> bool:
 
 
 def rows_of(place: Place) -> Iterator[tuple[str, Row]]:
-    """``(place, row)`` of each row, in the dataset's order.
+    """Iterate over the rows of a dataset, in its order: pairs of the row's place, for messages, and a function that
+    parses it.
 
     Raises:
         DataError: there is no such dataset, or it cannot be read.
@@ -82,7 +84,7 @@ def _parsed(line: str, place: str) -> Row:
 
 
 def _table(path: Path, comma: str) -> Iterator[tuple[str, Row]]:
-    """Rows of a CSV file, whose first line names the columns; a row with more or fewer of them is a mistake."""
+    """Rows of a CSV file, whose first line names the columns; a row with more or fewer fields is a mistake."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=comma, strict=True)
     try:
         names = next(reader, [])
@@ -106,7 +108,8 @@ def _record(names: list[str], values: list[str], place: str) -> Row:
 
 
 def _from_folder(place: Place) -> Iterator[tuple[str, Row]]:
-    """Rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, else of the files in it."""
+    """Rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote; for another folder, rows of the
+    files in it."""
     folder = Path(place.data)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         datasets = package("datasets", "data", place.data)
@@ -127,7 +130,7 @@ def _by_datasets(place: Place, name_or_format: str, /, **asked: Any) -> Iterator
 def _numbered(place: Place, rows: Any) -> Iterator[tuple[str, Row]]:
     found, number = iter(rows), 0
     while True:
-        row = _asked(place, lambda: next(found, None), f" behind row {number}")
+        row = _asked(place, lambda: next(found, None), f" after row {number}")
         if row is None:
             return
         number += 1
@@ -135,7 +138,7 @@ def _numbered(place: Place, rows: Any) -> Iterator[tuple[str, Row]]:
 
 
 def _from_hub(place: Place) -> Iterator[tuple[str, Row]]:
-    """Rows of a dataset of the hub; from the library's cache if the hub cannot be reached."""
+    """Rows of a hub dataset; if the hub cannot be reached, of its copy in the library's cache."""
     asked = {"name": place.subset, "split": place.split, "revision": place.revision, "streaming": place.streaming}
     with reachable_or_cached(place.data) as fault:
         try:
@@ -150,7 +153,7 @@ def _from_hub(place: Place) -> Iterator[tuple[str, Row]]:
 def _asked(place: Place, ask: Callable[[], Any], where: str = "") -> Any:
     try:
         return ask()
-    # The library, and those that it reads with, raise errors of many families; each is about what the user named.
+    # `datasets` and its readers raise many types; all concern the dataset that the user named.
     except Exception as error:
         words = " ".join(str(error).split())[:300]
         found = f"cannot be read{where}: {type(error).__name__}: {words}"

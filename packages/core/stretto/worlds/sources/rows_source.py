@@ -1,4 +1,4 @@
-"""Rows of a dataset as a source: which dataset, and what of its rows is the question and the gold answer."""
+"""Rows of a dataset as a source of questions: the dataset, and the columns with prompt and gold answer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ class RowsSource(BaseModel, extra="forbid", frozen=True):
         return self
 
     def questions(self, seed: int) -> tuple[list[Question], list[Question], list[str]]:
-        """Questions for training, held-out questions, and notes; the same for any `seed`.
+        """Read the questions; returns those for training, the held-out ones, and notes for the user (repeated rows that
+        were left out, say). `seed` is not used.
 
         Raises:
             DataError: the dataset cannot be read, or has bad rows; names each.
@@ -124,7 +125,8 @@ class RowsSource(BaseModel, extra="forbid", frozen=True):
 def _read(
     row: tuple[int, Any], place: str, mapping: str | None, columns: Columns, seen: set[int] | None
 ) -> Question | None:
-    """The question of a row; None if its digest is in `seen`: repeated rows are not held in memory a hundred times."""
+    """Convert a numbered row to a question; None if it repeats an earlier one. `seen`: digests of the earlier prompts
+    with their gold answers, to which this one's is added; None to keep repeated rows."""
     number, read = row
     values: Mapping[str, Any] = read()
     found = question(mapped(mapping, values, place) if mapping is not None else values, number, place, columns)

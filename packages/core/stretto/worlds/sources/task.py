@@ -1,4 +1,4 @@
-"""Section ``[task]``, ``kind = "dataset"``: prompts from one source or several, in shares by their weights."""
+"""Section ``[task]`` with ``kind = "dataset"``: questions from one or more sources, mixed by their weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stretto.worlds.sources.rows_source import RowsSource
 
 
 def _with_kind(value: Any) -> Any:
-    """Default: a source without `kind` is one of rows."""
+    """Add the default ``kind = "rows"`` to a source."""
     return {"kind": "rows", **value} if isinstance(value, dict) else value
 
 
@@ -28,8 +28,8 @@ Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_tuple)]
 
 
 class Curriculum(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Skips prompts for one epoch that were too easy or too hard in this one, by their measured share of right
-    completions. If that would skip all of them, none is skipped."""
+    """Skips prompts in the next epoch that were too easy or too hard in this one, by their measured share of right
+    completions. If all would be skipped, none is."""
 
     easy: float = Field(1.0, gt=0, le=1, description="skip prompts with at least this share of right completions")
     hard: float = Field(0.0, ge=0, lt=1, description="skip prompts with at most this share of right completions")
@@ -70,7 +70,7 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
         return self
 
     def questions(self, seed: int) -> Questions:
-        """Questions of all sources, in order; the prompt stream mixes and shuffles them.
+        """Read the questions of all sources, in order; the prompt stream mixes and shuffles them.
 
         Raises:
             DataError: lists the mistakes of all sources.
@@ -82,7 +82,7 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
         sources = (*self.sources, *self.held_out_sources)
         read: dict[int, tuple[list[Question], list[Question], list[str]]] = {}
         for place, source in enumerate(sources):
-            if (first := sources.index(source)) == place:  # one that is also held out is read once
+            if (first := sources.index(source)) == place:  # a source that is listed twice is read once
                 with mistakes:
                     read[place] = source.questions(seed)
                     notes += read[place][2]
@@ -98,7 +98,7 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
         weights = {source.title: source.weight for source in self.sources if source.weight is not None}
         return Questions(
             training,
-            [row for rows in zip_longest(*held_out) for row in rows if row is not None],  # the first ones are of all
+            [row for rows in zip_longest(*held_out) for row in rows if row is not None],  # one of each source in turn
             lambda: [row for row in training if row.demonstration is not None],
             weights=weights,
             notes=tuple(notes),

@@ -13,7 +13,8 @@ from stretto.core.jsonl import mistake
 
 
 def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
-    """Compile a Jinja template to ``render(row, place)``; a name that the row lacks is a mistake of that row.
+    """Compile a Jinja template to a function ``render(row, place)``, which returns the prompt. It raises a `mistake` if
+    the row lacks a name that the template uses, or the template fails on it.
 
     >>> compiled("{{ question }}\\nAnswer:")({"question": "3+8="}, "rows.jsonl:1")
     '3+8=\\nAnswer:'
@@ -34,7 +35,7 @@ def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
         except UndefinedError as error:
             name = str(error).split("'")[1] if "'" in str(error) else ""
             raise mistake(place, f"the template uses a name that the row lacks ({error})", nearest(name, row)) from None
-        # A template is a program of the user's, which calls methods of the row's values.
+        # A template is a user's program, which calls methods of the row's values.
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise mistake(place, f"the template cannot be rendered: {type(error).__name__}: {error}") from None
 

@@ -1,14 +1,15 @@
-"""Chains of arithmetic: a reasoning task that is made on the spot, with a long tail of completion lengths.
+"""Chains of arithmetic: a synthetic reasoning task with a long tail of completion lengths.
 
     question        3+4-5+7=
     demonstration   7-5+7=2+7=9
 
-Each step rewrites what is left of the chain, so a solution grows with the square of its operands: with 3 to 12 of them
-the median one has about 12 characters and the longest 132. Every true running value is a digit.
+Each step writes the remaining chain again, so the length of a solution grows with the square of the number of operands:
+with 3 to 12 operands the median solution has about 12 characters and the longest 132. Every correct running value is a
+digit.
 
-Demonstrations are imperfect on purpose: with `mistake_rate` one of the steps goes wrong, any of them, and the chain
-goes on from the wrong value. A policy that has learnt from them has the skill and samples the mistakes; reinforcement
-brings the skill out.
+Demonstrations are imperfect on purpose. With probability `mistake_rate`, one random step gets a wrong value, and the
+chain continues from it. A policy fine-tuned on them can solve the task, but also samples such mistakes; reinforcement
+learning removes them.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ class Chain:
 
 
 def step(value: int, sign: str, operand: int) -> int:
-    """One step of a chain: ``step(7, "-", 5) == 2``."""
+    """Result of one step of a chain: ``step(7, "-", 5) == 2``."""
     return value + operand if sign == "+" else value - operand
 
 
 def spelled(value: int, signs: str, operands: Sequence[int]) -> str:
-    """The remaining chain as text: ``spelled(7, "-+", (5, 7)) == "7-5+7"``."""
+    """Text of a chain that begins with `value`: ``spelled(7, "-+", (5, 7)) == "7-5+7"``."""
     return str(value) + "".join(f"{sign}{operand}" for sign, operand in zip(signs, operands, strict=True))
 
 
 class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
-    """How chains are drawn: n operands with probability proportional to ``decay ** n``."""
+    """Chains of arithmetic, with n operands in proportion to ``decay ** n``."""
 
     kind: Literal["arithmetic"]
     operands_min: int = Field(3, ge=2, le=64, description="operands of the shortest chains")
@@ -74,7 +75,11 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
         return self
 
     def questions(self, seed: int) -> Questions:
-        """Generate all questions; training questions depend on the seed, held-out ones do not."""
+        """Generate all questions. Only training questions and demonstrations depend on the seed.
+
+        Raises:
+            DataError: there are fewer than `held_out` distinct held-out questions.
+        """
         training = draw_training(self.draw, self.prompts, derive_seed(seed, "training"))
         held_out = draw_held_out(self.draw, self.held_out, "task.operands_max")
         return Questions(
@@ -104,7 +109,7 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
         return Chain(tuple(operands), signs)
 
     def demonstration(self, chain: Chain, chance: random.Random) -> str:
-        """The chain worked out, step by step; with a chance of `mistake_rate`, one of the steps goes wrong."""
+        """Solution of a chain, step by step. With probability `mistake_rate` one step gets a wrong value."""
         wrong_step, wrong = self._mistake(chain, chance) if chance.random() < self.mistake_rate else (0, 0)
         value, left = chain.operands[0], []
         for done in range(1, len(chain.operands)):
@@ -116,7 +121,8 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
 
     @staticmethod
     def _mistake(chain: Chain, chance: random.Random) -> tuple[int, int]:
-        """Choose a step and a wrong digit for it, such that all later running values stay between 0 and 9."""
+        """Choose a step and a wrong result for it, such that all later running values stay between 0 and 9; returns the
+        step's number, from 1, and the result."""
         steps = list(range(1, len(chain.operands)))
         chance.shuffle(steps)
         for done in steps:

@@ -1,5 +1,5 @@
-"""Questions drawn at random. A hash of the text alone decides which one in five is held out: held-out questions are the
-same for every seed, and no training question is one of them."""
+"""Random drawing of questions. A hash of its text decides whether a question is held out (one in five is). So held-out
+questions are the same for every seed, and none is a training question."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stretto.core.errors import DataError, Problem
 from stretto.core.records import derive_seed
 
 _HELD_OUT_PART = 5
-_MOST_MISSES = 50_000  # draws in a row without another question: there are no more, or none that is ever drawn
+_MOST_MISSES = 50_000  # draws in a row without a new question, after which no further one is expected
 
 
 class Drawable(Protocol):
-    """Parts from which a question is made; its text decides whether it is held out."""
+    """A drawn object with the text of its question, which decides whether it is held out (Protocol)."""
 
     @property
     def text(self) -> str: ...
@@ -25,7 +25,7 @@ Drawn = TypeVar("Drawn", bound=Drawable)
 
 
 def draw_training(draw: Callable[[random.Random], Drawn], count: int, seed: int) -> list[Drawn]:
-    """Draw `count` training questions; some may occur more than once."""
+    """Draw `count` training questions with `draw`; a question may occur more than once."""
     chance = random.Random(seed)
     drawn: list[Drawn] = []
     while len(drawn) < count:
@@ -35,7 +35,7 @@ def draw_training(draw: Callable[[random.Random], Drawn], count: int, seed: int)
 
 
 def draw_held_out(draw: Callable[[random.Random], Drawn], count: int, larger: str) -> list[Drawn]:
-    """Draw `count` distinct held-out questions; `larger` names the setting that would allow more.
+    """Draw `count` distinct held-out questions. `larger`: name of the setting to increase for more, for the error.
 
     Raises:
         DataError: there are fewer than `count`.

@@ -1,12 +1,11 @@
-"""Small programs from short descriptions: a task that is made on the spot and judged by execution.
+"""Small programs from short descriptions: a synthetic task that is judged by execution.
 
     question        a plus b times c max 3:
     demonstration   x=a+b;x=x*c;return max(x,3)
 
-The completion continues ``def f(a,b,c):`` and is run with numbers for a, b and c. The steps work on the value so far,
-one after the other. Demonstrations are imperfect on purpose, as in `worlds.synthetic.arithmetic`: each step has a
-chance of `mistake_rate` to have another operator or another operand. A policy that has learnt from them has the skill
-and samples the mistakes; reinforcement brings the skill out.
+The completion continues ``def f(a,b,c):`` and is run with numbers for a, b and c. The steps of a description apply to
+the value so far, one after the other, without precedence. Demonstrations are imperfect on purpose, as in
+`worlds.synthetic.arithmetic`: with probability `mistake_rate`, a step has another operator or another operand.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.synthetic.drawing import draw_held_out, draw_training
 
 _HEAD = "def f(a,b,c):"
-_LARGEST = 9  # of the numbers that a, b and c are tried with
+_LARGEST = 9  # test arguments for a, b and c are from -9 to 9
 _WORDS = {"plus": "{}+{}", "minus": "{}-{}", "times": "{}*{}", "max": "max({},{})", "min": "min({},{})"}
 _OPERANDS = ("a", "b", "c", *map(str, range(1, 10)))
 
@@ -54,7 +53,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Description:
-    """Steps to apply to `a`, one after the other."""
+    """Steps that apply to `a`, one after the other."""
 
     steps: tuple[Instruction, ...]
 
@@ -78,7 +77,7 @@ class Description:
 
 
 class ProgramsTask(BaseModel, extra="forbid", frozen=True):
-    """How descriptions are drawn: every number of steps is equally likely."""
+    """Small programs, in which each number of steps is equally likely."""
 
     kind: Literal["programs"]
     steps_min: int = Field(2, ge=1, le=16, description="steps of the shortest programs")
@@ -96,7 +95,11 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
         return self
 
     def questions(self, seed: int) -> Questions:
-        """Generate all questions; training questions depend on the seed, held-out ones do not."""
+        """Generate all questions. Only training questions and demonstrations depend on the seed.
+
+        Raises:
+            DataError: there are fewer than `held_out` distinct held-out questions.
+        """
         training = draw_training(self.draw, self.prompts, derive_seed(seed, "training"))
         held_out = draw_held_out(self.draw, self.held_out, "task.steps_max")
         return Questions(
@@ -121,7 +124,7 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
         )
 
     def demonstration(self, description: Description, chance: random.Random) -> str:
-        """The program for a description, with some steps misread on purpose."""
+        """Program for a description; each step is wrong with probability `mistake_rate`."""
         steps = [
             self._misread(step, chance) if chance.random() < self.mistake_rate else step for step in description.steps
         ]
@@ -129,7 +132,7 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
 
     @staticmethod
     def _misread(step: Instruction, chance: random.Random) -> Instruction:
-        """The step with another operator or another operand."""
+        """Return the step with another operator or another operand, with equal probability."""
         if chance.random() < 0.5:
             return replace(step, word=chance.choice([word for word in _WORDS if word != step.word]))
         return replace(step, operand=chance.choice([operand for operand in _OPERANDS if operand != step.operand]))

@@ -1,4 +1,4 @@
-"""The base class of workflows, and the conversation through which they use the model.
+"""Base class of workflows, and the conversation by which a workflow samples from the model.
 
 run(task, chat) ─► chat.generate() ─► a turn: sampled by an engine, or replayed from the record after a crash
                 └► chat.tool(...)  ─► a call, made once
@@ -18,11 +18,12 @@ from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnSc
 
 
 class Workflow(abc.ABC):
-    """Base class of a user's workflow: produces the reward of one trajectory by talking with the model.
+    """Base class of a user's workflow. Its method `run` converses with the model and returns the reward.
 
     Each worker process makes one object from the settings of the recipe. `run` is called once for each trajectory, many
-    at a time, in threads. After a crash of the run or the process, `run` is called again; recorded completions and tool
-    results are replayed. So a workflow that draws its random numbers from `task.seed` continues where it was.
+    at a time, in threads. After a crash of the run or the process, `run` is called again from its beginning, and gets
+    the recorded completions and tool results. So a workflow that draws its random numbers from `task.seed` continues
+    where it was.
 
     Example::
 
@@ -50,11 +51,13 @@ class Workflow(abc.ABC):
 
     @abc.abstractmethod
     async def run(self, task: WorkflowTask, chat: Conversation) -> float | Reward:
-        """The reward of one trajectory. An exception fails the trajectory, with its text as the reason."""
+        """Run one trajectory; returns its reward. If it raises, the trajectory fails with the exception as the
+        reason."""
 
 
 class ConversationOrders(Protocol):
-    """Requests of a conversation to the run: turns, scores, calls (Protocol)."""
+    """Requests (orders) of a conversation to the run: sample a turn, score a text, make a recorded call (Protocol).
+    The arguments are those of `TurnOrder`, `ScoreOrder` and `CallOrder` in `wire`; `run` makes the call."""
 
     async def turn(
         self,
@@ -73,7 +76,8 @@ class ConversationOrders(Protocol):
 
 
 class _Histories:
-    """Message histories of one trajectory that end with a sampled turn, the newest first."""
+    """Message histories of one trajectory, the newest first: the task's messages, and each that ends with a sampled
+    turn."""
 
     def __init__(self, task: WorkflowTask) -> None:
         self._known: list[tuple[list[ChatMessage], int]] = [(list(task.messages), PROMPT)] if task.messages else []
@@ -82,13 +86,14 @@ class _Histories:
         self._known.insert(0, (list(messages), node))
 
     def find(self, messages: Sequence[ChatMessage]) -> tuple[int, int]:
-        """How many leading messages are known, and the turn that ends them."""
+        """Find the longest known history that `messages` begin with; returns its number of messages and the node of its
+        last turn, or ``(0, NOTHING)``."""
         fits = [(len(known), node) for known, node in self._known if list(messages[: len(known)]) == known]
         return max(fits, key=lambda found: found[0], default=(0, NOTHING))
 
 
 class Conversation:
-    """One conversation with the model. A trajectory may have several: see `new` and `copy`.
+    """One conversation with the model. A trajectory may have several (`new`, `copy`).
 
     Example::
 
@@ -100,7 +105,7 @@ class Conversation:
                 return float(task.answer in second.text)
 
     Attributes:
-        messages: the task's messages, then the later ones; a workflow may change them.
+        messages: messages so far, which begin with the task's; a workflow may change them.
     """
 
     def __init__(self, orders: ConversationOrders, task: WorkflowTask) -> None:
@@ -113,13 +118,14 @@ class Conversation:
         self.messages.append({"role": role, "content": text, **further})
 
     def new(self, messages: Iterable[ChatMessage] = (), cause: str = "subagent") -> Conversation:
-        """Begin another conversation in the same trajectory, for another role for example."""
+        """Begin another conversation in the same trajectory, for another role for example. `cause`: reason of the
+        branch, for the record."""
         other = self._beside(list(messages), cause)
         other._held, other._node = [], NOTHING
         return other
 
     def copy(self, cause: str = "fork") -> Conversation:
-        """A copy of this conversation that continues independently."""
+        """Copy this conversation. The copy continues independently, as a branch of the same trajectory."""
         other = self._beside(list(self.messages), cause)
         other._held, other._node = list(self._held), self._node
         return other
@@ -141,18 +147,21 @@ class Conversation:
     ) -> TurnReply:
         """Sample the next turn.
 
-        By default the turn continues this conversation and is appended to its messages. With `messages`, or with
-        exactly `token_ids`, it continues those, and this conversation stays as it is. Earlier turns are never encoded
-        again: messages that begin with the history of an earlier turn reuse its tokens.
+        By default the turn continues this conversation and is appended to its messages. If `messages` or `token_ids`
+        are given, the turn continues them, and this conversation does not change. Messages that begin with the history
+        of an earlier turn reuse its tokens: sampled turns are never encoded again.
 
         Args:
+            messages: the whole history before the turn.
+            token_ids: the exact prompt of the turn, in place of messages.
             tools: tools that the model may call, as in Chat Completions.
             max_tokens: a limit below ``sampling.max_tokens``.
             stop: further stop texts, beside those of the recipe.
-            cause: why a branch begins here, if one does.
+            cause: reason for a branch that begins with this turn, for the record.
 
         Raises:
-            RefusedRequest: too long, or beyond `workflow.max_turns` or `max_tokens`.
+            RefusedRequest: the history leaves no room in the model's context, a message is invalid, or
+                `workflow.max_turns` or `workflow.max_tokens` is used up.
         """
         sampling: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
         if stop:
@@ -189,10 +198,11 @@ class Conversation:
         *,
         repeatable: bool = False,
     ) -> str:
-        """Call `function` with the arguments; its result, or its exception, as text (JSON, unless it is text).
+        """Call `function` with the arguments; returns its result as text. A result that is not text is converted to
+        JSON, an exception to ``"TYPE: MESSAGE"``.
 
-        The call is recorded and not repeated after a crash. A call that a crash has interrupted fails the trajectory,
-        unless it is `repeatable` (has no side effects).
+        The result is recorded: a trajectory that runs again after a crash gets it without a second call. A call that
+        the crash interrupted fails the trajectory, unless it is `repeatable` (has no side effects).
         """
 
         async def run() -> bytes:
@@ -209,7 +219,7 @@ class Conversation:
 
     async def score(self, text: str, answer: str | None = None) -> TurnScore:
         """Reward of the run for a text, judged against the task's gold answer or another `answer`. The attribute
-        `right` of the result says whether it counts as right.
+        `right` of the result says whether the text counts as right.
 
         Raises:
             RefusedRequest: the text cannot be judged. Uncaught, it fails the trajectory with the reason.
@@ -220,7 +230,7 @@ class Conversation:
 
 
 def _check(name: str, values: object, kind: type) -> None:
-    """Raise TypeError unless `values` is a list of `kind`."""
+    """Raise TypeError unless `values` is a sequence of `kind`. `name`: for the error message."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise TypeError(f"{name} is {type(values).__name__}, not a list")
     if wrong := [value for value in values if not isinstance(value, kind)]:

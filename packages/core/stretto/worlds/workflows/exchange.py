@@ -1,4 +1,4 @@
-"""One trajectory of a workflow, on the conductor's side: serves the orders that the worker process sends."""
+"""Conductor's side of one trajectory of a workflow: serves the requests (orders) that the worker process sends."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class Services:
     """The run's services for workflows: engines, renderings, reward, limits.
 
     Attributes:
-        plain: rendering of prompts that are no chats; `template`: rendering of chats, if the model has a chat template.
+        plain: rendering for plain-text prompts.
+        template: rendering for chats; None if the model has no chat template.
         context: context length of the model, in tokens.
-        verdict: makes a verdict of a number, by the recipe's rewards of right and wrong.
+        verdict: converts a numeric reward to a verdict, with the recipe's rewards of right and wrong.
     """
 
     score: Score
@@ -51,7 +52,7 @@ class Services:
 
 
 class Forged(Exception):
-    """A message from the worker process that no workflow can have caused."""
+    """Raised for a message of the worker process that a correct worker never sends; user code has written it."""
 
 
 class Exchange:
@@ -65,23 +66,24 @@ class Exchange:
         services: Services,
         rendering: Rendering | None = None,
     ) -> None:
-        """`rendering`: that of the prompt's conversation; None if the prompt is no chat."""
+        """`rendering`: rendering of the conversation if the prompt is a chat; None for a plain text."""
         self.session, self.task = session, task
         self._prompt, self._services = prompt, services
         self._rendering = rendering or services.plain
-        self._turns = self._tokens = 0  # sampled, and sampled or wanted by turns under way
+        self._turns = self._tokens = 0  # `_tokens`: sampled ones, and the limits of turns in progress
         self._thoughts: set[str] = set()  # texts of turns that end within a thought of the prompt
 
     def again(self) -> Exchange:
-        """A fresh exchange for the same trajectory, to run its workflow again; nothing may be in progress."""
+        """Make a new exchange for the same trajectory, to run its workflow again with the recorded turns. Call it only
+        when no order is in progress."""
         return Exchange(self.session.again(), self._prompt, self.task, self._services, self._rendering)
 
     async def turn(self, order: TurnOrder) -> OrderDone:
         """Sample one turn, or replay it from the record.
 
         Raises:
-            RefusedRequest, DataError: the workflow's request cannot be served.
-            Forged: the order continues a turn that no engine has sampled.
+            RefusedRequest, DataError: the workflow's request is invalid or beyond a limit.
+            Forged: the order continues a turn that was not sampled in this trajectory.
             EngineLost: the turn was tried on several engines, and all were lost.
         """
         services, limits = self._services, self._services.config
@@ -95,7 +97,7 @@ class Exchange:
         self._tokens += sampling.max_tokens
         try:
             turn = await self.session.turn(prompt, sampling, order.cause or cause)
-        except BaseException:  # nothing was sampled for the workflow
+        except BaseException:  # the workflow got no turn, so none counts
             self._turns -= 1
             self._tokens -= sampling.max_tokens
             raise
@@ -112,7 +114,7 @@ class Exchange:
         held = self._held(order)
         try:
             return self._rendering.prompt(order.messages, order.known, held, order.tools)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # messages of the user's own
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # invalid messages of the user
             found = f"{type(error).__name__}: {error}"
             raise RefusedRequest("messages", found, 'a message is {"role": ..., "content": text}') from None
 
@@ -123,11 +125,13 @@ class Exchange:
             return self._prompt.token_ids
         segments = self.session.forest.segments
         if not 0 <= order.node < len(segments) or segments[order.node].stop_reason is None:
-            raise Forged(f"goes on behind turn {order.node}, which no engine has sampled")
+            raise Forged(f"continues turn {order.node}, which no engine has sampled")
         return self.session.forest.tokens(order.node)
 
     def _sampling(self, wanted: Any, before: int) -> Sampling:
-        """The run's sampling, with the workflow's limit and stop texts, within context and budget."""
+        """Sampling options of a turn after `before` tokens: the run's, with the workflow's stop texts added. The limit
+        of tokens is the least of the run's, the workflow's, the room in the context, and what is left of
+        `workflow.max_tokens`."""
         sampling, limits = self._services.sampling, self._services.config
         room = min(sampling.max_tokens, self._services.context - before, limits.max_tokens - self._tokens)
         if self._services.context <= before:
@@ -146,7 +150,12 @@ class Exchange:
         return msgspec.structs.replace(sampling, max_tokens=room, stop=(*sampling.stop, *chosen.stop))
 
     async def score(self, order: ScoreOrder) -> OrderDone:
-        """Judge a text. The score is recorded, since a judge may decide otherwise the next time."""
+        """Judge a text, or return the recorded reward. Rewards are recorded because a judge may give another one the
+        next time.
+
+        Raises:
+            RefusedRequest: the verdict is undecided.
+        """
 
         async def judged() -> bytes:
             text = self._prompt.opens + order.text if order.text in self._thoughts else order.text
@@ -161,7 +170,7 @@ class Exchange:
         return OrderDone(order.run, order.order, score=reward, right=right)
 
     async def call(self, order: CallOrder, run: Callable[[], Awaitable[bytes]]) -> OrderDone:
-        """Make a call of the workflow with `run`, or replay it from the record.
+        """Make a call with `run` and record its result, or return the recorded result.
 
         Raises:
             CallInterrupted: the call began before a crash, and is not repeatable.
@@ -170,16 +179,17 @@ class Exchange:
         return OrderDone(order.run, order.order, answer=answer)
 
     def trajectory(self, ended: MemberEnded) -> Trajectory:
-        """The finished trajectory; undecided, with the reason, if the workflow failed."""
+        """Make the trajectory from the recorded turns and the workflow's result `ended`; undecided, with the reason, if
+        the workflow failed or its result is invalid."""
         session = self.session
-        nodes = session.returned  # turns that only an earlier process requested have no position and no reward
+        nodes = session.returned  # without turns that only an earlier process requested: they get no reward
         failure, rewards = ended.failure, dict[int, float]()
         try:
             session.check_calls()
         except CallInterrupted as interrupted:
             failure = failure or str(interrupted)
         for given in (ended.value or 0.0, *ended.by_turn.values(), *ended.named.values()):
-            if why := why_no_reward(given):  # the process may say what its workflow never returned
+            if why := why_no_reward(given):  # user code may have forged the message
                 failure = failure or f"the workflow returned {why}"
         for key, reward in ended.by_turn.items():
             node = key if key >= 0 else nodes[-1 - key] if -1 - key < len(nodes) else None

@@ -1,4 +1,4 @@
-"""Groups of trajectories, each made by a workflow in a session of its own."""
+"""Groups of trajectories: a workflow runs once for each member, in its own session."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class QuestionDetails:
     """Data of questions for workflows, beside their prompts.
 
     Attributes:
-        fields: further fields of rows (JSON), by prompt and gold answer.
-        chats: messages of the questions that are chats, by prompt and gold answer.
+        fields: further fields of each row (JSON object), by prompt text and gold answer.
+        chats: messages of questions that are chats, by prompt text and gold answer.
     """
 
     fields: Mapping[tuple[str, str], str] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class QuestionDetails:
         return (prompt.text, prompt.answer) in self.chats
 
     def task(self, prompt: Prompt, member: int, seed: int) -> WorkflowTask:
-        """The task of one member of the prompt's group."""
+        """Make the task of one member of the prompt's group; `seed` is the member's."""
         key = (prompt.text, prompt.answer)
         messages = tuple(self.chats.get(key) or ({"role": "user", "content": prompt.text},))
         fields = json.loads(self.fields.get(key) or "{}")
@@ -42,7 +42,11 @@ class QuestionDetails:
 
 @dataclass(frozen=True)
 class WorkflowGroups:
-    """Runs the workflow for each member of a group (satisfies `worlds.single_turn.GroupWorkflow`)."""
+    """Runs the workflow for each member of a group (satisfies `worlds.single_turn.GroupWorkflow`).
+
+    Attributes:
+        open_session: called with trajectory id, prompt tokens and seed; returns the session that records the turns.
+    """
 
     pool: WorkflowPool
     open_session: Callable[[str, Tokens, int], Session]

@@ -16,7 +16,7 @@ PLACE = "workflow.function"
 _CONTRACT = "a workflow is a class with 'async def run(self, task, chat)', derived from stretto.Workflow"
 _ROOM = "stretto.worlds.workflows.built_in"
 
-#: The workflows that are built in.
+#: Built-in workflows: class by name.
 BUILT_IN = {
     "best_of_n": f"{_ROOM}.best_of_n:BestOfN",
     "environment": f"{_ROOM}.environment:EnvironmentPlay",
@@ -28,12 +28,12 @@ BUILT_IN = {
 
 
 def load_workflow(name: str, settings: str = "{}") -> Workflow:
-    """Load the workflow `name`: a built-in, or ``package.module:Class`` from the import path. `settings` are the
-    arguments of its class, as JSON.
+    """Load the workflow `name`, a built-in or ``package.module:Class`` from the import path, and make an object of it.
+    `settings`: arguments of its class, as a JSON object.
 
     Raises:
-        WorkflowError: the name is unknown, the module cannot be imported, the class is no workflow, or the settings do
-            not fit.
+        WorkflowError: the name is unknown, the module cannot be imported, the class is not a workflow, or it does not
+            accept the settings.
     """
     try:
         found = load(name, PLACE, "workflow", BUILT_IN)
@@ -50,7 +50,7 @@ def needs_of(workflow: Workflow) -> WorkflowReady:
     """Requirements of a workflow on the model: its texts, and whether it needs a chat template.
 
     Raises:
-        WorkflowError: it declares something else than texts.
+        WorkflowError: its `words` or `needs_chat_template` are not texts, or raise.
     """
     try:
         found = {"needs_chat_template": workflow.needs_chat_template, "words": tuple(workflow.words())}

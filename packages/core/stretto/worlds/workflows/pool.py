@@ -1,11 +1,11 @@
 """Worker processes that run workflows, and the queue of trajectories for them.
 
-run(exchange) ─► a worker with room ─► its end
-                     │ dies or hangs
-                     └─► it is replaced; its trajectories begin again, and their recorded turns are replayed
+run(exchange) ─► a worker with room ─► trajectory
+                     │ the worker dies or hangs
+                     └─► it is replaced; its trajectories run again, and their recorded turns are replayed
 
-It is not known which trajectory ended the process, so each of its trajectories is a suspect and runs again alone in a
-process; innocent ones finish there. New trajectories wait for them, or use workers that are busy already.
+It is not known which trajectory ended the process. So each of its trajectories is a suspect, and runs again alone in a
+process, where innocent ones finish. Meanwhile new trajectories use only workers that are not empty.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from stretto.worlds.workflows.exchange import Exchange
 from stretto.worlds.workflows.wire import RUN_MARK, MemberEnded, WorkflowReady
 from stretto.worlds.workflows.worker_process import WorkerLost, WorkflowProcess
 
-_LOSSES = 2  # workers that one trajectory may lose, and begin again; alone, from the first on
+_LOSSES = 2  # deaths of its worker after which a trajectory runs again, each time alone; the next one fails it
 _RESTARTS, _RESTARTS_SECONDS = 64, 600.0
 _LOOK_SECONDS = 1.0
 
 
 class WorkflowPool:
-    """Several worker processes behind one `run`.
+    """Pool of worker processes that run workflows.
 
     Example::
 
@@ -53,9 +53,9 @@ class WorkflowPool:
         spawner: Spawner = FRESH,
         run: str = "",
     ) -> None:
-        """`say` gets a sentence for each worker that is replaced. `hung`: seconds without a heartbeat after which a
-        worker is killed. `run`: unique mark of the run on this machine, to find processes that a killed conductor has
-        left."""
+        """`log`: file for the output of all workers. `hung`: seconds without a heartbeat after which a worker is
+        killed. `say` gets a sentence for each worker that is replaced. `run`: unique mark of the run on this machine,
+        to find processes that a killed conductor of the run has left; "" for none."""
         self.config = config
         self._log, self._hung, self._say, self._spawner, self._run = log, hung, say, spawner, run
         self._workers: dict[str, WorkflowProcess] = {}
@@ -75,7 +75,7 @@ class WorkflowPool:
 
     @property
     def ended(self) -> int:
-        """Number of trajectories that have ended: a sign of progress."""
+        """Number of trajectories that have ended, failed ones included."""
         return self._failures.ended
 
     async def start(self) -> None:
@@ -122,11 +122,12 @@ class WorkflowPool:
         await self.close()
 
     async def run(self, exchange: Exchange) -> Trajectory:
-        """Run the workflow; returns its trajectory, undecided with the reason if the workflow fails.
+        """Run the workflow for one trajectory, as soon as a worker has room; returns the trajectory, undecided with the
+        reason if the workflow fails. If its worker dies, it runs again alone, at most twice.
 
         Raises:
-            WorkflowError: most of the last trajectories failed.
-            EngineLost, RoleError: the run could not serve an order, or a worker cannot be brought back.
+            WorkflowError: more than the share `workflow.max_failed` of the last trajectories failed.
+            EngineLost, RoleError: the run could not serve an order, or a worker cannot be restarted.
         """
         how = ""
         for losses in range(1 + _LOSSES):
@@ -138,7 +139,7 @@ class WorkflowPool:
                 how = str(loss)
                 exchange = exchange.again()
             finally:
-                if not worker.lost.done():  # else `_keep` asks whether a suspect was on it
+                if not worker.lost.done():  # otherwise `_keep` still needs to know that a suspect was on it
                     self._alone.discard(worker)
                 self._changed.set()
         else:
@@ -149,12 +150,12 @@ class WorkflowPool:
         return trajectory
 
     async def _free(self) -> WorkflowProcess:
-        """Wait for the worker with room and the fewest trajectories; while a suspect waits, empty workers are left to
-        it."""
+        """Wait for a worker with room; returns the one with the fewest trajectories. Empty workers are not chosen while
+        a suspect waits for one."""
         return await self._chosen(lambda worker: worker.free and not (self._suspects and worker.empty))
 
     async def _empty(self) -> WorkflowProcess:
-        """Wait for a worker without any trajectory, for a suspect."""
+        """Wait for a worker without any trajectory, and reserve it for a suspect."""
         self._suspects += 1
         try:
             worker = await self._chosen(lambda worker: worker.free and worker.empty)
@@ -165,8 +166,8 @@ class WorkflowPool:
             self._changed.set()
 
     async def _chosen(self, fits: Callable[[WorkflowProcess], bool]) -> WorkflowProcess:
-        """Wait for a worker that `fits`, and take the one with the fewest trajectories. No deadline: each trajectory
-        has its own."""
+        """Wait for a worker for which `fits` is true; returns the one with the fewest trajectories. No deadline: each
+        trajectory has its own."""
         with waiting("conductor", "a workflow process with room", self.config.deadline):
             while True:
                 if self._failure is not None:
@@ -187,16 +188,16 @@ class WorkflowPool:
         self._changed.set()
 
     async def _keep(self, name: str) -> NoReturn:
-        """Replace the worker whenever it has ended, or is `worn` and empty."""
+        """Supervise one worker: replace it when it has ended, or when it is `worn` and has no trajectory left."""
         supervisor = Supervisor(name, lambda: self._start(name), self._restarts, self._say, str(self._log))
         while True:
             worker = self._workers[name]
             await first_of(worker.lost, worker.worn)
             while not worker.lost.done() and worker.load:
-                await asyncio.sleep(_LOOK_SECONDS)  # the others on it end first
+                await asyncio.sleep(_LOOK_SECONDS)  # its other trajectories end first
             how = worker.lost.result() if worker.lost.done() else "has a trajectory that does not end"
             await worker.stop()
-            # One that a suspect has ended is the suspect's affair, and `max_failed` bounds how many fail so.
+            # A death with a suspect does not count: in the end the suspect fails, and `max_failed` bounds failures.
             await supervisor.replace(how, counted=worker not in self._alone)
             self._alone.discard(worker)
 
@@ -204,12 +205,12 @@ class WorkflowPool:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             cut_log(self._log)
-            self._changed.set()  # one that was given up may have ended meanwhile
+            self._changed.set()  # an abandoned trajectory may have ended meanwhile
 
     async def _until_one_fails(self) -> None:
         try:
             await self._kept.watch()
-        except Exception as error:  # nobody awaits this task: all that wait for a worker raise it
+        except Exception as error:  # nobody awaits this task: callers that wait for a worker raise the error
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

@@ -1,4 +1,5 @@
-"""Messages to prompt tokens: tokens of earlier turns are reused as they are, only new messages are encoded."""
+"""Conversion of messages to prompt tokens, and of completions to messages. Tokens of earlier turns are reused
+unchanged; only new messages are encoded."""
 
 from __future__ import annotations
 
@@ -29,23 +30,24 @@ class PlainRendering:
     def prompt(
         self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Tokens, str]:
-        """Tokens in front of the next turn, and why a branch begins here ("" if none does). `held`: tokens of the first
-        `known` messages.
+        """Prompt tokens of the next turn, after all `messages`, and the cause of a branch ("" if the tokens continue
+        `held`). `held`: tokens of the first `known` messages. `tools`: tools to describe to the model.
 
         Raises:
-            RefusedRequest: these are no messages.
-            DataError: the template refuses them, or the tokenizer a character.
+            RefusedRequest: a message or a tool is invalid.
+            DataError: the chat template refuses the messages, or the tokenizer cannot encode a character.
         """
         return held + self.encode("".join(_read(message).text for message in messages[known:])), ""
 
     def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
-        """The completion `said` as a chat message; tool calls are parsed in the form of Hermes. `text`: the completion
-        without special tokens. `opens`: mark of the thought that the prompt has opened."""
+        """Convert a completion to a chat message. With `tools`, its tool calls are parsed, in the format of Hermes.
+        `said`: the completion's tokens. `text`: its text without special tokens. `opens`: opening mark of the thought
+        that the prompt opens, "" if it opens none."""
         return _told(text, HermesForm().parse(text, _name) if tools else None)
 
 
 class TemplateRendering:
-    """Rendering by the chat template of the model's tokenizer."""
+    """Rendering by the chat template of the model's tokenizer; thoughts and tool calls are parsed in its format."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template, self._renderer = template, Renderer(template)
@@ -75,7 +77,7 @@ class TemplateRendering:
         return told | ({"reasoning_content": reasoning} if reasoning else {})
 
 
-#: Turns messages into tokens and completions into messages, for one model.
+#: Converts messages to tokens and completions to messages, for one model.
 Rendering = PlainRendering | TemplateRendering
 
 

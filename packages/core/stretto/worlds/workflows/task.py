@@ -15,8 +15,8 @@ ChatMessage = Mapping[str, Any]
 class WorkflowTask(Record, frozen=True):
     """One question, for one trajectory of its group.
 
-    `fields` are the further fields of its row, `messages` the question as a chat. Draw random numbers from
-    ``random.Random(task.seed)``: a trajectory that is run again after a crash draws the same.
+    `fields`: the row's further fields. `messages`: the question as a chat. Draw random numbers from
+    ``random.Random(task.seed)``, so that a trajectory that runs again after a crash draws the same.
 
     Example::
 
@@ -32,14 +32,14 @@ class WorkflowTask(Record, frozen=True):
     messages: tuple[ChatMessage, ...] = ()
     fields: Mapping[str, Any] = {}
     seed: int = 0
-    member: int = 0  # its place in the group
+    member: int = 0  # index of the trajectory in its group
 
 
 class TurnReply(Record, frozen=True):
     """One sampled turn.
 
-    `message` is the turn as a chat message, with `tool_calls` if tools were offered and called. `truncated`: its limit
-    cut it off. `node`: its place in the trajectory, for `stretto.Reward`.
+    `message`: the turn as a chat message, with `tool_calls` if tools were offered and called. `truncated`: the turn
+    reached its limit of tokens. `node`: id of the turn in the trajectory, for `stretto.Reward`.
 
     Example::
 
@@ -59,7 +59,7 @@ class TurnReply(Record, frozen=True):
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
-        """Tool calls in the reply."""
+        """Tool calls in the turn. Each has the form of Chat Completions."""
         found: Sequence[Mapping[str, Any]] = self.message.get("tool_calls") or ()
         return found
 
@@ -71,7 +71,7 @@ class TurnScore(float):
 
     @classmethod
     def of(cls, reward: float, right: bool) -> Self:
-        """A reward, and whether it counts as right."""
+        """Make a score from a reward and whether the text counts as right."""
         score = cls(reward)
         score.right = right
         return score
@@ -79,13 +79,13 @@ class TurnScore(float):
 
 @dataclass(frozen=True)
 class Reward:
-    """Return value of a workflow with more than one number.
+    """Result of a workflow with more than one number.
 
     Args:
         value: the reward of the whole trajectory.
-        by_turn: rewards of turns, by `node` of their replies, or one for each turn in their order; for
-            ``algorithm.advantages.credit = "turn"``.
-        named: parts of it, which are recorded under their names.
+        by_turn: rewards of turns, by `node` of their replies, or as a list in the order in which the turns were
+            returned; used with ``algorithm.advantages.credit = "turn"``.
+        named: further numbers, such as parts of the reward, to record as metrics under their names.
 
     Example::
 

@@ -4,7 +4,8 @@
                                   CallOrder ─► RunCall ─► CallRan ─► OrderDone
                          worker ─ MemberEnded ─► conductor
 
-A trajectory has the number `run` on its worker, an order of it the number `order`.
+An *order* is a request of a running workflow to the conductor. `run` is the number of the trajectory on its worker,
+`order` the number of an order within the trajectory.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from typing import Any
 from stretto.core.records import Record
 from stretto.worlds.workflows.task import TurnReply, WorkflowTask
 
-#: Bytes of one message at most.
+#: Most bytes of one message.
 LARGEST_MESSAGE = 64 << 20
 
 
-#: Environment variables of a worker, and of all that it starts: its own mark, and that of its run.
+#: Environment variables of a worker, which its descendants inherit: mark of the worker, mark of its run.
 MARK, RUN_MARK = "STRETTO_WORKFLOW", "STRETTO_WORKFLOW_RUN"
 
 
 class WorkflowSpec(Record, frozen=True):
-    """Settings of a worker. `settings` are the arguments of the workflow's class, as JSON; `memory` is a limit in
-    bytes."""
+    """Settings of a worker. `settings`: arguments of the workflow's class, as JSON. `descriptor`: the worker's end of
+    the channel. `memory`: limit in bytes. `path`: first folder of the import path."""
 
     function: str
     settings: str
@@ -38,14 +39,14 @@ class WorkflowSpec(Record, frozen=True):
 
 
 class Begin(Record, frozen=True, tag=True):
-    """Run the workflow on a task."""
+    """Command to run the workflow on a task."""
 
     run: int
     task: WorkflowTask
 
 
 class OrderDone(Record, frozen=True, tag=True):
-    """The result of an order: of a turn, a score or a call."""
+    """Result of an order: `reply` of a turn, `score` and `right` of a score, `answer` of a call."""
 
     run: int
     order: int
@@ -56,7 +57,7 @@ class OrderDone(Record, frozen=True, tag=True):
 
 
 class OrderRefused(Record, frozen=True, tag=True):
-    """The order cannot be served; the workflow gets a `RefusedRequest`."""
+    """Message that an order cannot be served; the workflow's call raises a `RefusedRequest` with these fields."""
 
     run: int
     order: int
@@ -66,14 +67,14 @@ class OrderRefused(Record, frozen=True, tag=True):
 
 
 class RunCall(Record, frozen=True, tag=True):
-    """Answer to a `CallOrder` that is not on record: the worker shall make the call."""
+    """Command to make the call of a `CallOrder`, because its result is not on record."""
 
     run: int
     order: int
 
 
 class GiveUp(Record, frozen=True, tag=True):
-    """Abandon the trajectory: it has failed, or is no longer wanted."""
+    """Command to abandon the trajectory: it has failed, or its result is no longer needed."""
 
     run: int
 
@@ -85,14 +86,14 @@ ToWorker = Begin | OrderDone | OrderRefused | RunCall | GiveUp
 
 
 class WorkflowReady(Record, frozen=True, tag=True):
-    """The workflow is loaded; carries its requirements (see `Workflow`)."""
+    """Message that the workflow is loaded, with its requirements (attributes of `Workflow`)."""
 
     needs_chat_template: str = ""
     words: tuple[str, ...] = ()
 
 
 class WorkflowRefused(Record, frozen=True, tag=True):
-    """The workflow cannot be used; the process ends."""
+    """Message that the workflow cannot be used, with the fields of a `Problem`; the process ends."""
 
     place: str
     found: str
@@ -100,8 +101,9 @@ class WorkflowRefused(Record, frozen=True, tag=True):
 
 
 class TurnOrder(Record, frozen=True, tag=True):
-    """Request for a completion after `token_ids`, if given, else after `messages`. The first `known` messages end with
-    the turn `node` of the trajectory (PROMPT: they are the task's own; NOTHING: they are given)."""
+    """Request for a completion after `token_ids`, if given, otherwise after `messages`. The first `known` messages are
+    the history that ends with the turn `node`; `node` is PROMPT if they are the task's messages, NOTHING if no leading
+    messages are known. `sampling`: "max_tokens" and "stop", where the workflow gave them. `cause`: of a branch."""
 
     run: int
     order: int
@@ -115,7 +117,7 @@ class TurnOrder(Record, frozen=True, tag=True):
 
 
 class ScoreOrder(Record, frozen=True, tag=True):
-    """Request for the reward of a text."""
+    """Request for the reward of a text, judged against the gold answer `answer`."""
 
     run: int
     order: int
@@ -124,7 +126,8 @@ class ScoreOrder(Record, frozen=True, tag=True):
 
 
 class CallOrder(Record, frozen=True, tag=True):
-    """Request for a recorded call."""
+    """Request to make a call and record its result, or to return the recorded one. `asked`: name and arguments as JSON,
+    by which the record is found."""
 
     run: int
     order: int
@@ -141,7 +144,8 @@ class CallRan(Record, frozen=True, tag=True):
 
 
 class MemberEnded(Record, frozen=True, tag=True):
-    """The workflow has returned, or failed with a reason; `by_turn` are rewards by node."""
+    """Message that the workflow has returned the reward `value`, or failed with the reason `failure`. `by_turn`:
+    rewards by node, or by -1, -2, ... for the first, second, ... turn. `named`: further rewards by name."""
 
     run: int
     value: float | None = None
@@ -151,7 +155,7 @@ class MemberEnded(Record, frozen=True, tag=True):
 
 
 class MemberGone(Record, frozen=True, tag=True):
-    """An abandoned trajectory has ended on the worker."""
+    """Message that an abandoned trajectory has ended on the worker."""
 
     run: int
 

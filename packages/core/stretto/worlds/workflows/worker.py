@@ -1,7 +1,7 @@
-"""A process that runs workflows: ``python -m stretto.worlds.workflows.worker SPEC``.
+"""Process that runs workflows: ``python -m stretto.worlds.workflows.worker SPEC``.
 
-Each trajectory has a thread with its own event loop, so one that hangs does not block the others. Prints of the
-workflow go to the log; its exception is the reason why the trajectory failed.
+Each trajectory has a thread with its own event loop, so that a trajectory that hangs does not block the others. Output
+of the workflow goes to the log. An exception of the workflow fails its trajectory, with the exception as the reason.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _ASKED = {TurnOrder: "generate", ScoreOrder: "score", CallOrder: "tool"}  # meth
 
 
 class MemberThread:
-    """Thread of one trajectory, which sends its orders (satisfies `ConversationOrders`)."""
+    """Thread of one trajectory: runs the workflow, and sends its orders to the conductor (satisfies
+    `ConversationOrders`)."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class MemberThread:
         end: RoleEnd[ToWorker],
         over: Callable[[int], object],
     ) -> None:
-        """`over` is called when the trajectory has ended."""
+        """`end`: the worker's end of the channel. `over` is called with `run` when the trajectory has ended."""
         self._run, self._task, self._workflow, self._end, self._over = run, task, workflow, end, over
         self._loop = asyncio.new_event_loop()
         self._work: asyncio.Task[float | Reward] | None = None
@@ -71,7 +72,7 @@ class MemberThread:
         self._running: set[asyncio.Future[None]] = set()
 
     def start(self) -> None:
-        """Start the thread; returns at once."""
+        """Start the thread; returns at once. If the system has no room for a thread, the trajectory fails."""
         try:
             threading.Thread(target=self._main, name=f"workflow {self._run}", daemon=True).start()
         except RuntimeError as error:  # the limit of memory, or of threads
@@ -80,7 +81,8 @@ class MemberThread:
             self._end.send(MemberEnded(self._run, failure=f"no thread could be started for it: {error}"))
 
     def deliver(self, message: OrderDone | OrderRefused | RunCall | GiveUp) -> None:
-        """Hand over a message for this trajectory; called from the thread that reads the wire."""
+        """Pass a message of the conductor to this trajectory's event loop; called from the thread that reads the
+        channel."""
         try:
             self._loop.call_soon_threadsafe(self._take, message)
         except RuntimeError:  # its loop has ended meanwhile
@@ -131,7 +133,8 @@ class MemberThread:
             return MemberEnded(self._run, failure=f"the workflow raised {_described(error)}"[:_REASON_LIMIT])
 
     async def _ended(self) -> MemberEnded:
-        """Run the workflow to its end; any exception of the user's code, SystemExit too, is a reason."""
+        """Run the workflow to its end. Any exception of the user's code, SystemExit included, becomes the reason of a
+        failure."""
         if self._given_up:
             return MemberEnded(self._run)
         try:
@@ -191,9 +194,10 @@ class MemberThread:
 
 
 def ended_with(run: int, value: object) -> MemberEnded:
-    """Final message for a workflow that returned `value`."""
+    """Make the final message for a workflow that returned `value`; a failure if it holds anything but valid
+    numbers."""
     found = value if isinstance(value, Reward) else Reward(value)  # type: ignore[arg-type]  # looked at below
-    # Rewards in the order of the turns have negative names until their nodes are known.
+    # Rewards in the order of the turns have negative keys until their nodes are known.
     turns = (
         found.by_turn if isinstance(found.by_turn, Mapping) else {-1 - at: one for at, one in enumerate(found.by_turn)}
     )
@@ -220,7 +224,7 @@ def _described(error: BaseException) -> str:
 
 
 def serve(workflow: Workflow, end: RoleEnd[ToWorker]) -> None:
-    """Run trajectories until the conductor closes the wire."""
+    """Run trajectories until the conductor closes the channel."""
     members: dict[int, MemberThread] = {}
 
     def forget(run: int) -> None:

@@ -1,4 +1,4 @@
-"""Handle of a worker process of workflows, in the conductor: its trajectories, their time limits, its end."""
+"""Conductor's handle of a worker process that runs workflows: its trajectories, their time limits, its end."""
 
 from __future__ import annotations
 
@@ -56,17 +56,18 @@ from stretto_verify.sandbox.cgroups import remove_groups_of
 
 ROLE = "stretto.worlds.workflows.worker"
 _FROM_WORKER = msgspec.msgpack.Decoder(FromWorker)
-_MOST_AT_A_TIME = 256  # orders of one trajectory; more are a flood
+_MOST_AT_A_TIME = 256  # orders in progress of one trajectory; with more it fails
 _MOST_STRAYS = 10_000  # messages for trajectories that have ended
-_GONE_SECONDS = 5.0  # for the code of a trajectory that was given up to end
+_GONE_SECONDS = 5.0  # in which the code of an abandoned trajectory has to end
 
 
 class WorkerLost(Exception):
-    """The worker has ended, and its trajectories with it."""
+    """Raised when the worker process has ended, and with it its trajectories; the text says how."""
 
 
 class _OwnTime:
-    """Time limit that runs only while a trajectory is not waiting for the run; `over` is done when it is used up."""
+    """Time limit of a trajectory that pauses while it waits for the run (a turn or a score). The future `over` is done
+    when the time is used up."""
 
     def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -85,7 +86,7 @@ class _OwnTime:
             self.over.set_result(None)
 
     def stop(self) -> None:
-        """Pause: the run serves an order."""
+        """Pause, because the run serves an order. Each call needs a `resume`."""
         self._served += 1
         if self._timer is not None:
             self._timer.cancel()
@@ -93,7 +94,7 @@ class _OwnTime:
             self._left -= self._loop.time() - self._since
 
     def resume(self) -> None:
-        """Continue: the order is served."""
+        """End the pause of one order; the time runs again when no order is left."""
         self._served -= 1
         if not self._served and not self.over.done():
             self._go_on()
@@ -107,8 +108,9 @@ class _Member:
     """One trajectory on the worker.
 
     Attributes:
-        gone: its thread has ended by itself.
-        broken: receives errors of the run while it served the trajectory.
+        gone: whether the workflow has returned or raised by itself.
+        ended: done with the workflow's result or failure.
+        broken: raises an error of the run that occurred while it served an order.
     """
 
     def __init__(self, run: int, exchange: Exchange, seconds: float) -> None:
@@ -130,15 +132,15 @@ class _Member:
     def break_off(self, error: Exception) -> None:
         if not self.broken.done():
             self.broken.set_exception(error)
-            self.broken.exception()  # it may be looked at by nobody: the trajectory may have ended
+            self.broken.exception()  # marks it as retrieved, since the trajectory may have ended
 
 
 class WorkflowProcess:
-    """Handle of one worker process, started again by the pool.
+    """Handle of one worker process. It is used for one process only; the pool makes a new one to replace it.
 
     Attributes:
-        lost: how the process ended.
-        worn: an abandoned trajectory does not end in it; it takes no more trajectories.
+        lost: future, done with how the process ended.
+        worn: future, done when an abandoned trajectory goes on in the process, which then takes no more trajectories.
         ready: requirements that the workflow declared when it was loaded.
     """
 
@@ -147,7 +149,8 @@ class WorkflowProcess:
     def __init__(
         self, name: str, config: WorkflowConfig, log: Path, hung: float, spawner: Spawner = FRESH, run: str = ""
     ) -> None:
-        """`run`: unique mark of the run, if there is one."""
+        """`hung`: seconds without a heartbeat after which the process is killed. `run`: unique mark of the run, or
+        ""."""
         self.name = name
         self._config, self._log = config, log
         self._process = RoleProcess(name, ROLE, log, hung, spawner)
@@ -175,12 +178,12 @@ class WorkflowProcess:
 
     @property
     def empty(self) -> bool:
-        """Whether it has no trajectory, not even an abandoned one that may still run."""
+        """Whether the worker has no trajectory, not even an abandoned one that may still be running."""
         return not self._members and not self._given_up
 
     @property
     def free(self) -> bool:
-        """Whether it takes another trajectory."""
+        """Whether the worker takes another trajectory."""
         return not (self.worn.done() or self._ending or self.lost.done()) and self.load < self._config.concurrency
 
     async def start(self) -> None:
@@ -201,18 +204,18 @@ class WorkflowProcess:
         if isinstance(said, WorkflowRefused):
             raise WorkflowError([Problem(said.place, said.found, said.remedy)])
         if not isinstance(said, WorkflowReady):
-            raise RoleDied(self.name, "said something else than that it is ready", str(self._log))
+            raise RoleDied(self.name, "sent another message before it was ready", str(self._log))
         self.ready = said
         self._reading = asyncio.create_task(self._read())
 
     async def stop(self) -> None:
-        """Kill the process and its descendants."""
+        """Kill the process and its descendants, and remove the cgroups of their sandboxes."""
         if self._reading is not None:
             await cancel_and_wait([self._reading])
         for timer in self._given_up.values():
             timer.cancel()
         self._channel.close()
-        if self._pid is not None and self._process.running:  # those in sessions of their own would live on
+        if self._pid is not None and self._process.running:  # descendants in sessions of their own would survive
             for pid in descendants(self._pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -222,7 +225,8 @@ class WorkflowProcess:
             await asyncio.to_thread(remove_groups_of, self._pid)  # of the sandboxes of its tools
 
     async def run(self, exchange: Exchange) -> MemberEnded:
-        """Run the workflow for one trajectory, within the limits of time and orders.
+        """Run the workflow for one trajectory; returns its result, or its failure. It fails if it uses more than
+        `workflow.deadline` seconds, without waits for the run, or has too many orders in progress.
 
         Raises:
             WorkerLost: the process has ended.
@@ -271,15 +275,15 @@ class WorkflowProcess:
             self._ending = True
             how = await self._process.last_words()
         except (WireError, msgspec.DecodeError):
-            how = "had something written into its messages"
+            how = "was killed because user code wrote into its messages"
             self._process.kill()
         self.lost.set_result(how)
 
     def _take(self, message: FromWorker) -> None:
-        """Handle one message.
+        """Handle one message of the worker.
 
         Raises:
-            WireError: no working worker sends such a message.
+            WireError: a correct worker does not send such a message.
         """
         if isinstance(message, WorkflowReady | WorkflowRefused):
             raise WireError(f"{self.name} said that it is ready a second time")
@@ -289,7 +293,7 @@ class WorkflowProcess:
         elif member is None:
             self._strays += 1
             if self._strays > _MOST_STRAYS:
-                raise WireError(f"{self.name} does not stop to ask")
+                raise WireError(f"{self.name} sent too many messages for trajectories that have ended")
         elif isinstance(message, MemberEnded):
             member.gone = True
             member.end(message)
@@ -301,7 +305,7 @@ class WorkflowProcess:
 
     def _begin(self, member: _Member, order: Order) -> None:
         if len(member.orders) >= _MOST_AT_A_TIME:
-            member.fail(f"the workflow asks for more than {_MOST_AT_A_TIME} things at a time")
+            member.fail(f"the workflow has more than {_MOST_AT_A_TIME} requests in progress")
             return
         task = asyncio.create_task(self._serve(member, order))
         member.orders.add(task)
@@ -313,7 +317,7 @@ class WorkflowProcess:
             reply = await self._served(member, order)
         except RefusedRequest as refusal:
             reply = OrderRefused(order.run, order.order, refusal.field, refusal.found, refusal.allowed)
-        except DataError as mistake:  # of its messages; one of the run, as of its reward function, is not its own
+        except DataError as mistake:  # an error in the workflow's messages
             [problem, *_] = mistake.problems
             reply = OrderRefused(order.run, order.order, problem.place, problem.found, problem.remedy)
         except (CallInterrupted, Forged) as end:
@@ -341,7 +345,7 @@ class WorkflowProcess:
             member.time.resume()
 
     async def _called(self, member: _Member, order: int) -> bytes:
-        """Have the worker make a call, on the trajectory's own time; returns its result."""
+        """Ask the worker to make a call, and wait for its result. This time counts for the trajectory's limit."""
         call: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         member.calls[order] = call
         await self._send(RunCall(member.run, order))

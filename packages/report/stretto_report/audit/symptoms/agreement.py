@@ -15,8 +15,9 @@ _ERROR = "trainer.behavior_logprob_error"
 
 
 def mismatch(found: Evidence) -> Iterator[Alarm]:
-    """In two consecutive measured steps, engine and trainer differ by more than rounding explains for their dtype; or
-    by more than three times the initial difference and 0.01 nats."""
+    """Alarm if, in two consecutive measured steps, the log-probabilities of engine and trainer differ by more than
+    rounding explains for their dtypes; or if the newest window's difference exceeds three times the first window's and
+    0.01 nats a token."""
     values = found.series.get(_ERROR)
     if values is None:
         return
@@ -33,8 +34,8 @@ def mismatch(found: Evidence) -> Iterator[Alarm]:
 
 
 def canary_drifting(found: Evidence) -> Iterator[Alarm]:
-    """An engine's canary difference from the trainer is at least half of its tolerance; or at least a quarter and three
-    times the initial one."""
+    """Alarm for each engine whose canary difference from the trainer is at least half of its tolerance, or at least a
+    quarter of it and more than three times the initial difference."""
     for name, values in found.series.items():
         if not name.startswith("canary."):
             continue

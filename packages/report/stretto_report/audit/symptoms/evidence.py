@@ -1,4 +1,4 @@
-"""Alarms and the evidence that decides them."""
+"""An alarm as a record, and the evidence that decides alarms."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from stretto_report.audit.symptoms.windows import Numbers, Steps
 
 
 class Alarm(Record, frozen=True):
-    """An alarm. `first_step`: the step since which it holds. `look`: where to look for the reason: a series, the
-    timeline, a key of the recipe."""
+    """An alarm that fires. `first_step`: the step since which it holds. `look`: where to look for the cause:
+    ``series:NAME``, ``recipe:KEY``, ``timeline`` or ``logs``."""
 
     name: str
     title: str
@@ -28,7 +28,7 @@ class Alarm(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Disk:
-    """Disk of a running run, in bytes: free space, and what the run has written."""
+    """Disk of a running run, in bytes: free space, and size of the files directly in the run folder."""
 
     free: int
     written: int
@@ -48,11 +48,11 @@ class Evidence:
     bound: float | None = None  # `rollout.max_staleness`, for steps without the series `max_staleness`; None: no bound
     disk: Disk | None = None
     last_step: int | None = None  # `trainer.steps`; None: not known
-    mismatch: float = 0.1  # nats between engine and trainer that rounding may come to, by their types
+    mismatch: float = 0.1  # nats a token between engine and trainer that rounding explains for their dtypes
 
     @property
     def in_force(self) -> float | None:
-        """Staleness bound of the newest step that has one, else that of the recipe."""
+        """Staleness bound of the newest step that recorded one, else that of the recipe (`bound`)."""
         values = self.series.get("max_staleness", np.empty(0))
         known = values[np.isfinite(values)]
         return float(known[-1]) if len(known) else self.bound
@@ -69,11 +69,12 @@ class Evidence:
 
 _WHOLE = ("reward", "accuracy", "length_mean", "truncated", "staleness_mean", "rl_seconds", "max_staleness")
 _OF_TRAINER = ("entropy", "behavior_logprob_error", "grad_norm", "bad_steps", "kl_behavior", "kl_reference")
-READ = frozenset({*_WHOLE, *(f"trainer.{name}" for name in _OF_TRAINER)})  # by an alarm, beside busy shares and memory
+#: Series that an alarm reads, beside those of `busy`, `memory` and `canary`.
+READ = frozenset({*_WHOLE, *(f"trainer.{name}" for name in _OF_TRAINER)})
 
 
 def numbers_of(step: StepMetrics) -> Iterator[tuple[str, float]]:
-    """Measurements of a step by name, without missing ones."""
+    """Yield name and value of each measurement of a step; missing ones are left out."""
     for name in _WHOLE:
         if (value := getattr(step, name)) is not None:
             yield name, value

@@ -1,6 +1,6 @@
 """Alarms about learning: accuracy, gradient, distance of policies.
 
-Each uses only measurements that no recipe can turn off, or has a second one to fall back on.
+Each alarm uses measurements that no recipe can turn off, or has a fallback.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from stretto_report.audit.symptoms.windows import (
     still,
 )
 
-_WORSE = 0.2  # of the best accuracy
+_WORSE = 0.2  # loss, as a share of the best accuracy
 _BAD_STEPS = 0.2  # of the steps of a window
 _FAR, _FAR_REFERENCE = 0.5, 3.0  # nats a token
 
 
 def reward_without_accuracy(found: Evidence) -> Iterator[Alarm]:
-    """Since the best held-out accuracy, the reward has risen and the accuracy has fallen, both by more than chance: the
-    reward is being gamed."""
+    """Alarm if, since the best held-out accuracy, the reward has risen and the accuracy has fallen, both by more than
+    chance: the policy games the reward."""
     if (worse := fallen(found.evaluations)) is None:
         return
     (best, since), last = worse, found.evaluations[-1]
@@ -43,8 +43,8 @@ def reward_without_accuracy(found: Evidence) -> Iterator[Alarm]:
 
 
 def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
-    """The held-out accuracy has lost at least a fifth of its best while the reward has not risen; or, since the newest
-    evaluation, training completions are right less than half as often as in their best window."""
+    """Alarm if the held-out accuracy has lost at least a fifth of its best value while the reward has not risen; or if,
+    since the newest evaluation, training completions are right less than half as often as in their best window."""
     name, title, (steps, series) = "accuracy_falling", "accuracy falling", (found.steps, found.series)
     last = found.evaluations[-1] if found.evaluations else None
     if last is not None and (worse := fallen(found.evaluations)) is not None:
@@ -64,7 +64,8 @@ def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
 
 
 def dead_gradient(found: Evidence) -> Iterator[Alarm]:
-    """The gradient is near zero, although not nearly all completions are right."""
+    """Alarm if the gradient norm has stayed below a ten-thousandth of its initial mean for `WINDOW` steps, although
+    less than 98 % of the completions are right."""
     name = "trainer.grad_norm"
     right = found.series.get("accuracy")
     if right is not None and measured(right) and newest_mean(right) >= 0.98:
@@ -78,7 +79,7 @@ def dead_gradient(found: Evidence) -> Iterator[Alarm]:
 
 
 def exploding_gradient(found: Evidence) -> Iterator[Alarm]:
-    """The gradient norm is more than a hundred times the initial one, or more than 10,000."""
+    """Alarm if the gradient norm is more than a hundred times the initial one, or more than 10,000."""
     name = "trainer.grad_norm"
     ill = apart(
         found.steps, found.series.get(name), lambda mean, begin: (mean > 100 * begin) | (mean > 1e4), 1, geometric=0.1
@@ -89,7 +90,7 @@ def exploding_gradient(found: Evidence) -> Iterator[Alarm]:
 
 
 def policy_apart(found: Evidence) -> Iterator[Alarm]:
-    """The policy is far from the sampling policy, or from its reference."""
+    """Alarm if the policy's divergence from the sampling policy exceeds 0.5 nats a token, or from the reference 3."""
     for name, bound, other in (
         ("trainer.kl_behavior", _FAR, "the versions that sampled its tokens"),
         ("trainer.kl_reference", _FAR_REFERENCE, "its reference"),
@@ -102,7 +103,8 @@ def policy_apart(found: Evidence) -> Iterator[Alarm]:
 
 
 def bad_steps(found: Evidence) -> Iterator[Alarm]:
-    """At least a fifth of the steps had a gradient that was not finite, and were skipped."""
+    """Alarm if at least a fifth of the newest `WINDOW` steps had a gradient that was not finite and was therefore
+    skipped."""
     name = "trainer.bad_steps"
     values = found.series.get(name)
     some = None if values is None else np.where(np.isfinite(values), values > 0, np.nan)

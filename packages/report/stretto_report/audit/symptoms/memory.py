@@ -14,8 +14,9 @@ _STEPS, _SHARE, _MIB = 16 * WINDOW, 0.1, 64.0
 
 
 def memory_growing(found: Evidence) -> Iterator[Alarm]:
-    """A role's memory has grown in each quarter of the last steps, by a tenth and 64 MiB in all, and in the second half
-    at least half as much as in the first. (Caches fill more and more slowly; a leak does not slow down.)"""
+    """Alarm for each role whose memory has grown in each quarter of the newest steps, by a tenth and 64 MiB in all, and
+    in the second half at least half as much as in the first. (Caches fill more and more slowly; a leak does not slow
+    down.) The newest 160, 320, 640, … steps are tested."""
     for name in sorted(series for series in found.series if series.startswith("memory.")):
         values = found.series[name]
         known = np.flatnonzero(np.isfinite(values))[WINDOW:]

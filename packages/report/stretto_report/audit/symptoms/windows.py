@@ -1,7 +1,7 @@
-"""Onset of problems in series of measurements, as numeric functions for the alarms.
+"""Find since when a series of measurements is bad: numeric functions for the alarms.
 
-A window is `WINDOW` steps with a measurement. Each function tests the newest window; if that is bad, it returns the
-step since which all windows are bad.
+A window is `WINDOW` consecutive steps with a measurement. Each function tests the newest window. If that is bad, it
+returns the step since which all windows are bad.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from stretto.store.series.metrics import EvaluationLine
 
-WINDOW = 10  #: steps of a mean
-_CHANCE = 0.001  # of an accuracy that falls by chance, over all pairs of evaluations of a run
+WINDOW = 10  #: measured steps in a window
+_CHANCE = 0.001  # probability that some pair of a run's evaluations differs by chance
 _TINY = 1e-12
 
 Numbers = npt.NDArray[np.float64]
@@ -27,7 +27,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Onset:
-    """`first`: the step since which a series is bad; `was`: value of its first window, `now`: of its newest."""
+    """Since when a series is bad. `first`: the step; `was`: value of the first window; `now`: value of the newest."""
 
     first: int
     was: float
@@ -47,7 +47,9 @@ def apart(
     *,
     geometric: float | None = None,
 ) -> Onset | None:
-    """Onset of windows whose mean `differs` from that of the first. At least `windows` windows are required.
+    """Onset of bad windows; None if the newest is not bad, or there are fewer than `windows` windows of measurements.
+
+    `differs(means, first)` marks the bad windows, from the means of all windows and the mean of the first.
 
     `geometric`: use geometric means, with values raised to at least this, so that outliers of heavy-tailed estimates
     weigh little.
@@ -65,7 +67,8 @@ def apart(
 
 
 def still(steps: Steps, values: Numbers | None) -> Onset | None:
-    """Onset of windows in which no step reaches a ten-thousandth of the first window's mean."""
+    """Onset of a standstill: since then no step has reached a ten-thousandth of the first window's mean. None if a step
+    of the newest window does."""
     if values is None or not measured(values):
         return None
     known = np.flatnonzero(np.isfinite(values))
@@ -79,8 +82,8 @@ def still(steps: Steps, values: Numbers | None) -> Onset | None:
 
 
 def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
-    """Onset of windows whose mean share is less than half of the best earlier window, by more than chance; `was` is the
-    best window. Noise is estimated from differences of neighbours, which a trend does not affect."""
+    """Onset of windows whose mean is less than half of the best earlier window's, by more than chance. `was` is the
+    best window. The noise is estimated from differences of neighbours, which a trend does not affect."""
     if values is None or not measured(values, 2):
         return None
     known = np.flatnonzero(np.isfinite(values))
@@ -93,7 +96,7 @@ def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
 
 
 def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, EvaluationLine] | None:
-    """The evaluation with the best accuracy, and the first of the newest ones that are all below it by more than
+    """The evaluation with the best accuracy, and the first of the newest evaluations that are all below it by more than
     chance; None if there is no such drop.
 
     The threshold allows for many comparisons: the best of several is chosen, and the newest is tested each time.
@@ -112,12 +115,12 @@ def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, Evalu
 
 def rises(steps: Steps, values: Numbers | None, until: int, later: int) -> tuple[float, float] | None:
     """Means of the windows that end at the steps `until` and `later`, if the later mean is higher by more than chance;
-    None otherwise. Both windows must be complete and disjoint."""
+    else None. Both windows must be complete and must not overlap."""
     if values is None:
         return None
     known = np.flatnonzero(np.isfinite(values))
     ends = [int(np.searchsorted(steps[known], step, side="right")) for step in (until, later)]
-    if ends[0] < WINDOW:  # the accuracy was best in the beginning: the first steps are what the reward was then
+    if ends[0] < WINDOW:  # no full window before `until`: compare with the first window
         ends[0] = WINDOW
     if ends[1] - ends[0] < WINDOW:
         return None
@@ -132,13 +135,14 @@ def newest_mean(values: Numbers) -> float:
 
 
 def needed(looks: float) -> float:
-    """Number of standard errors that a difference must have, given the number of values compared with each other."""
+    """Number of standard errors beyond which a difference is more than chance, corrected for the number of pairs among
+    `looks` values."""
     return NormalDist().inv_cdf(1 - _CHANCE / max(2.0, looks * (looks + 1)))
 
 
 def _deviations(best: EvaluationLine, line: EvaluationLine) -> float:
-    """Number of standard errors by which an accuracy is below the best. The error assumes that both samples have one
-    accuracy, since the errors of very low and very high shares are far too small."""
+    """Number of standard errors by which the accuracy of `line` is below the best. The error is that of the pooled
+    accuracy, because the separate errors of very low and very high shares are far too small."""
     (high, many), (low, few) = _estimate(best), _estimate(line)
     both = (high * many + low * few) / (many + few)
     return (high - low) / math.sqrt(both * (1 - both) * (1 / many + 1 / few))

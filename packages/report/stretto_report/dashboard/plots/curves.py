@@ -27,7 +27,7 @@ from stretto_report.dashboard.plots.style import (
 
 Series = npt.NDArray[np.float64]
 
-_WINDOWS = 30  # a smooth curve averages over about this fraction of the run
+_WINDOWS = 30  # a smooth curve averages over the run's steps divided by this
 _NO_STEPS = "no training step yet"
 
 
@@ -115,7 +115,7 @@ def plot_staleness(path: Path, staleness: StalenessSummary) -> None:
 
 
 def smooth(values: Sequence[float], window: int) -> Series:
-    """Running mean over `window` neighbours, fewer at the ends; as long as `values`.
+    """Running mean over `window` neighbours, over fewer at the ends. The result is as long as `values`.
 
     >>> smooth([0, 3, 6, 9], window=3).tolist()
     [1.5, 3.0, 6.0, 7.5]

@@ -16,10 +16,10 @@ _LOOKS = {1: (BLUE, "o"), 2: (ORANGE, "s"), 4: (GREEN, "^"), 8: (PINK, "D")}  # 
 
 
 def plot_plan(path: Path, title: str, spans: Sequence[Span], splits: Sequence[tuple[float, float, int]]) -> None:
-    """Write the plot as PNG.
+    """Write the plot of a plan as PNG to `path`.
 
     Args:
-        spans: those of one engine and the trainer, in seconds; at least one.
+        spans: spans of one engine and of the trainer, in seconds; at least one.
         splits: for each layout the share of devices that train, tokens per second, and devices per engine.
     """
     figure, (lanes, points) = panels(15, 4.2, 2)
@@ -35,7 +35,8 @@ def plot_plan(path: Path, title: str, spans: Sequence[Span], splits: Sequence[tu
 
 
 def draw_splits(axes: Axes, splits: Sequence[tuple[float, float, int]]) -> None:
-    """Draw a line for each engine size; layouts with equal split (other staleness bounds) share an x position."""
+    """Draw throughput against the share of devices that train, one line for each engine size. Layouts of equal share
+    (with other staleness bounds) have the same x position."""
     for tensor in sorted({size for _, _, size in splits}):
         shown = sorted((share, rate) for share, rate, size in splits if size == tensor)
         colour, marker = _LOOKS.get(tensor, _LOOKS[8])

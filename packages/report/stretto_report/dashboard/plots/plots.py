@@ -13,7 +13,7 @@ from stretto_report.dashboard.plots.timeline import plot_timeline
 
 
 def plot_run(path: str | Path) -> tuple[Path, ...]:
-    """Draw all plots of a run into its folder ``plots``; returns the files.
+    """Draw all plots of a run as PNG files into its folder ``plots``; return the files.
 
     Raises:
         RunFolderError: there is no run.

@@ -1,4 +1,4 @@
-"""The style of all plots: Okabe and Ito's palette, which colour-blind readers can tell apart, and one frame."""
+"""Style of all plots: the palette of Okabe and Ito, which colour-blind readers can tell apart, and one kind of axes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def canvas(width: float = 8.0, height: float = 4.5) -> tuple[Figure, Axes]:
 
 
 def panels(width: float, height: float, count: int) -> tuple[Figure, tuple[Axes, ...]]:
-    """Same as `canvas`, with `count` pairs of axes side by side."""
+    """Same as `canvas`, with `count` pairs of axes side by side in one figure."""
     figure = Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure, tuple(_framed(figure.add_subplot(1, count, place + 1)) for place in range(count))
@@ -58,7 +58,7 @@ def titled(axes: Axes, title: str, subtitle: str = "", x: str = "", y: str = "")
 
 
 def nothing_yet(axes: Axes, sentence: str) -> None:
-    """Label an empty plot with the reason."""
+    """Write `sentence` into an empty plot, as the reason why it is empty."""
     axes.text(0.5, 0.5, sentence, transform=axes.transAxes, ha="center", va="center", color=QUIET, fontsize=11)
     axes.set_xticks([])
     axes.set_yticks([])
@@ -66,7 +66,8 @@ def nothing_yet(axes: Axes, sentence: str) -> None:
 
 @contextmanager
 def saved_as(path: Path, figure: Figure) -> Iterator[None]:
-    """Draw within the block; the PNG is written at its end, completely or not at all."""
+    """Save `figure` as PNG to `path` when the block ends without an error (context manager). The file is written
+    completely or not at all."""
     yield
     part = path.with_name(f".{path.name}.part")
     with warnings.catch_warnings():

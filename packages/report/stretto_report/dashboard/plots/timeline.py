@@ -35,7 +35,7 @@ STEPS_SHOWN = 12
 _LOAD = "load"
 _PUBLISH, _WRITE = "publish", "write"
 _STEP = "update"
-_LOOKS: dict[str, tuple[str, str]] = {  # span name: colour, what the legend calls it
+_LOOKS: dict[str, tuple[str, str]] = {  # span name: colour, label in the legend
     "generate": (SKY, "generate"),
     "recompute": (ORANGE, "recompute the cache"),
     _LOAD: (RED, "load weights: completions are interrupted"),
@@ -78,7 +78,8 @@ class Window:
 
 
 def plot_timeline(path: Path, spans: Sequence[Span], steps_shown: int = STEPS_SHOWN) -> None:
-    """Plot the work of each role over time, the weight loads that interrupt completions, and the publications."""
+    """Write a PNG with the work of each role over time, the weight loads that interrupt completions, and the
+    publications. It shows `steps_shown` training steps from the middle of the run."""
     lanes = sorted({span.role for span in spans}, key=_lane_order)
     height = _ABOVE + _BELOW + _LANE * max(len(lanes), 3)
     figure, axes = canvas(_WIDTH, height)
@@ -98,7 +99,7 @@ def plot_timeline(path: Path, spans: Sequence[Span], steps_shown: int = STEPS_SH
 
 
 def draw_lanes(axes: Axes, spans: Sequence[Span], window: Window) -> set[str]:
-    """Draw one lane per role; returns the names of the spans in the window."""
+    """Draw one lane for each role; return the names of the spans in the window."""
     lanes = sorted({span.role for span in spans}, key=_lane_order)
     origin = min(span.start for span in spans)
     shown = [span for span in spans if span.end > window.start and span.start < window.end]
@@ -117,7 +118,7 @@ def draw_lanes(axes: Axes, spans: Sequence[Span], window: Window) -> set[str]:
 
 
 def middle_window(spans: Sequence[Span], steps_shown: int) -> Window:
-    """Window of `steps_shown` updates around the middle of the run."""
+    """Time of `steps_shown` updates in the middle of the run; the whole run if it has no update."""
     updates = sorted((span for span in spans if span.name == _STEP), key=lambda span: span.start)
     if not updates:
         return Window(min(span.start for span in spans), max(span.end for span in spans))
@@ -127,7 +128,7 @@ def middle_window(spans: Sequence[Span], steps_shown: int) -> Window:
 
 
 def busy_fraction(spans: Sequence[Span], window: Window) -> float:
-    """The fraction of the window that the spans cover.
+    """Fraction of the window during which at least one span is active.
 
     >>> halves = [Span(role="a", name="x", start=0, end=2), Span(role="a", name="y", start=1, end=3)]
     >>> busy_fraction(halves, Window(0, 6))
@@ -178,7 +179,7 @@ def _draw_publications(axes: Axes, publications: Sequence[Span], origin: float) 
 
 
 def legend_of(names: set[str]) -> list[Artist]:
-    """Legend handles, one for each kind of span."""
+    """Legend handles for the span `names`, one for each kind; unknown names share one."""
     handles: list[Artist] = []
     for name, (colour, label) in _LOOKS.items():
         if name == _LOAD and name in names:

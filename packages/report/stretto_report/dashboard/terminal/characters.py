@@ -8,7 +8,7 @@ from typing import IO
 
 from rich.console import Console
 
-_NAMES = ("LC_ALL", "LC_CTYPE", "LANG")  # the first one that is set says the locale of characters
+_NAMES = ("LC_ALL", "LC_CTYPE", "LANG")  # the first variable that is set determines the character set
 _ASCII = frozenset({"C", "POSIX"})
 _COERCED = "C.UTF-8"  # Python's value of LC_CTYPE if the user has set LANG to C
 
@@ -30,7 +30,8 @@ def open_console(file: IO[str] | None = None) -> Console:
 
 
 def is_ascii_locale(environment: Mapping[str, str]) -> bool:
-    """Whether the user has chosen the locale C. Without any choice, the encoding of the output decides.
+    """Whether the environment variables select the locale C. False if they select none: then the encoding of the output
+    decides.
 
     >>> is_ascii_locale({"LANG": "C"}), is_ascii_locale({"LANG": "C", "LC_ALL": "en_US.UTF-8"}), is_ascii_locale({})
     (True, False, False)

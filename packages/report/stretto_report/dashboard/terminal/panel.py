@@ -21,7 +21,7 @@ _LEVELS, _ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _TREND_WIDTH = 60
 _FRAME = 4  # columns of the panel's border and padding
 _NARROW = 72  # columns: below, facts and work stand one below the other
-_PROOFS = 8  # of engines, that are shown
+_PROOFS = 8  # most canary proofs that are shown
 _FRACTIONS = frozenset({"accuracy", "held-out"})  # drawn between 0 and 1
 
 
@@ -34,8 +34,8 @@ def panel(
     width: int = 80,
     ascii_only: bool = False,
 ) -> RenderableType:
-    """Progress, alarms, trends, measurements, busy roles and rates, and canary proofs, for a terminal of `width`
-    columns."""
+    """Rich panel of a snapshot for a terminal of `width` columns: progress, `alarms`, trends, measurements, busy roles
+    and rates, and canary `proofs`."""
     progress = Table.grid(expand=True)
     progress.add_row(_header(snapshot))
     progress.add_row(ProgressBar(total=max(snapshot.steps, 1), completed=min(snapshot.step, max(snapshot.steps, 1))))
@@ -58,7 +58,7 @@ def panel(
 
 
 def sparkline(values: Sequence[float], width: int, levels: str = _LEVELS) -> str:
-    """Fractions between 0 and 1 as at most `width` small bars; neighbours are averaged.
+    """Fractions between 0 and 1 as at most `width` small bars. If there are more values, neighbours are averaged.
 
     >>> sparkline([0.0, 0.5, 1.0], width=8), sparkline([0.0, 0.0, 1.0, 1.0], width=2)
     ('▁▅█', '▁█')
@@ -70,7 +70,7 @@ def sparkline(values: Sequence[float], width: int, levels: str = _LEVELS) -> str
 
 
 def _courses(trends: Mapping[str, Sequence[float]], width: int, ascii_only: bool) -> Table:
-    """A line per trend: small bars from its least value, or 0, to its greatest, and these two numbers."""
+    """One line for each trend: small bars from its minimum (at most 0) to its maximum, and these two numbers."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(style="dim", overflow="fold")
     labels = max(map(len, trends)) + 1

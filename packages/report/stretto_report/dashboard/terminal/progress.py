@@ -36,7 +36,7 @@ class Alarms(Protocol):
         ...
 
 
-#: The proofs of now, for a view that is drawn every half second.
+#: Returns the current canary proofs; called for each drawing, at most twice a second.
 Proofs = Callable[[], Sequence[CanaryProof]]
 
 
@@ -57,8 +57,8 @@ def open_display(
     proofs: Proofs = tuple,
     verbose: bool = False,
 ) -> Display:
-    """Open the display of a run of `steps` training steps: a panel on a terminal, with the `proofs` of its engines;
-    elsewhere lines, followed by all measurements if `verbose`.
+    """Open the display of a run of `steps` training steps (context manager). On a terminal it is a panel, with the
+    canary `proofs` of the engines. Elsewhere it prints lines, with all measurements if `verbose`.
 
     Example::
 
@@ -91,7 +91,7 @@ class Display(ABC):
 
     @abstractmethod
     def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str]) -> None:
-        """Draw a snapshot; `fresh`: alarms that are new since the last check."""
+        """Draw a snapshot. `fresh`: lines of alarms that are new since the last drawing, by title."""
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +122,7 @@ class Display(ABC):
             self._changed(self._enter(TRAINING))
 
     def _enter(self, phase: str) -> bool:
-        """Begin a phase; returns whether another one ends here, after drawing its last snapshot."""
+        """Begin `phase`. If another phase was shown, draw its last snapshot; return whether this was so."""
         another = self._phase not in (None, phase)
         if another:
             self._finish()
@@ -130,7 +130,7 @@ class Display(ABC):
         return another
 
     def refresh(self) -> None:
-        """Draw pending news if it is time; call it regularly, since a run may be silent for long."""
+        """Draw new measurements if enough time has passed. Call it regularly, because a run may be silent for long."""
         if time.monotonic() - self._drawn >= self._seconds:
             self._finish()
 
@@ -183,7 +183,7 @@ class PanelDisplay(Display):
 
 
 class LineDisplay(Display):
-    """Plain lines: one every few seconds, one at the end of each phase, one for each new alarm."""
+    """Prints plain lines: one every few seconds, one at the end of each phase, one for each new alarm."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class WarmStartProgress(Protocol):
 
 
 class Snapshot(Record, frozen=True):
-    """A run at one moment. `facts` are labels with formatted values; unknown values are left out.
+    """State of a run at one moment. `facts`: labels with formatted values; unknown values are left out.
 
     Example: ``Snapshot(phase="training", step=120, steps=600, seconds=21.4, facts=(("accuracy", "71.2%"),))``
     """
@@ -54,11 +54,12 @@ class Snapshot(Record, frozen=True):
     facts: tuple[tuple[str, str], ...] = ()
     tokens_per_second: Mapping[str, float] = {}  # "generated" or "trained": rate
     busy: Mapping[str, float] = {}  # role: fraction since the previous step
-    trends: Mapping[str, tuple[float, ...]] = {}  # measurement: its course over the run, the oldest first
+    trends: Mapping[str, tuple[float, ...]] = {}  # measurement: its values over the run, oldest first
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until the last step at the pace so far; None before the first step, or if the last is unknown."""
+        """Seconds until the last step at the pace so far. None before the first step, or if the number of steps is
+        unknown."""
         return seconds_left(self.step, self.steps, self.seconds)
 
     def details(self) -> list[str]:
@@ -115,7 +116,7 @@ class Watcher:
         self._make = partial(self._snapshot, metrics)
 
     def evaluated(self, evaluation: EvaluationLine) -> bool:
-        """Take an evaluation; returns whether there is a step to show it with."""
+        """Take an evaluation. Return whether a training step has been taken, so that there is a snapshot to show."""
         self._progress.evaluated(evaluation)
         self._trends["held-out"].add(evaluation.accuracy)
         return self._newest is not None

@@ -19,9 +19,9 @@ from stretto_report.dashboard.prediction import PredictedRun, predicted_beside_m
 
 _BAR_WIDTH = 24
 _CHANGES = 3  # newest changes of bounds that are shown
-_SHOWN, _SHOWN_SHARE = 0.05, 0.005  # seconds, of the training
+_SHOWN, _SHOWN_SHARE = 0.05, 0.005  # least seconds, and least share of the training, that are shown
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_LARGE = 0.1  # share of all tokens from which a loss is shown with the keys of a recipe that bound it
+_LARGE = 0.1  # share of all tokens from which lost tokens are shown with the recipe keys that limit them
 _KEYS = {
     MASKED: "rollout.max_staleness, rollout.max_in_flight",
     EXPIRED: "rollout.max_staleness, rollout.max_in_flight",
@@ -35,8 +35,8 @@ def print_inspection(
     also: Mapping[str, object] | None = None,
     predicted: Path | None = None,
 ) -> None:
-    """Print the summary of a run as a table, or as one JSON object extended by `also`. Its prediction is compared, from
-    the file `predicted` or else the run folder.
+    """Print the summary of a run to standard output, as a table or as one JSON object with the further fields `also`.
+    If there is a prediction, in the file `predicted` or else in the run folder, it is compared with the run.
 
     Raises:
         RunFolderError: there is no run, or `predicted` is no prediction of it. A prediction of the folder that does not
@@ -87,7 +87,7 @@ def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
 
 
 def print_summary(inspection: Inspection, title: str, console: Console | None = None) -> None:
-    """Print the table."""
+    """Print the summary table of a run."""
     (console or Console()).print(summary_table(inspection, title))
 
 

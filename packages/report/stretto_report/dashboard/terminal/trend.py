@@ -8,8 +8,8 @@ _POINTS = 120
 
 
 class Trend:
-    """Means over equal numbers of values. At `_POINTS` means, neighbours are merged, so memory is bounded for any
-    length."""
+    """Means over equal numbers of consecutive values. When there are `_POINTS` (120) means, neighbours are merged, so
+    that memory is bounded for a run of any length."""
 
     def __init__(self) -> None:
         self._means: list[float] = []
@@ -31,5 +31,5 @@ class Trend:
 
     @property
     def points(self) -> tuple[float, ...]:
-        """Means, oldest first; the last may be over fewer values."""
+        """Means, oldest first. The last may be over fewer values than the others."""
         return (*self._means, self._sum / self._count) if self._count else tuple(self._means)

@@ -19,13 +19,13 @@ _PACKAGE = "mlflow"
 _METRICS, _PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # limits of one request
 _STATUS: Mapping[How, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _STRANGE = re.compile(r"[^\w\-. :/]")  # in the name of a metric, a parameter or a tag
-#: A server that does not answer: this process waits no longer, and another one asks it again.
+#: Give up early on a server that does not answer: another process tries again.
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
 
 class MlflowRun:
-    """A run of MLflow in the experiment of the project. MLflow's databases ignore a repeated point, since its time is
-    the same."""
+    """A run of MLflow in the experiment named by the project. A point may be sent twice: MLflow's databases ignore it,
+    because its time is the same."""
 
     had: Mapping[str, int] = {}
 
@@ -86,7 +86,7 @@ class MlflowRun:
 
 
 def accepted_name(name: str) -> str:
-    """The name with characters that MLflow forbids replaced, and unchanged when read as a file path.
+    """Name for MLflow: forbidden characters become "_", and the name is a normal relative file path.
 
     >>> accepted_name("lr=1e-4"), accepted_name("rewards/exact, short"), accepted_name("v1/")
     ('lr_1e-4', 'rewards/exact_ short', 'v1_')

@@ -29,15 +29,15 @@ _LABELS = {
     "evaluation_set": "set",
 }
 _CUMULATIVE = frozenset({"wall_seconds", "rl_seconds", "generated_tokens"})  # since the run began
-_OF_A_STEP = frozenset({"trained_tokens", "masked_tokens", "trainer/bad_steps"})  # summed here
+_OF_A_STEP = frozenset({"trained_tokens", "masked_tokens", "trainer/bad_steps"})  # counted per step, summed here
 _STRANGE = re.compile(r"\W", re.ASCII)
-_PATIENCE_SECONDS = 5.0  # for one that asks, and says nothing
+_PATIENCE_SECONDS = 5.0  # for a client that connects and sends nothing
 
 Series = tuple[str, Labels]
 
 
 class PrometheusPage:
-    """HTTP server of one page, from its creation to `close`. Counters are those of the whole run: each process reads
+    """HTTP server of one page, from its creation to `close`. Counters cover the whole run, because each process reads
     the run from its beginning."""
 
     run = "prometheus"
@@ -86,7 +86,7 @@ class PrometheusPage:
 
 
 def series_of(name: str) -> Series:
-    """Prometheus name and labels of a number.
+    """Prometheus name and labels of a number of a `MetricsPoint`.
 
     >>> series_of("busy/engine-0")
     ('stretto_busy', (('role', 'engine-0'),))

@@ -25,7 +25,7 @@ _HEAD, _CHECKSUM = struct.Struct("<QI"), 4  # size and checksum before a record,
 
 
 class TensorboardFiles:
-    """Writes one more event file of the run; TensorBoard joins all files of a run in the order of their names."""
+    """Writes one new event file of the run; TensorBoard joins all files of a run in the order of their names."""
 
     def __init__(self, about: About, cursor: Cursor) -> None:
         self.run = _FOLDER
@@ -43,7 +43,7 @@ class TensorboardFiles:
             self._text("tags", 0, about.tags)
 
     def _newest_steps(self, folder: Path) -> dict[str, int]:
-        """Newest steps in the newest file that has points; its writer had read the earlier files."""
+        """Newest step of each curve in the newest file that has points. (Its writer knew the earlier files.)"""
         for path in sorted(folder.glob(f"{_NAME}.*"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
             events = map(self._events.Event.FromString, _records(path))
             if found := newest_steps((event.step, (one.tag for one in event.summary.value)) for event in events):
@@ -83,8 +83,8 @@ class TensorboardFiles:
 
 
 def _behind_the_others(folder: Path, make: Callable[[], Any]) -> Any:
-    """Create a writer whose file sorts after the existing ones. File names have the second of creation, then the pid;
-    if a file of the same second sorts later, it is created again."""
+    """Create a writer whose file sorts after the existing ones. A file name has the second of its creation, then the
+    pid. If a file of the same second sorts later, the new file is removed and created again."""
     before, until = _names(folder), time.monotonic() + _PATIENCE
     while True:
         writer = make()

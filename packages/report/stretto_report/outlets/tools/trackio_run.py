@@ -33,8 +33,8 @@ class TrackioRun:
         self.had = self._newest_steps() if cursor.run and not _REMOTE & os.environ.keys() else {}
 
     def _newest_steps(self) -> dict[str, int]:
-        """Newest steps in the database of this machine. trackio has no interface for this; if a version stores points
-        elsewhere, a point may be sent twice after a crash."""
+        """Newest step of each curve in the database of this machine. trackio has no interface for this; if a version
+        stores points elsewhere, a point may be sent twice after a crash."""
         try:
             storage = importlib.import_module(f"{self._trackio.__name__}.sqlite_storage").SQLiteStorage
             points = storage.get_logs(self._about.project, self.run)

@@ -1,4 +1,4 @@
-"""Reader of W&B's own log file of a run (LevelDB's log format; each record is a W&B message).
+"""Read W&B's own log file of a run (LevelDB's log format; each record is a W&B message).
 
 A point is safe once it is in the file; points still in W&B's process are lost with it.
 """
@@ -13,11 +13,11 @@ from typing import Any
 
 _HEADER, _BLOCK = 7, 32_768  # bytes
 _PART = struct.Struct("<IHB")  # checksum, size, kind
-_WHOLE, _LAST = 1, 4  # kinds of parts: what ends a record
+_WHOLE, _LAST = 1, 4  # kinds of parts that end a record
 
 
 class WrittenPoints:
-    """Follows one file. `newest`: W&B's own step of the newest history line in it; 0: none."""
+    """Reads one W&B log file as it grows. `newest`: W&B's own step of the newest history record so far; 0: none."""
 
     def __init__(self, wandb: Any, path: Path) -> None:
         self._message = importlib.import_module(f"{wandb.__name__}.proto.wandb_internal_pb2").Record
@@ -56,6 +56,6 @@ class WrittenPoints:
 
 
 def written(wandb: Any, folder: Path, run: str) -> int:
-    """W&B's own step of the newest line of a run in any file below `folder`; 0: none."""
+    """W&B's own step of the newest history record of a run, in any log file below `folder`; 0: none."""
     files = folder.glob(f"*run-*/run-{run}.wandb")
     return max((WrittenPoints(wandb, path).read_on() for path in files), default=0)

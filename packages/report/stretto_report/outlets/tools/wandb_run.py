@@ -17,23 +17,23 @@ from stretto_report.outlets.tools.wandb_file import WrittenPoints, written
 
 _PACKAGE = "wandb"
 _LONGEST_TITLE = 63  # characters
-_APART = 4  # W&B's steps from point to point: those between are for tables
+_APART = 4  # W&B steps from one point to the next; those in between are for tables
 _FLUSH_SECONDS = 0.1  # between two writes of W&B's process to its file
 _POLL_SECONDS = 0.02
-_WRITE_SECONDS = 60.0  # in which W&B has to write what it was given; less than what is taken for hung
+_WRITE_SECONDS = 60.0  # most seconds in which W&B writes a point; fewer than those after which a tool counts as hung
 
 
 class WandbRun:
     """A run of W&B, resumed by its id.
 
-    Curves are drawn against stretto's steps. W&B's own step follows from the index of a point, and W&B ignores a
-    repeated one: a point is sent again if a process died before it could record it.
+    Curves are drawn against stretto's steps. W&B's own step is computed from the index of a point, and W&B ignores a
+    step that it has. So a point may be sent again, if a process died before it wrote the cursor.
 
-    W&B uses a process of its own, which dies with this one. So a point counts as sent when it is in W&B's file, and
-    points in the files of earlier processes are not sent again.
+    W&B uses a process of its own, which dies with this process. So a point counts as sent when it is in W&B's file.
+    Points in the files of earlier processes are not sent again.
     """
 
-    had: Mapping[str, int] = {}  # points have numbers of their own
+    had: Mapping[str, int] = {}  # not needed: W&B's steps tell repeated points
 
     def __init__(self, about: About, cursor: Cursor) -> None:
         self._wandb = wandb = importlib.import_module(_PACKAGE)

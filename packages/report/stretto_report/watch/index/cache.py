@@ -29,13 +29,14 @@ Facts = TypeVar("Facts")
 
 
 class Cache:
-    """Cached columns and facts of the parts of one run."""
+    """Cached columns and facts of one run, in named parts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def save(self, part: str, columns: Mapping[str, Column], facts: object) -> None:
-        """Store a part. If that fails (on a full disk, say), the part is read from the run again next time."""
+        """Store the columns and facts of a part. If that fails (on a full disk, say), the cache file is deleted, and
+        all parts are read from the run again next time."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self._path, timeout=_LOCK_SECONDS)) as connection, connection:
@@ -47,11 +48,11 @@ class Cache:
                 value = msgspec.json.encode(facts).decode()
                 connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (part, value))
         except (sqlite3.Error, OSError):
-            with contextlib.suppress(OSError):  # it is a folder, say, or in one that cannot be written
+            with contextlib.suppress(OSError):  # the path is a folder, say, or in a folder that is not writable
                 self._path.unlink(missing_ok=True)
 
     def load(self, part: str, kind: type[Facts]) -> tuple[dict[str, Column], Facts] | None:
-        """Load a part; None if it is missing or unreadable."""
+        """Load columns and facts (decoded as `kind`) of a part; None if it is missing or unreadable."""
         if not self._path.is_file():
             return None
         try:

@@ -49,7 +49,7 @@ class GrowingColumns:
         self._arrays[name] = np.full(capacity, np.nan)
 
     def append(self, columns: Mapping[str, Sequence[Any] | Column]) -> None:
-        """Append rows; columns that are not named get NaN."""
+        """Append rows, given as columns of equal length; columns that are not given get NaN."""
         count = len(next(iter(columns.values())))
         begin, end = self.rows, self.rows + count
         for name, array in self._arrays.items():
@@ -59,12 +59,12 @@ class GrowingColumns:
         self.rows = end
 
     def put(self, places: Column, columns: Mapping[str, Column]) -> None:
-        """Replace values of the rows at `places`."""
+        """Replace the values of some columns in the rows with the indices `places`."""
         for name, values in columns.items():
             self._arrays[name][places] = values
 
     def restore(self, arrays: Mapping[str, Column]) -> bool:
-        """Replace all columns; returns False, unchanged, if their names, types or lengths do not fit."""
+        """Replace all columns. Return False and change nothing if their names, types or lengths do not fit."""
         shapes = {array.shape for array in arrays.values()}
         fitting = all(name in arrays and arrays[name].dtype == own.dtype for name, own in self._arrays.items())
         if not fitting or len(shapes) != 1:

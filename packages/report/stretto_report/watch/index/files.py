@@ -1,5 +1,4 @@
-"""Reading of untrusted run folders: links out of the folder are refused, pipes do not block the reader, sizes are
-bounded."""
+"""Read untrusted run folders. Links out of the folder are refused, pipes do not block the reader, sizes are bounded."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from stretto.store.ledger.schema import reading
 from stretto.store.ledger.wal import check_log, log_of
 from stretto.store.series.follower import open_plain
 
-_LARGEST_LOG = 64 << 20  # of the ledger: three seconds of checking, once
-_PATIENCE = 0.2  # seconds for a ledger that another has locked: others wait for their pages
+_LARGEST_LOG = 64 << 20  # bytes of the ledger's log; checking it takes three seconds, once
+_PATIENCE = 0.2  # seconds to wait for a locked ledger, while other requests wait
 LEDGER = "ledger.sqlite"
 
 
@@ -38,10 +37,11 @@ def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
 
 
 def refuse_strange_files(folder: Path) -> None:
-    """Check that ledger, log and lock are regular files: SQLite and the lock test follow links and block at pipes.
+    """Check that the ledger, its log and the lock are regular files, because SQLite and the lock test follow links and
+    block at pipes.
 
     Raises:
-        StoreError: one is not; names the file.
+        StoreError: a file is not regular, or cannot be examined.
     """
     ledger = folder / LEDGER
     for path in (ledger, log_of(ledger), ledger.with_name(f"{LEDGER}-shm"), folder / lock.NAME):

@@ -1,4 +1,4 @@
-"""Newest lines of a run's metrics, read from the end of the file, for the list of runs."""
+"""Read the newest lines of a run's metrics from the end of the file, for the list of runs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 
 
 class NewestLines:
-    """Reads the end of ``metrics.jsonl``."""
+    """Reads the last 256 KiB of ``metrics.jsonl``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._decoded: dict[str, MetricsLine | None] = {}  # by the line as it is written
 
     def read(self, *, keep: bool) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-        """Newest steps, and evaluations of the first set.
+        """Newest steps, and newest evaluations of the first set, oldest first.
 
         Args:
-            keep: for repeated calls: decode only lines that are new since the last one.
+            keep: remember the decoded lines, so that the next call decodes only new ones.
 
         Raises:
             StoreError: it is no regular file.
@@ -42,7 +42,8 @@ class NewestLines:
 
 
 def _decoded(row: str) -> MetricsLine | None:
-    """Decoded line, None if unreadable: the first line is cut off, and damage is reported when the run is opened."""
+    """Decode a line; None if it is unreadable. The first line may be cut off; damage is reported when the run is
+    opened."""
     try:
         return decode_line(_LINE, row.encode())
     except StoreError:

@@ -28,7 +28,7 @@ _NUMBERS += (
     "truncated",
 )
 _MAPS = ("trainer", "queues", "busy", "memory", "rewards", "canary")
-_KEPT_FROM = 2_000  # steps: fewer are read again in an instant
+_KEPT_FROM = 2_000  # steps from which they are cached; fewer are read in an instant
 
 #: Series that follow from others.
 DERIVED = ("masked_fraction", "seconds_step", "tokens_per_second")
@@ -144,7 +144,7 @@ class Steps:
                 raise KeyError(name)
 
     def values(self, row: int) -> Mapping[str, float | None]:
-        """All series at one row."""
+        """All series at one row of the table, by name; None where not finite."""
         return {name: finite(float(self.column(name)[row])) for name in self.names}
 
 
@@ -154,13 +154,13 @@ def _ratio(part: Column, whole: Column) -> Column:
 
 
 def finite(value: float) -> float | None:
-    """The number; None if it is not finite, since JSON cannot hold it."""
+    """The number; None if it is not finite, because JSON cannot represent it."""
     return value if np.isfinite(value) else None
 
 
 class Curve(Record, frozen=True):
-    """Series in buckets of steps: mean, least and greatest value of each, None where empty. `newest`: the newest single
-    value."""
+    """One series in buckets of steps: mean, least and greatest value of each bucket, None where empty. `newest`: newest
+    single value."""
 
     mean: list[float | None]
     min: list[float | None]
@@ -169,7 +169,8 @@ class Curve(Record, frozen=True):
 
 
 class Curves(Record, frozen=True):
-    """Several series of `points` points, each of `bucket` steps (the last may have fewer)."""
+    """Several series of `points` points. Each point stands for `bucket` steps (the last may have fewer). `x`: the
+    values of each possible x axis at the points."""
 
     steps: int
     points: int
@@ -181,7 +182,7 @@ class Curves(Record, frozen=True):
 def curves(
     steps: Steps, trained: Column, names: Sequence[str], first: int | None, last: int | None, points: int
 ) -> Curves:
-    """Series between two steps (inclusive), in at most `points` points.
+    """Series between the steps `first` and `last` (inclusive; None: no limit), averaged to at most `points` points.
 
     Args:
         trained: [steps] trajectories trained in each step.

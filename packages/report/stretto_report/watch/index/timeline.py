@@ -1,4 +1,5 @@
-"""Tiles of the timeline: spans wide enough to be seen are kept, short ones of one name are merged pixel by pixel."""
+"""Tiles of the timeline. A span at least one pixel wide is a tile of its own; narrower spans of one name that begin in
+the same pixel are merged into one tile."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from stretto_report.watch.index.trajectories import WordCodes
 
 _PART = "spans"
 _KEPT_FROM = 20_000
-_FAR = 1e15  # pixels: a time that no machine has
+_FAR = 1e15  # pixels; clips absurd times
 _KINDS = {"start": "f8", "end": "f8", "role": "i4", "name": "i4", "version": "i8"}
 _DECODER = msgspec.json.Decoder(Span)
 
@@ -95,7 +96,7 @@ class Spans:
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
 
     def starts_of(self, role: str, name: str) -> dict[int, float]:
-        """Begin of the newest span of this name, by version."""
+        """Start of the newest span with this role and name, by version."""
         codes = self.roles.find(role), self.names.find(name)
         if None in codes:
             return {}
@@ -105,8 +106,8 @@ class Spans:
 
 
 class Tiles(Record, frozen=True):
-    """Tiles as columns. A tile of several spans reaches from the begin of the first to the end of the last; `busy`:
-    seconds of work in it."""
+    """Tiles as columns. A tile of several spans reaches from the first start to the last end. `count`: number of spans;
+    `busy`: sum of their seconds."""
 
     start: list[float]
     end: list[float]
@@ -126,7 +127,8 @@ class Lane(Record, frozen=True):
 
 
 def lanes(spans: Spans, machines: dict[str, str], first: float, last: float, pixels: int) -> tuple[list[Lane], int]:
-    """Tiles of all roles between two times, in seconds since the first span, and the number of spans."""
+    """Tiles of each role between the times `first` and `last` (seconds since the first span), at a width of `pixels`.
+    Also returns the number of spans. `machines`: machine of a role by name."""
     table, begin = spans.table, spans.begin
     inside = np.flatnonzero((table["start"] < begin + last) & (table["end"] > begin + first))
     order = inside[np.lexsort((table["start"][inside], table["role"][inside]))]
@@ -176,7 +178,7 @@ def _category(name: str) -> int:
 
 
 class Mark(Record, frozen=True):
-    """An event on the timeline."""
+    """An event on the timeline. `at`: seconds since the first span."""
 
     at: float
     kind: str
@@ -196,7 +198,8 @@ def marks(
     last: float,
     most_steps: int,
 ) -> list[Mark]:
-    """Steps, and the events of the ledger, between two times.
+    """Steps, and events of the ledger, between the times `first` and `last`, in seconds since the first span. Steps are
+    left out if there are more than `most_steps`.
 
     Args:
         committed: steps and the Unix seconds at which their batches were committed.

@@ -39,7 +39,7 @@ _WORD_BYTES = 200  # about, of a word with its number
 _ORDER: tuple[str, ...] = ("key", "group_key", "member", "state", "reason", "step", "verdict", "reward", "stop")
 _ORDER += ("length", "oldest", "newest", "interrupted", "admitted", "prompt", "members")
 
-NONE = -1  #: in place of a number or a word that is not there
+NONE = -1  #: stands for a missing number or word
 
 
 class WordCodes:
@@ -84,7 +84,7 @@ class _Facts(Record, frozen=True):
 
 
 class Trajectories:
-    """Rows of the ledger's trajectories. A row in a final state is read once; others are read again.
+    """The ledger's rows of trajectories as columns. A row in a final state is read once; other rows are read again.
 
     Columns: the numbers of the ledger's row, `NONE` where missing; ``reward`` with NaN; and ``state``, ``verdict``,
     ``stop``, ``reason``, ``prompt`` as codes of `words`.
@@ -103,7 +103,7 @@ class Trajectories:
         self.words = {name: WordCodes() for name in _WORDS}
         self.words |= {"state": WordCodes(State), "verdict": WordCodes(Outcome), "stop": WordCodes(StopReason)}
         self.indexed, self.changes = 0.0, 0
-        self._more = True  # also where the last rows were as many as are read at a time: none may follow
+        self._more = True  # also true if the last read was exactly full and nothing follows
         self._stamp: object = None
         self._kept, self._anchor, self._file = 0, "", (0, 0)
 
@@ -113,7 +113,7 @@ class Trajectories:
             self._kept, self._anchor, self._file = self.table.rows, facts.anchor, facts.ledger
 
     def advance(self) -> bool:
-        """Read some more rows; returns whether there are more. `changes` grows when rows were new or changed.
+        """Read some more rows; return whether there are more. `changes` grows when rows are new or have changed.
 
         Raises:
             StoreError: the ledger cannot be read; rows read so far stay.
@@ -175,7 +175,7 @@ class Trajectories:
         return {name: np.array(values, kinds[name]) for name, values in columns.items()}
 
     def count(self, name: str) -> dict[str, int]:
-        """Number of rows by word of a column, the most frequent first; "none" for no word."""
+        """Number of rows for each word of the column `name`, most frequent first; "none" stands for a missing word."""
         values = self.table[name].astype(np.int64)
         least = values.min(initial=0)
         counts = np.bincount(values - least)

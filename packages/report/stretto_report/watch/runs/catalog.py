@@ -1,4 +1,4 @@
-"""Runs below the given folders, looked up by id, never by a path from a request."""
+"""Find the runs below given folders. A request names a run by its id, never by a path."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from stretto_report.watch.index.cache import Cache
 from stretto_report.watch.runs.folder import branch_of
 from stretto_report.watch.runs.run import WatchedRun
 
-_DEPTH = 3  # folders below the one that was given: runs/SWEEP/RUN, and RUN/branches/NNN
+_DEPTH = 3  # levels of folders below a given one: runs/SWEEP/RUN, and RUN/branches/NNN
 _MOST_RUNS = 2_000
 _LOOK_SECONDS = 1.0
-_LOOK_SHARE = 20  # the pause between two looks, in times of what a look takes
-_MOST_HELD = 160 << 20  # bytes of the tables of open runs; the one that is in use has no bound
+_LOOK_SHARE = 20  # pause between two searches for runs, as a multiple of a search's time
+_MOST_HELD = 160 << 20  # bytes of the tables of all open runs; the newest stays open in any case
 _NOT_ENTERED = frozenset({"checkpoints", "logs", "plots", "policy"})
 
 
 class BranchLine(Record, frozen=True):
-    """A branch of `stretto replay`: its id, and that of its run if it is watched too; steps after `first_step` were
-    trained again."""
+    """A branch of `stretto replay`. `id`: its own; `run`: id of the run it was made from, None if that is not watched.
+    The steps after `first_step` were trained again."""
 
     id: str
     run: str | None
@@ -35,10 +35,9 @@ class BranchLine(Record, frozen=True):
 
 
 class Catalog:
-    """All runs of some folders; new ones are found on each request.
+    """All runs below some folders. `all` searches for new runs, at most once a second.
 
-    A folder is a run if it has a ledger, or the files of a run that never had one. Links below the given folders are
-    not followed.
+    A folder is a run if it has a ledger, or other files of a run. Links below the given folders are not followed.
     """
 
     def __init__(
@@ -50,8 +49,8 @@ class Catalog:
         most_held: int = _MOST_HELD,
     ) -> None:
         """Args:
-        cache: where indexes are kept; None: the user's cache.
-        most_runs: most runs shown; of more, the newest.
+        cache: folder for caches of what was read; None: in the user's cache folder.
+        most_runs: most runs that are shown; if there are more, the newest.
         most_held: most bytes of the tables of all open runs together."""
         self._roots = [root.resolve() for root in roots]
         self._cache = cache or cache_folder() / "watch"
@@ -59,7 +58,7 @@ class Catalog:
         self._runs: dict[str, WatchedRun] = {}
         self._look_at = float("-inf")
         self._open: list[str] = []
-        self.left_out = 0  #: runs that are there and not shown, because there are too many
+        self.left_out = 0  #: number of runs that are not shown, because there are too many
 
     def all(self) -> list[WatchedRun]:
         """Every run, the newest first."""
@@ -70,7 +69,7 @@ class Catalog:
         return sorted(self._runs.values(), key=lambda run: (-(run.started or 0), run.name))
 
     def find(self, id: str) -> WatchedRun | None:
-        """The run with this id."""
+        """The run with this id; None if there is none."""
         if id not in self._runs:
             self._look()
         return self._runs.get(id)
@@ -80,8 +79,8 @@ class Catalog:
         self._open = [id for id in self._open if id != run.id] + [run.id]
 
     def give_up(self) -> None:
-        """Release the tables of the least recently used runs while all open runs hold too much; call it after each
-        piece that was read."""
+        """Release the tables of the least recently used runs while all open runs hold more than `most_held` bytes. Call
+        it after each read."""
         held = {id: run.held for id in self._open if (run := self._runs.get(id)) is not None}
         self._open = [id for id in self._open if id in held]
         while len(self._open) > 1 and sum(held.values()) > self._most_held:
@@ -91,7 +90,7 @@ class Catalog:
             del held[oldest]
 
     def branches(self) -> list[BranchLine]:
-        """The branches of `stretto replay` among the runs."""
+        """The known runs that are branches of `stretto replay`."""
         found = [(run, branch) for run in self._runs.values() if (branch := branch_of(run.folder)) is not None]
         return [
             BranchLine(run.id, self._origin(run, branch), branch.first_step, branch.last_step, branch.changes)

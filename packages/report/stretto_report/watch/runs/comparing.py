@@ -36,7 +36,8 @@ class OneToken(Record, frozen=True):
 
 
 class PartingToken(Record, frozen=True):
-    """First token that differs between two runs; None for a run whose trajectory has ended before."""
+    """First token that differs between two runs. `index`: its index in the trajectory. `a` or `b` is None if that run's
+    trajectory has ended before."""
 
     trajectory: str
     index: int
@@ -45,7 +46,7 @@ class PartingToken(Record, frozen=True):
 
 
 class Comparison(Record, frozen=True):
-    """Result of `stretto diff`, the first token that differs, and the recipe keys that do."""
+    """Result of `stretto diff` for the runs `a` and `b`, with the first token and the recipe keys that differ."""
 
     a: str
     b: str
@@ -59,7 +60,7 @@ class Comparison(Record, frozen=True):
 
 
 def recipe_differences(runs: Sequence[WatchedRun]) -> list[RecipeKey]:
-    """Keys whose values are not equal in all runs."""
+    """Recipe keys whose values are not equal in all runs."""
     recipes = [flat(run.recipe()) for run in runs]
     keys = sorted(set().union(*recipes))
     found = [RecipeKey(key, [recipe.get(key) for recipe in recipes]) for key in keys]
@@ -97,7 +98,7 @@ def _named(text: str, *runs: WatchedRun) -> str:
 
 
 def _parting_token(a: WatchedRun, b: WatchedRun, step: int) -> PartingToken | None:
-    """First differing token, in the order of a step's batch."""
+    """First differing token of a step, in the order of its batch; None if there is none, or tokens were not kept."""
     batches = [_batch(run, step) for run in (a, b)]
     if batches[0] is None or batches[1] is None:
         return None

@@ -1,4 +1,4 @@
-"""Small files of an untrusted run folder (it may be damaged, half copied, or malicious): recipe, logs, condition."""
+"""Read small files of an untrusted run folder (damaged, half copied or malicious): recipe, logs, condition."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from stretto.store.ledger.wal import log_of
 from stretto_report.watch.index.files import read_text, refuse_strange_files
 
 _LARGEST_RECIPE, _LARGEST_LOG, _LARGEST_JSON = 1 << 20, 1 << 16, 1 << 20
-_MOST_LOGS, _LOG_SHOWN = 64, 1 << 15  # of roles, and bytes of each
+_MOST_LOGS, _LOG_SHOWN = 64, 1 << 15  # most logs of roles, and bytes shown of each
 _WRONG = re.compile(r"error|exception|killed|abort|fatal", re.IGNORECASE)
 _LONGEST_LINE, _MOST_DOTS = 10_000, 300  # of a recipe: a name of N parts takes N² steps to be read
 
 
 def condition(folder: Path, ending: Callable[[], Ending | None]) -> Condition:
-    """State of a run; for a dead one with the last error of its roles. `ending` reads its ledger.
+    """Condition of a run: its state and the reason. For a dead run, the reason ends with the last error in its role
+    logs. `ending` returns the ending on record in the ledger.
 
     Raises:
         StoreError: its lock, its ledger or its log is no regular file.
@@ -36,7 +37,7 @@ def condition(folder: Path, ending: Callable[[], Ending | None]) -> Condition:
 
 
 def logs_of(folder: Path) -> dict[str, str]:
-    """Ends of the logs, of the run and of each role by name, the newest first."""
+    """Ends of the logs by name: the run's own, then those of the roles, newest first."""
     run = RunFolder(folder)
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
@@ -59,7 +60,7 @@ def _last_error(folder: Path) -> str:
 
 
 def branch_of(folder: Path) -> Branch | None:
-    """Origin of a branch of `stretto replay`; None for a run, or if it cannot be read."""
+    """Origin of a branch of `stretto replay`; None if the run is no branch, or its origin cannot be read."""
     try:
         return msgspec.convert(json_of(folder / ORIGIN), Branch)
     except msgspec.ValidationError:
@@ -88,7 +89,7 @@ def recipe_of(folder: Path) -> dict[str, Any]:
             raise StoreError(f"recipe.toml: cannot be read: line {number} is too long: {allowed}")
     try:
         found = tomllib.loads(text)
-        msgspec.json.encode(found)  # a reply has it: an integer of base 16 may have too many digits of base 10
+        msgspec.json.encode(found)  # a reply holds it: a hexadecimal integer may have too many decimal digits
     except (ValueError, OverflowError, RecursionError) as error:  # TOML's own error is a ValueError
         raise StoreError(f"recipe.toml: cannot be read: {error}") from error
     return found

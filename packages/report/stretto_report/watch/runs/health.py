@@ -20,7 +20,7 @@ from stretto_report.watch.index.trajectories import NONE, Trajectories
 from stretto_report.watch.runs.questions import PromptTexts, Repeats
 from stretto_report.watch.runs.table import PROMPT_SHOWN
 
-_MOST_LOOKED_AT, _MOST_BYTES = 2_000, 16 << 20  # trajectories, and bytes of payloads, that are looked at for repeats
+_MOST_LOOKED_AT, _MOST_BYTES = 2_000, 16 << 20  # most trajectories, and bytes of payloads, compared for duplicates
 _MOST_SAID, _SAID_SHOWN = 5, 200
 _NEWEST = "SELECT key, length(payload) FROM payloads ORDER BY key DESC LIMIT ?"
 _PAYLOAD = """
@@ -31,7 +31,7 @@ _MOST_BINS, _MOST_POINTS, _MOST_REASONS, _MOST_PROMPTS = 30, 200, 100, 50
 
 
 class LengthBin(Record, frozen=True, rename={"begin": "from", "end": "to"}):
-    """Judged completions with `begin` to `end` tokens (`end` excluded)."""
+    """Judged completions with `begin` to `end` tokens (`end` excluded): number, mean reward, share of right ones."""
 
     begin: int
     end: int
@@ -41,7 +41,7 @@ class LengthBin(Record, frozen=True, rename={"begin": "from", "end": "to"}):
 
 
 class ReasonCount(Record, frozen=True):
-    """Number of trajectories that ended untrained for a reason."""
+    """Number of trajectories that ended untrained in a state for a reason."""
 
     state: str
     reason: str
@@ -49,7 +49,7 @@ class ReasonCount(Record, frozen=True):
 
 
 class PromptCount(Record, frozen=True):
-    """A prompt with its judged completions, and their mean reward."""
+    """A prompt with the number of its judged completions, and their mean reward."""
 
     prompt_id: str
     prompt: str | None
@@ -58,7 +58,8 @@ class PromptCount(Record, frozen=True):
 
 
 class PromptCounts(Record, frozen=True):
-    """Prompts with judged completions: answered rightly never, always, sometimes."""
+    """Numbers of prompts whose judged completions were never, always or sometimes right. `never`, `always`: these
+    prompts, most completions first, at most 50."""
 
     asked: int
     never_solved: int
@@ -83,11 +84,12 @@ class SaidOften(Record, frozen=True):
 
 
 class Duplicates(Record, frozen=True):
-    """Repeated texts: equal completions of one prompt teach nothing, and equal completions of all prompts mean
+    """Repeated texts. Equal completions of one prompt teach nothing; equal completions of many prompts mean
     collapse.
 
-    `answers`: newest completions with the same tokens as another of their group. `prompts`: first prompts with the text
-    of another prompt. `said_often`: completions that occur several times among the newest, of any group.
+    `answers`: of the newest completions, those with the same tokens as another of their group. `prompts`: of the first
+    million prompts, those with the text of another. `said_often`: completions that occur several times among the
+    newest, in any groups.
     """
 
     answers: Repeats
@@ -96,7 +98,8 @@ class Duplicates(Record, frozen=True):
 
 
 class Health(Record, frozen=True):
-    """Data health of a run. Fields named as in `stretto inspect` come from its ledger; None if it lacks them."""
+    """Data health of a run. Fields named as in `stretto inspect` come from its ledger; None if the ledger lacks
+    them."""
 
     goodput: Any
     selection_bias: Any
@@ -118,7 +121,7 @@ class Health(Record, frozen=True):
 def health_of(
     trajectories: Trajectories, questions: PromptTexts, duplicates: Duplicates, inspection: Inspection | None
 ) -> Health:
-    """Health of the indexed data; `inspection` is None if the ledger cannot be read."""
+    """Health of the data read so far; `inspection` is None if the ledger cannot be read."""
     undecided = trajectories.table["verdict"] == trajectories.words["verdict"].code("undecided")
     return Health(
         goodput=inspection.goodput if inspection is not None else None,
@@ -140,8 +143,8 @@ def health_of(
 
 
 def duplicates_of(folder: Path, questions: PromptTexts) -> Duplicates:
-    """Duplicates among the newest completions with recorded tokens, at most 16 MiB of them. Damaged ones are skipped
-    (their own page says so), as are all if the ledger cannot be read."""
+    """Find duplicates among the newest completions whose tokens were kept, up to 2,000 completions and 16 MiB. Damaged
+    completions are skipped (their own page reports the damage), as are all if the ledger cannot be read."""
     in_group, said, texts = Counter[tuple[int, int]](), Counter[int](), dict[int, str]()
     left = _MOST_BYTES
     with contextlib.suppress(StoreError), read_ledger(folder) as connection:

@@ -27,7 +27,7 @@ _NUMBERS = "tokens are shown as their numbers"
 
 
 class Pieces:
-    """Tokenizer of a run folder, loaded on first use; without one, a token is shown as its id.
+    """Tokenizer of a run folder, loaded on first use. Without a tokenizer, a token is shown as its id.
 
     `fault`: why an existing tokenizer cannot be used.
     """
@@ -35,7 +35,7 @@ class Pieces:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tokenizer_read: Tokenizer | None = None
-        self._again = float("-inf")  # when one that could not be read is tried again: it may be copied just now
+        self._again = float("-inf")  # time of the next attempt after a failure: the file may be half copied
         self.fault: str | None = None
         self._template: str | None = None
 
@@ -47,8 +47,8 @@ class Pieces:
         return self.fault or f"{_TOKENIZER}: no policy of the run has one; {_NUMBERS}"
 
     def of(self, tokens: Sequence[int]) -> list[str]:
-        """A piece of text for each token; concatenated they are the text. A character of several tokens belongs to the
-        last of them."""
+        """Piece of text for each token; all pieces together are the text. A character of several tokens is in the piece
+        of its last token."""
         tokenizer = self._tokenizer()
         if tokenizer is None:
             return [f"⟨{token}⟩" for token in tokens]
@@ -71,7 +71,7 @@ class Pieces:
         if self._template is None:
             config = self._of_policy("tokenizer_config.json", _LARGEST_TEMPLATE)
             found: Any = None
-            # A damaged file says nothing of a template.
+            # A damaged file counts as one without a template.
             with contextlib.suppress(msgspec.MsgspecError, AttributeError, RecursionError):
                 found = msgspec.json.decode(config).get("chat_template") if config else None
             inner = self._of_policy("chat_template.jinja", _LARGEST_TEMPLATE)
@@ -92,7 +92,8 @@ class Pieces:
         return self._tokenizer_read
 
     def _of_policy(self, name: str, largest: int, faults: list[str] | None = None) -> str | None:
-        """Text of a file of the first policy that has it; obstacles are added to `faults`."""
+        """Text of the file `name` in the first policy folder that has it; None if none has. Errors are appended to
+        `faults`."""
         policies = RunFolder(self._folder).policies
         try:
             kept = sorted(path for path in policies.glob("v*") if path.is_dir() and not path.is_symlink())

@@ -1,4 +1,4 @@
-"""Prompts of a run as texts, found by id without holding them in memory."""
+"""Texts of a run's prompts, found by id without holding the texts in memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from stretto.store.export import ExportedQuestion
 from stretto.store.series.follower import open_plain
 
 _BLOCK = 1 << 20
-_LONGEST = 64 << 20  #: bytes of a line; a longer one is no prompt
-_PLACE_BYTES = 300  # about, of an id with its place
-_MOST_SEARCHES = 4  # kept
+_LONGEST = 64 << 20  #: bytes of a line; a longer line is cut and skipped
+_PLACE_BYTES = 300  # approximate memory of an id with its position
+_MOST_SEARCHES = 4  # searches whose results are kept
 _MOST_COMPARED = 1_000_000  # prompts
 _question = msgspec.json.Decoder(ExportedQuestion).decode
 
@@ -35,7 +35,7 @@ _asked = msgspec.json.Decoder(_Asked).decode
 
 
 class Repeats(Record, frozen=True):
-    """Texts that equal another one, among the first or newest `looked_at`."""
+    """Texts that equal another text: their number (`duplicate`) and share among the `looked_at` texts."""
 
     looked_at: int
     duplicate: int
@@ -43,13 +43,13 @@ class Repeats(Record, frozen=True):
 
     @classmethod
     def among(cls, counts: Collection[int]) -> Self:
-        """`counts`: number of occurrences of each distinct text."""
+        """Make it from the number of occurrences of each distinct text."""
         looked_at, duplicate = sum(counts), sum(count for count in counts if count > 1)
         return cls(looked_at, duplicate, duplicate / max(1, looked_at))
 
 
 class Searched(Record, frozen=True):
-    """Prompts found so far; `share` of all was searched."""
+    """Ids of prompts found so far. `share`: the part of all prompts that was searched."""
 
     ids: frozenset[str]
     share: float
@@ -67,10 +67,10 @@ class PromptTexts:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.fault: str | None = None
-        self._places: dict[str, tuple[int, int]] = {}  # id: where its line begins, and its bytes
+        self._places: dict[str, tuple[int, int]] = {}  # id: offset and size of its line
         self._read, self._identity = 0, (0, 0, 0)
         self._searches: dict[tuple[str, tuple[int, int, int]], _Search] = {}
-        self._hashes = array("q")  # of the texts of the first prompts
+        self._hashes = array("q")  # hashes of the texts of the first prompts
 
     def advance(self) -> bool:
         """Read a few megabytes more; returns whether there is more.
@@ -91,7 +91,7 @@ class PromptTexts:
         for begin, row in _rows(data):
             try:
                 question = _asked(row)
-            except (msgspec.MsgspecError, RecursionError):  # the text of one prompt is missing, and that is seen
+            except (msgspec.MsgspecError, RecursionError):  # this prompt is shown without its text
                 continue
             self._places[question.id] = (self._read + begin, len(row))
             if len(self._hashes) < _MOST_COMPARED:
@@ -100,7 +100,7 @@ class PromptTexts:
         return self._read < found.st_size
 
     def find(self, ids: Iterable[str]) -> dict[str, ExportedQuestion]:
-        """Questions with these ids, as far as recorded."""
+        """Questions with these ids, as far as they have been read."""
         places = sorted((place, id) for id in set(ids) if (place := self._places.get(id)) is not None)
         found: dict[str, ExportedQuestion] = {}
         if not places:
@@ -111,7 +111,7 @@ class PromptTexts:
                     file.seek(begin)
                     found[id] = _question(file.read(size))
         except (OSError, StoreError, msgspec.MsgspecError, RecursionError):
-            pass  # it has gone or changed since it was read: what was found is shown
+            pass  # the file was removed or changed meanwhile: return what was found
         return found
 
     def search(self, text: str, seconds: float) -> Searched:
@@ -136,8 +136,8 @@ class PromptTexts:
         return Searched(frozenset(search.found), min(1.0, search.at / status.st_size) if status.st_size else 1.0)
 
     def _search(self, text: str, identity: tuple[int, int, int]) -> _Search:
-        """Earlier results for this text. The newest searches are kept, so that browser tabs do not restart each
-        other's."""
+        """Earlier results for this text in this file. The newest searches are kept, so that several browser tabs do not
+        restart each other's."""
         found = self._searches.pop((text, identity), None) or _Search()
         self._searches[text, identity] = found
         while len(self._searches) > _MOST_SEARCHES:
@@ -156,7 +156,7 @@ class PromptTexts:
 
 
 def _containing(wanted: str, data: bytes) -> Iterator[str]:
-    """Ids of the prompts, in lines of JSON, that contain a lower-case text."""
+    """Yield the ids of the prompts in `data` (lines of JSON) that contain the case-folded text `wanted`."""
     for _, row in _rows(data):
         try:
             question = _asked(row)

@@ -1,4 +1,4 @@
-"""One run in the dashboard: its summary, and tables that are read when one of its pages is opened."""
+"""One run in the browser: its summary, and tables that are read when one of its pages is opened."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from stretto_report.watch.runs.questions import PromptTexts
 from stretto_report.watch.runs.trajectory import Reader
 
 _RATE_STEPS = 50
-_PAUSE_SECONDS = 2.0  # after a ledger that could not be read: a summary asks it several times
-_COUNT_SHARE = 50  # the pause between two counts of a ledger, in times of what a count takes
+_PAUSE_SECONDS = 2.0  # pause before a ledger that could not be read is tried again
+_COUNT_SHARE = 50  # pause between two counts in a ledger, as a multiple of a count's time
 _FACT = "SELECT value FROM meta WHERE name = ?"
 _NEWEST = "SELECT step, published_version FROM steps WHERE published_version IS NOT NULL ORDER BY step DESC LIMIT 1"
 
@@ -41,7 +41,7 @@ Fact = TypeVar("Fact")
 
 
 class RunSummary(Record, frozen=True):
-    """Row of a run in the list of runs; None: unknown."""
+    """Row of a run in the list of runs. None means unknown."""
 
     id: str
     name: str
@@ -93,9 +93,9 @@ class Tables:
 
 
 class WatchedRun:
-    """Read-only view of a run folder, at any state of its run.
+    """Read-only view of a run folder, whatever the condition of its run.
 
-    `faults`: a sentence for each part that cannot be read, by its place; the rest is shown.
+    `faults`: by file name, a sentence for each file that cannot be read; everything else is shown.
     """
 
     def __init__(self, id: str, folder: Path, name: str, cache: Cache) -> None:
@@ -106,7 +106,7 @@ class WatchedRun:
         self.faults: dict[str, str] = {}
         self._found: tuple[object, AlarmReport] = (None, AlarmReport([], 0, ()))
         self._recipe: tuple[object, dict[str, Any]] = (None, {})
-        self._again = float("-inf")  # when a ledger that could not be read is tried again
+        self._again = float("-inf")  # time at which a ledger that could not be read is tried again
         self._inspected: tuple[float, Inspection | None] = (float("-inf"), None)
         self._ending: tuple[object, Ending | None] = (None, None)
         self._counted: tuple[float, dict[str, int] | None] = (float("-inf"), None)
@@ -157,7 +157,7 @@ class WatchedRun:
         self._tables = None
 
     def advance(self, seconds: float) -> bool:
-        """Read for about this many seconds; returns whether there is more."""
+        """Read more of the tables for about `seconds`; return whether there is more. Faults are kept in `faults`."""
         until, tables = time.monotonic() + seconds, self.tables
         parts: dict[str, Steps | Trajectories | PromptTexts | Spans] = {
             "metrics.jsonl": tables.steps,
@@ -174,11 +174,12 @@ class WatchedRun:
         return False
 
     def _attempt(self, place: str, part: Steps | Trajectories | PromptTexts | Spans) -> bool:
-        """Advance one part; returns whether there is more. A fault is noted, and removed when it has gone."""
+        """Read more of one part; return whether there is more. Its fault is kept in `faults`, and removed when it has
+        passed."""
         try:
             refuse_strange_files(self.folder)
             more, fault = part.advance(), part.fault
-        except (StoreError, OverflowError) as error:  # a number of the ledger that no run has written
+        except (StoreError, OverflowError) as error:  # or a number in the ledger is too large for its column
             more, fault = False, self.told(error)
         self.faults.pop(place, None)
         if fault is not None:
@@ -186,13 +187,13 @@ class WatchedRun:
         return more
 
     def told(self, error: Exception) -> str:
-        """Message of an error, with names in place of this machine's paths."""
+        """Message of an error, with paths relative to the run folder."""
         return str(error).replace(f"{self.folder}/", "")
 
     # The summary.
 
     def facts(self) -> tuple[Totals | None, tuple[Membership, ...]]:
-        """Totals and engines from the ledger; a fault is noted."""
+        """Totals and engines on record in the ledger; a fault is kept in `faults`."""
         recorded = self._recorded()
         return recorded.totals, recorded.engines
 
@@ -205,7 +206,7 @@ class WatchedRun:
         return _Recorded()
 
     def _read_ledger(self) -> _Recorded:
-        """Read all facts with one connection, since opening a ledger takes longer than the queries."""
+        """Read all facts with one connection, because opening a ledger takes longer than the queries."""
         with read_ledger(self.folder) as connection:
             found = {name: connection.execute(_FACT, (name,)).fetchone() for name in (TOTALS, ENGINES)}
             newest, ending = connection.execute(_NEWEST).fetchone() or (0, 0), ending_of(connection)
@@ -239,13 +240,14 @@ class WatchedRun:
             return Condition("unreadable", self.told(error))
 
     def _ended(self) -> Ending | None:
-        """Recorded ending; the ledger is read again only after it has changed."""
+        """Ending on record; the ledger is read again only after it has changed."""
         if self._ending[0] != (stamp := ledger_stamp(self.folder)):
             self._recorded()
         return self._ending[1] if self._ending[0] == stamp else None
 
     def recipe(self) -> dict[str, Any]:
-        """Recipe as tables; empty, with a fault noted, if it cannot be read. Reloaded when the file has changed."""
+        """Recipe as tables; empty, with a fault in `faults`, if it cannot be read. The file is read again when it has
+        changed."""
         stamp = recipe_stamp(self.folder)
         if self._recipe[0] != (stamp,):
             self.faults.pop("recipe.toml", None)
@@ -257,7 +259,8 @@ class WatchedRun:
         return self._recipe[1]
 
     def inspection(self) -> Inspection | None:
-        """Result of `stretto inspect`, unchecked; for a large running run it may be some seconds old."""
+        """Same as `stretto inspect`, without its checks; None if the ledger cannot be read. For a large running run it
+        may be some seconds old."""
         due, found = self._inspected
         if time.monotonic() >= due:
             since = time.monotonic()
@@ -278,7 +281,7 @@ class WatchedRun:
             return ""
 
     def summary(self) -> RunSummary:
-        """The row of the run."""
+        """The row of the run for the list of runs."""
         recorded = self._recorded()
         how, recipe = self.condition(), self.recipe()
         totals, engines, done = recorded.totals, recorded.engines, recorded.newest
@@ -325,8 +328,8 @@ class WatchedRun:
         return self.findings().alarms
 
     def findings(self) -> AlarmReport:
-        """Alarms in the data read so far, and those that could not be checked. Recomputed when there are new steps or
-        evaluations, and when the run ends or resumes."""
+        """Alarms in the data read so far, and titles of those not measured. They are computed again when there are new
+        steps or evaluations, and when the condition of the run changes."""
         steps, how = self.tables.steps, self.condition()
         runs = how.state == "running"
         key = (steps.epoch, steps.table.rows, len(steps.evaluations), how)
@@ -354,7 +357,8 @@ class WatchedRun:
             return [], []
 
     def _counts(self) -> dict[str, int] | None:
-        """Trajectories by state: from the table if it is complete, else counted, less often if that is slow."""
+        """Trajectories by state: from the table if it is complete, else counted in the ledger, less often if that is
+        slow."""
         return _balance(self.tables.trajectories.count("state")) if self._is_counted else self._counted[1]
 
     @property
@@ -362,7 +366,7 @@ class WatchedRun:
         return self.is_open and self.tables.trajectories.indexed == 1.0
 
     def trained_by_step(self) -> Any:
-        """[steps] trajectories trained in each step of the metrics, as far as indexed."""
+        """[steps] number of trajectories trained in each step of the metrics, as far as read."""
         steps, numbers = self.tables.trajectories.table["step"], self.tables.steps.table["step"]
         places = np.searchsorted(numbers, steps)
         known = places < len(numbers)

@@ -1,4 +1,4 @@
-"""Page of the table of trajectories: filtered, sorted, completed from the ledger."""
+"""One page of the table of trajectories: rows filtered, sorted, and completed from the ledger."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from stretto_report.watch.runs.questions import PromptTexts
 from stretto_report.watch.runs.where import Clause
 
 PROMPT_SHOWN = 200  #: characters of a prompt in a row
-_SEARCH_SECONDS = 0.1  # for one page: others wait for theirs
-_MOST_ORDERS = 4  # kept
+_SEARCH_SECONDS = 0.1  # searching for one page, while other requests wait
+_MOST_ORDERS = 4  # sort orders that are cached
 _GROUPS = "SELECT key, id FROM groups WHERE key IN (SELECT value FROM json_each(?))"
 _KEY_OF = "SELECT key FROM groups WHERE id = ?"
 _SHOWN: tuple[str, ...] = ("group_key", "member", "state", "reason", "verdict", "reward", "length", "stop", "oldest")
@@ -62,7 +62,7 @@ class Page(Record, frozen=True):
     offset: int
     limit: int
     indexed: float
-    searched: float  # the share of the prompts that were searched for a text; asked again, the search goes on
+    searched: float  # share of prompts searched for a text; a repeated request continues the search
     rows: list[TableRow]
 
 
@@ -145,8 +145,8 @@ class Table:
                 return _passes_numbers(self._numbers(clause.field), clause)
 
     def _search(self, clause: Clause) -> tuple[Column, float]:
-        """[rows] whether the prompt of each row contains a text, as far as prompts were searched; and the share
-        searched."""
+        """[rows] whether the prompt of each row contains the clause's text, among the prompts searched so far; and the
+        share of prompts searched."""
         found = self._questions.search(str(clause.values[0]), _SEARCH_SECONDS)
         codes = [code for id in found.ids if (code := self._trajectories.words["prompt"].find(id)) is not None]
         return np.isin(self._trajectories.table["prompt"], codes), found.share

@@ -1,4 +1,4 @@
-"""Training of a trajectory's tokens, from the ledger and, where kept, the step's token file.
+"""How the tokens of a trajectory were trained, from the ledger and, where kept, the token file of the step.
 
 Axes: S sampled token of the trajectory.
 """
@@ -29,7 +29,8 @@ _LARGEST = 256 << 20
 
 
 class TrainedIn(Record, frozen=True):
-    """The step that trained a trajectory: its `version`; tokens older than `oldest` were context only."""
+    """The training step that a trajectory was part of. `version`: the policy before the step; tokens older than
+    `oldest` were context only. `committed`: Unix time of the batch. `skipped`: the optimizer step was skipped."""
 
     step: int
     version: int
@@ -39,20 +40,20 @@ class TrainedIn(Record, frozen=True):
 
 
 class TrainingSums(Record, frozen=True):
-    """Counts over the sampled tokens of a trajectory; a token may be both clipped and masked by the correction."""
+    """Counts over the sampled tokens of a trajectory. A token may be both clipped and masked by the correction."""
 
     in_loss: int
-    clipped_high: int  # the bound of the loss acts on a ratio above 1
+    clipped_high: int  # clipped by the loss, with a ratio above 1
     clipped_low: int
-    corrected: int  # the correction has changed their weight
-    masked_by_correction: int  # to 0
+    corrected: int  # weight changed by the correction
+    masked_by_correction: int  # weight set to 0 by the correction
     masked: int  # too old
 
 
 @dataclass(frozen=True)
 class Training:
-    """Per-token training record of one trajectory. `tokens` is None without a record; `fault` says why, if it was
-    trained."""
+    """Training record of one trajectory, token by token. `tokens` is None if there is no record; `fault` says why, if
+    the trajectory was trained."""
 
     row: TableRow
     trained: TrainedIn | None
@@ -61,7 +62,8 @@ class Training:
 
     @classmethod
     def of(cls, folder: Path, row: TableRow, trained: TrainedIn | None, segments: Sequence[Segment]) -> Training:
-        """Read the record from the step's file, as far as possible."""
+        """Read the record of trajectory `row` from the token file of its step. Never raises for a missing or damaged
+        file; the reason is in `fault`."""
         if trained is None:
             return cls(row, trained)
         step = f"what became of each token in step {trained.step}"
@@ -76,15 +78,16 @@ class Training:
         return cls(row, trained, found)
 
     def numbers(self, name: str, first: int, count: int) -> list[float | None] | None:
-        """A column of the record, for `count` sampled tokens from `first` on; None for unknown values."""
+        """A column of the record, for `count` sampled tokens from index `first` on; None in place of unknown values.
+        None if there is no record."""
         if self.tokens is None:
             return None
         column: list[float] = getattr(self.tokens, name)[first : first + count].tolist()
         return [number if math.isfinite(number) else None for number in column]
 
     def fates(self, segment: Segment, window: slice, first: int) -> list[str]:
-        """Outcome of each token in a window of a segment; `first` is the index of its first token among the sampled
-        ones."""
+        """Outcome of each token in `window`, a slice of the segment. `first`: index of the window's first token among
+        all sampled tokens of the trajectory."""
         count = len(range(segment.length)[window])
         if not segment.sampled:
             return ["context"] * count
@@ -98,7 +101,8 @@ class Training:
 
     @property
     def sums(self) -> TrainingSums | None:
-        """Counts over the whole trajectory. Summed over a step's trajectories, they equal the step's metrics."""
+        """Counts over the whole trajectory; None without a record. Summed over a step's trajectories, they equal the
+        step's metrics."""
         if self.tokens is None:
             return None
         outcome, high = self.tokens.outcome, self.tokens.ratio > 1
@@ -114,7 +118,8 @@ class Training:
 
 
 def trained_in(connection: sqlite3.Connection, row: TableRow, skipped: Mapping[int, Sequence[str]]) -> TrainedIn | None:
-    """The step that trained a trajectory, from the ledger."""
+    """The step that trained a trajectory, from the ledger; None if there is none on record. `skipped`: trajectories of
+    skipped optimizer steps, by step."""
     if row.trained_step is None:
         return None
     found = connection.execute(_STEP, (row.trained_step,)).fetchone()
@@ -128,7 +133,8 @@ def trained_in(connection: sqlite3.Connection, row: TableRow, skipped: Mapping[i
 
 
 def mean_advantages(folder: Path, rows: Sequence[TableRow]) -> dict[str, float]:
-    """Mean advantage over the loss tokens of each recorded trajectory, by id."""
+    """Mean advantage of each trajectory over its tokens in the loss, by id. Trajectories without a record are left
+    out."""
     means = dict[str, float]()
     for step in {row.trained_step for row in rows if row.trained_step is not None}:
         try:
@@ -142,7 +148,7 @@ def mean_advantages(folder: Path, rows: Sequence[TableRow]) -> dict[str, float]:
 
 
 def read_step(folder: Path, step: int, ids: Sequence[str]) -> dict[str, SampledTokens]:
-    """Read a step's record from an untrusted run folder.
+    """Read the records of the trajectories `ids` from a step's token file in an untrusted run folder.
 
     Raises:
         FileNotFoundError: there is none.

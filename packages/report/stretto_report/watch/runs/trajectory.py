@@ -1,4 +1,4 @@
-"""Page data of one trajectory (tokens, their outcomes, its life cycle) and of its group."""
+"""Data of the pages of one trajectory (tokens, their outcomes, its life cycle) and of its group."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from stretto_report.watch.runs.questions import PromptTexts
 from stretto_report.watch.runs.table import Table, TableRow
 from stretto_report.watch.runs.training import TrainedIn, Training, TrainingSums, mean_advantages, trained_in
 
-LONGEST_TEXT = 20_000  #: characters of a text that is sent as a whole
-LONGEST_OF_MEMBER = 4_000
-MOST_TOKENS = 20_000  #: of a window
-_LARGEST_CALLS = 200_000  # characters of a segment that is searched for calls
+LONGEST_TEXT = 20_000  #: most characters of a text in a reply
+LONGEST_OF_MEMBER = 4_000  #: the same, for each completion of a group
+MOST_TOKENS = 20_000  #: most tokens in a reply
+_LARGEST_CALLS = 200_000  # most characters of a segment that is searched for tool calls
 _GROUP = "SELECT key, prompt_token_ids FROM groups WHERE id = ?"
 _PAYLOAD = """
     SELECT verdict, reward, stop_reason, interrupted, payload FROM trajectories LEFT JOIN payloads USING (key)
@@ -42,7 +42,7 @@ class WrittenCall(Record, frozen=True):
 
 
 class TokenColumns(Record, frozen=True):
-    """Tokens as columns of equal length; a column is None if nothing is recorded."""
+    """Tokens as columns of equal length. A column is None if it was not recorded."""
 
     id: list[int]
     text: list[str]
@@ -50,14 +50,15 @@ class TokenColumns(Record, frozen=True):
     staleness: list[int] | None
     logprob: list[float] | None
     trainer_logprob: list[float | None] | None
-    difference: list[float | None] | None  # trainer's less the engine's
+    difference: list[float | None] | None  # log-probability of the trainer minus that of the engine
     ratio: list[float | None] | None
     advantage: list[float | None] | None
     fate: list[str]
 
 
 class ShownSegment(Record, frozen=True):
-    """A segment, with its tokens in the window; `offset`: index of its first token in the trajectory."""
+    """A segment with its tokens in the requested window. `offset`: index of the segment's first token in the
+    trajectory."""
 
     index: int
     role: str
@@ -75,7 +76,8 @@ class ShownSegment(Record, frozen=True):
 
 
 class LifeEvent(Record, frozen=True):
-    """Event in the life of a trajectory; `token`: position in it; `at`: Unix time, if recorded."""
+    """Event in the life of a trajectory. `token`: index of the token at which it happened; `at`: Unix time, if
+    recorded."""
 
     event: str
     text: str
@@ -87,7 +89,7 @@ class LifeEvent(Record, frozen=True):
 
 
 class Cut(Record, frozen=True):
-    """Window of tokens, `offset` to `offset + limit`; `more`: whether there are further ones."""
+    """Window of tokens, from `offset` to `offset + limit`. `more`: whether tokens follow it."""
 
     offset: int
     limit: int
@@ -102,7 +104,7 @@ class PromptTokens(Record, frozen=True):
 
 
 class Detail(TableRow, frozen=True, rename={"members": "siblings"}):
-    """A row of the table with everything that is recorded."""
+    """A row of the table with all records of the trajectory."""
 
     prompt_text: str | None
     prompt_cut: bool
@@ -117,21 +119,21 @@ class Detail(TableRow, frozen=True, rename={"members": "siblings"}):
     cut: Cut
     segments: list[ShownSegment]
     training: TrainingSums | None
-    training_fault: str  # why there is no record of the step that trained it
+    training_fault: str  # why there is no record of its tokens' training
     life: list[LifeEvent]
-    members: list[str]  # of its group
+    members: list[str]  # ids of the trajectories of its group
 
 
 class GroupMember(TableRow, frozen=True):
-    """A completion among those of its group."""
+    """A completion on the page of its group."""
 
     text: str
     text_cut: bool
-    advantage: float | None  # the mean over its loss tokens
+    advantage: float | None  # mean over its tokens in the loss
 
 
 class ShownGroup(Record, frozen=True):
-    """A prompt with all completions of one attempt."""
+    """A group: a prompt with all completions of one attempt."""
 
     group: str
     prompt_id: str
@@ -200,7 +202,7 @@ class Reader:
         """All completions of a group; None if the id is unknown.
 
         Raises:
-            StoreError: one is damaged, or cannot be read.
+            StoreError: a record is damaged, or the ledger cannot be read.
         """
         with read_ledger(self._folder) as connection:
             found = connection.execute(_GROUP, (id,)).fetchone()
@@ -231,7 +233,7 @@ class Reader:
         )
 
     def _places(self, group_key: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Table rows of a group's members; keys of a group are consecutive."""
+        """Indices of the rows of a group's members. The members have consecutive keys."""
         keys = self._trajectories.table["key"]
         begin = int(np.searchsorted(keys, group_key))
         end = begin
@@ -240,7 +242,7 @@ class Reader:
         return np.arange(begin, end)
 
     def _payload(self, connection: sqlite3.Connection, row: TableRow, key: int) -> Payload:
-        """Segments and text of a trajectory; for one in flight, those in the journal."""
+        """Segments and text of a trajectory. For a trajectory in flight, these are the segments journaled so far."""
         found = connection.execute(_PAYLOAD, (key,)).fetchone()
         if found is None:
             raise StoreError(f"trajectory {row.id} is not on record")
@@ -290,7 +292,8 @@ class Reader:
         return [WrittenCall(call.name, call.arguments) for call in found]
 
     def _columns(self, segment: Segment, window: slice, training: Training, first: int) -> TokenColumns:
-        """Columns of a window of a segment; `first` is the index of its first token among the sampled ones."""
+        """Columns of the tokens in `window`, a slice of the segment. `first`: index of the window's first token among
+        all sampled tokens of the trajectory."""
         ids, versions = segment.token_ids[window], segment.versions[window]
         logprobs, trained = segment.behavior_logprobs[window], training.trained
         numbers = partial(training.numbers, first=first, count=len(ids)) if segment.sampled else lambda _: None
@@ -314,7 +317,7 @@ def _differences(trainer: Sequence[float | None], engine: Sequence[float]) -> li
 
 
 def life(row: TableRow, segments: Sequence[Segment], trained: TrainedIn | None) -> Iterator[LifeEvent]:
-    """Events of a trajectory in order, as far as recorded."""
+    """Events of a trajectory in order, as far as recorded. `trained`: the step that trained it."""
     yield LifeEvent("admitted", f"admitted at version {row.admitted_version}", version=row.admitted_version)
     begin = 0
     for segment in segments:

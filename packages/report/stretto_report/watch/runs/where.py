@@ -1,4 +1,4 @@
-"""Filter language of the table.
+"""Filter language of the table of trajectories.
 
 where   = clause { "and" clause }
 clause  = field operator value { "|" value }          state=trained|buffered and reward>=0.5 and text~"7+"
@@ -28,8 +28,8 @@ _OR = re.compile(r"\s*\|\s*")
 
 
 class Clause(Record, frozen=True):
-    """One comparison of a filter, such as ``state=trained|buffered``. With several `values`, ``=`` needs one that is
-    equal, ``!=`` none. A value None stands for a missing one. Fields in `NUMBERS` have numbers as values."""
+    """One comparison of a filter, such as ``state=trained|buffered``. With several `values`, ``=`` means equal to one
+    of them, ``!=`` equal to none. None stands for a missing value. Values of a field in `NUMBERS` are numbers."""
 
     field: str
     operator: str
@@ -37,10 +37,10 @@ class Clause(Record, frozen=True):
 
 
 def parse_where(text: str) -> tuple[Clause, ...]:
-    """Parse a filter; a row has to pass all of its comparisons.
+    """Parse a filter. A row passes if it passes every clause.
 
     Raises:
-        RefusedRequest: the text is no filter; names the position.
+        RefusedRequest: the text is no filter; the message shows where.
     """
     if len(text) > _LONGEST:
         raise RefusedRequest(_PLACE, f"{len(text):,} characters", f"at most {_LONGEST:,} are allowed")

@@ -4,7 +4,7 @@
     .../groups/GROUP    .../timeline    .../health    .../events    /api/diff    /api/recipes    / and /assets/...
     POST /api/runs/ID/replay    POST /api/replay/stop    /api/replay
 
-With a single reading thread, no locks are needed; slow reads are split into pieces, and requests are served in between.
+A single thread reads, so no locks are needed. Slow reads are split into pieces, with requests served in between.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from stretto_report.watch.web.replay import BusyReplaying, NotAllowed, ReplayOrd
 from stretto_report.watch.web.thread import ReadingThread
 
 STATIC = Path(__file__).parent.parent / "static"
-_PIECE_SECONDS = 0.02  # of reading on between two requests
-_READ_SECONDS = 0.1  # of reading on, before a request is answered with what there is
+_PIECE_SECONDS = 0.02  # of background reading between two requests
+_READ_SECONDS = 0.1  # of reading before a request is answered with what was read so far
 _JSON = "application/json"
 
 Result = TypeVar("Result")
 
 
 class NotThere(RefusedRequest):
-    """Error 404: the name is unknown."""
+    """Error 404: the requested run, page or record does not exist."""
 
 
 class Busy(RefusedRequest):
@@ -59,13 +59,13 @@ _ORDER = msgspec.json.Decoder(ReplayOrder)
 
 
 class Dashboard:
-    """ASGI application of one dashboard server."""
+    """ASGI application of one server of `stretto watch`."""
 
     def __init__(self, catalog: Catalog, replays: Replays | None = None) -> None:
         """`replays`: None forbids replays."""
         self._catalog, self._replays = catalog, replays or Replays(None)
         self._reader = ReadingThread("watch-reader")
-        self._comparer = ReadingThread("watch-comparer")  # of runs of a day, for minutes
+        self._comparer = ReadingThread("watch-comparer")  # a comparison of long runs takes minutes
         self._comparison: Future[Comparison] | None = None
         self._reading: dict[str, asyncio.Task[None]] = {}
 
@@ -102,7 +102,7 @@ class Dashboard:
         self.close()
 
     def close(self) -> None:
-        """Stop the reading thread."""
+        """Stop the two reading threads."""
         for task in self._reading.values():
             task.cancel()
         for worker in (self._reader, self._comparer):
@@ -120,13 +120,13 @@ class Dashboard:
                 return _refused(_STATUS.get(type(error), 400), error.field, error.found, error.allowed)
             except (StoreError, RunFolderError) as error:
                 return _refused(422, "run", str(error), "its other pages may be readable")
-            except Exception:  # a bug, or numbers in a run that nobody wrote: the log has it, and the server goes on
+            except Exception:  # a bug, or absurd numbers in a damaged run: log it and serve on
                 traceback.print_exc(file=sys.stderr)
                 return _refused(500, "server", "an internal error; its terminal has the traceback", "other pages work")
 
         return answer
 
-    # Format of replies.
+    # Replies of the routes.
 
     async def _runs(self, request: Request) -> Any:
         return await self.read(lambda: pages.list_page(self._catalog))
@@ -156,14 +156,14 @@ class Dashboard:
         return answer
 
     def _run(self, id: str) -> WatchedRun:
-        """Look up a run; only in the reading thread, as everything that uses the catalog."""
+        """Look up a run. Like everything that uses the catalog, it must run in the reading thread."""
         run = self._catalog.find(id)
         if run is None:
             raise NotThere("run", f"{id[:80]!r} is not there", "see /api/runs")
         return run
 
     def _read_on(self, run: WatchedRun) -> None:
-        """Read the rest of a run, piece by piece, beside requests."""
+        """Start a task that reads the rest of a run, piece by piece, between requests."""
         task = self._reading.get(run.id)
         if task is None or task.done():
             self._reading[run.id] = asyncio.create_task(self._read_all(run))

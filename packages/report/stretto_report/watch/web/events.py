@@ -1,4 +1,4 @@
-"""News of a run as server-sent events."""
+"""Changes of a run as server-sent events."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from stretto_report.watch.index.steps import finite
 from stretto_report.watch.runs.run import RunSummary, WatchedRun
 from stretto_report.watch.web.pages import evaluation_of
 
-_LOOK_SECONDS, _LONGEST_SECONDS = 0.5, 1.0  # between two looks
-_LOOK_SHARE = 200  # the same, in times of what a look takes
+_LOOK_SECONDS, _LONGEST_SECONDS = 0.5, 1.0  # pause between two polls of a run: least and most
+_LOOK_SHARE = 200  # the same pause, as a multiple of a poll's time
 _READ_SECONDS = 0.1
 _PING_SECONDS = 10.0
-_MOST_STEPS = 500  # of one look; one that is further behind loads the curves again
+_MOST_STEPS = 500  # most steps of one poll; a client further behind loads the curves again
 
 Event = tuple[str, int | None, Any]  # name, id, data
 
 
 class Follower:
-    """State of one client of the event stream: what it already knows of a run."""
+    """State of one client of the event stream: what it has been sent of a run."""
 
     def __init__(self, run: WatchedRun, last_step: int | None) -> None:
         """`last_step`: the newest step that the client has; None: the client loads the curves itself."""
@@ -37,8 +37,11 @@ class Follower:
         self._evaluations: int | None = None
 
     def news(self) -> list[Event]:
-        """Events since the last call. A run whose tables were released gets only summary events until one of its pages
-        is opened; otherwise two large runs would evict each other again and again."""
+        """Events since the last call.
+
+        If the run's tables were released, only summary events are sent until one of its pages is opened. Otherwise two
+        large runs would evict each other's tables again and again.
+        """
         if self._epoch is not None and not self._run.is_open:
             news = [*self._row()] if self._stands else [("standing", None, {}), *self._row()]
             self._stands = True
@@ -107,7 +110,8 @@ class Follower:
 async def stream(
     news: Callable[[], Awaitable[list[Event]]], is_gone: Callable[[], Awaitable[bool]]
 ) -> AsyncIterator[bytes]:
-    """Encode events until the client disconnects; a comment is sent when nothing comes for a while."""
+    """Poll `news` and encode the events until the client disconnects (`is_gone`). A comment is sent if there are no
+    events for a while."""
     yield b"retry: 1000\n\n"
     pinged = time.monotonic()
     while not await is_gone():

@@ -1,8 +1,8 @@
-"""Access control of the dashboard: secrets, origins, and security headers.
+"""Access control of `stretto watch`: secrets, origins, and security headers.
 
-A page of another site can make the user's browser send requests here. They lack token and cookie (SameSite=Strict),
-carry the site in ``Origin`` and ``Sec-Fetch-Site`` and, with DNS rebinding, a foreign ``Host``; each of these is enough
-to refuse them.
+A page of another site can make the user's browser send requests to this server. Such a request lacks token and cookie
+(SameSite=Strict), names the other site in ``Origin`` and ``Sec-Fetch-Site`` and, with DNS rebinding, has a foreign
+``Host``. Each of these is enough to refuse it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _LOGIN = b"""<!doctype html>
 <button>Open</button></p></form>
 <p>The address that stretto watch printed has the token.</p></main></body></html>
 """
-PASSWORD = "STRETTO_WATCH_PASSWORD"  #: the environment variable that has the password
+PASSWORD = "STRETTO_WATCH_PASSWORD"  #: environment variable with the password
 _LARGEST_FORM = 4_096
-_WRONG_SECONDS = 0.5  # seconds of delay for a wrong token or password, one after the other
+_WRONG_SECONDS = 0.5  # delay for each wrong token or password; delays do not overlap
 _FORM_HEADERS = ((b"referrer-policy", b"same-origin"),)  # with no-referrer, a browser hides the Origin of its form
 _MOST_FIELDS = 8
 _FORM_SECONDS = 10.0
@@ -53,14 +53,15 @@ _POSTED = re.compile(r"/api/runs/\w+/replay|/api/replay/stop", re.ASCII)
 
 
 def refusal(status: int, where: str, found: str, allowed: str) -> bytes:
-    """JSON body of an error."""
+    """JSON body of an error reply."""
     message = f"{where}: {found}; {allowed}"
     error = {"where": where, "found": found, "allowed": allowed, "message": message, "status": status}
     return msgspec.json.encode({"error": error})
 
 
 class Guard:
-    """ASGI middleware around the dashboard's application."""
+    """ASGI middleware that checks each request before the application `inner` gets it, and adds security headers to
+    replies. `token`: the token or password; `names`: host names by which the server may be addressed."""
 
     def __init__(self, inner: ASGIApp, token: str, port: int, names: HostNames) -> None:
         self._inner, self._token, self._names = inner, token.encode(), names
@@ -101,8 +102,8 @@ class Guard:
             await _refuse(guarded, 401, "token", "missing or wrong", "send it as: Authorization: Bearer TOKEN")
 
     async def _posted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a POST: it must come from a page of ours, or from a program with the token. A page of another site can
-        send neither this content type nor our Origin together with the cookie."""
+        """Check a POST: it must come from a page of this server, or from a program with the token. A page of another
+        site can send neither this content type nor this server's Origin together with the cookie."""
         content = (header(scope, b"content-type") or b"").decode("latin-1").partition(";")[0].strip().lower()
         if not any(fits := self._shown(scope)):
             await self._pause(bool(fits))
@@ -129,7 +130,7 @@ class Guard:
         return None
 
     def _shown(self, scope: Scope) -> list[bool]:
-        """For each secret in a request's headers, whether it is right."""
+        """For each secret in a request's headers (bearer token, cookie), whether it is right."""
         fits = []
         bearer = (header(scope, b"authorization") or b"").split(b" ", 1)
         if len(bearer) == 2 and bearer[0].lower() == b"bearer":
@@ -138,12 +139,12 @@ class Guard:
             cookies = SimpleCookie((header(scope, b"cookie") or b"").decode("latin-1"))
         except CookieError:
             return fits
-        if (found := cookies.get(self._cookie)) is not None:  # one can be made of every password that is tried
+        if (found := cookies.get(self._cookie)) is not None:  # an attacker could compute one for each guessed password
             fits.append(hmac.compare_digest(found.value.encode(), self._cookie_value.encode()))
         return fits
 
     async def _pause(self, wrong: bool) -> None:
-        """Delay after a wrong secret; concurrent ones wait for each other."""
+        """Delay the reply after a wrong secret. Concurrent wrong requests are delayed one after another."""
         if wrong:
             async with self._wrong:
                 await asyncio.sleep(_WRONG_SECONDS)
@@ -157,8 +158,8 @@ class Guard:
         return hmac.new(self._token, self._cookie.encode(), "sha256").hexdigest()
 
     async def _page(self, scope: Scope, receive: Receive, send: Send, *, wrong: bool) -> None:
-        """Serve the page to a browser without a cookie, if its address has the token (the page removes it). A redirect
-        would lose the cookie after a link from another site."""
+        """Serve the page to a browser without a cookie if its address has the token, and set the cookie. (The page
+        removes the token from the address.) A redirect would lose the cookie after a link from another site."""
         given = _token_of(scope["query_string"])
         if not self._fits(given):
             await self._pause(wrong or bool(given))
@@ -193,7 +194,7 @@ class Guard:
 
 
 def _authority(origin: str) -> str | None:
-    """Host and port of an Origin; None if it has none."""
+    """Host and port of an ``Origin`` header; None if it has none."""
     try:
         return urlsplit(origin).netloc or None
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reply of each route, from a run and the query."""
+"""Replies of the routes, made from a run and the parameters of the request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def list_page(catalog: Catalog) -> Any:
 def _row(run: WatchedRun) -> RunSummary:
     try:
         return run.summary()
-    except Exception as error:  # whatever is the matter with one run, the others are shown; its row says it
+    except Exception as error:  # a fault of one run, named in its row, must not hide the others
         traceback.print_exc(file=sys.stderr)
         return run.unreadable(run.told(error) or type(error).__name__)
 
@@ -138,7 +138,7 @@ def health_page(run: WatchedRun, asked: Asked) -> Any:
 
 
 def set_of(line: EvaluationLine) -> str:
-    """The name of the set of an evaluation; empty for the held-out prompts."""
+    """Name of the evaluation set; empty for the held-out prompts."""
     return line.name if isinstance(line, SetEvaluationLine) else ""
 
 

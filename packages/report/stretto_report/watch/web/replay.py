@@ -1,6 +1,6 @@
-"""Replays started from the page: one `stretto replay` process at a time, each writing to its own folder.
+"""Replays started from the browser: one `stretto replay` process at a time, each with a folder of its own.
 
-The form of a request is checked here, everything else by the command, whose output is the log.
+Only the form of a request is checked here. The command checks everything else; its output is the log.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _PROGRAM = (
     "import os; from stretto.processes.heartbeat import die_with_parent; "
     f"die_with_parent(int(os.environ.pop({PARENT!r}))); from stretto_app.cli.main import main; main()"
 )
-#: Command to start, followed by the arguments of `stretto replay`. The process ends with this one.
+#: Command to start, followed by the arguments of `stretto replay`. It is killed when this process ends.
 COMMAND = (sys.executable, "-c", _PROGRAM)
-_GRACE_SECONDS = 5.0  # from the request to stop until it is killed
+_GRACE_SECONDS = 5.0  # seconds after a stop request until the process is killed
 _LOG_SHOWN = 32 << 10
 _MOST_SETTINGS, _LONGEST_SETTING = 32, 500
 _MOST_MINUTES = 7 * 24 * 60
@@ -44,15 +44,16 @@ _KEY = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+", re.ASCII)
 
 
 class BusyReplaying(RefusedRequest):
-    """Error: another replay has not ended."""
+    """Error 429: another replay is running."""
 
 
 class NotAllowed(RefusedRequest):
-    """Error: the server was started without permission for replays."""
+    """Error 403: the server was started without permission for replays."""
 
 
 class ReplayOrder(Record, frozen=True, forbid_unknown_fields=True):
-    """The body of the request: train the batches after step `first`, with these settings (``SECTION.KEY=VALUE``)."""
+    """Body of the request: train the batches after step `first` again, with the settings `set` (``SECTION.KEY=VALUE``),
+    for at most `minutes`."""
 
     first: int = renamed(default=0, name="from")
     set: tuple[str, ...] = ()
@@ -60,8 +61,8 @@ class ReplayOrder(Record, frozen=True, forbid_unknown_fields=True):
 
 
 class ReplayState(Record, frozen=True):
-    """State of the newest replay: ``running``, ``done``, ``refused`` (a mistake; `log` has the command's message),
-    ``stopped`` or ``failed``. `branch`: id of its result."""
+    """State of the newest replay of `run`: ``running``, ``done``, ``refused`` (a user's mistake; `log` has the
+    command's message), ``stopped`` or ``failed``. `branch`: id of its result, if it is done."""
 
     run: str
     first: int = renamed(name="from")
@@ -92,14 +93,14 @@ class _Replay:
 
 
 class Replays:
-    """Replays of one server; results go to `folder`, None forbids them."""
+    """Replays of one server. Results are written below `folder`; None forbids replays."""
 
     def __init__(self, folder: Path | None, command: Sequence[str] = COMMAND) -> None:
         self._folder, self._command = folder, command
         self._newest: _Replay | None = None
 
     def require_allowed(self) -> Path:
-        """Folder of replays.
+        """Return the folder for replays.
 
         Raises:
             NotAllowed: replays are forbidden.
@@ -114,7 +115,7 @@ class Replays:
         return self._folder is not None
 
     def state(self) -> ReplayState | None:
-        """The newest replay; None before the first."""
+        """State of the newest replay; None before the first."""
         if (newest := self._newest) is None:
             return None
         return ReplayState(
@@ -129,7 +130,7 @@ class Replays:
         )
 
     async def begin(self, run: WatchedRun, order: ReplayOrder) -> ReplayState | None:
-        """Start a replay and return its state, never None. A replay that exceeds `order.minutes` is ended.
+        """Start a replay process and return its state (never None). The process is ended after `order.minutes`.
 
         Raises:
             NotAllowed: replays are forbidden.
@@ -169,7 +170,8 @@ class Replays:
         return self.state()
 
     def stop(self) -> ReplayState | None:
-        """Ask the replay to end, and kill it after some seconds.
+        """Ask the running replay to end, and kill it after some seconds. Return its state; None if there was no
+        replay.
 
         Raises:
             NotAllowed: as `begin`.
@@ -187,7 +189,7 @@ class Replays:
         except DeadlineExceeded as error:
             replay.reason = str(error)
             _end(process)
-            await process.wait()  # which is killed if it does not end
+            await process.wait()  # `_end` kills it if it does not end
         finally:
             if process.returncode is None:
                 replay.reason = "the server ends"
@@ -195,12 +197,12 @@ class Replays:
                 await process.wait()
             replay.ended = time.monotonic()
             replay.state = _outcome(replay, process.returncode)
-            if replay.state == "stopped":  # the log of one that failed names files of its folder
+            if replay.state == "stopped":  # kept after a failure: the log names files in it
                 shutil.rmtree(replay.target, ignore_errors=True)
 
 
 def _outcome(replay: _Replay, code: int | None) -> str:
-    if code in (0, 1) and replay.made:  # 1: the weights differ although nothing was changed, which the log says
+    if code in (0, 1) and replay.made:  # 1: the weights differ although no setting was changed; the log reports it
         return "done"
     if replay.reason:
         return "stopped"
@@ -214,14 +216,14 @@ def _end(process: Process) -> None:
 
 
 def _kill(process: Process) -> None:
-    """Kill the process with its whole session; what it has started in other sessions ends with it."""
+    """Kill the process and its session. (Its children in other sessions end with their parent.)"""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _new_folder(folder: Path) -> Path:
-    """Unused path in `folder`, for which no log exists either."""
+    """Path in `folder` that no folder and no log uses. `folder` is created."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = {int(path.stem) for path in folder.iterdir() if path.stem.isdecimal()}
     return folder / f"{max(taken, default=0) + 1:03d}"
@@ -250,7 +252,7 @@ def _problems(order: ReplayOrder) -> Iterable[Problem]:
 
 
 def _problems_of(setting: str) -> Iterator[Problem]:
-    """Problems of a setting. Paths are refused: a browser must not name files of this machine."""
+    """Problems of one setting. Paths are refused, because a browser must not name files of this machine."""
     key, equals, value = setting.partition("=")
     place = f"--set {key.strip()[:80]}"
     if not equals or len(setting) > _LONGEST_SETTING or not setting.isprintable():

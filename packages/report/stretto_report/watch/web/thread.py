@@ -1,4 +1,4 @@
-"""Executor with a single daemon thread, which does not block the end of the process."""
+"""Executor with a single daemon thread that does not delay the end of the process."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _Work = tuple[Future[Any], Callable[[], Any]]
 
 
 class ReadingThread(Executor):
-    """Executor for work that only reads, or writes in transactions. A `ThreadPoolExecutor` would join its thread at the
-    end of the process and delay Ctrl-C for as long as a comparison takes."""
+    """Executor with one daemon thread, for work that only reads, or writes in transactions. A `ThreadPoolExecutor`
+    would join its thread at the end of the process, and so delay Ctrl-C for as long as a comparison takes."""
 
     def __init__(self, name: str) -> None:
         self._waiting: SimpleQueue[_Work | None] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, do: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        """Queue a call, to run after those submitted before."""
+        """Queue a call. It runs after the calls submitted before."""
         future: Future[Result] = Future()
         self._waiting.put((future, lambda: do(*args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
-        """Start nothing more: queued calls are cancelled, the one in progress is not waited for."""
+        """Cancel the queued calls and start no more. The running call is not waited for."""
         try:
             while True:
                 if (work := self._waiting.get_nowait()) is not None:
@@ -43,5 +43,5 @@ class ReadingThread(Executor):
                 continue
             try:
                 future.set_result(do())
-            except BaseException as error:  # it is raised where the result is waited for
+            except BaseException as error:  # raised to the caller that waits for the result
                 future.set_exception(error)

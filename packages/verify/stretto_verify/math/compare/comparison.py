@@ -1,9 +1,8 @@
-r"""Comparison of two structures: True, False, or None if it is unknown and math-verify decides.
+r"""Compare two parsed answers. The result is True, False, or None if unknown; then math-verify decides.
 
-The form of the gold answer decides which forms are accepted. For a gold value, ``x = 5`` is accepted as 5, but ``2x =
-5`` is not. For the equation of a line, 5 is wrong. For a gold inequality, the interval is accepted. For a gold
-interval, an inequality is not, since a model that repeats the question (``x > 5``, ``2x = 5``) would be right too
-often.
+The form of the gold answer decides which forms are accepted. For the gold value 5, ``x = 5`` is accepted, but ``2x =
+5`` is not. For the gold equation of a line, 5 is wrong. For a gold inequality, the interval is accepted. For a gold
+interval, an inequality is not: a model that repeats the question (``x > 5``, ``2x = 5``) would be right too often.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from stretto_verify.math.parse.structure import (
 
 
 def same(gold: Node, answer: Node) -> Opinion:
-    """Whether `answer` is `gold`.
+    """Whether the parsed `answer` equals the parsed `gold` answer; None if unknown.
 
     Raises:
         Undecided: the numbers are too large.
@@ -69,7 +68,7 @@ def same(gold: Node, answer: Node) -> Opinion:
                 return False  # a range, an equation
             gold = point
         if (given := in_order(given)) is None:
-            return False  # the order of the names is unknown
+            return False  # it is unknown in which order the question asks for the values
         opening, closing = ("", "") if isinstance(answer, Listing) else ("(", ")")
         answer = Listing(opening, closing, tuple(given.values()))
     if isinstance(answer, Relation) and is_naming(answer) and not isinstance(gold, Relation):
@@ -78,14 +77,14 @@ def same(gold: Node, answer: Node) -> Opinion:
 
 
 def _same_values(gold: Mapping[str, Node], answer: Mapping[str, Node]) -> Opinion:
-    """Compare named values, in any order."""
+    """Compare values by their names, in any order."""
     if gold.keys() != answer.keys():
         gold, answer = without_zeros(gold), without_zeros(answer)
     return gold.keys() == answer.keys() and _in_order([*gold.values()], [answer[called] for called in gold])
 
 
 def _same_form(gold: Node, answer: Node) -> Opinion:
-    """Compare by the pair of forms."""
+    """Compare two nodes, according to their types."""
     match gold, answer:
         case Letter(), Letter():
             return gold.letter == answer.letter
@@ -96,7 +95,7 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
             if as_letter or _is_letter(gold):
                 return as_letter
             several = isinstance(answer.content, Listing) and not answer.content.opening and not _is_several(gold)
-            return False if several else same(gold, answer.content)  # a choice stands for one value
+            return False if several else same(gold, answer.content)  # a choice (A to J) stands for one value
         case Relation(), Relation():
             return _same_relations(gold, answer)
         case Relation(), _:
@@ -152,7 +151,7 @@ def _same_relations(gold: Relation, answer: Relation) -> Opinion:
 
 
 def _same_as_named(gold: Node, answer: Relation) -> Opinion:
-    """Whether `gold` is the value that the answer names."""
+    """Whether `gold` is the value that the relation `answer` states, as in ``x = 5``."""
     first, last = answer.sides[0], answer.sides[-1]
     if not says_its_last_side(answer, same):
         return False
@@ -164,7 +163,8 @@ def _same_as_named(gold: Node, answer: Relation) -> Opinion:
 
 
 def _same_words(gold: Node, answer: Node) -> Opinion:
-    """Whether two texts have the same letters. Of formulas, only products of letters count as texts, not ``ab - c``."""
+    """Whether two texts have the same letters. A formula counts as a text only if it consists of letters, digits and
+    spaces."""
     if any(isinstance(node, Scalar) and not _LETTERS.fullmatch(node.latex) for node in (gold, answer)):
         return False
     first, second = letters(gold), letters(answer)
@@ -176,7 +176,7 @@ def _same_words(gold: Node, answer: Node) -> Opinion:
 
 
 def _members(given: Node) -> list[str]:
-    """Members of a list in words, in any order: "Bob and Alice" as "Alice, Bob"."""
+    """Sorted members of a list in words, so that "Bob and Alice" equals "Alice, Bob"."""
     parts = _JOINT.split(given.text) if isinstance(given, Words) else []
     return sorted(letters(part) for part in parts)
 
@@ -227,13 +227,15 @@ def _same_listing(gold: Listing, answer: Listing) -> Opinion:
 
 
 def _once(items: Sequence[Node], *, are_sets: bool) -> tuple[Node, ...]:
-    """Members of sets, and points, without repetitions: unlike a root, they have no multiplicity."""
+    """Items without repetitions, if they are members of sets or points. Roots keep repetitions, since they have
+    multiplicities."""
     are_points = all(isinstance(item, Listing) and item.ordered for item in items)
     return tuple(dict.fromkeys(items)) if are_sets or are_points else tuple(items)
 
 
 def _differ_in_ends(one: Listing, other: Listing) -> bool:
-    """Whether the brackets differ. Two items may be an interval; a pair ``(a, b)`` may lack its brackets."""
+    """Whether the brackets of two lists contradict each other. For two items brackets must be equal, since they may be
+    an interval; only a pair ``(a, b)`` may lack its brackets."""
     ends = (one.opening, one.closing), (other.opening, other.closing)
     if len(one.items) > 2 and other.ordered:
         return ("(" in ends[1][0]) != (")" in ends[1][1])
@@ -241,7 +243,7 @@ def _differ_in_ends(one: Listing, other: Listing) -> bool:
 
 
 def _same_part(gold: Node, answer: Node) -> Opinion:
-    """Whether two items of lists are the same. Among several choices, only the letters count."""
+    """Whether two items of lists are the same. If the item is a choice with its content, only its letter counts."""
     return same(gold, Words(answer.letter) if isinstance(answer, Letter) else answer)
 
 
@@ -256,7 +258,8 @@ def _in_order(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
 
 
 def _matched(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
-    """Whether each item has a partner. A greedy match suffices, since equality is transitive (up to rounding)."""
+    """Whether each item has an equal partner. A greedy match suffices, since equality is transitive (up to
+    rounding)."""
     left = list(answer)
     if len(gold) != len(left):
         return None
@@ -326,7 +329,7 @@ def _same_quotient(above: Node, below: Node, other: Scalar) -> Opinion:
 
 
 def _same_division(ratio: Ratio, other: Scalar) -> Opinion:
-    """Compare a ratio as a number; one that may be a time of day must be equal as written."""
+    """Compare a ratio as a quotient with a number. A ratio that may be a time of day must be equal as written."""
     above, below = ratio.parts
     quotient = _quotient(above, below)
     if quotient is None or not _may_be_time(ratio):
@@ -335,7 +338,7 @@ def _same_division(ratio: Ratio, other: Scalar) -> Opinion:
 
 
 def _same_ranges(gold: Sequence[Node], answer: Union) -> Opinion:
-    """Compare ``x < 1 or x > 2`` with intervals."""
+    """Compare inequalities such as ``x < 1 or x > 2`` with a union of intervals."""
     intervals = [as_interval(item) if isinstance(item, Relation) else None for item in gold]
     found = [interval for interval in intervals if interval is not None]
     return _matched(found, answer.parts) if len(found) == len(gold) else False

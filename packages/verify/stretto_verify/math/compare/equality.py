@@ -1,10 +1,10 @@
 """Numeric equality of expressions at sampled points.
 
-Two numbers are equal when they agree to fifty digits beyond the largest and smallest number in either, so that no
-written number is too small to count. Two expressions with variables are equal when they agree at every sampled point at
-which both are real. The points have both signs and lie on and between integers, so that ``|x|`` and ``sqrt(x^2)``
-differ from ``x``, while ``sqrt(1/n)`` equals ``1/sqrt(n)``. They are derived from both expressions: verdicts are
-reproducible, and an answer cannot be fitted to known points.
+Two numbers are equal when they agree to fifty digits more than the largest and the smallest number in either expression
+have, so that no written number is too small to count. Two expressions with variables are equal when they agree at every
+sampled point at which both are real. The points have both signs and lie on and between integers, so that ``|x|`` and
+``sqrt(x^2)`` differ from ``x``, while ``sqrt(1/n)`` equals ``1/sqrt(n)``. They are derived from both expressions:
+verdicts are reproducible, and an answer cannot be fitted to known points.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _DIGITS = 60
 _SPARE = 10  # digits that rounding may cost
 _MOST_DIGITS = 20_000
 _AGREE = mpmath.mpf(10) ** (_SPARE - _DIGITS)
-_NEEDED = 3  # points at which both expressions must have had a real value
+_NEEDED = 3  # least number of points at which both expressions have a value
 _STEPS = 1 << 13  # even: a negative base has no real value at such an exponent
-_ODD = 1 << 32  # odd factors of the points' denominators, too large for a period that an answer could have
+_ODD = 1 << 32  # bound of the odd factors of denominators: no periodic answer can exploit it
 _SPANS = ((1, 3), (-3, -1), (0, 1), (-1, 0), (5, 9))
 _INTEGERS = ((2, 3), (5, 2), (4, 7), (3, 11))
 
@@ -54,7 +54,7 @@ def same_value(one: sympy.Basic, other: sympy.Basic, renamed: Mapping[str, str] 
 
 
 def named(expression: sympy.Basic) -> sympy.Basic:
-    """The expression with each unknown ``f(x)`` replaced by a symbol."""
+    """The expression with each application ``f(x)`` of an unknown function replaced by a symbol."""
     calls = expression.atoms(AppliedUndef) if hasattr(expression, "atoms") else ()
     return expression.xreplace({call: sympy.Symbol(str(call)) for call in calls}) if calls else expression
 
@@ -66,7 +66,8 @@ def _same_number(one: sympy.Basic, other: sympy.Basic) -> bool:
 
 
 def _agree(one: sympy.Basic, other: sympy.Basic, point: Point) -> bool:
-    """Whether the values at a point are equal, recomputed with the digits that their parts need."""
+    """Whether both values at a point are equal. If they are close, they are recomputed with as many digits as their
+    parts need."""
     with mpmath.workdps(_DIGITS):
         first, second = value(one, point), value(other, point)
         if isinstance(first, Fraction) and isinstance(second, Fraction):
@@ -82,7 +83,7 @@ def _agree(one: sympy.Basic, other: sympy.Basic, point: Point) -> bool:
 
 
 def _extent(expression: sympy.Basic, point: Point) -> int:
-    """Largest number of digits, before or after the decimal point, of a number in the expression."""
+    """Largest number of digits, before or after the decimal point, of any number in the expression."""
     bits = 1
     for part in sympy.preorder_traversal(expression):
         try:
@@ -133,7 +134,7 @@ def _speaks_of_i(expression: sympy.Basic) -> bool:
 
 
 def _at(expression: sympy.Basic, point: dict[str, Fraction]) -> Value | None:
-    """Value at a point, over the reals unless the expression contains the imaginary unit."""
+    """Value at a point, over the reals unless the expression contains the imaginary unit; None if it has none."""
     try:
         return value(expression, Point(point, real=not _speaks_of_i(expression)))
     except (Unsupported, ZeroDivisionError):
@@ -141,8 +142,8 @@ def _at(expression: sympy.Basic, point: dict[str, Fraction]) -> Value | None:
 
 
 def points(symbols: list[str], seed: str, *, whole: bool = False) -> Iterator[dict[str, Fraction]]:
-    """Sampled points, on and between integers, reproducible for the same symbols and seed. `whole`: more integers, for
-    expressions defined only there."""
+    """Yield sampled points, on and between integers, reproducible for the same symbols and seed. `whole`: further
+    integers, for expressions that are defined only there."""
     chance = Random(",".join([*symbols, seed]))
     for low, high in _SPANS:
         for _ in range(2):
@@ -155,7 +156,7 @@ def points(symbols: list[str], seed: str, *, whole: bool = False) -> Iterator[di
 
 
 def proportional(one: sympy.Basic, other: sympy.Basic) -> int | None:
-    """Sign of the constant c ≠ 0 with one = c · other; 0 if there is none, None if undetermined.
+    """Sign of the constant c ≠ 0 with one = c · other; 0 if there is no such constant, None if undetermined.
 
     The equations ``one = 0`` and ``other = 0`` are the same when there is such a c.
     """

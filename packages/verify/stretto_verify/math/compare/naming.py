@@ -1,7 +1,7 @@
 r"""Names and values in equations: ``x = 5`` has the value 5, ``2x = 5`` has none.
 
-The left side of a final answer may be a name, or the computation of the value: ``x``, ``f(2)``, ``AB``, ``6 \cdot 7``.
-Any other left side belongs to an unsolved equation, such as the question's, and its right side is no final answer.
+The left side of a final answer may be a name (``x``, ``f(2)``, ``AB``), or a computation of the value (``6 \cdot 7``).
+With any other left side it is an unsolved equation, such as the question's, and its right side is no final answer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def is_number(side: Node) -> bool:
 
 
 def name(side: Node) -> str | None:
-    """Name that a side gives to the other one, such as x, f(x), AB/CD, (p, q), a text; None if it is no name."""
+    """Name that one side of an equation gives to the other side, such as x, f(x), AB/CD, (p, q), or a text; None if the
+    side is no name."""
     match side:
         case Words(text=text):
             return text.replace(" ", "")
@@ -91,12 +92,12 @@ def _is_length(found: sympy.Basic) -> bool:
     return isinstance(found, sympy.Abs) and isinstance(found.args[0], sympy.Mul) and _is_name(found.args[0])
 
 
-# Is the last side of a completion's equation its value?
+# Whether the last side of an equation is the value that it states.
 
 
 def says_its_last_side(given: Relation, same: Same) -> bool:
-    """Whether the other sides name the last one (``x = 5``) or compute it (``6 · 7 = 42``, ``a^2 + b^2 = 9 + 16 =
-    25``)."""
+    """Whether the other sides of an equation name its last side (``x = 5``) or compute it (``6 · 7 = 42``, ``a^2 + b^2
+    = 9 + 16 = 25``)."""
     first, *between, last = given.sides
     if not all(computes(side, last, same, given.signs[0]) for side in between if _is_constant(side)):
         return False  # x = 41 = 37
@@ -110,8 +111,7 @@ def says_its_last_side(given: Relation, same: Same) -> bool:
 def computes(side: Node, value: Node, same: Same, sign: str = "=") -> bool:
     """Whether a side of an equation is the computation of `value`, as in ``2 + 3 = 5``; False for ``2 + 2 = 5``.
 
-    A side with a variable computes nothing. Where `same` cannot decide, the side is believed; a congruence (`sign`) is
-    always believed.
+    False for a side with a variable. True if `same` cannot decide, and for every congruence (`sign`).
     """
     if not _is_constant(side):
         return False
@@ -141,7 +141,7 @@ def _is_constant(side: Node) -> bool:
 
 
 def _is_asked(side: Node) -> bool:
-    """Whether a question may ask for this quantity."""
+    """Whether a side denotes a quantity that a question may ask for."""
     match side:
         case Words(text=text):
             return _is_title(text)
@@ -173,7 +173,7 @@ def _is_quantity(found: sympy.Basic) -> bool:
         return True
     if isinstance(found, sympy.Abs):  # a length; |x| = 5 is still to be solved
         return str(found.args[0]) not in ("x", "y") and _is_quantity(found.args[0])
-    if isinstance(found, sympy.Add):  # what is asked for: m + n, ∠A + ∠B; x + y = 5 is still to be solved
+    if isinstance(found, sympy.Add):  # a question may ask for m + n or ∠A + ∠B, but x + y = 5 is still to be solved
         return all(_is_known(part) for part in found.args)
     if isinstance(found, TrigonometricFunction):
         return _is_known(found.args[0])
@@ -190,7 +190,7 @@ def turned(given: Node) -> Node:
 
 
 def _is_known(part: sympy.Basic) -> bool:
-    """Whether the expression is an angle, or a name that usually stands for a known quantity."""
+    """Whether the expression is an angle, or a name that does not usually stand for an unknown."""
     factors = [factor for factor in part.args if str(factor) != "angle"] if isinstance(part, sympy.Mul) else [part]
     is_angle = isinstance(part, sympy.Mul) and len(factors) < len(part.args)
     names = all(isinstance(factor, sympy.Symbol) and str(factor) not in _UNKNOWNS for factor in factors)
@@ -201,8 +201,8 @@ def _is_known(part: sympy.Basic) -> bool:
 
 
 def in_order(named: Mapping[str, Node]) -> dict[str, Node] | None:
-    """Values in alphabetical order of their names; None if the given order differs and the names are not neighbours in
-    the alphabet, so that the order in the question is unknown."""
+    """Values in alphabetical order of their names. None if they are given in another order and the names are not
+    neighbours in the alphabet: then the order in the question is unknown."""
     names = sorted(named)
     if list(named) != names and "".join(names) not in ascii_lowercase:
         return None
@@ -210,18 +210,18 @@ def in_order(named: Mapping[str, Node]) -> dict[str, Node] | None:
 
 
 def is_numbered(named: Iterable[str]) -> bool:
-    """Whether names differ only in their number: ``x_1``, ``x_2``."""
+    """Whether names are one letter with different numbers: ``x_1``, ``x_2``."""
     return {_NUMBERED.sub("", called) for called in named} in ({letter} for letter in ascii_lowercase)
 
 
 def without_zeros(named: Mapping[str, Node]) -> dict[str, Node]:
-    """Values by name, with ``x`` for ``x_0``."""
+    """The values, with the index zero removed from names: ``x`` for ``x_0``."""
     return {_ZERO.sub("", called): value for called, value in named.items()}
 
 
 def value_of_point(gold: Relation, given: Mapping[str, Node]) -> Listing | None:
-    """Coordinates of a gold point such as ``P = (1, 2)``, for comparison with separately named values (``x = 1, y =
-    2``); None if the gold answer is no point."""
+    """Coordinates of a gold point such as ``P = (1, 2)``, if it has as many as there are named values (``x = 1, y =
+    2``) to compare with; None if `gold` is no such point."""
     match gold:
         case Relation(sides=(point, Listing(opening="(", items=items) as value), signs=("=",)):
             return value if len(items) == len(given) and str(name(point)).isupper() else None
@@ -229,7 +229,7 @@ def value_of_point(gold: Relation, given: Mapping[str, Node]) -> Listing | None:
 
 
 def as_named(given: Node) -> dict[str, Node] | None:
-    """Values of several different names, ``y = 2, x = 1`` or ``(y, x) = (2, 1)``; None for everything else."""
+    """Values by name, from ``y = 2, x = 1`` or ``(y, x) = (2, 1)``; None unless there are several different names."""
     relations = given.items if isinstance(given, Listing) else (given,)
     found: list[tuple[Node, Node]] = []
     for relation in relations:

@@ -1,9 +1,9 @@
 """Fallback to math-verify, for forms that the strict reader does not know.
 
-math-verify reads far more forms and is easier to mislead: it drops unreadable text, rounds to six decimals even for
-tiny numbers, and falls back to an earlier formula. So it is used last, on the final answer alone, and only if it can
-read every sign in it. Its acceptance is checked numerically where possible, and a change of any number or word of the
-answer has to change its result.
+math-verify reads far more forms but is easier to mislead: it drops unreadable text, rounds to six decimals even for
+tiny numbers, and falls back to an earlier formula. So it is used last, on the final answer alone, and only if it
+understands every sign of it. Its acceptance is checked numerically where possible. A change of any number or word of
+the answer must change what math-verify reads.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ def accepts(gold: str, answer: str) -> bool:
 
 
 def _is_read(part: re.Match[str], text: str, found: object) -> bool:
-    """Whether another number or word in its place changes what math-verify finds in a text, so that it was not
-    ignored."""
+    """Whether math-verify has read this part of the text: replacing it by another number or word changes the result
+    `found`."""
     other = str(int(part[0]) + 1) if part[0].isdigit() else "q" if part[0] != "q" else "r"
     changed: list[Any] = parse(text[: part.start()] + other + text[part.end() :], parsing_timeout=None)
     return not changed or bool(changed[0] != found)
 
 
 def same_parsed(one: object, other: object) -> bool:
-    """Whether the values agree without any rounding."""
+    """Whether two expressions that math-verify found do not differ in value. True if this cannot be checked: for
+    floats, undetermined values, and anything that is no expression."""
     if isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr):
         if one.has(sympy.Float) or other.has(sympy.Float):
             return True
@@ -72,7 +73,7 @@ def same_parsed(one: object, other: object) -> bool:
 
 @lru_cache(maxsize=1024)
 def parsed(text: str) -> list[Any]:
-    """Expressions that math-verify finds in a text.
+    """Parse a text with math-verify: the expressions that it finds.
 
     Raises:
         Undecided, Unreadable: as `accepts`.

@@ -20,7 +20,7 @@ _FLIPPED = {">": "<", r"\ge": r"\le"}
 
 
 def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
-    """Whether two relations are the same; `same` compares their sides."""
+    """Whether two relations are the same; None if unknown. `same` compares their sides."""
     if _is_solved(gold) and not _is_solved(answer):
         return False  # 2x + 1 = 7, which may be the question, is not x = 3
     if is_naming(gold) and is_naming(answer):
@@ -42,7 +42,7 @@ def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
 
 
 def _is_solved(relation: Relation) -> bool:
-    """Whether a name stands alone on one side (possibly with a minus sign), and the other sides are numbers."""
+    """Whether exactly one side is a name (possibly with a minus sign) and all other sides are numbers."""
     named = [name(_positive(side)) is not None for side in relation.sides]
     values = [side for side, alone in zip(relation.sides, named, strict=True) if not alone]
     return sum(named) == 1 and all(isinstance(side, Listing | Union) or is_number(side) for side in values)
@@ -55,8 +55,8 @@ def _positive(side: Node) -> Node:
 
 
 def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
-    """Compare by values if the names are equal (``x = 5``); other equations are the same if one is a multiple of the
-    other."""
+    """Compare two equations. If they name the same quantity (``x = 5``), their last sides are compared; otherwise they
+    are the same if one is a multiple of the other."""
     one, other = name(gold.sides[0]), name(answer.sides[0])
     if (
         one is not None
@@ -80,7 +80,8 @@ def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
 
 
 def _same_definition(gold: Relation, answer: Relation) -> Opinion:
-    """Whether both define the same function, as ``f(n) = n + 1`` and ``f(x) = x + 1`` do; None if they define none."""
+    """Whether both define the same function, as ``f(n) = n + 1`` and ``f(x) = x + 1`` do; None if they are not both
+    definitions of one function."""
     sides = [side for relation in (gold, answer) for side in (relation.sides[0], relation.sides[-1])]
     try:
         call, value, other_call, other_value = [
@@ -110,7 +111,8 @@ def _is_called(function: str, letter: str) -> bool:
 
 
 def _steps(relation: Relation) -> list[Step] | None:
-    """Steps of a chain ``a < b >= c`` as differences, each with its sign against zero."""
+    """Each comparison of a chain ``a < b >= c`` as a sign and the difference of its sides (larger minus smaller); None
+    if a side is no scalar."""
     steps: list[Step] = []
     for (left, right), sign in zip(pairwise(relation.sides), relation.signs, strict=True):
         low, high = (right, left) if sign in _FLIPPED else (left, right)
@@ -140,14 +142,15 @@ def _difference(left: Node, right: Node) -> sympy.Basic | None:
 
 
 def as_asked(gold: Relation) -> Node | None:
-    """Form that is also accepted for a gold relation: the named value, or the range as an interval."""
+    """Another form that is accepted for a gold relation: the named value, or the interval of an inequality; None if
+    there is none."""
     if is_naming(gold):
         return gold.sides[-1] if name(gold.sides[0]) is not None or is_number(gold.sides[0]) else None
     return as_range(gold)
 
 
 def as_range(relation: Relation) -> Listing | Union | None:
-    r"""``a < x <= b`` as an interval, ``x \neq a`` as two; None if it is neither."""
+    r"""``a < x <= b`` as an interval, ``x \neq a`` as a union of two intervals; None for other relations."""
     if relation.signs == (r"\neq",):
         return None if is_number(relation.sides[0]) else without(_listed(relation.sides[1]).items)
     return as_interval(relation)

@@ -1,6 +1,6 @@
-"""Comparison of scalars.
+"""Compare scalars.
 
-A decimal is exact, unless it is the whole answer: then it may be a rounded exact value, if it has enough digits.
+A decimal is taken as exact. Only if it is the whole answer may it be a rounded exact value, if it has enough digits.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _VARIABLES = frozenset("tuvwxyz")
 def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
     """Whether two scalars are equal; None if that is unknown.
 
-    If both have a unit, the answer is converted. If only one has a unit, the unit is ignored, with two exceptions:
-    degrees are converted if the other is an expression in pi, and an amount in two units ("5 feet 3 inches") differs
-    from a number without a unit. If only one has a scaling word ("percent", "million"), both readings are tried: the
-    word as a factor, and the word as a unit given in the question.
+    If both have a unit, the answer is converted. If only one has a unit, it is ignored, with two exceptions: degrees
+    are converted if the other scalar is an expression in pi, and an amount in two units ("5 feet 3 inches") differs
+    from a number without a unit. If only one has a scaling word ("percent", "million"), two readings are tried: the
+    word as a factor, and the word as a unit that the question has given.
     """
     if gold.unit != answer.unit and (TWO_UNITS in gold.unit + answer.unit or (gold.unit and answer.unit)):
         ratio = conversion(answer.unit, gold.unit)
@@ -72,7 +72,7 @@ def _same_latex(gold: str, answer: str, factor: sympy.Expr) -> Opinion:
 
 
 def _with_constant(gold: str, answer: str) -> str:
-    """The answer with the gold answer's name of a constant of integration: ``x + c`` for ``x + C``."""
+    """The answer with its constant of integration named as in the gold answer: ``x + C`` for ``x + c``."""
     one, other = _CONSTANT.fullmatch(gold), _CONSTANT.fullmatch(answer)
     if one is None or other is None:
         return answer
@@ -112,7 +112,8 @@ def _fine_enough(decimal: Number) -> bool:
 
 
 def _rounded(decimal: Number | None, exact: sympy.Basic) -> bool:
-    """Whether a decimal is the value of an expression without decimals, rounded to the decimal's last place."""
+    """Whether `decimal` is the value of `exact`, an expression without decimals, rounded to the decimal's last
+    place."""
     if decimal is None or not _fine_enough(decimal) or exact.free_symbols or exact.has(sympy.Float):
         return False
     return within(exact, decimal.value, Fraction(1, 2 * 10 ** (decimal.places or 0)))
@@ -124,11 +125,11 @@ def _same_letter(gold: str, answer: str) -> bool:
 
 
 def any_of(opinions: Iterable[Opinion]) -> Opinion:
-    """True if one opinion is true, else unknown if one is unknown."""
+    """Combine opinions: True if one is True, else None (unknown) if one is None, else False."""
     found = list(opinions)
     return True if True in found else None if None in found else False
 
 
 def times(factor: sympy.Expr | int, found: sympy.Basic) -> sympy.Basic:
-    """The product, unevaluated, since a power in it may be too large."""
+    """The product, unevaluated, because a power in it may be too large to compute."""
     return found if factor == 1 else sympy.Mul(factor, found, evaluate=False)

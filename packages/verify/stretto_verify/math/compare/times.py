@@ -1,4 +1,4 @@
-"""Times of day: ``5:00 PM`` equals ``5 p.m.`` and ``17:00``. One side may omit AM or PM."""
+"""Compare times of day: ``5:00 PM`` equals ``5 p.m.`` and ``17:00``. One side may omit AM or PM."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _NOON = 12 * 60
 
 @dataclass(frozen=True)
 class Time:
-    """Minutes since midnight; `sure`: whether AM or PM is known."""
+    """Time of day in minutes since midnight. `sure`: whether it is known to be AM or PM."""
 
     minutes: int
     sure: bool
 
 
 def same_time(gold: Node, answer: Node) -> bool | None:
-    """Whether two times of day are the same; None if one is no time, or AM/PM is unknown in both."""
+    """Whether two times of day are the same. If AM or PM is unknown on one side, the times may differ by twelve hours.
+    None if one is no time, or neither is written with AM or PM."""
     one, other = _time(gold), _time(answer)
     if one is None or other is None or not (isinstance(gold, Words) or isinstance(answer, Words)):
         return None

@@ -27,7 +27,7 @@ _MOST_TERMS = 200
 
 @dataclass(frozen=True)
 class Point:
-    """Values for the symbols; with `real`, intermediate values must be real too."""
+    """Values for the symbols of an expression. With `real`, intermediate values must be real too."""
 
     values: Mapping[str, Fraction] = field(default_factory=dict)
     real: bool = False
@@ -86,7 +86,8 @@ def _fold(arguments: tuple[Any, ...], point: Point, operation: Callable[[Any, An
 
 
 def _series(expression: sympy.Sum | sympy.Product, point: Point) -> Value:
-    """Value of a sum or product of few terms. A symbol indexed by the bound variable has no known value."""
+    """Value of a sum or product of at most 200 terms. Raises `Unsupported` for others, and for a symbol that is indexed
+    by the bound variable, such as ``x_k``."""
     if len(expression.limits) != 1 or len(expression.limits[0]) != 3:
         raise Unsupported("several bounds")
     bound, *ends = expression.limits[0]
@@ -153,7 +154,7 @@ def _applied(expression: sympy.Basic, point: Point) -> Value:
 
 
 def _integral(name: str, arguments: list[Value]) -> Value:
-    """Value of functions that are rational at rational numbers."""
+    """Value of a function that maps rational numbers to rational numbers."""
     first = arguments[0]
     if name == "UnevaluatedExpr":
         return first

@@ -1,4 +1,4 @@
-r"""Boxed answers: the last box that is not denied, with the other boxes of its list."""
+r"""Boxed answers: the last box that is not denied, joined with the other boxes of its list."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PARTED = re.compile(
     r"\b(?:wait|actually|instead|rather|correct\w*|sorry|mistake\w*|wrong|hmm|no|not|but)\b|[.?!][\s$\\]+(?:[A-Z]|$)|\n\s*\(?[a-z0-9]\)",
     re.IGNORECASE,
 )
-_LATER = re.compile(  # one box after the other, where nothing joins them
+_LATER = re.compile(  # words by which a box replaces the one before
     r"\b(?:final(?:ly)?|lastly|then|next|later|so|hence|thus|therefore)\b|最[后後终終]|然[后後]|所以|因此|故",
     re.IGNORECASE,
 )
 _LAST = re.compile(r"\bfinal(?:ly)?\b", re.IGNORECASE)
-_SENTENCE = re.compile(  # it states an answer ("The answer is 9", "Option B"); no formula, no title of one
+_SENTENCE = re.compile(  # states an answer ("The answer is 9", "Option B"); no formula
     r"(?!.*\\(?:text|mathrm|mbox|begin|operatorname)|[a-z ]*="
     r"|(?:sin|cos|tan|ln|log|max|min|gcd|lcm|exp|sqrt|pi|inf)\b)"
     r"(?!.*\?\s*$)(?=.*(?:\b(?:is|are|equals?|get|got|obtain|choose|pick|select|answer|option|choice)\b|:))"
@@ -35,7 +35,7 @@ _DOLLAR = re.compile(r"(?<!\\)\$")
 
 
 class Box(NamedTuple):
-    """A box: its start, its end, its content."""
+    """Position of a box in a text (start, end), and its content."""
 
     start: int
     end: int
@@ -43,8 +43,8 @@ class Box(NamedTuple):
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the last box that is not empty, joined with the boxes of the same list; "" if every box is denied,
-    None if there is none.
+    r"""Content of the last box that is neither empty nor denied, joined by commas with the other boxes of its list. ""
+    if every box is denied, None if there is no box.
 
     >>> boxed(r"first \boxed{3}, and then \boxed{4} and \boxed{5}."), boxed(r"not \boxed{3}")
     ('3,4,5', '')
@@ -71,7 +71,7 @@ def last_box(text: str) -> int:
 
 
 def _inner(content: str) -> str:
-    """Content without dollar signs; for a box inside a box and nothing else, the inner content."""
+    """Content of a box without dollar signs. If it is only another box, the content of that."""
     inner = list(_boxes(content))
     beside = "".join(content[one.end : other.start] for one, other in pairwise([Box(0, 0, ""), *inner, _end(content)]))
     if inner and says_nothing(beside.replace("=", "")):
@@ -89,7 +89,7 @@ def _end(text: str) -> Box:
 
 
 def _boxes(text: str) -> Iterator[Box]:
-    """Outermost boxes; an unclosed box ends with its line, and is empty at the end of the text."""
+    """Yield the outermost boxes. An unclosed box ends with its line; at the end of the text it counts as empty."""
     at = 0
     while (found := _BOX.search(text, at)) is not None:
         end = _brace_end(text, found.end())

@@ -1,4 +1,5 @@
-"""Denials: numbers that are mentioned but are not the answer: "not 42", "42 is wrong", "more than 42", "twice 42"."""
+"""Denials: parts of a text that are mentioned but are not the answer: "not 42", "42 is wrong", "more than 42", "twice
+42"."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _AFTER = re.compile(
     re.IGNORECASE,
 )
 _DENYING = re.compile(r"\b(?:not|never|doubt|impossible|unlikely|wrong|incorrect|false)\b|n't\b", re.IGNORECASE)
-_SEEN = 60, 40  # characters before and behind
+_SEEN = 60, 40  # characters before and after that are searched
 
 
 def denied(text: str, start: int, end: int) -> bool:
@@ -52,5 +53,5 @@ def is_open(answer: str) -> bool:
 
 
 def is_denying(words: str) -> bool:
-    """Whether the words before an answer deny it: "the answer is not", "I doubt that the answer is"."""
+    """Whether the words that introduce an answer deny it: "the answer is not", "I doubt that the answer is"."""
     return _DENYING.search(words) is not None

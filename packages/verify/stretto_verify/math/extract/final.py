@@ -1,11 +1,11 @@
-r"""Extraction of the final answer from a completion.
+r"""Extract the final answer from a completion.
 
-Rule 1 prepares the text; of the others the first that applies decides:
+Rule 1 prepares the text. Of the other rules, the first that applies decides:
 
-1. Thoughts, tokens of the chat template and a repeated question are cut off; within an unfinished thought is no answer.
+1. Thoughts, tokens of the chat template and a repeated question are removed. An unfinished thought has no answer.
 2. ``<answer>…</answer>``: the last one.
 3. ``\boxed{…}``: the last one, with the boxes that a comma, "and" or "or" joins to it. A "Final answer is …" after the
-   box is preferred to it.
+   last box is preferred.
 4. "The answer is …", "Answer: …": the last one.
 5. The whole text, if it is one formula or a few words.
 6. The last formula, tuple or number.
@@ -36,7 +36,7 @@ Span = tuple[int, int, str]  # start, end, content
 
 @dataclass(frozen=True)
 class FinalAnswer:
-    """A final answer as written; `certain`: the text marks its begin and end."""
+    """A final answer as written. `certain`: the text marks where it begins and ends."""
 
     text: str
     certain: bool
@@ -163,7 +163,7 @@ _WHOLE_WORDS = re.compile(
 
 
 def without_frame(completion: str, prompt: str = "") -> str:
-    """Text after rule 1."""
+    """Prepare a completion by rule 1, and rewrite digits, decorations and approximations to plain forms."""
     text = unquoted(_MIXED.sub(_in_parts, _in_digits(said(completion, prompt)[-LONGEST_TAIL:])))
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
@@ -185,8 +185,10 @@ def _in_digits(text: str) -> str:
 
 
 def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
-    """Final answer by rules 2 to 6, from a text prepared by rule 1; None if there is none. `is_all`: the whole text is
-    an answer, so parts that rule 6 would skip count too."""
+    """Final answer by rules 2 to 6, from a text prepared by rule 1; None if there is none.
+
+    `is_all`: the whole text is meant as an answer, so parts that rule 6 would skip count too.
+    """
     if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
         return _untagged(tagged[-1].strip())
     if (corrected := _CORRECTED.search(text)) is not None:
@@ -204,14 +206,14 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
 
 
 def _untagged(inner: str) -> FinalAnswer:
-    """The answer between two tags."""
+    """The answer between ``<answer>`` and ``</answer>``."""
     if (whole := _whole(inner)) is not None:
         return whole
     return final_answer(inner, is_all=True) or FinalAnswer(_told(inner) if "\n" in inner else inner, certain=True)
 
 
 def _whole(text: str) -> FinalAnswer | None:
-    """The answer, if the whole text is one."""
+    """The answer, if the whole text is one (rule 5); else None."""
     if not is_short(text):
         return None
     if (reasoned := _REASONED.fullmatch(text)) is not None:
@@ -232,8 +234,8 @@ def _whole(text: str) -> FinalAnswer | None:
 
 
 def _stated(text: str) -> str | None:
-    """Predicate of a short sentence: "true" in "The statement is true."; None if it is negated, or there are
-    several."""
+    """Predicate of a short sentence ("true" in "The statement is true."); None if it is negated, or there is no single
+    predicate."""
     found = _STATEMENT.fullmatch(text)
     if found is None or len(_STATES.findall(text)) > 1 or is_denying(text) or _NEGATED.search(found["subject"]):
         return None
@@ -279,7 +281,7 @@ def _are_symbols(letters: str) -> bool:
     return len(letters) <= (4 if letters.isupper() else 3) and _SHORT_WORDS.fullmatch(letters.lower()) is None
 
 
-# Marked answers.
+# Marked answers (rules 3 and 4).
 
 
 def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, FinalAnswer] | None:
@@ -301,7 +303,8 @@ def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, Fin
 
 
 def _piece_of(rest: str) -> FinalAnswer:
-    """Formulas at the beginning of the text, else the answer in its first sentence."""
+    """The answer at the beginning of the text after a mark such as "The answer is": formulas, else its first
+    sentence."""
     if (inner := boxed(_sentence(rest))) is not None:
         return FinalAnswer(inner, certain=True)
     told = _told(rest)
@@ -340,17 +343,19 @@ def _sentence(text: str) -> str:
 
 
 def _told(rest: str) -> str:
-    """First sentence, without asides and denials at its end."""
+    """First sentence of a text, without asides and denials at its end."""
     sentence = _ASIDE.split(_sentence(rest.strip()))[0]
     return re.sub(r"^'([^']*)'$", r"\1", sentence.strip(' "“”*`'))
 
 
-# Answers without a mark.
+# Answers without a mark (rule 6).
 
 
 def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
-    """Last formula or number that is not denied; an empty answer if all are. `is_all`: the whole text, if it has
-    another one that is not denied."""
+    """Last formula or number that is not denied; an empty answer if all are denied.
+
+    `is_all`: return the whole text if it has other candidates besides.
+    """
     spans: list[Span] = [(found.start(), found.end(), _content(found)) for found in _FORMULA.finditer(text)]
     for form in (_RELATION, _EQUATION, _TUPLE, _SET):
         spans += _found(form, text, spans)
@@ -375,7 +380,7 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
 
 
 def _approximated(text: str, spans: Sequence[Span]) -> list[Span]:
-    """The spans, with a value and its approximation as one: ``1/6 ≈ 0.167``."""
+    """The spans, with an exact value and its approximation (``1/6 ≈ 0.167``) merged into one."""
     joined: list[Span] = []
     for start, end, content in spans:
         if joined and _NEAR.fullmatch(text[joined[-1][1] : start]) is not None:
@@ -386,9 +391,12 @@ def _approximated(text: str, spans: Sequence[Span]) -> list[Span]:
 
 
 def _is_title(words: str, of_choice: bool) -> bool:
-    """Whether words announce an answer. They may contain numbers ("the sum of $f(2)$ and 3"), but no choices and no
-    verb that states an answer of its own. Before a choice (two names), words may be a third name ("blue is (D) 42"),
-    unless they begin with an article."""
+    """Whether words announce an answer. They may contain numbers ("the sum of $f(2)$ and 3"), but no choices, and no
+    verb that states an answer of its own.
+
+    `of_choice`: a choice follows. Then the words may be another answer ("blue is (D) 42"), so they must have an article
+    and no candidate but digits.
+    """
     bare = _FORMULA.sub(" ", words)
     if "\\" in bare or not all(found.isdigit() for found in candidates(bare)) or is_denying(words):
         return False
@@ -398,12 +406,13 @@ def _is_title(words: str, of_choice: bool) -> bool:
 
 
 def _bare(text: str) -> str:
-    """The text without marks of mathematics and emphasis."""
+    """The text without markup of mathematics and emphasis."""
     return _WRAPPER.sub(r"\1", _SPACE.sub(" ", text)).replace("$", "").replace("**", "").lstrip()
 
 
 def _letter(text: str) -> FinalAnswer | None:
-    """Letter of a choice in the last sentence that has one and no other candidate: "so I think it's B, not A"."""
+    """Letter of the choice in the last sentence that has one: "so I think it's B, not A". None if a later sentence has
+    a number or formula, or there are several choices."""
     for sentence in reversed(_SENTENCES.split(text)):
         if re.search(r"[0-9$\\]", sentence):
             return None
@@ -416,7 +425,7 @@ def _letter(text: str) -> FinalAnswer | None:
 
 
 def _found(form: re.Pattern[str], text: str, taken: Sequence[Span]) -> list[Span]:
-    """Spans of this form that do not begin inside a taken one."""
+    """Matches of `form` in a text as spans, without those that begin inside a `taken` span."""
     return _apart(((found.start(), found.end(), found[0]) for found in form.finditer(text)), taken)
 
 
@@ -425,7 +434,7 @@ def _apart(places: Iterable[Span], taken: Sequence[Span]) -> list[Span]:
 
 
 def _with_neighbours(text: str, spans: Sequence[Span]) -> list[Span]:
-    """The last formula and those joined to it by "and", "or" or a comma, the last one first."""
+    """The last of the spans and those before it that "and", "or" or a comma joins to it, last one first."""
     joined = [spans[0]]
     for span in spans[1:]:
         if _BETWEEN.fullmatch(text[span[1] : joined[-1][0]]) is None:

@@ -1,7 +1,7 @@
-r"""Rewriting of what stands around a value before the final answer is looked for.
+r"""Rewrite a completion before the final answer is searched.
 
-An approximation in words becomes one in signs: "1/6 (about 0.167)" is ``1/6 ≈ 0.167``. The answer of a JSON object
-becomes a marked one: ``{"answer": "5"}`` is "Answer: 5".
+An approximation in words is written with a sign: "1/6 (about 0.167)" becomes ``1/6 ≈ 0.167``. The answer in a JSON
+object is marked: ``{"answer": "5"}`` becomes "Answer: 5".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ANSWER = re.compile(r'"(?:final[ _])?answer"\s*:\s*"((?:[^"\\\n]|\\.)*)"', re.I
 
 
 def unquoted(text: str) -> str:
-    r"""The text with its approximations in signs and the answer of its JSON object marked.
+    r"""The text with approximations written as ≈, and with the answer of a JSON object marked.
 
     >>> unquoted("It is 1/6 (about 0.167)."), unquoted('{"answer": "5"}')
     ('It is 1/6 ≈ 0.167.', '{\nAnswer: 5\n}')

@@ -1,4 +1,4 @@
-r"""Terms in prose: a number together with everything that is added to it, multiplied with it, or in its power.
+r"""Find terms in prose: a number with everything that is added to it, multiplied with it, or its exponent.
 
 A number inside a term is no answer by itself: "the area is 25π" is not 25, and "5 × 10^3 m" is neither 5 nor 10.
 """
@@ -23,7 +23,7 @@ _FACTOR = (
     rf"|(?<![a-zA-Z\\])(?:{_CALL})[ ]?\([^()\n]{{1,40}}+\)|(?<![a-zA-Z\\'])[a-z](?![a-zA-Z']))"
     rf"(?:[{_RAISED}]++|\^\{{[^{{}}\n]{{1,20}}+\}}|!(?=[ ]?[a-z*/+^-]))?+"
 )
-_WORDS = (  # of a calculation, a ratio, a share, a remainder
+_WORDS = (  # words that join two numbers to a calculation, a ratio, a share or a remainder
     "choose|times|plus|minus|divided by|multiplied by|over|mod|modulo|remainder|with remainder|to the power of?|to|by"
     "|out of|of|in|per|every|for every|with|[rR]"
 )
@@ -37,7 +37,7 @@ _SIDE_BY_SIDE = (
 )
 _BEFORE = r"(?:[<>≤≥±]=?[ ]?|(?<=is )[-−][ ](?=[0-9])|\|)?+[-−+]?"
 _UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
-_BEHIND = (  # what makes another number of it: 3k, 42i, 4.2.1, 0.42..., 5‰; no unit, no ordinal, no words
+_BEHIND = (  # suffixes that change a number: 3k, 42i, 4.2.1, 0.42..., 5‰; no unit, no ordinal, no words
     rf"(?:(?<=[0-9])(?:(?!(?:{_UNITS}|st|nd|rd|th)(?![a-zA-Z]))[a-zA-Z]{{1,3}}[0-9]*+(?![a-zA-Z])|(?:\.[0-9]++)++|\.\.+|…|‰)"
     r"|[ ]\((?:mod)[ ][^()\n]{1,20}\)|\|)?+"
 )
@@ -50,7 +50,7 @@ _DATE = re.compile(r"[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}|[0-9]{1,2}[-/][0-9]{1,
 
 
 def terms(text: str) -> Iterator[tuple[int, int, str]]:
-    """Positions of all terms with more than one number or sign: start, end, text.
+    """Yield each term that is more than a plain number: start, end, text.
 
     >>> [term for _, _, term in terms("It is 25π or 5 × 10^3 m, not 2/3, and 4 of them.")]
     ['25π', '5 × 10^3']

@@ -1,8 +1,8 @@
-r"""Account of a text: whether a parsed structure covers every candidate in it.
+r"""Check whether a parsed structure contains every candidate of the text that it was parsed from.
 
 A *candidate* is anything that could be an answer by itself: a digit, the letter of a choice, a stance (yes, false), a
-formula. Words may be skipped, since answers are embedded in sentences and numbers have units. Candidates may not: a
-text with a candidate that its structure lacks is no answer.
+formula. Words may be skipped, since answers are embedded in sentences and numbers have units. Candidates must not be
+skipped: a text with a candidate that its structure lacks is no answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAME = re.compile(rf"\${_CALLED}\$|\\\({_CALLED}\\\)")
 
 
 def says_nothing(words: str) -> bool:
-    """Whether words beside an answer contain no candidate.
+    """Whether the words around an answer contain no other candidate.
 
     >>> says_nothing("apples in all, as $n$"), says_nothing("or 43"), says_nothing("or (B)"), says_nothing("A total of")
     (True, False, False, True)
@@ -48,12 +48,12 @@ def candidates(text: str) -> Counter[str]:
 
 
 def accounts_for(given: Node, text: str) -> bool:
-    """Whether the structure contains every candidate of the text that it was parsed from."""
+    """Whether the structure `given` contains every candidate of the text that it was parsed from."""
     return candidates(text) <= candidates(" ".join(texts(given)))
 
 
 def texts(given: Node) -> list[str]:
-    """Texts of all parts of a structure."""
+    """Texts of all parts of a structure, such as LaTeX, units and words."""
     match given:
         case Scalar(latex=latex, unit=unit, beside=beside):
             return [latex, unit, *beside]

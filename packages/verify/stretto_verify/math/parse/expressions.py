@@ -1,4 +1,4 @@
-r"""Expressions: plain numbers are parsed here, all others by math-verify's LaTeX parser."""
+r"""Parse expressions: plain numbers here, all others by math-verify's LaTeX parser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIXED = re.compile(r"([+-]?)\s*([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
 _REPEATING = re.compile(
     r"([+-]?)([0-9]+)\.([0-9]*?)(?:\\(?:overline|bar|dot)\s*\{?([0-9]+)\}?|([0-9]{1,3}?)\5{2,}\s*\\ldots|(?<=\.)([0-9]{2,6})\6\s*\\ldots)"
 )
-_PRODUCT = re.compile(  # which the parser takes for a mixed number
+_PRODUCT = re.compile(  # a product that the parser would read as a mixed number
     r"((?<![0-9.a-zA-Z_^{\\])[0-9]+(?:\.[0-9]+)?)\s*(?=\\binom|\(\s*\\frac)|(?<=\))\s*(?=\\frac)"
 )
 _KEEP_CASE = ConversionConfig(lowercase_symbols=False)
@@ -26,7 +26,7 @@ _KEEP_CASE = ConversionConfig(lowercase_symbols=False)
 
 @dataclass(frozen=True)
 class Number:
-    """A plain number: its exact value, and its decimal places (None for a fraction)."""
+    """A plain number: its exact value, and its number of decimal places (None for a fraction)."""
 
     value: Fraction
     places: int | None

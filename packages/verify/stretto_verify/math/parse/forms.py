@@ -1,4 +1,4 @@
-r"""Rewriting of two forms of final answers to simpler ones.
+r"""Rewrite two forms of final answers to simpler ones: systems of equations, and declared integers.
 
 ``\begin{cases} x=1 \\ y=2 \end{cases}`` becomes ``x=1,y=2``; "x = nπ for all integers n" becomes ``x = k\pi``. Only
 whole answers are rewritten, not parts of a formula.
@@ -38,7 +38,8 @@ _CONDITION = re.compile(
 
 
 def reformed(text: str) -> str:
-    r"""A spelled final answer in its simpler form; unchanged if it has none.
+    r"""Rewrite a final answer, in canonical spelling, that is a system of equations or contains a free integer. Any
+    other answer is unchanged.
 
     >>> reformed(r"\begin{cases}x=1\\y=2\end{cases}"), reformed(r"\frac{\pi}{4}+n\pi,n \in \mathbb{Z}")
     ('x=1,y=2', '\\frac{\\pi}{4}+k\\pi')
@@ -51,14 +52,15 @@ def reformed(text: str) -> str:
 
 
 def _periodic(text: str) -> str:
-    r"""The text with k for the integer of a period, ``\frac{\pi}{4}+n\pi``; unchanged if it has other names."""
+    r"""The text with k as the name of the integer of a period, as in ``\frac{\pi}{4}+n\pi``; unchanged if it has other
+    names."""
     found = _PERIOD.search(text)
     names = set(_NAME.findall(_COMMAND.sub(" ", text.partition("=")[2] or text)))
     return _alone(found[1]).sub("k", text) if found is not None and names == {found[1]} else text
 
 
 def _system(found: re.Match[str]) -> str:
-    """Rows as a list; matrices, and cases with conditions, are unchanged."""
+    """Rows of a system as a list. Matrices, and cases with conditions, are unchanged."""
     rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
     if "align" in found[1] or found[1] == "split":
         rows = [row.replace("&", "") for row in rows]
@@ -71,7 +73,7 @@ def _system(found: re.Match[str]) -> str:
 
 
 def undeclared(text: str) -> str:
-    r"""A spelled final answer without trailing declarations: ``c is a constant``, ``n \ge 1``.
+    r"""A final answer in canonical spelling without a declaration at its end: ``c is a constant``, ``n \ge 1``.
 
     >>> undeclared(r"2^{n-1},n\ge 1"), undeclared(r"x<5,x>1")
     ('2^{n-1}', 'x<5,x>1')
@@ -84,7 +86,7 @@ def undeclared(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text with wrapped words unwrapped, except single letters and numbers."""
+    """The text with the words of ``\\text{…}`` unwrapped, except single letters and numbers."""
     return " ".join(_TEXTS.sub(lambda found: found[0] if _ALONE.fullmatch(found[1]) else f" {found[1]} ", text).split())
 
 
@@ -93,7 +95,8 @@ def _alone(name: str) -> re.Pattern[str]:
 
 
 def _declaration(text: str) -> str | None:
-    """The text without its last "n ∈ Z" or "for all integers n", and with k for n; None if there is none."""
+    """The text without the declaration of an integer at its end ("n ∈ Z", "for all integers n"), and with k for n; None
+    if there is no declaration."""
     plain = _plain(text)
     found = _DECLARED.search(plain)
     if found is None or not (head := plain[: found.start()].strip()):

@@ -1,4 +1,4 @@
-r"""Notations of programs and of other typesetters, rewritten to LaTeX before the spelling is looked at.
+r"""Rewrite the notations of programs and of other typesetters to LaTeX, before the spelling is made canonical.
 
 ``Matrix([[1, 2]])`` and ``[1, 2; 3, 4]`` become matrices, ``{'x': 1, 'y': 2}`` becomes ``x=1,y=2``, ``3+4j`` becomes
 ``3+4i``, ``1_000`` becomes ``1000``, "5th of June" becomes "June 5". Only whole answers are rewritten.
@@ -38,7 +38,7 @@ _DATES = re.compile(  # 5 June, the 5th of June 1990, Jun. 5
 
 
 def plain(text: str) -> str:
-    r"""The text in the notation of LaTeX; unchanged if it is in none of these notations.
+    r"""Rewrite a text from another notation to LaTeX; a text in none of the module's notations is unchanged.
 
     >>> plain("Matrix([[1], [2]])"), plain("[1 2; 3 4]"), plain("3.5 - 4j"), plain("{'x': 1, 'y': 2}")
     ('[[1], [2]]', '[[1,2],[3,4]]', '3.5 - 4i', 'x=1,y=2')

@@ -29,7 +29,7 @@ _MOST_WORDS: Final = 16
 
 
 def counted(words: str) -> Fraction | None:
-    """Number written in words; None if the text is no number.
+    """Value of a number written in words; None if the text is no such number.
 
     >>> str(counted("twelve")), str(counted("Two hundred and twenty-one")), str(counted("minus two thirds"))
     ('12', '221', '-2/3')
@@ -63,7 +63,7 @@ def _amount(parts: list[str]) -> Fraction | None:
 
 
 def _fraction(parts: list[str]) -> Fraction | None:
-    """``one half``, ``three quarters``: plural for several parts."""
+    """Value of ``one half`` or ``three quarters``; None for other words. Several parts must be plural."""
     if not parts:
         return None
     *above, below = parts
@@ -76,7 +76,7 @@ def _fraction(parts: list[str]) -> Fraction | None:
 
 
 def _whole(parts: list[str]) -> int | None:
-    """``two hundred and five thousand``."""
+    """Value of whole numbers such as ``two hundred and five thousand``; None for other words."""
     total = group = 0
     before = ""  # kind of the last word: a digit, ten, hundred, large
     largest = 10**15

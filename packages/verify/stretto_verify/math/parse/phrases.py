@@ -40,7 +40,7 @@ _SPELT = re.compile(r"\s*(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]+(?:[ -]+
 
 
 def phrase(text: str) -> Node | None:
-    """Structure of a spelled text that is such a phrase, else None."""
+    """Parse a text in canonical spelling that is one of these phrases; None if it is none."""
     if text == r"\ldots":
         return Dots()
     bare = " ".join(_INTO_WORDS.sub(r" \1 ", text).split())
@@ -65,7 +65,7 @@ def phrase(text: str) -> Node | None:
 
 
 def in_words(piece: str) -> Scalar | None:
-    """A whole text that is a number in words, with a unit or without, else None."""
+    """Parse a text that is as a whole a number in words, with or without a unit; None if it is none."""
     if (found := _SPELT.fullmatch(piece)) is None:
         return None
     number_of, _, last = found[1].rpartition(" ")

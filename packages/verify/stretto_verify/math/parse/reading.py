@@ -1,4 +1,4 @@
-r"""Parser of final answers into structures: lists, tuples, intervals, relations, matrices, ratios, words, scalars.
+r"""Parse final answers into structures: lists, tuples, intervals, relations, matrices, ratios, words, scalars.
 
 Structure is parsed strictly, since it decides verdicts: whether order counts, whether an endpoint belongs to an
 interval. Text without structure is a `Scalar`, which math-verify's LaTeX parser reads when its value is needed.
@@ -78,7 +78,7 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 
 @lru_cache(maxsize=1 << 14)
 def read(piece: str) -> Node:
-    """Parse a final answer as written; the structure accounts for all of it.
+    """Parse a final answer as written. The structure contains every candidate for an answer that the text has.
 
     Raises:
         Undecided: it exceeds the limits.
@@ -96,7 +96,7 @@ def read(piece: str) -> Node:
 
 
 def node(text: str) -> Node:
-    """Parse a spelled text."""
+    """Parse a text in canonical spelling (see `spelling.spelled`)."""
     text = _outer(_INTRODUCED.sub("", text))
     if not text:
         raise Unreadable("nothing")
@@ -146,7 +146,7 @@ def _points(groups: Iterable[str]) -> Listing | None:
 
 
 def _chosen(found: re.Match[str]) -> Node:
-    """A choice with its content; several choices become a list."""
+    """Parse a choice with its content, ``(A) 5``; several choices become a list."""
     if (other := _OTHER_CHOICE.search(found[4])) is not None:
         at = found.start(4) + other.start()
         return _list("", "", (found[0][:at], found[0][at:]))
@@ -186,7 +186,8 @@ def _is_choice(given: Node) -> bool:
 
 
 def _outer(text: str) -> str:
-    """The text without outer punctuation and grouping braces; braces around a list are a set's."""
+    """The text without outer punctuation and without grouping braces; braces around a list are kept as those of a
+    set."""
     text = text.strip(" ,;:\n\t").rstrip(" .,;:\n\t")
     while text.startswith("{") and closing_at(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
@@ -205,13 +206,13 @@ def _words(text: str) -> Words | None:
 
 
 def _has_word(bare: str) -> bool:
-    """Whether letters are words, not a product or difference of letters."""
+    """Whether the letters are words, not a product or difference of variables."""
     longest = max(len(part) for part in re.split(r"[ ,-]+", bare))
     return longest > 3 or (longest == 3 and "-" not in bare)
 
 
 def _list(opening: str, closing: str, items: Iterable[str]) -> Node:
-    """A list, or one relation if the right side is a list (``x = 1, 2, 3``)."""
+    """A list of the parsed items; or one relation whose right side is a list, as in ``x = 1, 2, 3``."""
     nodes = [node(item) for item in items]
     first, *rest = nodes
     names_all = isinstance(first, Relation) and first.signs[-1] in ("=", r"\in", r"\neq") and not opening
@@ -260,7 +261,8 @@ def _relation(text: str) -> Node | None:
 
 
 def _beside(found: Node, texts: Iterable[str]) -> Node:
-    """The structure together with texts that belong to it: steps before a conclusion, approximations."""
+    """The structure with `texts` that belong to it but have no value of their own: steps before a conclusion,
+    approximations."""
     match found:
         case Scalar() | Relation():
             return replace(found, beside=(*found.beside, *texts))
@@ -270,7 +272,7 @@ def _beside(found: Node, texts: Iterable[str]) -> Node:
 
 
 def _made(sides: list[str], signs: list[str]) -> Node:
-    """A relation; the value of ``x = √2 ≈ 1.41`` is √2, that of ``x ≈ 1.41`` is 1.41."""
+    """Relation from its sides and signs. The value of ``x = √2 ≈ 1.41`` is √2, that of ``x ≈ 1.41`` is 1.41."""
     if not sides[0].strip() and signs[0] in ("=", r"\in", r"\equiv", r"\approx"):
         sides, signs = sides[1:], signs[1:]
         if not signs:
@@ -295,7 +297,8 @@ def _made(sides: list[str], signs: list[str]) -> Node:
 
 
 def _check_near(sides: list[str]) -> None:
-    """Check that numbers may approximate each other; "41 ≈ 37" is a list of candidates."""
+    """Check that numbers joined by ≈ may approximate each other. Raises `Unreadable` for "41 ≈ 37", which is a list of
+    candidates."""
     found = [value for side in sides if (value := number(without_unit(side)[0])) is not None]
     places = [_places(value) for value in found if value.places is not None]
     values = [value.value for value in found]
@@ -304,7 +307,7 @@ def _check_near(sides: list[str]) -> None:
 
 
 def _places(decimal: Number) -> int:
-    """The last place that a decimal may be rounded to: 2 for 1.25, -2 for 1300."""
+    """The last decimal place to which a number may be rounded: 2 for 1.25, -2 for 1300."""
     digits = str(abs(decimal.value.numerator)) if decimal.value.denominator == 1 and decimal.value else ""
     return decimal.places or len(digits.rstrip("0")) - len(digits)
 
@@ -361,7 +364,7 @@ def _scalar(text: str) -> Scalar:
 
 
 def split(text: str, separators: str) -> list[str]:
-    """Split at separators outside all brackets."""
+    """Split at any of the `separators` that is outside all brackets."""
     parts, level, start = [], 0, 0
     for at, letter in enumerate(text):
         if letter in "([{":

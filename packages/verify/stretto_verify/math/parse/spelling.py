@@ -1,4 +1,4 @@
-r"""Canonical spelling of final answers, so that `reading` needs to know few forms.
+r"""Bring final answers into one canonical spelling, so that `reading` needs to know few forms.
 
 The result is LaTeX without decoration: ``\dfrac12``, ``½`` and ``\tfrac{1}{2}`` become ``\frac{1}{2}``; ``pi/2``
 becomes ``\pi/2``; ``x^(3)`` becomes ``x^{3}``; "1 and 2" becomes "1,2". Nothing with a value is dropped: unknown text
@@ -235,7 +235,7 @@ _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]%$])")
 
 @lru_cache(maxsize=1 << 12)
 def spelled(text: str) -> str:
-    r"""Canonical spelling of a final answer.
+    r"""The final answer in canonical spelling.
 
     >>> spelled(r"$\dfrac12\,$."), spelled("-1 + exp(16)"), spelled(r"\(12\text{ and }13\)")
     ('\\frac{1}{2}', '-1 + e^{16}', '12,13')
@@ -264,7 +264,7 @@ def _trimmed(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    r"""The text without marks of mathematics or emphasis: ``$…$``, ``\(…\)``, ``**…**``, quotes."""
+    r"""The text without markup of mathematics or emphasis: ``$…$``, ``\(…\)``, ``**…**``, quotes."""
     text = text.strip(' "`“”\n')
     if not text.startswith(r"\\"):
         text = _MARK.sub(" ", text)
@@ -274,12 +274,12 @@ def unwrapped(text: str) -> str:
 
 
 def compact(text: str) -> str:
-    """The text without spaces, for a comparison before any parsing."""
+    """The text without spaces (except between digits), for a comparison before any parsing."""
     return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
 
 
 def closing_at(text: str, start: int) -> int:
-    """Position of the bracket that closes the one at `start`, counting brackets of any kind; -1 if none does."""
+    """Index of the bracket that closes the bracket at `start`, counting brackets of any kind; -1 if there is none."""
     level = 0
     for at in range(start, len(text)):
         if text[at] in "([{":

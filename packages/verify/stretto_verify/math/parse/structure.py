@@ -1,4 +1,4 @@
-"""Structures of final answers, between parser and comparison."""
+"""Structures of final answers: what the parser returns and the comparison takes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Unreadable(Exception):
 
 
 class LeftOver(Unreadable):
-    """The text has a part outside the structure that could be an answer too."""
+    """The text has a part outside the parsed structure that could be an answer too."""
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """One expression, with the factor of a word after it (percent, million) and its unit. `beside`: texts parsed with
-    it that have no value of their own, such as an approximation."""
+    """One expression in LaTeX. `scale`: factor of a word after it (percent, million). `beside`: texts parsed with it
+    that have no value of their own, such as an approximation."""
 
     latex: str
     scale: Fraction = Fraction(1)
@@ -66,7 +66,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Relation:
-    """Sides of ``a = b`` or ``a < b <= c``, and the signs between them; `beside` as in `Scalar`."""
+    """Sides of ``a = b`` or ``a < b <= c``, and the signs between them. `beside`: as in `Scalar`."""
 
     sides: tuple[Node, ...]
     signs: tuple[str, ...]
@@ -75,7 +75,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Union:
-    """Parts joined by a union sign."""
+    """Sets or intervals joined by a union sign."""
 
     parts: tuple[Node, ...]
 
@@ -98,7 +98,8 @@ Node = Scalar | Words | Letter | Dots | Listing | Relation | Union | Matrix | Ra
 
 
 def letters(given: Node | str) -> str:
-    """Letters and digits of an answer in words, for comparison."""
+    """Letters and digits of an answer in words, in lower case, for comparison; empty for other nodes than words and
+    scalars."""
     text = given if isinstance(given, str) else given.text if isinstance(given, Words) else _source(given)
     return re.sub(r"[^a-z0-9]", "", _COMMANDS.sub("", compact(_ARTICLE.sub("", text))).lower())
 

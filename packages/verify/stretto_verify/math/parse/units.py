@@ -1,7 +1,7 @@
 r"""Units after a number.
 
-A unit may be missing on either side; two known units must be the same, or measure the same quantity (``5 m`` is ``500
-cm``). Other words after a number (``5 apples``) are ignored.
+The gold answer or the final answer may lack its unit. Two known units must be the same, or measure the same quantity
+(``5 m`` is ``500 cm``). Other words after a number (``5 apples``) are ignored.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ _SIZES: Final[Mapping[str, tuple[str, Fraction]]] = {
     }.items()
     for unit, size in sizes.items()
 }
-#: Mark of an amount in two units, given in the smaller one, so that it differs from a number without a unit.
+#: Suffix of the unit of an amount in two units (converted to the smaller), so that it differs from a plain number.
 TWO_UNITS: Final = " and more"
 KNOWN: Final = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _POWERS: Final = {"sq": "2", "square": "2", "squared": "2", "cu": "3", "cubic": "3", "cubed": "3"}
-#: Words behind a number that scale it.
+#: Words after a number that scale it.
 MAGNITUDES: Final = {
     "hundred": 100,
     "dozen": 12,
@@ -76,8 +76,8 @@ MAGNITUDES: Final = {
     "trillion": 10**12,
 }
 
-#: Symbols of units, which have their case: mW is not MW. Those that could be the letter of a choice or a line (J, MN)
-#: are left out.
+#: Symbols of units. Case matters: mW is not MW. Symbols that could be the letter of a choice or a line (J, MN) are left
+#: out.
 _SYMBOL: Final = re.compile(
     r"[kMGTdcmµn]?(?:Pa|mol|eV|Hz|Wb|cal|bar|W)|[kdcmµn]?[NVLsmg]|[kmµn][JAFC]|[MG]J|atm|rpm|psi|dB|kB|[kMGT]?iB|[GT]B"
 )
@@ -85,7 +85,7 @@ _CLOSE_SYMBOL: Final = re.compile(r"[kMGm]?(?:Pa|Hz|eV|mol)")  # 2kPa, but not 2
 
 _UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
-#: A day, a date, a time of day, an amount in two units: numbers that are read as words.
+#: Texts with numbers that are parsed as words: a day, a date, a time of day, an amount in two units.
 SPOKEN: Final = re.compile(
     r"(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
     rf"|{_MONTH} [0-9]{{1,2}}(?:,? [0-9]{{4}})?(?![0-9])"
@@ -118,7 +118,8 @@ _DENIED = re.compile(
 
 
 def amount(text: str) -> tuple[str, str] | None:
-    """``2 hours 30 minutes`` in the smaller of its units, and that unit; None if it is no amount in two units.
+    """Convert ``2 hours 30 minutes`` to the smaller of its units: value and unit. None if the text is no amount in two
+    units.
 
     >>> amount("2 hours 30 minutes"), amount("30 minutes 2 hours")
     (('150', 'min and more'), None)
@@ -134,7 +135,7 @@ def amount(text: str) -> tuple[str, str] | None:
 
 
 def conversion(unit: str, other: str) -> Fraction | None:
-    """Factor from `unit` to `other`; None if they measure different quantities.
+    """Factor that converts values in `unit` to values in `other`; None if they measure different quantities.
 
     >>> str(conversion("m^2", "cm^2")), str(conversion("km/h", "m/s")), conversion("m", "s")
     ('10000', '5/18', None)
@@ -144,7 +145,7 @@ def conversion(unit: str, other: str) -> Fraction | None:
 
 
 def _size(unit: str) -> tuple[str, Fraction] | None:
-    """Quantity that a unit measures, and its size in the base unit."""
+    """Quantity that a unit measures, and its size in the base unit; None if it is unknown."""
     above, _, below = unit.removesuffix(TWO_UNITS).partition("/")
     kinds, size = [], Fraction(1)
     for part, sign in ((above, 1), *([(below, -1)] if below else [])):
@@ -158,7 +159,8 @@ def _size(unit: str) -> tuple[str, Fraction] | None:
 
 
 def without_unit(text: str) -> tuple[str, str]:
-    r"""The text without its unit, and the unit: its canonical name with its power, or "" if it is unknown.
+    r"""Split a text into the part without its unit, and the unit: its canonical name with its power, "" if it has none
+    or is unknown.
 
     >>> without_unit(r"15\text{ cm}^{2}"), without_unit("90^\\circ"), without_unit("5 apples"), without_unit("3x")
     (('15', 'cm^2'), ('90', 'degree'), ('5', ''), ('3x', ''))
@@ -176,7 +178,8 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def _are_unit(words: str, apart: bool) -> bool:
-    """Whether letters after a number are a unit; in ``3x`` and ``2ab`` they are variables."""
+    """Whether the words after a number are a unit; in ``3x`` and ``2ab`` the letters are variables. `apart`: there is a
+    space between them and the number."""
     if _DENIED.search(words):
         return False
     raw = re.split(r"[ /.]+", words)
@@ -200,7 +203,8 @@ def _unit(words: str, power: str | None) -> str:
 
 
 def _name(part: str) -> str:
-    """Canonical name of a unit; a symbol of two letters and more has its case, if it is not known in either."""
+    """Canonical name of a unit; "" if it is unknown. Known names match in any case, symbols of two or more letters only
+    in their own case."""
     return KNOWN.get(part.lower(), part if len(part) > 1 and _SYMBOL.fullmatch(part) else "")
 
 

@@ -1,4 +1,4 @@
-"""Attacks on a sandbox: programs that try to reach something outside, and how success is detected.
+"""Attacks on a sandbox: programs that try to reach something outside it, and how their success is detected.
 
 An attack succeeds if it prints THROUGH or leaves its mark on the host. `$PORT`, `$ABSTRACT`, `$SECRET`, `$OWN`,
 `$MARK`, `$GRADER` and `$NEIGHBOUR` stand for the baits of `probe.Baits`.
@@ -15,7 +15,7 @@ THROUGH = b"THROUGH"
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack; `stopped_by` is the weakest level that must stop it."""
+    """One attack. `stopped_by`: the weakest level of sandbox that must stop it."""
 
     name: str
     program: str
@@ -23,7 +23,7 @@ class Attack:
     seconds: float = 2.0
 
 
-#: For programs that speak to the kernel: a call by its numbers on Intel and on ARM.
+#: Beginning of programs that make system calls by number, on Intel and on ARM.
 CALLS = """
 import ctypes, os, platform
 libc = ctypes.CDLL(None, use_errno=True)

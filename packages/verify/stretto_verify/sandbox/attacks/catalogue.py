@@ -11,7 +11,7 @@ from stretto_verify.sandbox.attacks.walls import ATTACKS_ON_WALLS
 
 ATTACKS = (*ATTACKS_ON_WALLS, *ATTACKS_ON_LIMITS)
 
-#: Must work wherever attacks are stopped.
+#: An honest program, which every sandbox must be able to run.
 HONEST = """
 import math, re, threading, collections, heapq, functools, itertools
 worker = threading.Thread(target=lambda: print(sum(map(int, input().split())) + math.comb(4, 2)))

@@ -1,4 +1,4 @@
-"""Best of n: several completions, and the policy itself as the judge that chooses one."""
+"""Best of n: the policy samples several completions, and chooses one as a judge."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _JUDGE = "Question: {prompt}\n{answers}\nWhich answer is right? Say its number."
 
 
 class BestOfN(Workflow):
-    """The policy samples `n` completions in parallel, then chooses one of them as the judge.
+    """The policy samples `n` completions in parallel, then, prompted as a judge, chooses one of them.
 
-    The trajectory's reward is that of the chosen completion. By turn, each completion gets its own reward and the judge
-    that of its choice. A judge that names none has chosen the first.
+    The trajectory's reward is that of the chosen completion. By turn, each completion gets its own reward, and the
+    judge's turn that of the chosen completion. If the judge names no valid number, the first completion counts as
+    chosen.
 
     Args:
         n: number of completions.
@@ -34,7 +35,8 @@ class BestOfN(Workflow):
         return [self._judge.replace("{prompt}", "").replace("{answers}", numbers)]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """The reward of the chosen answer."""
+        """Run one trajectory; returns the reward of the chosen completion. Named parts: "mean" and "best" reward of
+        all completions."""
         replies = await asyncio.gather(*(chat.copy().generate() for _ in range(self._n)))
         scores = await asyncio.gather(*(chat.score(reply.text) for reply in replies))
         answers = "\n".join(f"{number}: {reply.text}" for number, reply in enumerate(replies, 1))

@@ -1,4 +1,4 @@
-"""A calculator that a model may use: arithmetic, and nothing that takes long."""
+"""Calculator for a model: arithmetic on numbers, bounded so that no expression takes long."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def calculate(expression: str) -> str:
     ('35', '3.5')
 
     Raises:
-        ValueError: the text is no expression, or its numbers are too large.
-        ZeroDivisionError: it divides by zero.
+        ValueError: the text is not arithmetic, is too long, or its numbers or powers are too large.
+        ZeroDivisionError: the expression divides by zero.
     """
     if len(expression) > _MOST_CHARACTERS:
         raise ValueError(f"more than {_MOST_CHARACTERS} characters")
@@ -54,5 +54,5 @@ def _value(node: ast.expr) -> float:
         case _:
             raise ValueError(f"{ast.unparse(node)!r} is no arithmetic")
     if isinstance(found, complex) or not abs(found) <= _LARGEST:
-        raise ValueError("a number is too large, or is none")
+        raise ValueError("a number is too large, or not a real number")
     return found

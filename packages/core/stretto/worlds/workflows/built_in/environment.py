@@ -1,4 +1,4 @@
-"""Environments with reset and step, whose actions are the model's completions."""
+"""Workflow for environments with `reset` and `step`; the model's completions are the actions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _PLACE = "workflow.settings.make"
 
 
 class TextEnvironment(Protocol):
-    """One episode in the form of Gymnasium, with texts (Protocol). It must be deterministic for equal seeds and
-    actions: after a crash, the episode is replayed with the recorded completions."""
+    """Environment of one episode, with Gymnasium's interface and texts as observations and actions (Protocol). It must
+    be deterministic for equal seeds and actions, because after a crash the episode is replayed with the recorded
+    completions."""
 
     def reset(self, seed: int) -> str:
         """Begin the episode; returns the first observation."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Act; returns the next observation, the action's reward, and whether the episode has ended."""
+        """Take an action; returns the next observation, the action's reward, and whether the episode has ended."""
         ...
 
     def close(self) -> None:
@@ -31,7 +32,7 @@ class TextEnvironment(Protocol):
 
 
 class EnvironmentPlay(Workflow):
-    """The model plays an episode: observations are user messages, completions are actions.
+    """The model plays one episode: observations are user messages, completions are actions.
 
     Args:
         make: ``package.module:name`` of a callable that returns a `TextEnvironment`.

@@ -9,7 +9,8 @@ from stretto.worlds.workflows.task import Reward, WorkflowTask
 
 
 class MultiTurn(Workflow):
-    """The model tries until its completion is right; a wrong one is followed by feedback.
+    """The model tries until its completion is right, at most `tries` times. After each wrong completion but the last it
+    gets feedback.
 
     Args:
         tries: most completions.
@@ -27,8 +28,8 @@ class MultiTurn(Workflow):
         return [self._feedback.replace("{prompt}", "")] if self._tries > 1 else []
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Discounted reward of the last attempt; by turn the reward of each attempt, so no turn gets credit for later
-        ones."""
+        """Run one trajectory; returns the discounted reward of the last attempt, and by turn the reward of each
+        attempt. Named parts: number of "tries", and reward of the "first"."""
         found: list[float] = []
         for attempt in range(self._tries):
             reply = await chat.generate()

@@ -15,8 +15,8 @@ _AGAIN = "A critic says: {criticism}\nGive your final answer."
 class SelfPlay(Workflow):
     """The policy answers, criticises the answer in another role, and answers again.
 
-    The answering role gets the reward of the last answer, the critic the improvement: the last answer's reward minus
-    the first one's.
+    By turn, each answer gets the reward of the last answer. Each criticism gets the improvement that follows it: the
+    reward of the next answer minus that of the answer before.
 
     Args:
         critic: prompt of the critic; ``{prompt}`` and ``{answer}`` are replaced.
@@ -33,7 +33,8 @@ class SelfPlay(Workflow):
         return [asked, self._again.replace("{criticism}", "")]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Reward of the last answer; by turn the reward of each role's turns."""
+        """Run one trajectory; returns the reward of the last answer, and the rewards by turn. Named parts: reward of
+        the "first" and of the "last" answer."""
         reply = await chat.generate()
         scores = [await chat.score(reply.text)]
         answers, critics = [reply.node], list[int]()

@@ -25,8 +25,8 @@ _MOST_FILES = 10_000
 
 
 class Search:
-    """Okapi BM25 search over the passages of a folder's text files (k1 = 1.5, b = 0.75: Robertson and Zaragoza,
-    2009)."""
+    """Okapi BM25 search over the passages of a folder's text files (k1 = 1.5, b = 0.75; Robertson and Zaragoza, 2009).
+    Called with a query, it returns the best `results` passages as one text, each with its file's name."""
 
     def __init__(self, folder: Path, results: int) -> None:
         """
@@ -69,7 +69,8 @@ def _words(text: str) -> list[str]:
 
 
 class PythonTool:
-    """Runs a program in the sandbox, without network and without files of this machine."""
+    """Runs a Python program in the sandbox, without network and without files of this machine, for at most `seconds`.
+    Called with the source, it returns the program's output, and how it ended if it failed."""
 
     def __init__(self, seconds: float) -> None:
         """
@@ -102,7 +103,8 @@ _DESCRIBED = {
 
 
 class Tools(Workflow):
-    """The model calls tools, in the form of its chat template, until it answers; the answer is judged.
+    """The model calls tools, in the format of its chat template, until a completion has no call or `turns` completions
+    are sampled. The last completion is judged.
 
     Args:
         tools: any of calculator, python, search.
@@ -135,7 +137,7 @@ class Tools(Workflow):
         self._turns = turns
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Reward of the last completion, and the number of calls of each tool."""
+        """Run one trajectory; returns the reward of the last completion. Named part: number of "calls"."""
         described, calls = [_DESCRIBED[name] for name in self._tools], 0
         reply = await chat.generate(tools=described)
         for _ in range(self._turns - 1):
@@ -153,4 +155,4 @@ class Tools(Workflow):
         if name not in self._tools:
             return f"there is no tool {name!r}"
         arguments = json.loads(function["arguments"])
-        return await chat.tool(name, arguments, self._tools[name], repeatable=True)  # none of them has an effect
+        return await chat.tool(name, arguments, self._tools[name], repeatable=True)  # no tool has side effects

@@ -1,4 +1,4 @@
-"""A conversation with a user who is played by the policy too."""
+"""Conversation in which the policy plays both the assistant and the user."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class UserSimulator(Workflow):
         return [self._user.replace("{prompt}", "").replace("{done}", self._done)]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """The reward of the assistant's last answer."""
+        """Run one trajectory; returns the reward of the assistant's last turn, and by turn the reward of each
+        assistant's turn and `user_reward` for each of the user's. Named part: number of "turns" of both sides."""
         told = self._user.replace("{prompt}", task.prompt).replace("{done}", self._done)
         user = chat.new([{"role": "user", "content": told}], cause="user")
         by_turn: dict[int, float] = {}
