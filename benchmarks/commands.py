@@ -5,7 +5,8 @@
 
 Each command ends by itself: it has a mistake in a path or in a key, or does little. CPU seconds (user and system, of
 the command and the processes that it waited for) are reported, because wall seconds depend on other work of the
-machine. They are medians, because other work evicts caches. Results of the same name are replaced; other results stay.
+machine. They are medians, because other work evicts caches. A command with an unexpected exit code stops the benchmark.
+Results of the same name are replaced; other results stay.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.report import RESULTS, Table, save
-from stretto.store.folder.run_folder import RunFolder
+from benchmarks.watch import make_run
 
 _RECIPE = str(Path(__file__).parents[1] / "recipes" / "arithmetic.toml")
 COMMANDS: Mapping[str, tuple[str, ...]] = {
@@ -40,10 +41,15 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "inspect NORUN": ("inspect", "nosuch"),
     "inspect RUN": ("inspect", "run"),
 }
+_RIGHT = frozenset({"--help", "inspect RUN"})  # all others are mistakes: exit code 2
 
 
-def cpu_seconds(words: Sequence[str], folder: Path) -> float:
-    """CPU seconds of a command and of the processes that it waited for."""
+def cpu_seconds(words: Sequence[str], folder: Path, code: int) -> float:
+    """CPU seconds of a command and of the processes that it waited for.
+
+    Raises:
+        RuntimeError: it ended with another exit code than `code`.
+    """
     command = subprocess.Popen(
         [sys.executable, "-m", "stretto_app.cli.main", *words],
         cwd=folder,
@@ -52,6 +58,8 @@ def cpu_seconds(words: Sequence[str], folder: Path) -> float:
     )
     _, status, usage = os.wait4(command.pid, 0)
     command.returncode = os.waitstatus_to_exitcode(status)
+    if command.returncode != code:
+        raise RuntimeError(f"stretto {' '.join(words)}: exit code {command.returncode} instead of {code}")
     return usage.ru_utime + usage.ru_stime
 
 
@@ -59,11 +67,11 @@ def measured(times: int) -> dict[str, dict[str, float]]:
     """Run each command in turn, `times` times, after once to fill the caches; medians by command."""
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
         folder = Path(root)
-        RunFolder.create(folder / "run").release()
+        make_run(folder / "run", 1000, 100, 1000)
         found: dict[str, list[float]] = {name: [] for name in COMMANDS}
         for again in range(times + 1):
             for name, words in COMMANDS.items():
-                cpu = cpu_seconds(words, folder)
+                cpu = cpu_seconds(words, folder, 0 if name in _RIGHT else 2)
                 if again:
                     found[name].append(cpu)
     return {
@@ -79,6 +87,7 @@ def main() -> None:
     words = parser.parse_args()
     path = RESULTS / "commands.json"
     before: dict[str, Any] = msgspec.json.decode(path.read_bytes())["results"] if path.exists() else {}
+    before.pop(words.name, None)  # the newest is the last
     results = {**before, words.name: {"load": round(os.getloadavg()[0], 1), "commands": measured(words.times)}}
     table = Table("measured", "command", "times", "CPU s, median", "most")
     for name, found in results.items():

@@ -35,12 +35,14 @@ from benchmarks.decisions import trajectories_per_second
 from benchmarks.decode_step import KINDS, ROWS, operations, running
 from benchmarks.flops import ceiling
 from benchmarks.generators import prompts
+from benchmarks.quick_rows import TEN, Ratios, last_points
 from benchmarks.report import Table, save
 from benchmarks.sandbox import plain, sandboxed
 from benchmarks.serving import Load, engine_alone, serving
 from benchmarks.shapes import make
 from benchmarks.training_steps import utilisation
 from benchmarks.weights import Policy, place
+from stretto import __version__
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
@@ -56,7 +58,6 @@ from stretto_verify.sandbox.walls import ladder
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = 0.1  # of a ratio, that it may fall by
 SECONDS = 120.0  # the most for one of the ten
-Ratios = list[float]
 
 
 # ── the ten ─────────────────────────────────────────────────────────────────────────────────────────
@@ -171,17 +172,17 @@ def sandbox() -> Ratios:
     return found
 
 
-TEN: dict[str, tuple[str, Callable[[], Ratios]]] = {
-    "decode-3.4M-float32": ("decode step, 3.4M float32, of the fastest product", lambda: decode("3.4M", "float32", 12)),
-    "decode-48M-float32": ("decode step, 48M float32, of the fastest product", lambda: decode("48M", "float32", 4)),
-    "train-3.4M-float32": ("training step, 3.4M float32, of the fastest product", lambda: train("3.4M", "float32")),
-    "server": ("server under 64 streams, of the engine alone", server),
-    "publish": ("publication of 48M bfloat16, of a plain copy", lambda: weights(network=False)),
-    "network": ("the same over the network, of a plain copy", lambda: weights(network=True)),
-    "conductor": ("trajectories decided and on record per JSON text", conductor),
-    "help": ("`stretto --help`, of an empty interpreter", lambda: command("--help")),
-    "mistake": ("`stretto train nosuch.toml`, of an empty interpreter", lambda: command("train", "nosuch.toml")),
-    "sandbox": ("a sandboxed program, warm, of a plain subprocess", sandbox),
+BENCHMARKS: dict[str, Callable[[], Ratios]] = {
+    "decode-3.4M-float32": lambda: decode("3.4M", "float32", 12),
+    "decode-48M-float32": lambda: decode("48M", "float32", 4),
+    "train-3.4M-float32": lambda: train("3.4M", "float32"),
+    "server": server,
+    "publish": lambda: weights(network=False),
+    "network": lambda: weights(network=True),
+    "conductor": conductor,
+    "help": lambda: command("--help"),
+    "mistake": lambda: command("train", "nosuch.toml"),
+    "sandbox": sandbox,
 }
 
 
@@ -243,20 +244,19 @@ def revision() -> str:
 
 def compare(names: list[str], against: str | None) -> tuple[dict[str, Ratios], bool]:
     """Measure, print and compare; the flag says whether anything failed or became slower."""
-    recorded = course()
-    before: dict[str, Any] = recorded[-1]["ratios"] if recorded and against is None else {}
+    before = last_points(course())
     table, found, bad = Table("ratio", "before", "now", "change", ""), dict[str, Ratios](), False
     with tree_of(against) if against else nullcontext() as other:
         for name in names:
             now, earlier = measured(name, ROOT), measured(name, other) if other else before.get(name, "not on record")
             if isinstance(now, str):
-                table.add(TEN[name][0], "", now, "", "FAILED")
+                table.add(TEN[name], "", now, "", "FAILED")
                 bad = True
             else:
                 found[name] = now
                 row = _row(now, earlier)
                 bad |= row[-1] == "SLOWER"
-                table.add(TEN[name][0], *row)
+                table.add(TEN[name], *row)
             table.show_last()
     return found, bad
 
@@ -278,12 +278,13 @@ def main() -> int:
     words = parser.parse_args()
     if words.one:
         torch.set_num_threads(1)
-        print(json.dumps([float(f"{ratio:.4g}") for ratio in TEN[words.one][1]()]))
+        print(json.dumps([float(f"{ratio:.4g}") for ratio in BENCHMARKS[words.one]()]))
         return 0
     found, bad = compare(words.only, words.against)
     if words.record:
-        entry = {"commit": revision(), "measured": time.strftime("%Y-%m-%d", time.gmtime()), "ratios": found}
-        save("quick", {"course": [*course(), entry]})
+        day = time.strftime("%Y-%m-%d", time.gmtime())
+        point = {"version": __version__, "commit": revision(), "measured": day, "ratios": found}
+        save("quick", {"course": [*course(), point]})
     return int(bad)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.dashboard_rows import SECTION as OF_DASHBOARD
 from benchmarks.planner_rows import SECTION as OF_PLANNER
+from benchmarks.quick_rows import COMMANDS, COURSE
 from benchmarks.rows import PEERS, Row, async_sync, ratios_to, span, training, trl, verifier
 from benchmarks.rows import SECTIONS as OF_STRETTO
 from benchmarks.server_rows import SECTION as OF_SERVERS
@@ -32,6 +33,8 @@ SECTIONS = {
     "vLLM and SGLang": OF_SERVERS,
     "stretto watch": OF_DASHBOARD,
     "stretto plan": OF_PLANNER,
+    "What a command costs": COMMANDS,
+    "The course of ten ratios (`make bench-quick`)": COURSE,
 }
 
 _HEAD = """# Results

@@ -3,9 +3,13 @@ environment is as before, garbage is looked for again."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import importlib.metadata
+import marshal
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -14,14 +18,23 @@ from types import ModuleType
 import pytest
 import transformers
 
-from stretto.processes.imports import SCANS, imports_of_roles, read_once
+from stretto.processes import imports
+from stretto.processes.imports import (
+    SCANS,
+    SOURCES,
+    distributions_by_package,
+    imports_of_roles,
+    name_lines,
+    quick_imports,
+    read_once,
+)
 
 MODELS = Path(transformers.__file__).parent / "models"
 
 
-def scanner() -> ModuleType:
-    """The module that reads the files of transformers, anew."""
-    spec = find_spec(SCANS)
+def anew(name: str) -> ModuleType:
+    """A module that is imported already, another time."""
+    spec = find_spec(name)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
@@ -32,7 +45,7 @@ def scanner() -> ModuleType:
 @pytest.fixture(scope="module")
 def scanners() -> tuple[ModuleType, ModuleType]:
     """One that reads each file once, and one as it is."""
-    quick, plain = scanner(), scanner()
+    quick, plain = anew(SCANS), anew(SCANS)
     read_once(quick)
     return quick, plain
 
@@ -62,11 +75,57 @@ def test_the_names_of_a_file_are_those_behind_its_last_list(scanners: tuple[Modu
     assert quick.fetch__all__(text) == plain.fetch__all__(text)
 
 
-def test_a_version_of_transformers_without_these_functions_stays_as_it_is() -> None:
+@pytest.mark.parametrize("patch", [read_once, name_lines])
+def test_a_version_without_these_functions_stays_as_it_is(patch: Callable[[ModuleType], None]) -> None:
     module = ModuleType("another")
     before = dict(vars(module))
-    read_once(module)
+    patch(module)
     assert vars(module) == before
+
+
+def test_torch_names_the_same_lines() -> None:
+    quick, plain = anew(SOURCES), anew(SOURCES)
+    name_lines(quick)
+    for level in (1, 2):
+        found = [module.get_source(level) for module in (quick, plain)]
+        assert found[0] == found[1]
+
+
+def test_each_package_is_found_in_its_distributions() -> None:
+    every = importlib.metadata.packages_distributions()
+    assert {name: sorted(found) for name, found in distributions_by_package().items()} == {
+        name: sorted(found) for name, found in every.items() if "." not in name
+    }
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder of distributions."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    return tmp_path
+
+
+def distribution(folder: Path, name: str, **files: str) -> None:
+    """Write the metadata of a distribution."""
+    place = folder / f"{name}-1.0.dist-info"
+    place.mkdir()
+    for file, text in {"METADATA": f"Metadata-Version: 2.1\nName: {name}\n\nName: not a header\n", **files}.items():
+        (place / file).write_text(text)
+
+
+def test_packages_are_read_from_the_names_of_files(installed: Path) -> None:
+    distribution(installed, "first", RECORD='../../bin/tool.py,,\n"wide/__init__.py",,\nwide/a.py,,\nalone.py,,\n')
+    distribution(installed, "second", **{"top_level.txt": "wide\n"}, RECORD="hidden/a.py,,\n")
+    distribution(installed, "none")
+    found = distributions_by_package()
+    assert {name: sorted(owners) for name, owners in found.items()} == {"wide": ["first", "second"], "alone": ["first"]}
+
+
+def test_the_library_answers_again_behind_an_import() -> None:
+    library = importlib.metadata.packages_distributions
+    with imports_of_roles():
+        anew(SCANS)
+        assert importlib.metadata.packages_distributions is library
 
 
 def test_the_environment_and_the_search_for_garbage_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +139,86 @@ def test_the_environment_and_the_search_for_garbage_are_as_before(monkeypatch: p
         assert not gc.isenabled()
         raise ImportError
     assert (dict(os.environ), sys.meta_path, gc.isenabled()) == (before, finders, True)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of the functions of dataclasses; there is none yet."""
+    path = tmp_path / "cache" / "functions"
+    monkeypatch.setattr(imports, "FUNCTIONS", path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    return path
+
+
+def point() -> type:
+    """A class with most of the functions that a dataclass can have, made now."""
+
+    @dataclasses.dataclass(frozen=True, order=True, slots=True)
+    class Point:
+        x: int
+        y: list[int] = dataclasses.field(default_factory=list)
+        label: str = dataclasses.field(default="here", kw_only=True, compare=False)
+
+    return Point
+
+
+def quick_point() -> type:
+    with quick_imports():
+        return point()
+
+
+@pytest.mark.usefixtures("kept")
+def test_dataclasses_are_as_they_are() -> None:
+    for made in (point(), quick_point(), quick_point()):  # as always, compiled, and read from the file
+        one = made(1, [2])
+        assert repr(one).endswith("Point(x=1, y=[2], label='here')")
+        assert one == made(1, [2], label="there")
+        assert one < made(1, [3])
+        assert hash(made(1, ())) == hash(made(1, ()))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            one.x = 3
+        with pytest.raises(TypeError, match="positional"):
+            made(1, [2], "there")
+
+
+def texts(kept: Path) -> set[str]:
+    """The texts whose bytecode is in the file."""
+    return set(marshal.loads(kept.read_bytes()[len(imports.MAGIC_NUMBER) :]))
+
+
+def test_functions_are_kept_once(kept: Path) -> None:
+    quick_point()
+    first, content = texts(kept), kept.read_bytes()
+    quick_point()
+    assert kept.read_bytes() == content
+    with quick_imports():
+        dataclasses.make_dataclass("Another", ["quite_another_field"])
+    assert texts(kept) > first
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize("damage", [b"", b"another version of Python", imports.MAGIC_NUMBER + b"{cut"])
+def test_a_damaged_file_is_written_anew(kept: Path, damage: bytes) -> None:
+    quick_point()
+    whole = texts(kept)
+    kept.write_bytes(damage)
+    quick_point()
+    assert texts(kept) == whole
+
+
+def test_nothing_is_kept_where_python_keeps_no_bytecode(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    quick_point()
+    assert not kept.exists()
+
+
+def test_an_import_does_not_need_the_file(kept: Path) -> None:
+    kept.parent.write_bytes(b"no folder")
+    quick_point()
+
+
+def test_dataclasses_compile_for_themselves_behind_an_import(kept: Path) -> None:
+    with suppress(ImportError), quick_imports(), quick_imports():
+        assert "exec" in vars(dataclasses)
+        raise ImportError
+    assert "exec" not in vars(dataclasses)

@@ -1,0 +1,63 @@
+"""Rows of the results page: the course of the ten ratios of `make bench-quick`, and costs of commands that end at once.
+
+A course is a list of points, the oldest first. A point names the version of stretto, the commit and the day, and has
+the ratios that were measured then, each as the list of its runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from benchmarks.rows import Make, Row
+
+Ratios = list[float]
+
+TEN = {
+    "decode-3.4M-float32": "decode step, 3.4M float32, of the fastest product",
+    "decode-48M-float32": "decode step, 48M float32, of the fastest product",
+    "train-3.4M-float32": "training step, 3.4M float32, of the fastest product",
+    "server": "server under 64 streams, of the engine alone",
+    "publish": "publication of 48M bfloat16, of a plain copy",
+    "network": "the same over the network, of a plain copy",
+    "conductor": "trajectories decided and on record per JSON text",
+    "help": "`stretto --help`, of an empty interpreter",
+    "mistake": "`stretto train nosuch.toml`, of an empty interpreter",
+    "sandbox": "a sandboxed program, warm, of a plain subprocess",
+}
+_ENOUGH = 0.5  # CPU seconds for a command that ends at once
+
+
+def last_points(course: list[dict[str, Any]]) -> dict[str, Ratios]:
+    """The newest runs of each ratio."""
+    return {name: runs for point in course for name, runs in point["ratios"].items()}
+
+
+def _course(results: dict[str, Any]) -> Iterator[Row]:
+    for name, what in TEN.items():
+        points = [point for point in results["course"] if name in point["ratios"]]
+        if points:
+            *before, now = [median(point["ratios"][name]) for point in points]
+            path = [f"{_named(point)}: {ratio:.3g}" for point, ratio in zip(points, before, strict=False)]
+            yield Row(what, f"{now:.3g}, {_named(points[-1])}", " → ".join(path), _change(before, now))
+
+
+def _named(point: dict[str, Any]) -> str:
+    return f"{point['version']} ({point['commit']}, {point['measured']})"
+
+
+def _change(before: list[float], now: float) -> str:
+    return f"× {now / before[-1]:.2f}" if before else ""
+
+
+def _commands(results: dict[str, Any]) -> Iterator[Row]:
+    *_, newest = results.values()
+    for command, row in newest["commands"].items():
+        yield Row(
+            f"CPU seconds of `stretto {command}`", f"{row['cpu']:.2f}, at most {row['most']:.2f}", f"goal: {_ENOUGH}"
+        )
+
+
+COURSE: dict[str, Make] = {"quick": lambda results: list(_course(results))}
+COMMANDS: dict[str, Make] = {"commands": lambda results: list(_commands(results))}
