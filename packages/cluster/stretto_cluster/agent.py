@@ -246,7 +246,10 @@ class _Session:
     # ── mirror ────────────────────────────────────────────────────────────────────────────────────
 
     async def _mirror(self) -> str:
-        """Fetch the model, report the places, and pull every published version. A rank fetches no versions."""
+        """Fetch the model, report the places, and pull the newest version after each publication; versions that are
+        overtaken meanwhile are skipped. A rank pulls no versions, but fetches the reference model if the run has one.
+        Runs until it is cancelled or raises.
+        """
         gate_host = self.offer.address.rpartition(":")[0]
         source = f"{gate_host}:{self.terms.weights_port}"
         tls = Path(self.offer.tls) if self.offer.tls else None

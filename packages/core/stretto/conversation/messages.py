@@ -89,7 +89,7 @@ class ChatRequest(Record, frozen=True):
         previous: id of the reply that `messages` follow; "": none.
         dialect_fields: data that the dialect needs to write the reply.
         n: number of completions, if the client wants several.
-        limit: the dialect's own name for `max_tokens`, if it differs; for messages.
+        limit: the client's name for `max_tokens`, if it is not the dialect's usual one; error replies use it.
     """
 
     model: str

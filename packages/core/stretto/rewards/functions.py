@@ -102,7 +102,8 @@ def _canonical(text: str) -> str:
 
 
 def _canonical_decimal(text: str) -> str:
-    """Normalized text of a decimal number: ``+4.50`` is ``4.5``, ``4.0`` is ``4``."""
+    """Normalized text of a decimal number, without the commas between its thousands: ``+1,234.50`` is ``1234.5``,
+    ``4.0`` is ``4``."""
     whole, _, fraction = text.strip().replace(",", "").partition(".")
     fraction = fraction.rstrip("0")
     if not fraction:

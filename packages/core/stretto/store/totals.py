@@ -69,8 +69,8 @@ TOTALS = "totals"
 
 
 class Membership(Record, frozen=True):
-    """One engine of a run. `joined_step` and `left_step`: the newest finished step when it joined and left. The
-    ledger's fact ``ENGINES`` has one for each engine.
+    """One engine of a run. `joined_step`: the newest finished step when it first joined. `left_step`: that when it left;
+    None once it has come back. The ledger's fact ``ENGINES`` has one for each engine.
 
     Example: ``Membership("engine-0", "native", "node-3", version=12, joined_step=0)``
     """

@@ -172,7 +172,9 @@ def _may_win(one: Candidate, found: Sequence[LayoutPrediction], goal: str) -> bo
 
 
 def distinct(found: Sequence[LayoutPrediction]) -> list[LayoutPrediction]:
-    """Drop predictions that differ from an earlier one only in a staleness bound that is never reached."""
+    """Drop predictions for the layout of an earlier one with nearly the same staleness and step time: their staleness
+    bounds make no difference.
+    """
     kept: list[LayoutPrediction] = []
     for one in found:
         if not any(_alike(one, other) for other in kept):

@@ -91,7 +91,7 @@ class EnginePool:
         self._loads = self._stopped = False  # `keep_loaded` runs
 
     def listen(self, on_load: Callable[[int], None]) -> None:
-        """Set `on_load`: called with `live` whenever it may have changed."""
+        """Set `on_load`: called with the oldest version that an engine serves, whenever that may have changed."""
         self._on_load = on_load
 
     def report_to(self, say: Callable[[str], None]) -> None:

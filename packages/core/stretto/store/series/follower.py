@@ -73,13 +73,14 @@ class LineFollower(Generic[Line]):
         self.fault: str | None = None
 
     def read_on(self) -> tuple[list[Line], bool]:
-        """Read the lines that follow those read so far, about `_BLOCK` bytes at most.
+        """Read the complete lines that follow those read so far: about `_BLOCK` bytes, or one line if it is longer. A file
+        that does not exist has no lines.
 
         Returns:
-            The lines, and whether the file was rewritten, so that these lines are its first.
+            The lines, and whether the file was rewritten or removed, so that these lines are its first.
 
         Raises:
-            StoreError: as `open_plain`; or a line is too long.
+            StoreError: the path is a link, a pipe or a folder, or cannot be read; or a line is too long.
         """
         try:
             descriptor = open_plain(self._path)

@@ -42,10 +42,12 @@ class Infinite(Unsupported):
 
 
 def value(expression: sympy.Basic, point: Point) -> Value:
-    """Value of an expression at a point, to mpmath's working precision.
+    """Value of an expression at a point: a Fraction if it can be computed exactly, else an mpmath number to the working
+    precision.
 
     Raises:
-        Unsupported: it has no value there, or its evaluation is not supported.
+        Unsupported: it has no finite value there, has a complex intermediate value in spite of `point.real`, or its
+            evaluation is not supported.
         Undecided: its magnitude exceeds the limits.
     """
     match expression:
@@ -186,7 +188,11 @@ def approximate(number: Value) -> Approximate:
 
 
 def _bounded(number: Value) -> Value:
-    """The number, approximated if its exact form has become too long."""
+    """The number, approximated if its exact form has become too long.
+
+    Raises:
+        Infinite: the number is infinite, or not a number.
+    """
     if isinstance(number, Fraction):
         bits = number.numerator.bit_length() + number.denominator.bit_length()
         return number if bits <= 2 * LARGEST_INTEGER else approximate(number)
