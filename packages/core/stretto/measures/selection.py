@@ -37,8 +37,8 @@ _LOST_ARE = {"length": ("longer", "shorter"), "difficulty": ("easier", "harder")
 class EndedGroup(Record, frozen=True, array_like=True):
     """Measures of a group that was trained or lost; None: unknown.
 
-    For an aborted group, `length` and `latency` are those until the abort, and `difficulty` is unknown. Its `masked` and
-    `signal` keep their defaults, which say nothing.
+    For an aborted group, `length` and `latency` are those until the abort, and `difficulty` is unknown. Its `masked`
+    and `signal` keep their defaults, which say nothing.
     """
 
     lost: bool

@@ -60,10 +60,11 @@ class Attention:
 
 
 def check_attention(model: PreTrainedModel) -> Attention:
-    """The attention of a model, found by running it on one token.
+    """Attention of a model, found by running it on one token.
 
     Raises:
-        ModelFolderError: lists every unsupported kind of attention.
+        ModelFolderError: lists the unsupported kinds of attention that the config shows; if it shows none, those that
+            the run has found.
     """
     config = model.config.get_text_config()
     refuse_unsupported(config)

@@ -12,7 +12,7 @@ from stretto.measures.goodput import Clock, Goodput, OnRecord, Produced, goodput
 class Carried(Record, frozen=True):
     """Weight transfers to the engines. Each field has the newest `NEWEST_TRANSFERS` values.
 
-    `medium`: shared_memory or http. `pulls`: (bytes, seconds) of each transfer to an engine. `pauses`: seconds for
+    `medium`: shared_memory, http or broadcast. `pulls`: (bytes, seconds) of each transfer to an engine. `pauses`: seconds for
     which generation paused for a load. `copied`: bytes that the trainer copied for a publication, while training
     waited. `written`: (bytes, seconds) of each publication that the trainer wrote.
     """
@@ -69,8 +69,8 @@ TOTALS = "totals"
 
 
 class Membership(Record, frozen=True):
-    """One engine of a run. `joined_step`: the newest finished step when it first joined. `left_step`: that when it left;
-    None once it has come back. The ledger's fact ``ENGINES`` has one for each engine.
+    """One engine of a run. `joined_step`: the newest finished step when it first joined. `left_step`: that when it
+    left; None once it has come back. The ledger's fact ``ENGINES`` has one for each engine.
 
     Example: ``Membership("engine-0", "native", "node-3", version=12, joined_step=0)``
     """

@@ -43,8 +43,8 @@ class Staleness(Record, frozen=True):
 
 
 class LayoutPrediction(Record, frozen=True):
-    """Prediction for one layout, as in `stretto plan --json`. `busy` uses the role names of `stretto inspect`.
-    `tokens_per_second` and `masked` count trained tokens."""
+    """Prediction for one layout, as in `stretto plan --json`. `busy`: busy share of each role, by its name in `stretto
+    inspect`. `tokens_per_second` counts the tokens of trained completions, masked ones included."""
 
     engines: int
     ranks: int

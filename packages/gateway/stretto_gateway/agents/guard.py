@@ -66,9 +66,8 @@ def ask_to_end(program: subprocess.Popen[bytes]) -> None:
 
 
 def end_descendants() -> None:
-    """Kill all descendants of this process, including processes that start meanwhile, and wait about two seconds at most
-    for their end. Their exit codes are lost. Orphans are found only after `adopt_descendants`.
-    """
+    """Kill all descendants of this process, including processes that start meanwhile, and wait about two seconds at
+    most for their end. Their exit codes are lost. Orphans are found only after `adopt_descendants`."""
     for _ in range(_ROUNDS):
         found = descendants(os.getpid())
         for pid in found:

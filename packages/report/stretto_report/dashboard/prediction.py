@@ -135,11 +135,15 @@ def _other_machine(folder: RunFolder, predicted: str) -> str:
 
 
 def check_digest(place: Path, predicted: str | None, of_run: str) -> None:
-    """Check that the prediction in the file `place`, made for the recipe digest `predicted`, belongs to the run's
-    recipe.
+    """Check that a prediction belongs to the run's recipe.
+
+    Args:
+        place: file of the prediction, for the message.
+        predicted: digest of the recipe that it is for; None: it is for a number of GPUs (``--gpus``), which is refused.
+        of_run: digest of the run's recipe.
 
     Raises:
-        RunFolderError: it does not.
+        RunFolderError: the prediction is for another recipe, or for a number of GPUs.
     """
     if predicted is None:
         found, remedy = "predicts the layouts of a number of GPUs, not a run", "plan the recipe without --gpus"

@@ -73,6 +73,7 @@ def _numbers(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def newest_steps(found: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
     """Newest step of each curve. `found`: the points that a tool has, each as its step and the names of its numbers.
+    The curve is known by the name ``wall_seconds``, which each point of each curve has; other names are ignored.
 
     >>> newest_steps([(7, ["reward", "wall_seconds"]), (4, ["evaluation/wall_seconds"]), (9, ["samples"])])
     {'step': 7, 'evaluation': 4}

@@ -252,8 +252,10 @@ class Sampling:
         return Sampled([], logprobs, likeliest, targets, drawn)
 
     def turn(self, over: Callable[[], bool]) -> Iterator[tuple[Asked, bytes | StrettoError]]:
-        """Sample at least one token of each sequence, and go on until `over()` is true or no sequence is open. Yields
-        each request that ends, with its encoded result or its error."""
+        """Take steps of the engine, at least one, until `over()` is true or no sequence is open. A step samples one
+        token of each sequence that has a slot; sequences that wait for a slot get none. Yields each request that ends,
+        with its encoded result or its error. Iterate to the end: requests that ended in a step are closed only when
+        they are yielded."""
         last = self.engine.idle
         while not last:
             found = self.engine.step()

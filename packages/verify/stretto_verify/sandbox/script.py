@@ -24,8 +24,13 @@ _LARGEST_STACK = 64 << 20  # bytes of a thread's stack: more could use up the me
 
 
 def perform() -> int:
-    """Run the task in descriptor 3 (a marshalled dictionary with ``source``, ``before``, ``after``, ``calls``). Return
-    the exit status of the program."""
+    """Run the task in descriptor 3, a marshalled dictionary. Return the exit status of the program.
+
+    `source` is the program. `before` and `after`: code that is run in its module, before and after it. `calls`: calls
+    to make then, as ``{"name": ..., "args": [...]}``; None: the program is run as a script (``__main__``). With calls,
+    the standard output gets one line for each, ``{"value": ...}`` or ``{"error": ...}``, and printed text goes to
+    standard error. The process is changed for good: run one task in it.
+    """
     with open(3, "rb") as file:
         task: dict[str, Any] = marshal.load(file)
     sys.argv = ["program.py"]

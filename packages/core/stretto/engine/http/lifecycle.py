@@ -88,11 +88,11 @@ class GracefulServer(HttpServer):
 
 
 async def run_app(server: HttpServer, sockets: Sequence[socket.socket] | None, run: Run) -> None:
-    """Serve HTTP and `run` the engine's loop concurrently, until the server ends or the loop fails; then both are
-    ended, as by a cancellation. `sockets`: where to listen; None: as configured.
+    """Serve HTTP and `run` the engine's loop concurrently. When one of them ends, the other is ended too. If this call
+    is cancelled, both are ended. `sockets`: where to listen; None: as configured.
 
     Raises:
-        Exception: the error that ended the engine's loop, after open requests were ended.
+        Exception: the error that ended the engine's loop, after open requests were ended; else the server's error.
     """
     serving = asyncio.create_task(server.serve(None if sockets is None else list(sockets)))
     steps = asyncio.create_task(run())

@@ -9,9 +9,11 @@
     limit          change the budget of cached tokens, which other engines share
     abort          remove a request wherever its completions are
 
-A completion is in one of three places: waiting (no row), pending (a row, nothing cached), running (cached). It holds
-the slot that its tokens need now; nothing is reserved for its growth. Running completions are older than pending ones,
-and those older than waiting ones, so the oldest is never preempted and always runs (`check_integrity`).
+A completion is in one of three places: waiting (no row), pending (a row, nothing cached), running (cached). A running
+completion holds the slot that its tokens need now. A completion starts beside others only if a part of the cache
+(`GROWTH`) stays free for their growth. Running completions are older than pending ones, and those older than waiting
+ones (`check_integrity`). So `grow` never preempts the oldest. `limit` may: then even the oldest waits, until its slot
+fits the budget again.
 """
 
 from __future__ import annotations

@@ -80,8 +80,9 @@ class Tokenizer:
         return self.encode_rendered(self.render_chat(messages, opening=True, **arguments))
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
-        """The token ids of a result of `render_chat`, or of a part of one. Only special tokens that the template has written
-        are encoded as special tokens. In message contents they are encoded as text, unless `special_tokens_in_messages`.
+        """The token ids of a result of `render_chat`, or of a part of one. Only special tokens that the template has
+        written are encoded as special tokens. In message contents they are encoded as text, unless
+        `special_tokens_in_messages`.
 
         Raises:
             DataError: the text has characters that the tokenizer does not know.

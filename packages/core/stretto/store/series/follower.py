@@ -73,8 +73,8 @@ class LineFollower(Generic[Line]):
         self.fault: str | None = None
 
     def read_on(self) -> tuple[list[Line], bool]:
-        """Read the complete lines that follow those read so far: about `_BLOCK` bytes, or one line if it is longer. A file
-        that does not exist has no lines.
+        """Read the complete lines that follow those read so far: about `_BLOCK` bytes, or one line if it is longer. A
+        file that does not exist has no lines.
 
         Returns:
             The lines, and whether the file was rewritten or removed, so that these lines are its first.

@@ -138,7 +138,12 @@ def _joined(parts: Sequence[Any], kind: Any) -> npt.NDArray[Any]:
 
 
 def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
-    """Convert numbers to an array of dtype `kind`; numbers beyond its range become infinite, as in a tensor."""
+    """Convert numbers to an array of dtype `kind`. Floating-point numbers beyond its range become infinite, as in a
+    tensor. Integers must be within its range: those of an array would wrap.
+
+    Raises:
+        OverflowError: a Python integer is beyond the range.
+    """
     with np.errstate(over="ignore"):
         return np.asarray(values, kind)
 

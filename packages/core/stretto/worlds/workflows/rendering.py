@@ -19,7 +19,9 @@ from stretto.worlds.workflows.task import ChatMessage
 
 @dataclass(frozen=True)
 class PlainRendering:
-    """Rendering for a model without a chat template: contents of the messages, concatenated.
+    """Rendering for a model without a chat template: contents of the messages, concatenated. The model sees neither
+    their roles and tool calls, nor the `tools` of a turn. Its own tool calls are parsed nevertheless, if a turn has
+    tools.
 
     Attributes:
         encode: encodes text that continues a sequence, to token ids.

@@ -98,7 +98,9 @@ def _named(text: str, *runs: WatchedRun) -> str:
 
 
 def _parting_token(a: WatchedRun, b: WatchedRun, step: int) -> PartingToken | None:
-    """First differing token of a step, in the order of its batch; None if there is none, or tokens were not kept."""
+    """First token of a step, in the order of its batch, whose id, log-probability or version differs between the runs.
+    None if there is none, if the batches have different trajectories before one is found, or if the ledger of a run has
+    not kept the step or its tokens."""
     batches = [_batch(run, step) for run in (a, b)]
     if batches[0] is None or batches[1] is None:
         return None

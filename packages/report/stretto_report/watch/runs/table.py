@@ -55,7 +55,9 @@ class TableRow(Record, frozen=True):
 
 
 class Page(Record, frozen=True):
-    """One page of the table: `matched` of `total` rows pass the filter; `rows` are those of this page."""
+    """One page of the table of a run's trajectories. `matched` of the `total` rows that are indexed so far pass the
+    filter. `rows` are at most `limit` of these, from `offset` on. `indexed`: share of the run's trajectories that are
+    indexed."""
 
     total: int
     matched: int

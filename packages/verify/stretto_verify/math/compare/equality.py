@@ -66,8 +66,13 @@ def _same_number(one: sympy.Basic, other: sympy.Basic) -> bool:
 
 
 def _agree(one: sympy.Basic, other: sympy.Basic, point: Point) -> bool:
-    """Whether both values at a point are equal. If they are close, they are recomputed with as many digits as their
-    parts need."""
+    """Whether the values of two expressions at a point are equal, up to rounding. If they are close, they are
+    recomputed with as many digits as their parts need.
+
+    Raises:
+        Unsupported, ZeroDivisionError: an expression has no value there, or its evaluation is not supported.
+        Undecided: the numbers are too large, or too small.
+    """
     with mpmath.workdps(_DIGITS):
         first, second = value(one, point), value(other, point)
         if isinstance(first, Fraction) and isinstance(second, Fraction):

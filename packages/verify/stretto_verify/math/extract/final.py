@@ -317,8 +317,15 @@ def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, Fin
 
 
 def _piece_of(rest: str) -> FinalAnswer:
-    """The answer at the beginning of the text after a mark such as "The answer is": formulas, else its first
-    sentence."""
+    """The answer in the text after a mark such as "The answer is". Of these, the first that applies:
+
+    1. a box in the first sentence
+    2. the letter of a choice: in a first sentence of more than a few words
+    3. the first sentence, if it begins with a lettered choice; an empty answer if the next line is another choice
+    4. the formulas at the beginning, if the sentence says nothing more; else the whole sentence
+    5. the first sentence, if it is one short formula, a spoken number, or has no digit
+    6. the last formula or number of the first sentence
+    """
     if (inner := boxed(_sentence(rest))) is not None:
         return FinalAnswer(inner, certain=True)
     told = _told(rest)
