@@ -50,6 +50,10 @@ from stretto.verbs.weights import PolicyWeights
 
 _END_SECONDS = 7.0
 _LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none
+_TURN = ArgumentKind(
+    "a ticket and the number of one of its answers, such as (ticket, 0)",
+    lambda given: isinstance(given, tuple) and len(given) == 2 and _is_answer(*given),
+)
 _WEIGHTS = instance(PolicyWeights, "what `weights` of a stretto.Trainer returns")
 _SETTINGS: Mapping[str, ArgumentKind] = {
     "max_tokens": WHOLE,
@@ -94,7 +98,8 @@ class LocalEngine:
         print(len(later.result()), engine.version)
 
     A ticket of `Scheduler.admit` may be given in place of a prompt: it brings its seeds. With the scheduler's ledger
-    its tokens are on record while they are sampled, and after a kill they are gone on with.
+    its tokens are on record while they are sampled, and after a kill they are gone on with. So are the turns of a
+    conversation, each asked for with `turn`.
     """
 
     def __new__(cls, *given: Any, **named: Any) -> Self:
@@ -178,6 +183,7 @@ class LocalEngine:
         *,
         seed: int | None = None,
         seeds: Sequence[int] | None = None,
+        turn: tuple[Ticket, int] | None = None,
         **sampling: Unpack[SamplingSettings],
     ) -> list[TextCompletion]:
         """Several completions of one prompt.
@@ -187,6 +193,8 @@ class LocalEngine:
             n: how many.
             seed: equal seeds give equal completions; without one, each call gives other ones.
             seeds: one seed for each completion, in place of `n` and `seed`.
+            turn: a ticket and the number of an answer, of which this is one turn; the prompt is all before it, from
+                the ticket's prompt on. It brings its seed. Without top log-probabilities.
             **sampling: `max_tokens` (256), `temperature` (1; 0 takes the likeliest token), `top_p`, `top_k`, `min_p`,
                 `stop` (texts that end a completion), `stop_token_ids` (by default those of the model), `grammar`,
                 `top_logprobs` (likeliest tokens to return at each place).
@@ -199,7 +207,7 @@ class LocalEngine:
             EngineLost: the engine is closed.
             StrettoError: the model's logits are not finite.
         """
-        return background().call(self._sampled(self._asked(prompt, n, seed, seeds, sampling)))
+        return background().call(self._sampled(self._asked(prompt, n, seed, seeds, turn, sampling), turn))
 
     def submit(
         self,
@@ -208,22 +216,39 @@ class LocalEngine:
         *,
         seed: int | None = None,
         seeds: Sequence[int] | None = None,
+        turn: tuple[Ticket, int] | None = None,
         **sampling: Unpack[SamplingSettings],
     ) -> Future[list[TextCompletion]]:
         """As `sample`, without waiting: the result of the future are the completions. In a coroutine, wait for it by
         ``await asyncio.wrap_future(engine.submit(...))``."""
-        return background().start(self._sampled(self._asked(prompt, n, seed, seeds, sampling)))
+        return background().start(self._sampled(self._asked(prompt, n, seed, seeds, turn, sampling), turn))
 
-    async def _sampled(self, request: GenerateRequest) -> list[TextCompletion]:
+    async def _sampled(self, request: GenerateRequest, turn: tuple[Ticket, int] | None) -> list[TextCompletion]:
+        if self._tickets is not None and turn is not None and turn[0].group_id in self._tickets:
+            return self._texts([request], [await self._tickets.turn(*turn, request)])
         if self._tickets is not None and request.id in self._tickets:
             return self._texts([request], await self._tickets.generate(request))
         return self._texts([request], await self._source.generate([request]))
 
     def _asked(
-        self, prompt: Any, n: int, seed: int | None, seeds: Sequence[int] | None, sampling: SamplingSettings
+        self,
+        prompt: Any,
+        n: int,
+        seed: int | None,
+        seeds: Sequence[int] | None,
+        turn: tuple[Ticket, int] | None,
+        sampling: SamplingSettings,
     ) -> GenerateRequest:
         check("sample", n=(n, COUNT), seed=(seed, WHOLE.or_none), seeds=(seeds, SEEDS.or_none))
+        check("sample", turn=(turn, _TURN.or_none))
         alone = n == 1 and seed is None
+        if turn is not None:
+            if seeds is not None or not alone or isinstance(prompt, Ticket) or "top_logprobs" in sampling:
+                told, remedy = "beside a ticket, n, seed, seeds or top_logprobs", "leave these out: it brings its seed"
+                raise RefusedRequest("turn", told, remedy)
+            tokens = self._tokens(prompt_of("prompt", prompt))
+            ticket, member = turn
+            return self._request(tokens, [derive_seed(ticket.seeds[member], 0, *tokens)], sampling)
         if not isinstance(prompt, Ticket):
             if seeds is not None and not alone:
                 raise RefusedRequest("seeds", "beside n or seed", "leave these out: seeds are one for each completion")
@@ -371,6 +396,10 @@ class LocalEngine:
             top_logprobs=((),) * unknown + likeliest,
             tokenizer=self._mark,
         )
+
+
+def _is_answer(ticket: object, member: object) -> bool:
+    return isinstance(ticket, Ticket) and WHOLE.fits(member) and member in ticket.members
 
 
 def _are(given: object, kind: type) -> bool:

@@ -24,6 +24,7 @@ from stretto.core.records import (
     Trajectory,
     Update,
     Verdict,
+    derive_seed,
     trajectory_id,
 )
 from stretto.doors.mistakes import checked
@@ -119,6 +120,8 @@ class GroupScheduler:
         self._whole = nullcontext() if ledger is None else ledger.lock  # held while a change is made
         self._changed, self._claim = asyncio.Event(), object()
         self._restored = deque[Ticket]()
+        self._asked, self._seed = {prompt.id: prompt for prompt in asked}, seed
+        self._admitted = 0  # orders of the tickets that `admit` has returned are below it
         self._out: Batch | None = None  # taken, and not trained yet
         self._shown: Batch | None = None  # the same, with the mark of its tokenizer
         if ledger is not None:
@@ -164,8 +167,13 @@ class GroupScheduler:
         with self._whole:
             while self._restored:
                 if self._is_in_flight(ticket := self._restored.popleft()):  # else it was overdue meanwhile
-                    return ticket
-            return self._controller.admit()
+                    break
+            else:
+                if (new := self._controller.admit()) is None:
+                    return None
+                ticket = new
+            self._admitted = max(self._admitted, ticket.order + 1)
+            return ticket
 
     async def tickets(self) -> AsyncIterator[Ticket]:
         """The groups that may start, as soon as each may; endless."""
@@ -180,12 +188,13 @@ class GroupScheduler:
         of a tool. They are on record when this returns.
 
         Raises:
-            DataError: they are too few or too many, lack log-probabilities or have impossible ones, are of another
-                tokenizer, or come from a version that is not trained yet.
+            DataError: the ticket is another scheduler's; or the answers are too few or too many, lack log-probabilities
+                or have impossible ones, are of another tokenizer, or come from a version that is not trained yet.
             RunFolderError: another scheduler has the ledger since, or it is closed.
         """
         check("finish", ticket=(ticket, _TICKET), answers=(answers, LIST), rewards=(plain(rewards), LIST))
         self._check_newest()
+        self._check_own(ticket, "finish")
         place = f"finish: group {ticket.group_id}"
         wanted = len(ticket.seeds)
         for name, given in (("answers", answers), ("rewards", rewards)):
@@ -211,6 +220,7 @@ class GroupScheduler:
         flight is passed over, as by `finish`."""
         check("lose", ticket=(ticket, _TICKET), reason=(reason, _REASON))
         self._check_newest()
+        self._check_own(ticket, "lose")
         with self._whole:
             if self._is_in_flight(ticket):
                 self._controller.lose(ticket, reason)
@@ -280,6 +290,21 @@ class GroupScheduler:
         if self._ledger.scheduler is not self._claim:
             told = "another scheduler has this ledger since"
             raise RunFolderError([Problem(str(self._ledger.folder), told, "use the newest one, or a folder for each")])
+
+    def _check_own(self, ticket: Ticket, place: str) -> None:
+        """Refuse a ticket that `admit` of this scheduler has not returned. Once its group has ended, a copy is passed
+        over as the ticket itself is.
+
+        Raises:
+            DataError: naming it.
+        """
+        members = range(self._controller.config.group_size)
+        seeds = tuple(derive_seed(self._seed, trajectory_id(ticket.group_id, at)) for at in members)
+        own = ticket.order < self._admitted and ticket.seeds == seeds
+        own = own and self._asked.get(ticket.prompt.id) == ticket.prompt
+        if not own or any(one.group_id == ticket.group_id and one is not ticket for one in self._controller.tickets):
+            told = f"group {ticket.group_id} of another scheduler, or a copy"
+            raise DataError([Problem(f"{place}: ticket", told, "give the ticket that `admit` of this one returned")])
 
     def _settled(self) -> None:
         if self._ledger is not None:

@@ -156,6 +156,7 @@ class LocalTrainer:
             ModelFolderError, RecipeError: as for a trainer in this process.
             RoleError: the process has not come up.
         """
+        check("Trainer.apart", model=(model, MODEL))
         config = checked(settings, "Trainer.apart", OptimizerConfig)
         waits = checked(deadlines or {}, "Trainer.apart: deadlines", DeadlinesConfig)
         if isinstance(model, SharedModel):
