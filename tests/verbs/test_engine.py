@@ -31,7 +31,7 @@ from tests.launch.running import wait_until
 from tests.verbs.plain import plain_model
 
 PROMPT = (5, 12, 8)
-_TURNS, _LENGTH = 3, 40
+_TURNS, _LENGTH = 3, 20
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def test_after_a_kill_a_conversation_goes_on_after_the_turns_on_record(folder: P
                 shutil.copytree(ledger.folder, left)
 
             background().call(kill())
-            whole = talk.result(60)
+            whole = talk.result(120)
         with (
             stretto.Ledger(left) as ledger,
             stretto.Engine.load(folder, cache_gib=0.05, ledger=ledger) as engine,
