@@ -152,9 +152,8 @@ def test_a_client_that_finishes_leaves_its_work_done_and_its_session_closed(addr
 
 
 def test_sessions_are_searched_by_name_metadata_and_status(address: str) -> None:
-    names, ids = ["nightly run", "nightly test", "other"], list[str]()
+    names, ids, client = ["nightly run", "nightly test", "other"], list[str](), Client(address, "tml-search")
     for at, name in enumerate(names):
-        client = Client(address, "tml-search")
         body = {"tags": [], "user_metadata": {"at": str(at)}, "sdk_version": "test", "display_name": name}
         ids.append(told(client.post("create_session", body, headers={"x-idempotency-key": str(at)}))["session_id"])
     told(client.post(f"sessions/{ids[1]}/finish", {"reason": {"type": "errored"}}))

@@ -217,14 +217,19 @@ def test_a_ticket_of_another_scheduler_is_told_by_its_name(tmp_path: Path) -> No
     second, other = scheduler()
     assert ticket == other  # and is another one
     strangers = [ticket, copy.copy(other)]
-    for prompt, settings in (((2, 3), {"seed": 1}), ((2, 3), {"group_size": 2}), ((4, 5), {})):
+    others: list[tuple[Any, dict[str, Any]]] = [((2, 3), {"seed": 1}), ((2, 3), {"group_size": 2}), ((4, 5), {})]
+    for prompt, settings in others:
         made = stretto.Scheduler([prompt], **{"batch_size": 1, "group_size": 1, **settings})
         strangers.append(cast(Any, made.admit()))
     for strange in strangers:
-        acts = [lambda one: second.finish(one, [said(0)], [1.0]), lambda one: second.lose(one, "its engine is gone")]
-        for act in acts:
-            with pytest.raises(stretto.DataError, match=r"ticket: group 0\.0\.0 of another scheduler, or a copy; give"):
-                act(strange)
+        with pytest.raises(
+            stretto.DataError, match=r"finish: ticket: group 0\.0\.0 of another scheduler, or a copy; give"
+        ):
+            second.finish(strange, [said(0)], [1.0])
+        with pytest.raises(
+            stretto.DataError, match=r"lose: ticket: group 0\.0\.0 of another scheduler, or a copy; give"
+        ):
+            second.lose(strange, "its engine is gone")
     for made, own in ((first, ticket), (second, other)):
         made.finish(own, [said(0)], [1.0])
         made.finish(own, [said(0)], [1.0])  # once more: passed over

@@ -165,14 +165,13 @@ class GroupScheduler:
         if self._again:
             return None
         with self._whole:
-            while self._restored:
-                if self._is_in_flight(ticket := self._restored.popleft()):  # else it was overdue meanwhile
-                    break
-            else:
-                if (new := self._controller.admit()) is None:
-                    return None
-                ticket = new
-            self._admitted = max(self._admitted, ticket.order + 1)
+            ticket: Ticket | None = None
+            while ticket is None and self._restored:
+                if self._is_in_flight(first := self._restored.popleft()):  # else it was overdue meanwhile
+                    ticket = first
+            ticket = ticket or self._controller.admit()
+            if ticket is not None:
+                self._admitted = max(self._admitted, ticket.order + 1)
             return ticket
 
     async def tickets(self) -> AsyncIterator[Ticket]:
