@@ -151,6 +151,38 @@ def test_a_client_that_finishes_leaves_its_work_done_and_its_session_closed(addr
     assert "the requests before it never came" in client.result(early)["error"]
 
 
+def test_sessions_are_searched_by_name_metadata_and_status(address: str) -> None:
+    names, ids, client = ["nightly run", "nightly test", "other"], list[str](), Client(address, "tml-search")
+    for at, name in enumerate(names):
+        body = {"tags": [], "user_metadata": {"at": str(at)}, "sdk_version": "test", "display_name": name}
+        ids.append(told(client.post("create_session", body, headers={"x-idempotency-key": str(at)}))["session_id"])
+    told(client.post(f"sessions/{ids[1]}/finish", {"reason": {"type": "errored"}}))
+
+    def found(**wanted: Any) -> list[str]:
+        return [one["session_id"] for one in told(client.post("sessions/search", wanted))["sessions"]]
+
+    assert set(found(owner={"type": "own"}, user_metadata={})) == set(ids)  # as the SDK asks when nothing is given
+    assert set(found(owner={"type": "accessible"}, display_name="RUN nightly")) == {ids[0]}
+    assert set(found(display_name="nightly", session_id=ids[2])) == set(ids)
+    assert found(user_metadata={"at": "2"}) == [ids[2]]
+    assert found(user_metadata={"at": 2}) == []
+    assert found(owner={"type": "user", "owner_urns": ["nobody"]}) == []
+    assert set(found(statuses=[{"type": "active"}])) == {ids[0], ids[2]}
+    assert found(statuses=[{"type": "client_finished", "reasons": ["errored"]}]) == [ids[1]]
+    assert found(statuses=[{"type": "client_finished", "reasons": ["success"]}, {"type": "failed"}]) == []
+    pages, cursor = list[str](), None
+    while len(pages) < 3:
+        page = told(client.post("sessions/search", {"limit": 1, "cursor": cursor}))
+        pages += [one["session_id"] for one in page["sessions"]]
+        cursor = page["next_cursor"]
+    assert (sorted(pages), cursor) == (sorted(ids), None)
+    assert Client(address, "tml-else").post("sessions/search", {"session_id": ids[0]}).json()["sessions"] == []
+    refused = {"project_ids": ["p"], "statuses": [{"type": "asleep"}], "owner": {"type": "all"}, "cursor": "x"}
+    for name, value in refused.items():
+        reply = client.post("sessions/search", {name: value})
+        assert (reply.status_code, name in reply.json()["detail"]) == (400, True), reply.text
+
+
 @pytest.mark.parametrize("stop", [None, [], [5], "7"])
 def test_sampled_logprobs_score_again_to_1e_4(address: str, stop: object) -> None:
     client = Client(address)

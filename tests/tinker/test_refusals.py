@@ -41,6 +41,7 @@ _TOKENS = {"target_tokens": [4, 5, 6]}
         ([([3, 4, 5], _TOKENS)], "ppo", {}, "data[0].logprobs: missing"),
         (_GOOD, "ppoo", {}, "did you mean 'ppo'?"),
         (_GOOD, "stable_reinforce", {}, "stable_reinforce is not served: it reads what the sampler of its makers"),
+        (_GOOD, "dpo", {}, "dpo is not served: it reads pairs; the cookbook's is a function, on the client's side"),
         (_GOOD, "custom", {}, "custom losses run on the client's side"),
         (_GOOD, "cross_entropy", {"beta": 1.0}, "loss_fn_config.beta: no setting of cross_entropy"),
         (data_for("dro"), "dro", {"betta": 1.0}, "did you mean 'beta'?"),

@@ -3,11 +3,12 @@ tokenizer are refused by every part."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -52,6 +53,7 @@ def verbs(engine: stretto.Engine, trainer: stretto.Trainer, folder: Path) -> dic
         "sample: n": lambda given: engine.sample("3", given),
         "sample: seed": lambda given: engine.sample("3", seed=given),
         "sample: seeds": lambda given: engine.sample("3", seeds=given),
+        "sample: turn": lambda given: engine.sample("3", turn=given),
         "max_tokens": lambda given: engine.sample("3", max_tokens=given),
         "temperature": lambda given: engine.sample("3", max_tokens=1, temperature=given),
         "top_k": lambda given: engine.sample("3", max_tokens=1, top_k=given),
@@ -208,6 +210,33 @@ def test_of_two_schedulers_with_one_ledger_the_newest_has_it_and_none_has_a_clos
             act()
     with pytest.raises(stretto.RunFolderError, match="the ledger is closed; make it again"):
         scheduler(ledger=ledger)
+
+
+def test_a_ticket_of_another_scheduler_is_told_by_its_name(tmp_path: Path) -> None:
+    first, ticket = scheduler()
+    second, other = scheduler()
+    assert ticket == other  # and is another one
+    strangers = [ticket, copy.copy(other)]
+    others: list[tuple[Any, dict[str, Any]]] = [((2, 3), {"seed": 1}), ((2, 3), {"group_size": 2}), ((4, 5), {})]
+    for prompt, settings in others:
+        made = stretto.Scheduler([prompt], **{"batch_size": 1, "group_size": 1, **settings})
+        strangers.append(cast(Any, made.admit()))
+    for strange in strangers:
+        with pytest.raises(
+            stretto.DataError, match=r"finish: ticket: group 0\.0\.0 of another scheduler, or a copy; give"
+        ):
+            second.finish(strange, [said(0)], [1.0])
+        with pytest.raises(
+            stretto.DataError, match=r"lose: ticket: group 0\.0\.0 of another scheduler, or a copy; give"
+        ):
+            second.lose(strange, "its engine is gone")
+    for made, own in ((first, ticket), (second, other)):
+        made.finish(own, [said(0)], [1.0])
+        made.finish(own, [said(0)], [1.0])  # once more: passed over
+        assert made.buffered == 1
+    for strange in strangers[2:]:  # of a group that has ended, too
+        with pytest.raises(stretto.DataError, match="of another scheduler"):
+            second.finish(strange, [said(0)] * len(strange.seeds), [1.0] * len(strange.seeds))
 
 
 def test_a_loss_of_ones_own_gets_the_same_data_from_a_batch_as_from_a_list(trainer: stretto.Trainer) -> None:

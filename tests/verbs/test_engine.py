@@ -5,6 +5,7 @@
 - Scores are the model's own log-probabilities; seeds, several completions, stop tokens and top log-probabilities.
 - An engine in a process of its own says the same as one in this process; dropped, it keeps nobody waiting, and ends.
 - A ticket's tokens are on record: after a kill its completions go on after them, and are those of a loop without one.
+  So are the turns of its conversations.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import contextlib
 import shutil
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +31,7 @@ from tests.launch.running import wait_until
 from tests.verbs.plain import plain_model
 
 PROMPT = (5, 12, 8)
+_TURNS, _LENGTH = 3, 20
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +230,97 @@ def test_after_a_kill_a_ticket_goes_on_after_the_tokens_on_record(
             scheduler.finish(ticket, found, [1.0] * members)
             assert scheduler.take() is not None
             assert ledger.balance().trained == members
+
+
+def converse(engine: stretto.Engine, ticket: stretto.Ticket, member: int) -> list[Any]:
+    """Three turns, and between them what a tool says."""
+    turns, history = list[Any](), ticket.prompt.token_ids
+    for at in range(_TURNS):
+        [said] = engine.sample(history, turn=(ticket, member), max_tokens=_LENGTH, stop_token_ids=())
+        given = (2 + at, 7, 8)
+        turns += [said, given] if at < _TURNS - 1 else [said]
+        history = (*history, *said.token_ids, *given)
+    return turns
+
+
+def conversations(engine: stretto.Engine, ticket: stretto.Ticket) -> list[list[Any]]:
+    """Those of all members, side by side."""
+    with ThreadPoolExecutor(len(ticket.seeds)) as threads:
+        return list(threads.map(partial(converse, engine, ticket), ticket.members))
+
+
+def generated(engine: stretto.Engine) -> int:
+    return int(cast(Any, engine._source)._generation.engine.health().generated)
+
+
+@given(tokens=st.integers(1, 2 * _TURNS * _LENGTH))
+@settings(max_examples=3)
+def test_after_a_kill_a_conversation_goes_on_after_the_turns_on_record(folder: Path, tokens: int) -> None:
+    """`tokens`: sampled when the loop is killed."""
+    bounds: dict[str, Any] = {"batch_size": 1, "group_size": 2}
+    with tempfile.TemporaryDirectory() as place:
+        left = Path(place) / "left"
+        with (
+            stretto.Ledger(Path(place) / "run") as ledger,
+            stretto.Engine.load(folder, cache_gib=0.05, ledger=ledger) as engine,
+            ThreadPoolExecutor(1) as loop,
+        ):
+            ticket = admitted(stretto.Scheduler([PROMPT], ledger=ledger, **bounds))
+            talk = loop.submit(conversations, engine, ticket)
+
+            async def kill() -> None:
+                while generated(engine) < tokens and not talk.done():
+                    await asyncio.sleep(0)
+                await cast(Any, engine._tickets)._kept()
+                shutil.copytree(ledger.folder, left)
+
+            background().call(kill())
+            whole = talk.result(120)
+        with (
+            stretto.Ledger(left) as ledger,
+            stretto.Engine.load(folder, cache_gib=0.05, ledger=ledger) as engine,
+        ):
+            [group] = ledger.unfinished()
+            records = [group.members[member].segments if member in group.members else () for member in (0, 1)]
+            scheduler = stretto.Scheduler([PROMPT], ledger=ledger, **bounds)
+            ticket = admitted(scheduler)
+            found = conversations(engine, ticket)
+            known = sum(one.length for record in records for one in record if one.sampled)
+            assert generated(engine) == 2 * _TURNS * _LENGTH - known
+            for record, turns, uninterrupted in zip(records, found, whole, strict=True):
+                for segment, turn in zip(record, turns, strict=False):
+                    tokens_of_turn = turn.token_ids if isinstance(turn, stretto.TextCompletion) else turn
+                    assert tokens_of_turn[: segment.length] == segment.token_ids
+                assert [turn.token_ids for turn in turns[::2]] == [turn.token_ids for turn in uninterrupted[::2]]
+            with pytest.raises(
+                stretto.RefusedRequest, match=r"group 0\.0\.0 is sampled turn by turn; give the history"
+            ):
+                engine.sample(ticket)
+            scheduler.finish(ticket, found, [1.0, 0.0])
+            batch = scheduler.take()
+            assert batch is not None
+            first, _ = batch.groups[0].trajectories
+            assert [segment.sampled for segment in first.segments] == [True, False] * (_TURNS - 1) + [True]
+
+
+def test_a_turn_brings_its_seed_with_or_without_a_record(engine: stretto.Engine, folder: Path, tmp_path: Path) -> None:
+    with stretto.Ledger(tmp_path) as ledger, stretto.Engine.load(folder, cache_gib=0.05, ledger=ledger) as keeping:
+        scheduler = stretto.Scheduler([PROMPT], batch_size=2, group_size=2, max_staleness=0, ledger=ledger)
+        ticket, whole = admitted(scheduler), admitted(scheduler)
+        told = [turn.token_ids for turn in converse(keeping, ticket, 1)[::2]]
+        assert told == [turn.token_ids for turn in converse(engine, ticket, 1)[::2]]
+        for beside in ({"n": 2}, {"seed": 1}, {"seeds": [1]}, {"top_logprobs": 1}):
+            with pytest.raises(stretto.RefusedRequest, match="turn: beside a ticket, n, seed, seeds or top_logprobs"):
+                keeping.sample(PROMPT, turn=(ticket, 0), **beside)
+        with pytest.raises(stretto.DataError, match=r"sample: turn: .*; give a ticket and the number of one of its"):
+            keeping.sample(PROMPT, turn=(ticket, 2))
+        keeping.sample(whole, max_tokens=2)
+        with pytest.raises(
+            stretto.RefusedRequest, match=r"turn: group \S+ is sampled whole; give `turn` with the first"
+        ):
+            keeping.sample(PROMPT, turn=(whole, 0))
+        scheduler.lose(ticket, "nobody waits for it")
+        assert told == [turn.token_ids for turn in converse(keeping, ticket, 1)[::2]]  # on no record
 
 
 def admitted(scheduler: stretto.Scheduler) -> stretto.Ticket:

@@ -59,6 +59,18 @@ def trainer(folder: Path) -> stretto.Trainer:
             r'data\[0\].targets: 2 for each position; the loss "ppo" knows one',
         ),
         ([3], None, {}, r"data\[0\]: is a int; give a stretto.Datum"),
+        (
+            [SAMPLED],
+            "dpo",
+            {},
+            r"forward_backward: loss: kind 'dpo' is unknown; .*; DPO learns from pairs, by `stretto",
+        ),
+        (
+            [SAMPLED],
+            "sft",
+            {},
+            r"loss: kind 'sft' is unknown; .*; demonstrations are learnt by .* \"cross_entropy\" of",
+        ),
         ([SAMPLED], "poo", {}, r"forward_backward: loss: kind 'poo' is unknown.*did you mean 'ppo'\?"),
         (
             [SAMPLED],
@@ -70,7 +82,7 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([TOLD], lambda logprobs, data: 3.0, {}, r"loss: <lambda> returned 3.0; one number is needed, a tensor"),
         ([TOLD], lambda logprobs, data: torch.zeros(()), {}, r"returned tensor\(0.\); .*from the log-probabilities"),
     ],
-    ids=range(15),
+    ids=range(17),
 )
 def test_data_and_losses(
     trainer: stretto.Trainer, data: Any, loss: Any, settings: dict[str, Any], message: str

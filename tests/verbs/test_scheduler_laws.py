@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.lives = 0
         self.tickets, self.taken = list[stretto.Ticket](), dict[int, Batch]()
+        self.before = list[stretto.Ticket]()  # of schedulers that were killed
         self.out: Batch | None = None
 
     @initialize(policy=st.sampled_from(["wait", "expire"]), flush_seconds=st.sampled_from([0.0, 60.0]))
@@ -72,6 +75,19 @@ class AnyOrder(RuleBasedStateMachine):
         if self.tickets:
             self.scheduler.lose(draw.draw(st.sampled_from(self.tickets)), "its completions did not come")
 
+    @rule(draw=st.data())
+    def finish_of_before(self, draw: st.DataObject) -> None:
+        if self.before:
+            ticket = draw.draw(st.sampled_from(self.before))
+            version = min(ticket.admitted_version, self.scheduler.version)
+            finish = partial(self.scheduler.finish, ticket, [said(version)] * _MEMBERS, [1.0] * _MEMBERS)
+            if any(one.group_id == ticket.group_id for one in self.scheduler._controller.tickets):
+                with pytest.raises(stretto.DataError, match="of another scheduler"):
+                    finish()
+            else:  # its group has ended, or is not admitted yet: told, or passed over
+                with contextlib.suppress(stretto.DataError):
+                    finish()
+
     @rule()
     def take(self) -> None:
         batch, version = self.scheduler.take(), self.scheduler.version
@@ -101,6 +117,7 @@ class AnyOrder(RuleBasedStateMachine):
         old, self.lives = self.folder / str(self.lives), self.lives + 1
         shutil.copytree(old, self.folder / str(self.lives))
         self.ledger.close()
+        self.before += self.tickets
         self.tickets, finished = [], self.scheduler.buffered
         self.live(max(0, self.scheduler.version - back))
         assert self.scheduler.buffered == finished

@@ -35,7 +35,7 @@ def apart(folder: Path) -> Iterator[TrainerApart]:
 
 
 def test_its_weights_are_those_of_a_trainer_here(
-    apart: TrainerApart, folder: Path, data: list[stretto.Datum], tmp_path: Path
+    apart: TrainerApart, folder: Path, data: list[stretto.Datum], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = stretto.Trainer(folder, learning_rate=1e-2)
     assert here.forward(data).logprobs == apart.forward(data).logprobs
@@ -47,7 +47,8 @@ def test_its_weights_are_those_of_a_trainer_here(
     assert (ours.version, ours.tokenizer) == (theirs.version, theirs.tokenizer)
     assert ours.tensors.keys() == theirs.tensors.keys()
     assert all(torch.equal(ours.tensors[name], one) for name, one in theirs.tensors.items())
-    apart.save(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    apart.save(f"~/{tmp_path.name}")
     again = stretto.Trainer(folder)
     assert again.load(tmp_path) == 1
     assert again.forward(data).logprobs == apart.forward(data).logprobs
@@ -98,6 +99,9 @@ def test_mistakes_are_told_as_here_and_leave_it_usable(
         apart.forward_backward(data, elsewhere.loss)
     with pytest.raises(stretto.RecipeError, match="forward_backward: an argument: cannot be sent to another process"):
         apart.forward_backward(data, "ppo", advantages=threading.Lock())
+    for verb in ("save", "load", "export"):
+        with pytest.raises(stretto.DataError, match=f"{verb}: folder: 3; give the path of a folder"):
+            getattr(apart, verb)(3)
     nothing: list[Any] = [[], iter(()), None, data[0]]
     for one in nothing:
         with pytest.raises(stretto.DataError, match=r"forward_backward: data: .*; give a list of stretto.Datum"):
@@ -109,6 +113,8 @@ def test_mistakes_are_told_as_here_and_leave_it_usable(
 def test_what_cannot_start_is_told(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(stretto.ModelFolderError):
         stretto.Trainer.apart(tmp_path)
+    with pytest.raises(stretto.DataError, match=r"Trainer.apart: model: 3; give the folder of a model"):
+        stretto.Trainer.apart(3)  # type: ignore[arg-type]
     with pytest.raises(stretto.RecipeError, match="learning_rates"):
         stretto.Trainer.apart(folder, learning_rates=1.0)
     with pytest.raises(stretto.RecipeError, match="memory of this process"):
@@ -156,13 +162,22 @@ def test_a_gradient_whose_call_was_interrupted_does_not_count(
 
 
 def test_a_call_that_was_interrupted_within_a_message_ends_the_trainer(
-    folder: Path, data: list[stretto.Datum], monkeypatch: pytest.MonkeyPatch, warm: None
+    folder: Path,
+    data: list[stretto.Datum],
+    monkeypatch: pytest.MonkeyPatch,
+    warm: None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr("stretto.verbs.background._QUIET_SECONDS", 0.0)
+
     def interrupted(connection: Connection) -> CallResult:
         raise KeyboardInterrupt
 
     with stretto.Trainer.apart(folder) as trainer:
         [pid] = trainer.pids
+        assert [one.getMessage() for one in caplog.records] == [
+            f"Trainer.apart: still starting; what it says is in {trainer._log}"
+        ]
         with monkeypatch.context() as patched:
             patched.setattr("stretto.verbs.apart.trainer.receive", interrupted)
             with pytest.raises(KeyboardInterrupt):

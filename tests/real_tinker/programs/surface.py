@@ -118,6 +118,9 @@ assert "there are no weights" in deleted, deleted
 unserved = refusal(tinker.RequestFailedError, lambda: training.forward_backward([datum], "stable_reinforce").result())
 assert "stable_reinforce is not served" in unserved, unserved
 
+page = rest.search_sessions(types.SessionSearchRequest(display_name="surf", limit=1)).result()
+assert page.sessions[0].status.type == "active", page
+
 print("run", training.model_id)
 print("state", state)
 service.close("success").result()

@@ -39,6 +39,8 @@ _OTHER_NAMES = {
     "kl_coef": "algorithm.reference.weight",
     "max_steps": "trainer.steps",
     "gradient_checkpointing": "trainer.activation_checkpointing",
+    "loss=dpo": "DPO learns from pairs, by `stretto dpo`; from Python by a function, as in examples/own_loss.py",
+    "loss=sft": 'demonstrations are learnt by `stretto sft`; from Python by "cross_entropy" of a stretto.Trainer',
     "loss=grpo": 'GRPO is loss = "ppo" with advantages = "group"',
 }
 

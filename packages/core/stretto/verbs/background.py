@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from stretto.core.errors import StrettoError
 
 Result = TypeVar("Result")
 _END_SECONDS = 5.0
+_QUIET_SECONDS = 2.0
+log = logging.getLogger(__name__)
 
 
 class Background:
@@ -72,3 +77,16 @@ def background() -> Background:
         if (process := os.getpid()) not in _known:
             _known[process] = Background()
         return _known[process]
+
+
+@contextmanager
+def told_if_slow(name: str, said: Path) -> Iterator[None]:
+    """Log that processes are starting, and where they write what they say, once the block has taken two seconds."""
+    words = ("%s: still starting; what it says is in %s", name, said)
+    timer = threading.Timer(_QUIET_SECONDS, log.warning, words)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -51,6 +51,10 @@ from stretto.verbs.weights import PolicyWeights
 
 _END_SECONDS = 7.0
 _LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none
+_TURN = ArgumentKind(
+    "a ticket and the number of one of its answers, such as (ticket, 0)",
+    lambda given: isinstance(given, tuple) and len(given) == 2 and _is_answer(*given),
+)
 _WEIGHTS = instance(PolicyWeights, "what `weights` of a stretto.Trainer returns")
 _SETTINGS: Mapping[str, ArgumentKind] = {
     "max_tokens": WHOLE,
@@ -96,7 +100,7 @@ class LocalEngine:
 
     A ticket of `Scheduler.admit` may be given in place of a prompt; its seeds are used. If the engine has the
     scheduler's ledger, sampled tokens are recorded while a ticket is sampled, and sampling continues after them once a
-    killed program has been started again.
+    killed program has been started again. The same holds for the turns of a conversation, each asked for with `turn`.
     """
 
     def __new__(cls, *given: Any, **named: Any) -> Self:
@@ -183,6 +187,7 @@ class LocalEngine:
         *,
         seed: int | None = None,
         seeds: Sequence[int] | None = None,
+        turn: tuple[Ticket, int] | None = None,
         **sampling: Unpack[SamplingSettings],
     ) -> list[TextCompletion]:
         """Sample `n` completions of one prompt; waits until all have ended.
@@ -192,9 +197,12 @@ class LocalEngine:
             n: number of completions.
             seed: makes the completions reproducible; None: a random seed.
             seeds: one seed for each completion, in place of `n` and `seed`.
+            turn: a ticket and the number of one of its answers, if this is a turn of that answer: `prompt` is then the
+                whole conversation before the turn, from the ticket's prompt on, and the seed is the ticket's.
             **sampling: `max_tokens` (256), `temperature` (1; 0 always takes the most likely token), `top_p`, `top_k`,
                 `min_p`, `stop` (texts that end a completion), `stop_token_ids` (default: the model's end-of-sequence
-                tokens), `grammar`, `top_logprobs` (number of most likely tokens to return at each position).
+                tokens), `grammar`, `top_logprobs` (number of most likely tokens to return at each position; not with
+                `turn`).
 
         Raises:
             DataError: the prompt has characters that the tokenizer does not know, an argument has the wrong type, or a
@@ -204,7 +212,7 @@ class LocalEngine:
             EngineLost: the engine is closed.
             StrettoError: the model's logits are not finite.
         """
-        return background().call(self._sampled(self._asked(prompt, n, seed, seeds, sampling)))
+        return background().call(self._sampled(self._asked(prompt, n, seed, seeds, turn, sampling), turn))
 
     def submit(
         self,
@@ -213,22 +221,39 @@ class LocalEngine:
         *,
         seed: int | None = None,
         seeds: Sequence[int] | None = None,
+        turn: tuple[Ticket, int] | None = None,
         **sampling: Unpack[SamplingSettings],
     ) -> Future[list[TextCompletion]]:
         """Start sampling as `sample` does, without waiting; returns a future of the completions. In a coroutine, wait
         for it with ``await asyncio.wrap_future(engine.submit(...))``."""
-        return background().start(self._sampled(self._asked(prompt, n, seed, seeds, sampling)))
+        return background().start(self._sampled(self._asked(prompt, n, seed, seeds, turn, sampling), turn))
 
-    async def _sampled(self, request: GenerateRequest) -> list[TextCompletion]:
+    async def _sampled(self, request: GenerateRequest, turn: tuple[Ticket, int] | None) -> list[TextCompletion]:
+        if self._tickets is not None and turn is not None and turn[0].group_id in self._tickets:
+            return self._texts([request], [await self._tickets.turn(*turn, request)])
         if self._tickets is not None and request.id in self._tickets:
             return self._texts([request], await self._tickets.generate(request))
         return self._texts([request], await self._source.generate([request]))
 
     def _asked(
-        self, prompt: Any, n: int, seed: int | None, seeds: Sequence[int] | None, sampling: SamplingSettings
+        self,
+        prompt: Any,
+        n: int,
+        seed: int | None,
+        seeds: Sequence[int] | None,
+        turn: tuple[Ticket, int] | None,
+        sampling: SamplingSettings,
     ) -> GenerateRequest:
         check("sample", n=(n, COUNT), seed=(seed, WHOLE.or_none), seeds=(seeds, SEEDS.or_none))
+        check("sample", turn=(turn, _TURN.or_none))
         alone = n == 1 and seed is None
+        if turn is not None:
+            if seeds is not None or not alone or isinstance(prompt, Ticket) or "top_logprobs" in sampling:
+                told, remedy = "beside a ticket, n, seed, seeds or top_logprobs", "leave these out: it brings its seed"
+                raise RefusedRequest("turn", told, remedy)
+            tokens = self._tokens(prompt_of("prompt", prompt))
+            ticket, member = turn
+            return self._request(tokens, [derive_seed(ticket.seeds[member], 0, *tokens)], sampling)
         if not isinstance(prompt, Ticket):
             if seeds is not None and not alone:
                 raise RefusedRequest("seeds", "beside n or seed", "leave these out: seeds are one for each completion")
@@ -376,6 +401,10 @@ class LocalEngine:
             top_logprobs=((),) * unknown + likeliest,
             tokenizer=self._mark,
         )
+
+
+def _is_answer(ticket: object, member: object) -> bool:
+    return isinstance(ticket, Ticket) and WHOLE.fits(member) and member in ticket.members
 
 
 def _are(given: object, kind: type) -> bool:

@@ -8,17 +8,21 @@ import json
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from stretto.conversation.session import Session
 from stretto.core.errors import DataError, Problem, RefusedRequest, RunFolderError, StoreError
 from stretto.core.records import Batch, Completion, GenerateRequest, Segment, State, trajectory_id
 from stretto.doors.mistakes import checked
 from stretto.loop.engines.in_flight import Engines, InFlight
 from stretto.loop.engines.restoring import progress_of
+from stretto.loop.engines.sessions import TrajectorySessions, unfinished_sessions
+from stretto.rollout.controller import Ticket
 from stretto.store import lock
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger, Value
@@ -187,15 +191,21 @@ class TicketsInFlight:
     """Samples the tickets of a scheduler and journals their tokens each second, as the loop of a recipe does
     (`loop.engines.in_flight`). A completion that was cut off by a kill continues after its journaled tokens.
 
-    A ticket that is sampled again, before its scheduler has finished it, gets the same completions from memory. All
-    methods must be called in one event loop.
+    A ticket that is sampled again, before its scheduler has finished it, gets the same completions from memory. A group
+    is sampled whole, or each of its members turn by turn, in a session like those of workflows
+    (`loop.engines.sessions`). All methods must be called in one event loop.
     """
 
     def __init__(self, engines: Engines, ledger: FolderLedger) -> None:
         self._ledger = ledger
-        known = {group.id: progress_of(group) for group in ledger.unfinished() if not group.trajectories}
+        unfinished = [group for group in ledger.unfinished() if not group.trajectories]
+        known = {group.id: progress_of(group) for group in unfinished}
         self._in_flight = InFlight(engines, ledger, known)
-        self._known, self._open = set(known), set[str]()
+        self._sessions = TrajectorySessions(self._in_flight, ledger, unfinished_sessions(unfinished))
+        self._known, self._open = set(known), Counter[str]()  # the latter by what is asked and not answered
+        self._whole = set[str]()
+        several = (group for group in unfinished if any(len(one.segments) > 1 for one in group.members.values()))
+        self._in_turns: dict[str, dict[int, Session]] = {group.id: {} for group in several}
 
     def __contains__(self, group: str) -> bool:
         """Whether the group with this id is in flight in the ledger; tokens of other groups are not journaled."""
@@ -208,15 +218,42 @@ class TicketsInFlight:
             RefusedRequest: the group is being sampled already, or an engine refused it.
             EngineLost: as for `stretto.Engine.sample`.
         """
-        if request.id in self._open:
+        if request.id in self._in_turns:
+            told = f"group {request.id} is sampled turn by turn"
+            raise RefusedRequest("ticket", told, "give the history of each answer, and turn=(ticket, its number)")
+        if self._open[request.id]:
             told = f"group {request.id} is being sampled already"
             raise RefusedRequest("ticket", told, "one call of `sample` or `submit` for a ticket")
+        self._whole.add(request.id)
         self._known.add(request.id)
-        self._open.add(request.id)
+        self._open[request.id] += 1
         try:
             return [completion async for completion in self._in_flight.generate(request)]
         finally:
-            self._open.discard(request.id)
+            self._open[request.id] -= 1
+
+    async def turn(self, ticket: Ticket, member: int, request: GenerateRequest) -> Completion:
+        """A turn of one member behind the history in `request`: that on record, gone on with, or a new one.
+
+        Raises:
+            RefusedRequest: the group is sampled whole, or an engine refused it.
+            EngineLost: as for `stretto.Engine.sample`.
+        """
+        group = ticket.group_id
+        if group in self._whole:
+            remedy = "give `turn` with the first turn of each answer too"
+            raise RefusedRequest("turn", f"group {group} is sampled whole", remedy)
+        sessions = self._in_turns.setdefault(group, {})
+        if member not in sessions:
+            id, prompt = trajectory_id(group, member), ticket.prompt.token_ids
+            sessions[member] = self._sessions.open(id, prompt, ticket.seeds[member])
+        self._known.add(group)
+        self._open[group] += 1
+        try:
+            turn = await sessions[member].turn(request.prompt_token_ids, request.sampling)
+        finally:
+            self._open[group] -= 1
+        return Completion(request.id, 0, turn.segment)
 
     async def keep(self) -> None:
         """Journal new tokens each second. Returns when the ledger is closed or cannot be written; its other methods
@@ -234,8 +271,11 @@ class TicketsInFlight:
         with self._ledger.lock:
             if self._ledger.closed:
                 return False
-            for group in [id for id in self._known - self._open if not self._ledger.awaits(id)]:
+            for group in [id for id in self._known if not self._open[id] and not self._ledger.awaits(id)]:
                 self._known.discard(group)
+                self._whole.discard(group)
+                del self._open[group]
+                self._in_turns.pop(group, None)
                 self._in_flight.forget(group)
             self._ledger.flush()
         return True

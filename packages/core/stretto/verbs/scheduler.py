@@ -24,6 +24,7 @@ from stretto.core.records import (
     Trajectory,
     Update,
     Verdict,
+    derive_seed,
     trajectory_id,
 )
 from stretto.doors.mistakes import checked
@@ -121,6 +122,8 @@ class GroupScheduler:
         self._whole = nullcontext() if ledger is None else ledger.lock  # held while a change is made
         self._changed, self._claim = asyncio.Event(), object()
         self._restored = deque[Ticket]()
+        self._asked, self._seed = {prompt.id: prompt for prompt in asked}, seed
+        self._admitted = 0  # orders of the tickets that `admit` has returned are below it
         self._out: Batch | None = None  # taken, and not trained yet
         self._shown: Batch | None = None  # the same, with the mark of its tokenizer
         if ledger is not None:
@@ -164,10 +167,14 @@ class GroupScheduler:
         if self._again:
             return None
         with self._whole:
-            while self._restored:
-                if self._is_in_flight(ticket := self._restored.popleft()):  # else it has expired meanwhile
-                    return ticket
-            return self._controller.admit()
+            ticket: Ticket | None = None
+            while ticket is None and self._restored:
+                if self._is_in_flight(first := self._restored.popleft()):  # else it has expired meanwhile
+                    ticket = first
+            ticket = ticket or self._controller.admit()
+            if ticket is not None:
+                self._admitted = max(self._admitted, ticket.order + 1)
+            return ticket
 
     async def tickets(self) -> AsyncIterator[Ticket]:
         """Yield the ticket of each group as soon as it is admitted; never ends."""
@@ -186,12 +193,14 @@ class GroupScheduler:
             rewards: one for each answer; None: it is undecided, and not trained on.
 
         Raises:
-            DataError: there are too few or too many answers, or an answer lacks log-probabilities, has impossible ones,
-                was sampled with another tokenizer, or by a version that is not trained yet.
+            DataError: the ticket is another scheduler's; or there are too few or too many answers, or an answer lacks
+                log-probabilities, has impossible ones, was sampled with another tokenizer, or by a version that is not
+                trained yet.
             RunFolderError: the ledger is closed, or another scheduler uses it now.
         """
         check("finish", ticket=(ticket, _TICKET), answers=(answers, LIST), rewards=(plain(rewards), LIST))
         self._check_newest()
+        self._check_own(ticket, "finish")
         place = f"finish: group {ticket.group_id}"
         wanted = len(ticket.seeds)
         for name, given in (("answers", answers), ("rewards", rewards)):
@@ -217,6 +226,7 @@ class GroupScheduler:
         that is no longer in flight is ignored."""
         check("lose", ticket=(ticket, _TICKET), reason=(reason, _REASON))
         self._check_newest()
+        self._check_own(ticket, "lose")
         with self._whole:
             if self._is_in_flight(ticket):
                 self._controller.lose(ticket, reason)
@@ -293,6 +303,21 @@ class GroupScheduler:
                 [Problem(str(self._ledger.folder), told, "use the newest scheduler, or a folder for each")]
             )
 
+    def _check_own(self, ticket: Ticket, place: str) -> None:
+        """Refuse a ticket that `admit` of this scheduler has not returned. Once its group has ended, a copy is passed
+        over as the ticket itself is.
+
+        Raises:
+            DataError: naming it.
+        """
+        members = range(self._controller.config.group_size)
+        seeds = tuple(derive_seed(self._seed, trajectory_id(ticket.group_id, at)) for at in members)
+        own = ticket.order < self._admitted and ticket.seeds == seeds
+        own = own and self._asked.get(ticket.prompt.id) == ticket.prompt
+        if not own or any(one.group_id == ticket.group_id and one is not ticket for one in self._controller.tickets):
+            told = f"group {ticket.group_id} of another scheduler, or a copy"
+            raise DataError([Problem(f"{place}: ticket", told, "give the ticket that `admit` of this one returned")])
+
     def _settled(self) -> None:
         if self._ledger is not None:
             self._ledger.flush()
@@ -324,8 +349,14 @@ class GroupScheduler:
         return turn.segment
 
     def _resume(self, ledger: FolderLedger, version: int, origin: Mapping[str, int | str]) -> ControllerState:
-        """Read the state that a killed scheduler has left in the ledger, and the batches that the trainer has not
-        trained yet. `origin`: seed, prompts and group size of this scheduler, which must be those of the ledger."""
+        """Resume from what a killed scheduler has left in the ledger: return the state of its controller, and put the
+        batches that the trainer, at `version`, has not trained yet into `_again`. `origin`: seed, prompts and group
+        size of this scheduler, which are recorded.
+
+        Raises:
+            RunFolderError: groups were issued with another origin.
+            StoreError: the ledger ends before `version`, or is damaged.
+        """
         last = ledger.last_step()
         if ledger.balance().issued:
             _check_same_run(ledger, origin)

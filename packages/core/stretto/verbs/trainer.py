@@ -82,8 +82,9 @@ class LocalTrainer:
         stretto.Engine.load("model").update(trainer.weights())
         trainer.save("checkpoints")
 
-    `version` numbers the policies that leave the trainer: it grows by one with the first step after `weights` or
-    `save`.
+    `version` numbers the policies that leave the trainer. It is 0 at first. It grows by one with the very first step,
+    and with the first step after each `weights`, `save` or `load`. A step that is skipped counts too. `load` sets it to
+    the checkpoint's.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class LocalTrainer:
             ModelFolderError, RecipeError: as for a trainer in this process.
             RoleError: the process did not start.
         """
+        check("Trainer.apart", model=(model, MODEL))
         config = optimizer_of(settings, "Trainer.apart")
         waits = checked(deadlines or {}, "Trainer.apart: deadlines", DeadlinesConfig)
         if isinstance(model, SharedModel):

@@ -104,6 +104,7 @@ LOSSES: dict[str, Loss] = {
     "gspo": Loss({**_CLIPPED, "sequence_ratio_mask": True}, _CLIPS, _gspo),
 }
 _NOT_SERVED = {
+    "dpo": "it reads pairs; the cookbook's is a function, on the client's side (forward_backward_custom)",
     "stable_reinforce": "it reads what the sampler of its makers records; no formula of it is published",
     "custom": "custom losses run on the client's side (forward_backward_custom with a function)",
 }

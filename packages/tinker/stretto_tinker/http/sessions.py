@@ -14,7 +14,7 @@ from stretto_tinker.http.exchange import Call, Handler, NotServed, told
 from stretto_tinker.http.service import Service
 from stretto_tinker.record.dates import written
 from stretto_tinker.record.record import SessionRow
-from stretto_tinker.wire.bodies import EndSession, OfSession, OpenSession, SearchSessions
+from stretto_tinker.wire.bodies import FINISHED, EndSession, OfSession, OpenSession, SearchSessions
 
 #: Flags that the SDK reads once (``ClientConfigResponse``).
 _FLAGS: dict[str, Any] = {
@@ -91,14 +91,25 @@ class Sessions:
 
     async def _search(self, call: Call) -> Response:
         wanted = await call.parsed(SearchSessions)
+        if wanted.project_ids is not None:
+            raise RefusedRequest("project_ids", "is not served: there are no projects", "null")
         rows = self._service.record.sessions(call.owner)
-        if (name := wanted.display_name) is not None:
-            rows = [row for row in rows if name.lower() in (_opened(row).display_name or "").lower()]
-        if (id := wanted.session_id) is not None:
-            rows = [row for row in rows if row.id == id]
+        if wanted.owner.type == "user":
+            rows = [row for row in rows if row.owner in wanted.owner.owner_urns]
+        if (cursor := wanted.cursor) is not None:  # the newest come first
+            places = [at for at, row in enumerate(rows) if row.id == cursor.last_session_id]
+            rows = rows[places[0] + 1 :] if places else []
+        fitting = list[SessionRow]()
+        for row in rows:
+            opened = _opened(row)
+            if wanted.fits(row.id, opened.display_name or "", opened.user_metadata, row.ended):
+                fitting.append(row)
+        found = fitting[: wanted.limit or 50]
+        following = None
+        if len(found) < len(fitting):
+            following = {"last_created_at": written(found[-1].created), "last_session_id": found[-1].id}
         saved = Counter(one.model.partition(":")[0] for one in self._service.record.checkpoints(owner=call.owner))
-        found = [_summary(row, saved[row.id]) for row in rows[: wanted.limit or 50]]
-        return told({"sessions": found, "next_cursor": None})
+        return told({"sessions": [_summary(row, saved[row.id]) for row in found], "next_cursor": following})
 
     async def _show(self, call: Call) -> Response:
         row = self._service.session(call.path("id"), call.owner, open=False)
@@ -111,7 +122,7 @@ class Sessions:
     async def _finish(self, call: Call) -> Response:
         body = await call.parsed(EndSession)
         row = self._service.session(call.path("id"), call.owner, open=False)
-        if body.reason.type not in ("success", "errored", "interrupted"):
+        if body.reason.type not in FINISHED:
             raise NotServed(400, f"reason: {body.reason.type!r:.40}; success, errored or interrupted")
         self._service.guarded(lambda: self._service.end_session(row, body.reason.type))
         return told({})
@@ -123,13 +134,17 @@ def _opened(row: SessionRow) -> OpenSession:
 
 def _summary(row: SessionRow, checkpoints: int) -> dict[str, Any]:
     """Description of a session in a list; `checkpoints`: their number."""
-    opened = _opened(row)
+    opened, status = _opened(row), dict[str, Any]()
+    if row.ended is None:
+        status = {"type": "active"}
+    elif row.ended in FINISHED:
+        status = {"type": "client_finished", "reason": {"type": row.ended}}
     return {
         "session_id": row.id,
         "created_at": written(row.created),
         "owner": row.owner,
         "project_id": "",
-        "status": {"type": "active"} if row.ended is None else None,
+        "status": status or None,
         "checkpoints_count": checkpoints,
         "display_name": opened.display_name,
         "user_metadata": opened.user_metadata,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -18,6 +18,8 @@ Far = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]  # number of a request of a s
 _NOTHING = frozenset({b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""'})
 
 
+#: States that a client may report for the end of its session.
+FINISHED = frozenset({"success", "errored", "interrupted"})
 #: Lifetime of a checkpoint in seconds: an hour to ten years.
 Lifespan = Annotated[int, msgspec.Meta(ge=3_600, le=10 * 366 * 86_400)]
 
@@ -33,13 +35,51 @@ class OpenSession(msgspec.Struct, frozen=True):
     type: str = ""
 
 
+class _SearchOwner(msgspec.Struct, frozen=True):
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] = []
+
+
+class _SearchStatus(msgspec.Struct, frozen=True):
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: list[str] | None = None
+
+
+class _SearchCursor(msgspec.Struct, frozen=True):
+    last_session_id: str
+    last_created_at: str = ""
+
+
 class SearchSessions(msgspec.Struct, frozen=True):
     """``sessions/search``"""
 
     display_name: str | None = None
     session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: Metadata = None
+    owner: _SearchOwner = _SearchOwner()
+    statuses: list[_SearchStatus] | None = None
     limit: Count | None = None
-    cursor: str | None = None
+    cursor: _SearchCursor | None = None
+
+    def fits(self, id: str, name: str, metadata: Metadata, ended: str | None) -> bool:
+        """Whether a session of the caller is looked for; `ended`: None while it is open."""
+        named = self.display_name is not None and all(
+            word in name.lower() for word in self.display_name.lower().split()
+        )
+        anyone = self.display_name is None and self.session_id is None
+        states = self.statuses
+        return (
+            (anyone or named or id == self.session_id)
+            and (metadata or {}).items() >= (self.user_metadata or {}).items()
+            and (states is None or any(_is_in_state(ended, state) for state in states))
+        )
+
+
+def _is_in_state(ended: str | None, state: _SearchStatus) -> bool:
+    if state.type == "client_finished":
+        return ended in (FINISHED if state.reasons is None else set(state.reasons) & FINISHED)
+    return state.type == "active" and ended is None
 
 
 class OfSession(msgspec.Struct, frozen=True):

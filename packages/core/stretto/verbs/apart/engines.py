@@ -20,7 +20,7 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import Engines, InFlight
 from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.folder import load_policy
-from stretto.verbs.background import background
+from stretto.verbs.background import background, told_if_slow
 from stretto.verbs.weights import PolicyWeights, merged
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher
@@ -50,7 +50,8 @@ class SourceApart:
         self._changing = asyncio.Lock()
         self._closed = False
         try:
-            background().call(self._start())
+            with told_if_slow(f"Engine.load, {config.count} of kind {config.kind!r}", self._folder):
+                background().call(self._start())
         except BaseException:
             background().call(self._stop(keep_logs=True))
             raise

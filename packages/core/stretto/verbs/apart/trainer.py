@@ -26,7 +26,8 @@ from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.role import RoleProcess
 from stretto.trainer.optimizer import OptimizerStep
 from stretto.verbs.apart.wire import UNDO, CallResult, TrainerArguments, receive, send
-from stretto.verbs.background import background
+from stretto.verbs.arguments import FOLDER, check
+from stretto.verbs.background import background, told_if_slow
 from stretto.verbs.datum import Data, Forward, listed
 from stretto.verbs.weights import PolicyWeights
 
@@ -71,8 +72,9 @@ class TrainerApart:
         self._version = 0
         self._end = weakref.finalize(self, _end, self._process, self._near, self._folder)
         try:
-            background().call(self._start(threads))
-            self._call("", model, seconds=deadlines.start, **settings)
+            with told_if_slow("Trainer.apart", self._log):
+                background().call(self._start(threads))
+                self._call("", model, seconds=deadlines.start, **settings)
         except BaseException:
             self.close()
             raise
@@ -125,17 +127,17 @@ class TrainerApart:
 
     def save(self, folder: str | Path) -> Path:
         """See `stretto.Trainer`."""
-        found: Path = self._call("save", Path(folder).absolute())
+        found: Path = self._call("save", _place(folder, "save"))
         return found
 
     def load(self, folder: str | Path, *, optimizer: bool = True) -> int:
         """See `stretto.Trainer`."""
-        self._call("load", Path(folder).absolute(), optimizer=optimizer)
+        self._call("load", _place(folder, "load"), optimizer=optimizer)
         return self._version
 
     def export(self, folder: str | Path, *, adapters_only: bool = False) -> None:
         """See `stretto.Trainer`."""
-        self._call("export", Path(folder).absolute(), adapters_only=adapters_only)
+        self._call("export", _place(folder, "export"), adapters_only=adapters_only)
 
     def close(self) -> None:
         """End the process; this releases the locks of the folders that it has saved to."""
@@ -207,6 +209,16 @@ class TrainerApart:
             told = "a call of the trainer was interrupted within a message; close it and make another"
             self._ended = StrettoError(told)
             raise
+
+
+def _place(folder: str | Path, verb: str) -> Path:
+    """The folder, for a process that may be in another one.
+
+    Raises:
+        DataError: it is none.
+    """
+    check(verb, folder=(folder, FOLDER))
+    return Path(folder).expanduser().absolute()
 
 
 def _packed(method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> bytes:
