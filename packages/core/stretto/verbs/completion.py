@@ -7,10 +7,14 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
+from stretto.core.errors import DataError, Problem
 from stretto.core.records import Batch, Likeliest, Record, Segment, StopReason
 
 if TYPE_CHECKING:  # the import loads transformers, which a scheduler of token ids does not need
     from stretto.model.hf.tokenizer import Tokenizer
+
+AS_RETURNED = "give the completion as the engine returned it"  #: remedy for a completion with impossible numbers
+_LARGEST_LOGPROB = 1e-3  # 0, plus a rounding error
 
 
 class TextCompletion(Record, frozen=True):
@@ -61,3 +65,21 @@ def mark_of(tokenizer: Tokenizer) -> str:
     """Compute the mark of a tokenizer: a hash of its vocabulary, in hexadecimal digits."""
     vocabulary = json.dumps(sorted(tokenizer.vocabulary.items()))
     return hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()
+
+
+def check_numbers(turn: TextCompletion, mark: str, place: str) -> None:
+    """Check the numbers of a completion, and that it was sampled with the tokenizer of the prompts.
+
+    Args:
+        mark: hash of that tokenizer's vocabulary; "": not known.
+
+    Raises:
+        DataError: a number is impossible, or the tokenizer is another one.
+    """
+    if odd := [one for one in turn.logprobs if not one <= _LARGEST_LOGPROB]:  # also finds NaN
+        raise DataError([Problem(place, f"a log-probability of {odd[0]}", AS_RETURNED)])
+    if min(turn.token_ids, default=0) < 0 or min(turn.versions, default=0) < 0:
+        raise DataError([Problem(place, "a negative token or version", AS_RETURNED)])
+    if mark and turn.tokenizer not in ("", mark):
+        told = "was sampled with another tokenizer than that of the prompts"
+        raise DataError([Problem(place, told, "give tokenizer=engine.tokenizer to the scheduler")])

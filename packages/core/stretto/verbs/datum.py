@@ -182,6 +182,13 @@ def _flat(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(number for value in values for number in _row(value))
 
 
+def rewards_of(data: Data) -> dict[str, float]:
+    """Return the mean reward of a batch as a metric; empty for a list of data."""
+    groups = data.groups if isinstance(data, Batch) else ()
+    rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
+    return {"reward_mean": sum(rewards) / len(rewards)} if rewards else {}
+
+
 def check_data(data: Sequence[Datum], vocabulary: int, longest: int, place: str) -> None:
     """Check that tokens, lengths and shapes of the data are valid for the model.
 

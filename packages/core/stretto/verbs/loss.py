@@ -93,6 +93,11 @@ def by_sample(part: Minibatch, samples: Mapping[str, Sample], found: Sequence[Te
     return columns
 
 
+def columns_of(tensors: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
+    """The numbers of each tensor, flattened."""
+    return tuple(tuple(one.flatten().tolist()) for one in tensors)
+
+
 def own_gradient(
     learner: Learner, part: Minibatch, samples: Sequence[Sample], data: Sequence[object], loss: Wanted, place: str
 ) -> tuple[float, dict[str, float], list[Tensor]]:

@@ -44,7 +44,7 @@ from stretto.verbs.arguments import (
     plain,
     prompt_of,
 )
-from stretto.verbs.completion import TextCompletion, mark_of, marked
+from stretto.verbs.completion import AS_RETURNED, TextCompletion, check_numbers, mark_of, marked
 from stretto.verbs.ledger import FolderLedger
 
 if TYPE_CHECKING:  # the import loads transformers, which token ids do not need
@@ -55,8 +55,6 @@ Answer = TextCompletion | Sequence[TextCompletion | Sequence[int]]
 _PROMPTS = "mark of the prompts"
 _TICKET, _REASON = instance(Ticket, "a ticket of this scheduler"), instance(str, "a text")
 _LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none
-_LARGEST_LOGPROB = 1e-3  # 0, plus a rounding error
-_AS_RETURNED = "give the completion as the engine returned it"
 
 
 class GroupScheduler:
@@ -98,7 +96,7 @@ class GroupScheduler:
                 group), `max_staleness`, `max_in_flight`, `filter`, …
 
         Raises:
-            DataError: there is no prompt, a prompt is invalid, or an argument has the wrong type.
+            DataError: there is no prompt, a prompt is invalid, two have one id, or an argument has the wrong type.
             RecipeError: a setting is invalid.
             RunFolderError: the ledger is closed, or belongs to a run with other prompts, another order of them, another
                 seed or group_size.
@@ -340,8 +338,8 @@ class GroupScheduler:
         tokens = len(turn.token_ids)
         if not len(turn.logprobs) == len(turn.versions) == tokens:
             told = f"{tokens} tokens, {len(turn.logprobs)} log-probabilities, {len(turn.versions)} versions"
-            raise DataError([Problem(place, told, _AS_RETURNED)])
-        _check_numbers(turn, self._mark, place)
+            raise DataError([Problem(place, told, AS_RETURNED)])
+        check_numbers(turn, self._mark, place)
         trained = self._version + bool(self._out or self._again)  # the engine may have it before `advance` is called
         if (newest := max(turn.versions, default=0)) > trained:
             told = f"was sampled by version {newest}, and the scheduler is at version {self._version}"
@@ -383,24 +381,6 @@ class GroupScheduler:
                 raise RunFolderError([Problem(str(ledger.folder), told, "give the prompts of that run")]) from None
             if not group.trajectories:
                 self._restored.append(ticket)
-
-
-def _check_numbers(turn: TextCompletion, mark: str, place: str) -> None:
-    """Check the numbers of a completion, and that it was sampled with the tokenizer of the prompts.
-
-    Args:
-        mark: hash of that tokenizer's vocabulary; "": not known.
-
-    Raises:
-        DataError: a number is impossible, or the tokenizer is another one.
-    """
-    if odd := [one for one in turn.logprobs if not one <= _LARGEST_LOGPROB]:  # also finds NaN
-        raise DataError([Problem(place, f"a log-probability of {odd[0]}", _AS_RETURNED)])
-    if min(turn.token_ids, default=0) < 0 or min(turn.versions, default=0) < 0:
-        raise DataError([Problem(place, "a negative token or version", _AS_RETURNED)])
-    if mark and turn.tokenizer not in ("", mark):
-        told = "was sampled with another tokenizer than that of the prompts"
-        raise DataError([Problem(place, told, "give tokenizer=engine.tokenizer to the scheduler")])
 
 
 def _check_ids(prompts: Sequence[Prompt]) -> None:

@@ -45,7 +45,17 @@ from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapter
 from stretto.verbs.apart.trainer import TrainerApart
 from stretto.verbs.arguments import FOLDER, ArgumentKind, check, instance, optimizer_of, sampling_of
 from stretto.verbs.completion import mark_of
-from stretto.verbs.datum import Data, Forward, check_batch, check_data, check_sampled, datum_of, listed, sample_of
+from stretto.verbs.datum import (
+    Data,
+    Forward,
+    check_batch,
+    check_data,
+    check_sampled,
+    datum_of,
+    listed,
+    rewards_of,
+    sample_of,
+)
 from stretto.verbs.loss import (
     CROSS_ENTROPY,
     Loss,
@@ -54,6 +64,7 @@ from stretto.verbs.loss import (
     by_sample,
     check_data_settings,
     check_own,
+    columns_of,
     own_gradient,
     wanted,
 )
@@ -241,7 +252,7 @@ class LocalTrainer:
         if chosen.own is not None:
             with whole_gradient(self._learner.model):
                 value, metrics, found = own_gradient(self._learner, part, samples, seen, chosen, place)
-            return Forward(_plain(found), value, metrics | _rewards(data), tuple(sample.id for sample in samples))
+            return Forward(columns_of(found), value, metrics | rewards_of(data), tuple(sample.id for sample in samples))
         gradients = Gradients(self._learner, chosen.algorithm, self._reference(chosen.algorithm, place))
         before = None if proximal is None else self._proximal(part, samples, proximal, place)
         meter = Meter()
@@ -249,7 +260,7 @@ class LocalTrainer:
             columns = gradients.accumulate(part, meter, first=before is None, proximal=before)
         metrics = meter.metrics(ALONE)
         measured = metrics if chosen.sampled else {name: metrics[name] for name in ("entropy",) if name in metrics}
-        measured = {name: value for name, value in measured.items() if name != "bad_steps"} | _rewards(data)
+        measured = {name: value for name, value in measured.items() if name != "bad_steps"} | rewards_of(data)
         value = metrics.get("loss", math.nan) if part.loss_tokens else 0.0
         return self._forward(part, samples, columns, value, {**measured, "tokens": float(part.loss_tokens)})
 
@@ -310,17 +321,16 @@ class LocalTrainer:
         newest are kept. `folder` is locked: until `close`, no other trainer can save there.
 
         Raises:
-            RunFolderError: another trainer saves there, or the folder cannot be created.
+            RunFolderError: another trainer saves there, the folder holds a newer version, or it cannot be created.
             StoreError: the checkpoint cannot be written: the disk is full.
         """
         check("save", folder=(folder, FOLDER))
         self._settle()
         place = Path(folder).expanduser() / _CHECKPOINTS
         self._hold(place)
-        self._check_newest(place)
-        return Checkpoints(place).save(
-            self._published, checkpoint.TrainerState.of(self._learner, self._published).write
-        )
+        saved, state = Checkpoints(place), checkpoint.TrainerState.of(self._learner, self._published)
+        saved.continue_at(self._published)
+        return saved.save(self._published, state.write)
 
     def load(self, folder: str | Path, *, optimizer: bool = True) -> int:
         """Load the newest complete checkpoint that `save` has written to `folder`, or that a run folder has; returns
@@ -403,16 +413,6 @@ class LocalTrainer:
             raise RunFolderError([Problem(str(folder), found, "give another folder")]) from error
         self._held[key] = lock.acquire(key)
 
-    def _check_newest(self, folder: Path) -> None:
-        """Refuse a folder with a newer version, in whose place what is saved would be removed at once."""
-        saved = Checkpoints(folder)
-        if not any(version > self._published for version in saved.steps()):
-            return
-        if (newest := saved.latest()) is not None and newest.step > self._published:
-            told = f"holds version {newest.step}, and this trainer is at version {self._published}"
-            raise RunFolderError([Problem(str(folder.parent), told, "load it first, or give another folder")])
-        saved.set_aside_after(self._published)
-
     def _samples(self, data: Data, loss: Wanted, place: str, *, sampled: bool) -> list[Sample]:
         if isinstance(data, Batch):
             return self._of_batch(data, loss, place)
@@ -445,7 +445,7 @@ class LocalTrainer:
     ) -> Forward:
         columns = by_sample(part, {sample.id: sample for sample in samples}, found)
         ids = tuple(sample.id for sample in samples)
-        return Forward(_plain([columns[id] for id in ids]), loss, metrics or {}, ids)
+        return Forward(columns_of([columns[id] for id in ids]), loss, metrics or {}, ids)
 
     def _proximal(self, part: Minibatch, samples: Sequence[Sample], proximal: Forward, place: str) -> list[Tensor]:
         known = dict(zip(proximal.ids, proximal.logprobs, strict=True))
@@ -455,7 +455,7 @@ class LocalTrainer:
             raise DataError([Problem(f"{place}: proximal", told, "give what `forward` returned for the same data")])
         device = self._learner.model.device
         return [
-            torch.tensor([x for id in micro.ids for x in _of_loss(by_id[id], known[id])], device=device)
+            torch.tensor([known[id][at] for id in micro.ids for at in chosen_of(by_id[id])], device=device)
             for micro in part.micro_batches
         ]
 
@@ -471,21 +471,6 @@ class LocalTrainer:
             model = self._load(Path(folder))
             self._references[folder] = ReferencePolicy(model, self._settings, self._sampling)
         return self._references[folder]
-
-
-def _rewards(data: Data) -> dict[str, float]:
-    """Return the mean reward of a batch as a metric; empty for a list of data."""
-    groups = data.groups if isinstance(data, Batch) else ()
-    rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
-    return {"reward_mean": sum(rewards) / len(rewards)} if rewards else {}
-
-
-def _of_loss(sample: Sample, scored: Sequence[float]) -> list[float]:
-    return [scored[place] for place in chosen_of(sample)]
-
-
-def _plain(columns: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(column.flatten().tolist()) for column in columns)
 
 
 def _release(held: dict[Path, int]) -> None:

@@ -110,7 +110,7 @@ class SampledModel(Protocol):
         ...
 
     def step(self) -> dict[str, Ended]:
-        """Sample one token of each sequence that has a slot; returns the outcomes of requests that ended with it, by id."""
+        """Sample one token of each sequence that has a slot; returns the outcomes of requests that ended, by id."""
         ...
 
     @property

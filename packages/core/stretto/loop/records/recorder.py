@@ -61,8 +61,8 @@ class Recorder:
             max_staleness: staleness bound of the recipe, for the totals.
             earlier: totals of earlier processes of the run.
             clock: measures wall time and the time of reinforcement learning.
-            medium: how weights reach the engines: shared_memory, http or broadcast. If an earlier process of the run used
-                another medium, its transfers are left out of the totals.
+            medium: how weights reach the engines: shared_memory, http or broadcast. If an earlier process of the run
+                used another medium, its transfers are left out of the totals.
             slow_reward: detects a reward that is the bottleneck; None: not watched.
             sample_seconds: seconds between sampled completions in the log; 0: none.
             selection: measures selection bias; None: not measured.

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import Problem, RunFolderError, StoreError
 from stretto.core.records import Record
 from stretto.store.files import is_lacking, sync_file, sync_folder
 
@@ -146,6 +146,19 @@ class Checkpoints:
                 if not is_lacking(error):
                     raise
                 shutil.rmtree(path)
+
+    def continue_at(self, version: int) -> None:
+        """Prepare to save this version, which would be pruned beside newer ones: broken newer ones are renamed.
+
+        Raises:
+            RunFolderError: a newer version is complete.
+        """
+        if not any(step > version for step in self.steps()):
+            return
+        if (newest := self.latest()) is not None and newest.step > version:
+            told = f"holds version {newest.step}, and this trainer is at version {version}"
+            raise RunFolderError([Problem(str(self._folder.parent), told, "load it first, or give another folder")])
+        self.set_aside_after(version)
 
     def _prune(self) -> None:
         for step in self.steps()[: -self._keep]:
