@@ -3,10 +3,8 @@ environment is as before, garbage is looked for again."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import importlib.metadata
-import marshal
 import os
 import sys
 from collections.abc import Callable
@@ -18,14 +16,12 @@ from types import ModuleType
 import pytest
 import transformers
 
-from stretto.processes import imports
 from stretto.processes.imports import (
     SCANS,
     SOURCES,
     distributions_by_package,
     imports_of_roles,
     name_lines,
-    quick_imports,
     read_once,
 )
 
@@ -139,86 +135,3 @@ def test_the_environment_and_the_search_for_garbage_are_as_before(monkeypatch: p
         assert not gc.isenabled()
         raise ImportError
     assert (dict(os.environ), sys.meta_path, gc.isenabled()) == (before, finders, True)
-
-
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of the functions of dataclasses; there is none yet."""
-    path = tmp_path / "cache" / "functions"
-    monkeypatch.setattr(imports, "FUNCTIONS", path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    return path
-
-
-def point() -> type:
-    """A class with most of the functions that a dataclass can have, made now."""
-
-    @dataclasses.dataclass(frozen=True, order=True, slots=True)
-    class Point:
-        x: int
-        y: list[int] = dataclasses.field(default_factory=list)
-        label: str = dataclasses.field(default="here", kw_only=True, compare=False)
-
-    return Point
-
-
-def quick_point() -> type:
-    with quick_imports():
-        return point()
-
-
-@pytest.mark.usefixtures("kept")
-def test_dataclasses_are_as_they_are() -> None:
-    for made in (point(), quick_point(), quick_point()):  # as always, compiled, and read from the file
-        one = made(1, [2])
-        assert repr(one).endswith("Point(x=1, y=[2], label='here')")
-        assert one == made(1, [2], label="there")
-        assert one < made(1, [3])
-        assert hash(made(1, ())) == hash(made(1, ()))
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            one.x = 3
-        with pytest.raises(TypeError, match="positional"):
-            made(1, [2], "there")
-
-
-def texts(kept: Path) -> set[str]:
-    """The texts whose bytecode is in the file."""
-    return set(marshal.loads(kept.read_bytes()[len(imports.MAGIC_NUMBER) :]))
-
-
-def test_functions_are_kept_once(kept: Path) -> None:
-    quick_point()
-    first, content = texts(kept), kept.read_bytes()
-    quick_point()
-    assert kept.read_bytes() == content
-    with quick_imports():
-        dataclasses.make_dataclass("Another", ["quite_another_field"])
-    assert texts(kept) > first
-    assert list(kept.parent.iterdir()) == [kept]
-
-
-@pytest.mark.parametrize("damage", [b"", b"another version of Python", imports.MAGIC_NUMBER + b"{cut"])
-def test_a_damaged_file_is_written_anew(kept: Path, damage: bytes) -> None:
-    quick_point()
-    whole = texts(kept)
-    kept.write_bytes(damage)
-    quick_point()
-    assert texts(kept) == whole
-
-
-def test_nothing_is_kept_where_python_keeps_no_bytecode(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    quick_point()
-    assert not kept.exists()
-
-
-def test_an_import_does_not_need_the_file(kept: Path) -> None:
-    kept.parent.write_bytes(b"no folder")
-    quick_point()
-
-
-def test_dataclasses_compile_for_themselves_behind_an_import(kept: Path) -> None:
-    with suppress(ImportError), quick_imports(), quick_imports():
-        assert "exec" in vars(dataclasses)
-        raise ImportError
-    assert "exec" not in vars(dataclasses)

@@ -4,26 +4,21 @@ without threads.
 On each import, transformers reads all 2,100 files of its models for the names in them, and twice, since its cache holds
 128 of 520 folders; of each file it splits all lines to find one that begins with ``__all__``. That is a fifth of a
 role's import time. It also asks Python which distribution each package belongs to, and Python makes a path of each
-installed file; torch reads source files to name the line of each operation. Those take a tenth, and the text that
-`dataclasses` writes and compiles for each of 1,200 classes another.
+installed file; torch reads source files to name the line of each operation. Those take a tenth.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import importlib.metadata
 import inspect
-import marshal
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import MAGIC_NUMBER, cache_from_source
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -33,23 +28,18 @@ SCANS = "transformers.utils.import_utils"
 SOURCES = "torch._library.utils"
 _NAMES, _FOLDER = "fetch__all__", "create_import_structure_from_path"
 _PLACE = "get_source"
-#: Where compiled functions of dataclasses are kept: beside the bytecode of this module.
-FUNCTIONS = Path(cache_from_source(__file__)).with_suffix(".functions")
-_LARGEST = 32 << 20  # bytes of that file; it begins anew then
 _LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch asks the kernel for them, for tensors of 2 MiB and more
 
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
     """Context manager for imports: turns off the garbage collector, which would traverse all modules again and again (a
-    fifth of the time). transformers and torch, if imported in the block, read fewer files, and dataclasses compile
-    less."""
+    fifth of the time). transformers and torch, if imported in the block, read fewer files."""
     collecting, finder = gc.isenabled(), _Finder()
     gc.disable()
     sys.meta_path.insert(0, finder)
     try:
-        with _kept_functions():
-            yield
+        yield
     finally:
         sys.meta_path.remove(finder)
         if collecting:
@@ -130,58 +120,6 @@ def _packages_of(distribution: importlib.metadata.Distribution) -> set[str]:
     pairs = {path.partition("/")[:2] for path in paths}
     names = {first if inside else inspect.getmodulename(first) or first for first, inside in pairs}
     return {name for name in names if "." not in name}
-
-
-@contextmanager
-def _kept_functions() -> Iterator[None]:
-    """Let `dataclasses` find the bytecode of its functions in the file `FUNCTIONS`; what is missing is added to it."""
-    surroundings = vars(dataclasses)
-    if "exec" in surroundings:  # an outer block does it
-        yield
-        return
-    functions = _Functions(FUNCTIONS)
-    surroundings["exec"] = functions.run
-    try:
-        yield
-    finally:
-        del surroundings["exec"]
-        functions.keep()
-
-
-class _Functions:
-    """Bytecode of texts, in a file of this version of Python."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: dict[str, bytes] | None = None
-        self._new: dict[str, bytes] = {}
-
-    def run(self, text: str, surroundings: dict[str, Any], names: dict[str, Any]) -> None:
-        """Same as `exec` in a module without future imports."""
-        if self._known is None:
-            self._known = self._read()
-        if (code := self._known.get(text) or self._new.get(text)) is None:
-            compiled = compile(text, "<string>", "exec", dont_inherit=True)
-            self._new[text] = marshal.dumps(compiled)
-        else:
-            compiled = marshal.loads(code)
-        exec(compiled, surroundings, names)
-
-    def _read(self) -> dict[str, bytes]:
-        with suppress(OSError, ValueError, EOFError, TypeError):  # none yet, or damaged
-            content = self._path.read_bytes()
-            if content.startswith(MAGIC_NUMBER) and len(content) < _LARGEST:
-                return dict(marshal.loads(content[len(MAGIC_NUMBER) :]))
-        return {}
-
-    def keep(self) -> None:
-        """Add what is new to the file, where Python may keep bytecode."""
-        if self._new and not sys.dont_write_bytecode:
-            part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
-            with suppress(OSError):  # not ours to write, or no room
-                self._path.parent.mkdir(exist_ok=True)
-                part.write_bytes(MAGIC_NUMBER + marshal.dumps((self._known or {}) | self._new))
-                part.replace(self._path)
 
 
 def read_once(module: ModuleType) -> None:
