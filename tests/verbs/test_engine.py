@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stretto
+from stretto.core.errors import TornPublication
 from stretto.verbs.background import background
 from tests.launch.running import wait_until
 from tests.verbs.plain import plain_model
@@ -153,11 +155,15 @@ def test_an_engine_in_a_process_of_its_own_says_the_same(
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["here", "apart"])
-def test_weights_older_than_those_in_use_are_refused(
+def test_weights_that_are_older_or_of_another_model_are_refused_and_the_engine_goes_on(
     folder: Path, data: list[stretto.Datum], warm: None, apart: bool
 ) -> None:
     with stretto.Engine.load(folder, apart=apart, cache_gib=0.05) as engine:
-        engine.update(trained(folder, data).weights())
+        weights = trained(folder, data).weights()
+        other = {name: torch.zeros(2, 2) for name in weights.tensors}
+        with pytest.raises(TornPublication, match="version 5 is not of this model"):
+            engine.update(replace(weights, version=5, tensors=other))
+        engine.update(weights)
         with pytest.raises(stretto.RefusedRequest, match="at least 1, the version in use"):
             engine.update(stretto.Trainer(folder).weights())
         assert set(engine.sample(PROMPT, max_tokens=4)[0].versions) == {engine.version} == {1}

@@ -15,11 +15,13 @@ from stretto.core.errors import EngineLost, RefusedRequest, StrettoError
 from stretto.core.records import Completion, GenerateRequest
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.config import EngineConfig
+from stretto.engine.native.parameters import Parameters
 from stretto.engine.spec import EngineSpec, socket_folder
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import Engines, InFlight
 from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.folder import load_policy
+from stretto.model.hf.skeleton import skeleton
 from stretto.verbs.background import background, told_if_slow
 from stretto.verbs.weights import PolicyWeights, merged
 from stretto.weights.folder import remove
@@ -46,6 +48,7 @@ class SourceApart:
         self._in_flight = InFlight(self._pool, journal=None)
         # Servers of other makes load only whole policies: the base weights are kept, to add adapters to them.
         self._base = dict[str, Tensor]() if config.kind == "native" else _parameters(model)
+        self._shapes = Parameters(skeleton(model))
         self._tasks: list[asyncio.Future[Any]] = []
         self._changing = asyncio.Lock()
         self._closed = False
@@ -107,6 +110,9 @@ class SourceApart:
             if weights.version < (used := self._pool.published):
                 raise RefusedRequest("version", str(weights.version), f"at least {used}, the version in use")
             tensors = merged(self._base, weights.tensors) if self._base else weights.tensors
+            self._shapes.check(
+                weights.version, tensors
+            )  # an engine that refused them would be replaced, again and again
             await asyncio.to_thread(self._publisher.publish, weights.version, tensors.items())
             self._pool.publish(weights.version)
             await self._pool.reach(weights.version)
