@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ import pytest
 from stretto.core.errors import HandshakeRefused, MachineLost, RecipeError, TornPublication
 from stretto.core.records import Record
 from stretto.engine.http.client import HttpEngine
+from stretto.processes.tree import open_descriptors
 from stretto_cluster.agent import Offer, run_agent
 from stretto_cluster.machine import JoinedMachine, RemoteProcess
 from stretto_cluster.scratch import own_folder
@@ -392,3 +394,26 @@ def test_an_address_that_is_not_of_this_machine_is_refused(home: Path) -> None:
                 )
 
     now(work())
+
+
+def test_a_machine_that_cannot_start_its_sweeper_leaves_no_memory_and_no_lock(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks again every second, so that what one attempt leaves would add up."""
+    made: list[Path] = []
+
+    def without_room(folder: Path, memory: Path) -> subprocess.Popen[bytes]:
+        made.extend((folder, memory))
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("stretto_cluster.agent.sweeper", without_room)
+
+    async def work() -> None:
+        async with hosted(home) as host:
+            with pytest.raises(MachineLost, match="temporarily unavailable"):
+                await run_agent(Offer(host.address, TOKEN, patience=0.0), print, asyncio.Event())
+
+    now(work())
+    held = {str(Path(f"/proc/self/fd/{number}").resolve()) for number in open_descriptors()}
+    assert len(made) == 2
+    assert not [one for one in made if one.exists() or any(name.startswith(str(one)) for name in held)]

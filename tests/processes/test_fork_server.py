@@ -75,6 +75,21 @@ def test_a_process_that_a_forked_role_leaves_behind_is_killed(tmp_path: Path) ->
     assert served(work) == "ended with exit code 7"
 
 
+def test_more_roles_start_at_once_than_the_wire_holds_orders(tmp_path: Path) -> None:
+    """The orders have 30 kB each: the kernel holds 208 kB of them by default while the server forks."""
+
+    async def work(server: ForkServer) -> list[tuple[bool, int]]:
+        large = spawn(tmp_path, StubbornSpec(seconds=0.0, code=7), environment={"LARGE": "x" * 30_000})
+        os.kill(server.pid, signal.SIGSTOP)
+        starts = [asyncio.ensure_future(server.start(large)) for _ in range(16)]
+        await asyncio.sleep(0.05)  # each has tried to send its order
+        os.kill(server.pid, signal.SIGCONT)
+        roles = await asyncio.gather(*starts)
+        return [(isinstance(role, module.ForkedProcess), await role.wait()) for role in roles]
+
+    assert served(work) == [(True, 7)] * 16
+
+
 def test_a_role_is_a_child_of_the_fork_server_with_a_session_and_a_log_of_its_own(tmp_path: Path) -> None:
     async def work(server: ForkServer) -> int:
         role = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.3, code=7)))

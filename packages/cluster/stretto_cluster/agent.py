@@ -198,6 +198,8 @@ class _Session:
             undo.callback(os.close, lock)
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
             memory, held = own_memory(folder, terms)
+            undo.callback(os.close, held)
+            undo.callback(shutil.rmtree, memory, ignore_errors=True)
             session = cls(offer, terms, wire, say, folder, memory, (lock, held), sweeper(folder, memory))
             session._wish(terms.published)  # before any order, so that no newer version is overwritten
             undo.pop_all()

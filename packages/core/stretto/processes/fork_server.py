@@ -40,6 +40,7 @@ COMMAND_LINE_BYTES = 8192  # children write their command line over the server's
 _START_SECONDS = 60.0
 _STALL_SECONDS = 5.0  # without CPU use, after which the server counts as hanging
 _POLL_SECONDS = 0.5
+_PAUSE_SECONDS = 0.01
 _EXIT_CODE_SECONDS = 2.0
 _END_SECONDS = 5.0
 _ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
@@ -157,7 +158,7 @@ class ForkServer:
             undo.callback(wire.close)
             wire.setblocking(False)
             with far:
-                socket.send_fds(self._wire, [msgspec.msgpack.encode(spawn)], [far.fileno(), *spawn.inherited])
+                await self._send(msgspec.msgpack.encode(spawn), [far.fileno(), *spawn.inherited])
             match await self._reply(wire):
                 case NotSpawned(number, problem):
                     raise OSError(number, problem)
@@ -169,6 +170,21 @@ class ForkServer:
                     self._children.add(process)
                     process.on_end(lambda: self._left(process))
                     return process
+
+    async def _send(self, order: bytes, descriptors: Sequence[int]) -> None:
+        """Send an order; waits while the wire is full, as when many roles start at once.
+
+        Raises:
+            ConnectionError: the server has ended.
+            DeadlineExceeded: the server hangs.
+        """
+        async with deadline("conductor", "the fork server to take an order", _START_SECONDS):
+            while self._usable:
+                with contextlib.suppress(BlockingIOError):
+                    socket.send_fds(self._wire, [order], descriptors)
+                    return
+                await asyncio.sleep(_PAUSE_SECONDS)
+        raise DeadlineExceeded("conductor", "the fork server to take an order", _STALL_SECONDS)  # others found it hang
 
     async def _reply(self, wire: socket.socket) -> Spawned | NotSpawned | Exited:
         """Wait for the first message about a child and return it.
