@@ -112,7 +112,7 @@ class SourceApart:
             tensors = merged(self._base, weights.tensors) if self._base else weights.tensors
             self._shapes.check(
                 weights.version, tensors
-            )  # an engine that refused them would be replaced, again and again
+            )  # refusing engines would be replaced for ever
             await asyncio.to_thread(self._publisher.publish, weights.version, tensors.items())
             self._pool.publish(weights.version)
             await self._pool.reach(weights.version)
