@@ -33,6 +33,7 @@ from stretto.model.hf.tokenizer import load_tokenizer
 pytestmark = pytest.mark.usefixtures("untried")
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
+NEW = Path("runs")  # where a run would be written
 GOOD = {"prompt": "3+8=", "answer": "11", "demonstration": "11"}
 FOUR = [GOOD | {"prompt": f"{number}+{11 - number}="} for number in (3, 4, 5, 6)]
 REWARDS = "tests.launch.rewards_for_tests"
@@ -156,10 +157,10 @@ def test_texts_are_asked_by_the_chat_template_where_the_task_says_so(
 
     plain, warned = asked()
     assert plain == "3+8="
-    assert any('task.chat_template="auto"' in warning for warning in warnings(warned))
+    assert any('task.chat_template="auto"' in warning for warning in warnings(warned, NEW))
     chat, silent = asked(chat_template="auto", template_arguments={"sign": "-"})
     assert chat == "+3+8=-"
-    assert not any("chat template" in warning for warning in warnings(silent))
+    assert not any("chat template" in warning for warning in warnings(silent, NEW))
     assert asked(system_prompt="11")[0] == "+11+3+8="
     rows = {"kind": "jsonl", "file": str(tmp_path / "rows.jsonl"), "held_out": 1, "chat_template": "auto"}
     assert tokenizer.decode(plan_for(task=rows).training[0].token_ids) == "3+8="  # by a tokenizer that has none
@@ -230,9 +231,9 @@ def test_a_reference_of_another_vocabulary_is_refused(plan_for: Planner, policy:
 
 
 def test_an_answer_longer_than_a_micro_batch_is_worth_a_warning(plan_for: Planner) -> None:
-    (told,) = [note for note in warnings(plan_for(trainer={"micro_batch_tokens": 19})) if "micro_batch" in note]
+    (told,) = [note for note in warnings(plan_for(trainer={"micro_batch_tokens": 19}), NEW) if "micro_batch" in note]
     assert "may have 20 tokens, more than trainer.micro_batch_tokens = 19" in told
-    assert not [note for note in warnings(plan_for(trainer={"micro_batch_tokens": 20})) if "micro_batch" in note]
+    assert not [note for note in warnings(plan_for(trainer={"micro_batch_tokens": 20}), NEW) if "micro_batch" in note]
 
 
 def test_the_engine_and_the_trainer_get_one_setting(plan_for: Planner) -> None:
@@ -373,12 +374,44 @@ def test_the_disk_estimate_counts_what_each_checkpoint_holds(plan_for: Planner, 
     assert judged.total - alone.total == alone.checkpoints
 
 
+def test_a_run_that_may_outgrow_its_disk_is_warned_of_with_the_key_that_shrinks_it(
+    plan_for: Planner, tmp_path: Path
+) -> None:
+    free = estimate_disk(plan_for(), tmp_path).available
+    steps = 2 * free // estimate_disk(plan_for(trainer={"steps": 1, "keep_versions": "all"}), tmp_path).policies
+    many = {"steps": 4 * steps, "keep_versions": "all"}
+    (said,) = [note for note in warnings(plan_for(trainer=many), tmp_path) if "disk" in note]
+    assert f"may not fit on the disk of {tmp_path}: up to " in said
+    assert said.endswith("most of it policies: fewer trainer.keep_versions shrinks it")
+    assert not [note for note in warnings(plan_for(), tmp_path) if "disk" in note]
+
+
+def test_what_a_resumed_run_has_written_needs_no_further_room(plan_for: Planner, tmp_path: Path) -> None:
+    assert estimate_disk(plan_for(), tmp_path).written == 0
+    (inner := tmp_path / "run" / "policy").mkdir(parents=True)
+    (inner / "model.safetensors").write_bytes(bytes(1000))
+    assert estimate_disk(plan_for(), tmp_path / "run").written == 0, "it is no run"
+    (tmp_path / "run" / "ledger.sqlite").write_bytes(bytes(24))
+    assert estimate_disk(plan_for(), tmp_path / "run").written == 1024
+
+
+def test_what_shrinks_a_rank_is_said_once(plan_for: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the memory; a warning has the sums, and what makes them smaller."""
+    monkeypatch.setattr("stretto.launch.preflight.estimates.available_memory", lambda: 1 << 20)
+    memory = estimate_memory(plan := plan_for())
+    assert memory.total > memory.available
+    (said,) = [note for note in warnings(plan, NEW) if "may not fit into memory" in note]
+    assert str(memory.rank) in str(memory)
+    assert str(memory.rank) not in said
+    assert "engine.slots" in said
+
+
 def test_what_works_but_perhaps_not_as_hoped_is_said(plan_for: Planner) -> None:
-    assert warnings(plan_for(engine={"threads": 1}, rollout={"batch_size": 2, "max_staleness": 0})) == []
-    said = warnings(plan_for(engine={"count": 200}, rollout={"batch_size": 4}, trainer={"threads": 100}))
+    assert warnings(plan_for(engine={"threads": 1}, rollout={"batch_size": 2, "max_staleness": 0}), NEW) == []
+    said = warnings(plan_for(engine={"count": 200}, rollout={"batch_size": 4}, trainer={"threads": 100}), NEW)
     assert any("will slow each other down" in warning for warning in said)
     assert any("a batch of 4 groups repeats prompts: the task has 3" in warning for warning in said)
-    said = warnings(plan_for([GOOD] * 4))
+    said = warnings(plan_for([GOOD] * 4), NEW)
     assert any("also trained on" in warning and "rows.jsonl:4, as in" in warning for warning in said)
 
 

@@ -63,6 +63,7 @@ INSPECTION: dict[str, type | tuple[type, ...] | list[str]] = {
     "canary_proofs": list,
     "state": str,
     "reason": str,
+    "replay": type(None),
     "predicted": type(None),  # nothing was predicted of this run
     "not_predicted": str,
     "alarms": list,

@@ -5,6 +5,7 @@
 - the planner takes a recipe as it is.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def test_a_dry_run_says_the_memory_of_a_device(capsys: pytest.CaptureFixture[str
     check(PAPER / "math_1.5b.toml", ["rewards.workers=1"])
     told = capsys.readouterr().out
     assert "per device  32 ranks of " in told
+    assert len(re.findall(r"GiB, most of it \w+ \(", told)) == 1, "what fills a rank's memory is said once"
     assert "96 engines of 1, 3.3 GiB of weights on each" in told
     assert "nothing was started" in told
 

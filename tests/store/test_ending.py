@@ -8,12 +8,13 @@ import os
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stretto.core.errors import StoreError
 from stretto.store import lock
-from stretto.store.ending import ENDING, Condition, Ending, condition, read_ending
-from stretto.store.folder.branch import ORIGIN
+from stretto.store.ending import ENDING, Condition, Ending, branch_of, condition, read_ending
+from stretto.store.folder.branch import ORIGIN, Branch
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
@@ -91,6 +92,11 @@ def test_a_branch_of_a_replay_is_finished_whatever_its_run_was(tmp_path: Path) -
     run = written(tmp_path / "run", Ending("running"))
     (run / ORIGIN).write_text("{}")
     assert condition(run) == Condition("finished", "a replay")
+    origin = Branch(run="runs/first", first_step=20, last_step=60, changes={"trainer.learning_rate": "was 1 and is 2"})
+    (run / ORIGIN).write_bytes(msgspec.json.encode(origin))
+    assert branch_of(run) == origin
+    assert condition(run) == Condition("finished", "a replay of runs/first from step 20")
+    assert inspect_run(run).replay == origin
 
 
 def test_a_run_that_has_no_ledger_yet_was_killed(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def memory_per_device(asked: Outline) -> str:
     costs = Costs(job, machine_of(_ANY), layout)
     memory, cache = costs.memory(), costs.token_bytes / 2**20
     return (
-        f"{layout.ranks} ranks of {costs.rank()}; {layout.engines} engines of {layout.tensor}, "
+        f"{layout.ranks} ranks of {costs.rank().total / 2**30:.1f} GiB; {layout.engines} engines of {layout.tensor}, "
         f"{memory.engine:.1f} GiB of weights on each, and {cache:.3f} MiB for each token in the KV cache"
     )
 

@@ -21,9 +21,10 @@ from typing import Literal
 
 import msgspec
 
+from stretto.core.errors import StoreError
 from stretto.core.records import Record
 from stretto.store import lock
-from stretto.store.folder.branch import ORIGIN
+from stretto.store.folder.branch import ORIGIN, Branch
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.schema import reading
@@ -32,6 +33,7 @@ from stretto.store.series.follower import open_plain
 #: Name of the fact in the ledger.
 ENDING = "ending"
 _LARGEST_LOG = 1 << 16  # bytes that are read from the end of the log
+_LARGEST_ORIGIN = 1 << 20
 _LONGEST_REASON = 600
 _FACT = "SELECT value FROM meta WHERE name = ?"
 _STARTED = re.compile(r"^[\d-]{10} [\d:]{8}  starts at version \d+$", re.MULTILINE)
@@ -105,7 +107,7 @@ def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callabl
     if lock.is_held(folder):
         return Condition("running")
     if (folder / ORIGIN).is_file():
-        return Condition("finished", "a replay")
+        return Condition("finished", str(branch_of(folder) or "a replay"))
     found, text = ending(), log()
     how = found if found is not None else _ending_of_log(text)
     if how.how != "running":
@@ -115,6 +117,15 @@ def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callabl
     last = text.strip().rpartition("\n")[2]
     said = f"; the log ends with: {cut(last)}" if last else ""
     return Condition("dead", "its process is gone without a word" + said)
+
+
+def branch_of(folder: Path) -> Branch | None:
+    """Origin of a branch of `stretto replay`; None if the run is no branch, or its origin cannot be read."""
+    try:
+        with open(open_plain(folder / ORIGIN), "rb") as file:
+            return msgspec.json.decode(file.read(_LARGEST_ORIGIN), type=Branch)
+    except (OSError, StoreError, msgspec.MsgspecError, RecursionError):
+        return None
 
 
 def read_ending(ledger: Path) -> Ending | None:

@@ -17,7 +17,8 @@ from stretto.core.records import Record
 from stretto.measures.goodput import Category
 from stretto.measures.selection import SELECTION, Bias, MaskedGroups, SelectionBias, report
 from stretto.store import lock
-from stretto.store.ending import condition
+from stretto.store.ending import branch_of, condition
+from stretto.store.folder.branch import Branch
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.reading import BOUNDS, tokens_on_record
 from stretto.store.ledger.schema import reading
@@ -143,6 +144,7 @@ class Inspection(Record, frozen=True):
     canary_proofs: tuple[CanaryProof, ...] = ()  # the same with all fields
     state: str = ""
     reason: str = ""
+    replay: Branch | None = None  # origin of a branch of `stretto replay`, which generates and evaluates nothing
 
 
 def inspect_run(path: str | Path) -> Inspection:
@@ -156,6 +158,7 @@ def inspect_run(path: str | Path) -> Inspection:
     with reading(folder.ledger) as connection:
         check_rows(connection, folder.ledger)
         found = inspection_of(connection)
+    found = of_branch(found, branch_of(folder.path))
     how = condition(folder.path)
     return msgspec.structs.replace(found, gateway=_gateway(folder), state=how.state, reason=how.reason)
 
@@ -220,6 +223,25 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
         canary_proofs=proofs,
         selection_bias=report(selection),
         masked_groups=selection.masked,
+    )
+
+
+def of_branch(found: Inspection, branch: Branch | None) -> Inspection:
+    """The inspection of a branch, without what its copy of the ledger says of the run's engines and of the tokens that
+    the run wasted; `found` itself if `branch` is None."""
+    if branch is None:
+        return found
+    kept = msgspec.structs.replace(found.tokens, wasted=0)
+    return msgspec.structs.replace(
+        found,
+        replay=branch,
+        tokens=kept,
+        engines=(),
+        canary=(),
+        canary_proofs=(),
+        goodput={},
+        goodput_roles={},
+        idle={},
     )
 
 

@@ -6,22 +6,27 @@
     the state after step --from
         │  batches after it, with the changed settings
         ▼
-    a branch: RUN/branches/001, a folder with recipe, metrics, ledger and last policy
+    a branch: RUN/branches/001, a folder with recipe, questions, ledger and last policy, and metrics of its own steps
 
+A replay generates and evaluates nothing: a branch has no held-out accuracy until `stretto eval` measures it.
 With unchanged settings the weights are bit-equal to the run's, on the same machine with the same number of threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
+from safetensors import safe_open
 
 from stretto.core.errors import CheckpointLost, Problem, RoleError, RunFolderError, StoreError
 from stretto.core.records import Update
@@ -29,15 +34,18 @@ from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_to
 from stretto.launch.recipe.recorded import RECIPE, recorded_recipe
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.learner.recovery import START, Recovery, check_start
+from stretto.measures.selection import SELECTION
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.store.folder.branch import CHANGEABLE, ORIGIN, Branch
-from stretto.store.folder.policies import same_weights, why_incomparable
+from stretto.store.folder.policies import same_weights, weight_files, why_incomparable
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.reading import last_step, read_batches, read_fact
 from stretto.store.ledger.rows import update_columns
 from stretto.store.ledger.schema import open_for_reading
-from stretto.store.series.metrics import MetricsLog, read_metrics
+from stretto.store.ledger.seals import seal
+from stretto.store.series.metrics import MetricsLog, StepMetrics, read_metrics
+from stretto.store.totals import JUDGED, TOTALS, Totals
 from stretto.trainer.spec import TrainerSpec
 
 _STOP_GRACE = 1.0
@@ -46,12 +54,14 @@ _STOP_GRACE = 1.0
 @dataclass(frozen=True)
 class Replayed:
     """Result of a replay. `folder`: of the branch. `equal`: whether the weights equal the run's; None if settings were
-    changed, or if the weights cannot be compared. `incomparable`: why they cannot."""
+    changed, or if the weights cannot be compared. `incomparable`: why they cannot. `apart`: with changed settings, the
+    norm of the difference as a share of the norm of the run's weights, and the largest difference of one weight."""
 
     folder: Path
     branch: Branch
     equal: bool | None
     incomparable: str = ""
+    apart: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         branch = self.branch
@@ -60,7 +70,28 @@ class Replayed:
             text += f"\nthe weights are {'' if self.equal else 'NOT '}bit-equal to the run's"
         elif self.incomparable:
             text += f"\nthe weights could not be compared with the run's: {self.incomparable}"
-        return text
+        elif self.apart is not None:
+            text += f"\n{_how_far(*self.apart)}"
+        policy = RunFolder(self.folder).policy(branch.last_step)
+        return f"{text}\nno held-out accuracy: stretto eval {policy} --task {self.folder / 'recipe.toml'} measures it"
+
+
+def _how_far(share: float, largest: float) -> str:
+    if not math.isfinite(share):
+        return "the weights could not be compared with the run's: some are not finite"
+    if largest == 0:
+        return "the weights are equal to the run's: the changed settings made no difference"
+    return f"the weights differ from the run's by {share:.2%} of their norm, one weight by {largest:.3g} at most"
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """A step that was trained again. `wall_seconds`: since the replay began; `rl_seconds`: since its first step
+    began."""
+
+    update: Update
+    wall_seconds: float
+    rl_seconds: float
 
 
 def replay(
@@ -101,8 +132,7 @@ def replay(
     target = _branch_folder(folder, out)
     branch = Branch(run=str(run_dir), first_step=first_step, last_step=until, changes=changes)
     try:
-        updates = asyncio.run(_train(folder, target, before, after, branch, say, spawner))
-        _record(folder, target, after, branch, updates)
+        _record(folder, target, after, branch, asyncio.run(_train(folder, target, before, after, branch, say, spawner)))
     except RoleError:
         if logs := _all_but_logs_removed(target):
             say(f"logs of the trainer: {', '.join(map(str, logs))}")
@@ -111,10 +141,31 @@ def replay(
         shutil.rmtree(target, ignore_errors=True)
         raise
     ours, theirs = RunFolder(target).policy(until), folder.policy(until)
-    if changes:
-        return Replayed(target, branch, None)
-    equal = same_weights(ours, theirs)
-    return Replayed(target, branch, equal, why_incomparable(ours, theirs) if equal is None else "")
+    if (equal := same_weights(ours, theirs)) is None:
+        return Replayed(target, branch, None, why_incomparable(ours, theirs))
+    if not changes:
+        return Replayed(target, branch, equal)
+    apart = _apart(ours, theirs)
+    return Replayed(target, branch, None, "" if apart else "they are other tensors", apart)
+
+
+def _apart(ours: Path, theirs: Path) -> tuple[float, float] | None:
+    """Compute how far weights differ, as `Replayed.apart`, one tensor at a time; None if the tensors have other names
+    or shapes."""
+    of_gap, of_run, largest = 0.0, 0.0, 0.0
+    for mine, other in zip(weight_files(ours), weight_files(theirs), strict=True):
+        with safe_open(mine, "pt") as one, safe_open(other, "pt") as run:
+            if set(one.keys()) != set(run.keys()):
+                return None
+            for name in run.keys():  # noqa: SIM118 - it is no mapping
+                first, second = one.get_tensor(name).float(), run.get_tensor(name).float()
+                if first.shape != second.shape:
+                    return None
+                gap = first - second
+                of_gap += float(torch.linalg.vector_norm(gap, dtype=torch.float64)) ** 2
+                of_run += float(torch.linalg.vector_norm(second, dtype=torch.float64)) ** 2
+                largest = max(largest, float(gap.abs().max()))
+    return math.sqrt(of_gap) / (math.sqrt(of_run) or 1.0), largest
 
 
 def _refuse_edited(folder: RunFolder, recorded: Recipe) -> None:
@@ -136,7 +187,8 @@ async def _train(
     branch: Branch,
     say: Callable[[str], None],
     spawner: Spawner,
-) -> list[Update]:
+) -> list[_Repeated]:
+    began = time.monotonic()
     recovery, log = Recovery(folder, before.store.keep_checkpoints), target / "trainer.txt"
     checkpoint: Path | None = None
     if branch.first_step:
@@ -144,15 +196,18 @@ async def _train(
         async with _trainer(folder, before, log, None, spawner, recovery, branch.first_step) as trainer:
             await _saved(trainer, checkpoint)
         say(f"restored the state after step {branch.first_step}")
-    updates: list[Update] = []
+    repeated: list[_Repeated] = []
     async with _trainer(folder, after, log, checkpoint, spawner) as trainer:
+        first = time.monotonic()
         for batch in read_batches(folder.ledger, branch.first_step, branch.last_step):
-            updates.append(await trainer.train(batch, publish=False))
-            say(f"step {batch.step}: loss {updates[-1].metrics.get('loss', float('nan')):.6g}")
+            update = await trainer.train(batch, publish=False)
+            now = time.monotonic()
+            repeated.append(_Repeated(update, now - began, now - first))
+            say(f"step {batch.step}: loss {update.metrics.get('loss', float('nan')):.6g}")
         await trainer.save_policy(RunFolder(target).policy(branch.last_step))
     if checkpoint is not None:
         shutil.rmtree(checkpoint)
-    return updates
+    return repeated
 
 
 async def _saved(trainer: TrainerLink, checkpoint: Path) -> None:
@@ -226,26 +281,62 @@ def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
     return target
 
 
-def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, updates: Sequence[Update]) -> None:
-    """Complete the branch as a run folder: write its origin and recipe, and copy the run's ledger and metrics with the
-    repeated updates in them."""
+def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, repeated: Sequence[_Repeated]) -> None:
+    """Complete the branch as a run folder: write its origin and recipe, copy the run's questions and ledger with the
+    repeated updates in it, and write the metrics of the repeated steps. The branch has no measurements of the run."""
     (target / ORIGIN).write_bytes(msgspec.json.format(msgspec.json.encode(branch)) + b"\n")
     (target / "recipe.toml").write_text(to_toml(recipe))
+    if folder.questions.exists():
+        shutil.copyfile(folder.questions, RunFolder(target).questions)
     try:
         with (
             closing(open_for_reading(folder.ledger)) as source,
             closing(sqlite3.connect(target / "ledger.sqlite")) as copy,
         ):
             source.backup(copy)
-            for update in updates:
+            for one in repeated:
                 copy.execute(
-                    "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?", update_columns(update)
+                    "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?", update_columns(one.update)
                 )
-            copy.execute("DELETE FROM meta WHERE name IN (?, ?)", (RECIPE, START))  # facts that hold for the run only
+            of_the_run = (RECIPE, START, TOTALS, SELECTION, JUDGED)  # facts that hold for the run only
+            copy.executemany("DELETE FROM meta WHERE name = ?", [(name,) for name in of_the_run])
+            totals = msgspec.json.encode(_totals(folder, repeated)).decode()
+            copy.execute("INSERT INTO meta VALUES (?, ?, ?)", (TOTALS, totals, seal(TOTALS, totals)))
             copy.commit()
     except sqlite3.Error as error:
         raise StoreError(f"{target}: the ledger cannot be copied: {error}") from error
-    metrics, by_step = MetricsLog(target / "metrics.jsonl"), {update.step: update for update in updates}
+    metrics, by_step = MetricsLog(target / "metrics.jsonl"), {one.update.step: one for one in repeated}
     for line in read_metrics(folder.metrics)[0]:
-        again = by_step.get(line.step)
-        metrics.append(msgspec.structs.replace(line, trainer=again.metrics) if again is not None else line)
+        if (again := by_step.get(line.step)) is not None:
+            metrics.append(_line(line, again))
+
+
+def _totals(folder: RunFolder, repeated: Sequence[_Repeated]) -> Totals:
+    """Totals of a branch: the bound under which its batches were sampled, and its own seconds."""
+    of_run = read_fact(folder.ledger, TOTALS, Totals)
+    bound, last = of_run.max_staleness if of_run is not None else None, repeated[-1]
+    return Totals(max_staleness=bound, wall_seconds=last.wall_seconds, rl_seconds=last.rl_seconds)
+
+
+def _line(line: StepMetrics, again: _Repeated) -> StepMetrics:
+    """Metrics of a repeated step: what `line` of the run says of the batch, and what the replay measured. What only the
+    run measured (generated tokens, busy shares, memory, queues, goodput, canary, selection bias) has no value."""
+    return StepMetrics(
+        step=line.step,
+        version=line.version,
+        wall_seconds=again.wall_seconds,
+        rl_seconds=again.rl_seconds,
+        accuracy=line.accuracy,
+        reward=line.reward,
+        length_mean=line.length_mean,
+        length_max=line.length_max,
+        staleness_mean=line.staleness_mean,
+        staleness_max=line.staleness_max,
+        trained_tokens=line.trained_tokens,
+        masked_tokens=line.masked_tokens,
+        skipped=again.update.skipped,
+        trainer=again.update.metrics,
+        rewards=line.rewards,
+        max_staleness=line.max_staleness,
+        truncated=line.truncated,
+    )

@@ -20,7 +20,7 @@ from stretto.launch.assemble.run import StartState, run
 from stretto.launch.commands.data_record import DATA, DataRecord, write_questions
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.devices import placed, seat_of_warm_start, seats_of, unplaced, usable_gpus
-from stretto.launch.preflight.estimates import estimate_disk, estimate_memory, step_and_run, warnings
+from stretto.launch.preflight.estimates import LESS_MEMORY, estimate_disk, estimate_memory, step_and_run, warnings
 from stretto.launch.preflight.paper import is_on_paper, outline
 from stretto.launch.preflight.plan import Outline, Plan, make_plan
 from stretto.launch.preflight.trainable import check_checkpoint
@@ -99,10 +99,11 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
         prepared = prepare(recipe_path, overrides, run_dir, resume, write=False)
         prepared.folder.release()
         plan: Outline = prepared.plan
+        folder = prepared.path
         for sentence in prepared.beginning.sentences():
             print(f"resume      {sentence}")
     else:
-        wanted = load_recipe(recipe_path, overrides)
+        wanted, folder = load_recipe(recipe_path, overrides), run_dir or Path.cwd() / "runs"
         plan = _seated(outline(wanted)) if is_on_paper(wanted) else _fitting(make_plan(wanted, dry=True), dry=True)
     recipe = plan.recipe
     print(f"recipe      {recipe_path}")
@@ -120,8 +121,8 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
         print(f"devices     {sentence}")
     if is_on_paper(recipe):
         print(f"per device  {_memory_per_device(plan)}")
-    print(f"disk        {estimate_disk(plan, Path.cwd() / 'runs')}")
-    found = warnings(plan)
+    print(f"disk        {estimate_disk(plan, folder)}")
+    found = warnings(plan, folder)
     for warning in found:
         print(f"warning     {warning}")
     print(f"{f'{len(found)} lines of warnings' if found else 'no problems found'}; nothing was started")
@@ -206,8 +207,7 @@ def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
     memory = estimate_memory(plan)
     # Without nvidia-smi, GPUs are not known here, and no seats are assigned.
     if memory.total > _HOPELESS * memory.available and not (plan.seats or torch.cuda.is_available()):
-        remedy = "a smaller model, fewer engines or engine.slots, a smaller engine.cache_gib or trainer.lora need less"
-        raise RecipeError([Problem("memory", f"the run needs {memory}", remedy)])
+        raise RecipeError([Problem("memory", f"the run needs {memory}", LESS_MEMORY)])
     return plan
 
 
@@ -257,7 +257,7 @@ class Prepared:
                 logbook.say(sentence)
             for sentence in placed(self.plan, self.plan.seats):
                 logbook.say(sentence)
-            for warning in warnings(self.plan):
+            for warning in warnings(self.plan, self.path):
                 logbook.say(f"warning: {warning}")
             try:
                 with collected_seldom():

@@ -20,6 +20,15 @@ from stretto.worlds.workflows.config import WorkflowConfig
 
 _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
 
+#: What a run with too little memory may change.
+LESS_MEMORY = "a smaller model, fewer engines or engine.slots, a smaller engine.cache_gib or trainer.lora need less"
+_LESS_DISK = {
+    "ledger": 'store.keep_payloads = "none" or a smaller sampling.max_tokens',
+    "policies": "fewer trainer.keep_versions",
+    "checkpoints": "fewer store.keep_checkpoints",
+    "tokens": "a smaller logging.tokens_gib",
+}
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -124,22 +133,28 @@ def _on_gpu(plan: Outline, role: str, device: str) -> bool:
 
 @dataclass(frozen=True)
 class DiskEstimate:
-    """Upper bound in bytes of the run folder by part, and bytes available on its disk."""
+    """Upper bound in bytes of the run folder by part, bytes available on its disk, and bytes that a resumed run has
+    already written there."""
 
     ledger: int
     policies: int
     checkpoints: int
     tokens: int
     available: int
+    written: int = 0
 
     @property
     def total(self) -> int:
         return self.ledger + self.policies + self.checkpoints + self.tokens
 
+    @property
+    def largest(self) -> str:
+        """Name of the largest part."""
+        return max(_LESS_DISK, key=lambda name: int(getattr(self, name)))
+
     def __str__(self) -> str:
-        of_states = ("policies", self.policies), ("checkpoints", self.checkpoints)
-        parts = (("ledger", self.ledger), *of_states, ("tokens", self.tokens))
-        shown = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in (*parts, ("all", self.total)))
+        parts = [*((name, getattr(self, name)) for name in _LESS_DISK), ("all", self.total)]
+        shown = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts)
         return f"{shown} at most; available {self.available / 2**30:.2f} GiB"
 
 
@@ -149,7 +164,7 @@ def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
     Ledger: 16 bytes per token (id, log-probability, version), with all completions at their length limit, and 200 bytes
     per row. Per-token data: 13 bytes per token, at most `logging.tokens_gib`. Policies: in the dtype in which they are
     written. Checkpoints: float32 weights and Adam's two moments, also of a critic; one more while it is written.
-    `folder`: where the run folder will be.
+    `folder`: where the run folder will be, or the folder of a run to be resumed.
     """
     recipe, weights = plan.recipe, plan.base.parameters * 4
     trainer, store, rollout = recipe.trainer, recipe.store, recipe.rollout
@@ -157,12 +172,14 @@ def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
     steps = trainer.steps if store.keep_payloads != "none" else trainer.checkpoint_every * (store.keep_checkpoints + 1)
     completions = steps * rollout.batch_size * rollout.group_size
     trained = trainer.steps * rollout.batch_size * rollout.group_size
+    resumed = (folder / "ledger.sqlite").exists()
     return DiskEstimate(
         ledger=completions * plan.sampling.max_tokens * 16 + trained * 200,
         policies=kept * plan.base.parameters * _width(trainer.save_dtype, plan.base.dtype),
         checkpoints=(store.keep_checkpoints + 1) * 3 * weights * (2 if recipe.algorithm.critic else 1),
         tokens=recipe.logging.most_bytes(trained * plan.sampling.max_tokens),
         available=shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free,
+        written=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if resumed else 0,
     )
 
 
@@ -172,8 +189,9 @@ def _width(wanted: str, own: str) -> int:
     return 2 if (own if wanted == "model" else wanted) in ("bfloat16", "float16") else 4
 
 
-def warnings(plan: Outline) -> Sequence[str]:
-    """Return warnings about settings that work but may be slow or need much memory, after the notes of the plan."""
+def warnings(plan: Outline, folder: Path) -> Sequence[str]:
+    """Return warnings about settings that work but may be slow or need much memory or disk space, after the notes of
+    the plan. `folder`: as for `estimate_disk`."""
     recipe, notes = plan.recipe, list(plan.notes)
     cores = available_cores()
     served = 0 if recipe.engine.addresses else recipe.local_engines
@@ -187,7 +205,13 @@ def warnings(plan: Outline) -> Sequence[str]:
         )
     memory = estimate_memory(plan)
     if memory.total > memory.available:
-        notes.append(f"the run may not fit into memory: {memory}")
+        sizes = f"{memory.total / 2**30:.2f} GiB, available {memory.available / 2**30:.2f} GiB"
+        notes.append(f"the run may not fit into memory: {sizes}; {LESS_MEMORY}")
+    disk = estimate_disk(plan, folder)
+    if disk.total - disk.written > disk.available:
+        sizes = f"up to {disk.total / 2**30:.2f} GiB, available {disk.available / 2**30:.2f} GiB"
+        least = f"most of it {disk.largest}: {_LESS_DISK[disk.largest]} shrinks it"
+        notes.append(f"the run may not fit on the disk of {folder}: {sizes}; {least}")
     if recipe.rollout.batch_size > len(plan.training):
         notes.append(
             f"a batch of {recipe.rollout.batch_size} groups repeats prompts: the task has {len(plan.training)}"

@@ -18,3 +18,6 @@ class Branch(Record, frozen=True):
     first_step: int  # trained after this step
     last_step: int
     changes: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"a replay of {self.run} from step {self.first_step}"

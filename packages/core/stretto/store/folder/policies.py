@@ -13,7 +13,7 @@ def same_weights(first: Path, second: Path) -> bool | None:
     Raises:
         OSError: a file cannot be read.
     """
-    ours, theirs = _weights(first), _weights(second)
+    ours, theirs = weight_files(first), weight_files(second)
     if not ours or [path.name for path in ours] != [path.name for path in theirs]:
         return None
     return all(filecmp.cmp(*pair, shallow=False) for pair in zip(ours, theirs, strict=True))
@@ -22,11 +22,11 @@ def same_weights(first: Path, second: Path) -> bool | None:
 def why_incomparable(first: Path, second: Path) -> str:
     """Why `same_weights` returns None for these two folders, in words for a message."""
     for policy in (first, second):
-        if not _weights(policy):
+        if not weight_files(policy):
             return f"{policy} has no weights" if policy.is_dir() else f"{policy} is not there"
     return f"{first} and {second} are divided into files in different ways"
 
 
-def _weights(policy: Path) -> list[Path]:
+def weight_files(policy: Path) -> list[Path]:
     """List the weight files of a policy folder: one file, or several for a large model."""
     return sorted(policy.glob("model*.safetensors"))

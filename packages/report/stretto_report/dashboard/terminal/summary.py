@@ -121,6 +121,8 @@ Rows = Iterable[tuple[str, RenderableType]]
 def _state(inspection: Inspection) -> Rows:
     if inspection.state:
         yield "state", f"{inspection.state}: {inspection.reason}" if inspection.reason else inspection.state
+    for key, change in inspection.replay.changes.items() if inspection.replay else ():
+        yield "changed", f"{key} {change}"
 
 
 def _accuracy(inspection: Inspection) -> Rows:
@@ -147,7 +149,8 @@ def _work(inspection: Inspection) -> Rows:
         if count
     ]
     yield "trajectories", f"{counts.issued:,} = {' + '.join(parts) or 'none'}"
-    yield "", f"{counts.trained / seconds:,.0f} trained a second" if seconds else "none trained yet"
+    if inspection.replay is None:  # `seconds` of a branch are those of its own steps
+        yield "", f"{counts.trained / seconds:,.0f} trained a second" if seconds else "none trained yet"
     yield "tokens", f"{tokens.generated:,} generated, {tokens.trained:,} trained"
     yield "", f"{tokens.recomputed:,} recomputed, {tokens.wasted:,} wasted"
 

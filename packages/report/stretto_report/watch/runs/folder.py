@@ -13,7 +13,6 @@ import msgspec
 
 from stretto.core.errors import StoreError
 from stretto.store.ending import Condition, Ending, condition_of, cut
-from stretto.store.folder.branch import ORIGIN, Branch
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.wal import log_of
 from stretto_report.watch.index.files import read_text, refuse_strange_files
@@ -57,14 +56,6 @@ def _last_error(folder: Path) -> str:
         if name != "run" and _WRONG.search(last):
             return f"; {name} said last: {cut(last)}"
     return ""
-
-
-def branch_of(folder: Path) -> Branch | None:
-    """Origin of a branch of `stretto replay`; None if the run is no branch, or its origin cannot be read."""
-    try:
-        return msgspec.convert(json_of(folder / ORIGIN), Branch)
-    except msgspec.ValidationError:
-        return None
 
 
 def recipe_text(folder: Path) -> str | None:

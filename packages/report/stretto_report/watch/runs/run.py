@@ -13,9 +13,9 @@ import numpy as np
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, State
-from stretto.store.ending import Condition, Ending, ending_of
+from stretto.store.ending import Condition, Ending, branch_of, ending_of
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import Inspection, inspection_of
+from stretto.store.inspection import Inspection, inspection_of, of_branch
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto_report.audit.alarms import AlarmReport, disk_of, findings_of, last_step_of, mismatch_of, number_of
@@ -217,7 +217,7 @@ class WatchedRun:
                 self._counted = (now + _COUNT_SHARE * (now - since), counts)
         totals = msgspec.json.decode(found[TOTALS][0], type=Totals) if found[TOTALS] else None
         engines = msgspec.json.decode(found[ENGINES][0], type=tuple[Membership, ...]) if found[ENGINES] else ()
-        return _Recorded(totals, engines, newest, ending)
+        return _Recorded(totals, () if branch_of(self.folder) else engines, newest, ending)
 
     def _of_ledger(self, read: Callable[[], Fact]) -> Fact | None:
         if time.monotonic() < self._again:
@@ -271,7 +271,7 @@ class WatchedRun:
 
     def _inspect(self) -> Inspection:
         with read_ledger(self.folder) as connection:
-            return inspection_of(connection)
+            return of_branch(inspection_of(connection), branch_of(self.folder))
 
     def recipe_text(self) -> str:
         """Recipe as written; empty if it cannot be read."""
