@@ -110,9 +110,7 @@ class SourceApart:
             if weights.version < (used := self._pool.published):
                 raise RefusedRequest("version", str(weights.version), f"at least {used}, the version in use")
             tensors = merged(self._base, weights.tensors) if self._base else weights.tensors
-            self._shapes.check(
-                weights.version, tensors
-            )  # refusing engines would be replaced for ever
+            self._shapes.check(weights.version, tensors)  # refusing engines would be replaced for ever
             await asyncio.to_thread(self._publisher.publish, weights.version, tensors.items())
             self._pool.publish(weights.version)
             await self._pool.reach(weights.version)

@@ -49,6 +49,7 @@ class Evidence:
     disk: Disk | None = None
     last_step: int | None = None  # `trainer.steps`; None: not known
     mismatch: float = 0.1  # nats a token between engine and trainer that rounding explains for their dtypes
+    undecided_reason: str = ""  # of the newest step with undecided verdicts; "": none
 
     @property
     def in_force(self) -> float | None:
@@ -64,10 +65,13 @@ class Evidence:
         for place, step in enumerate(steps):
             for name, value in numbers_of(step):
                 series.setdefault(name, np.full(len(steps), np.nan))[place] = value
-        return cls(np.array([step.step for step in steps], np.int64), series)
+        reasons = [step.undecided_reason for step in steps if step.undecided_reason]
+        numbers = np.array([step.step for step in steps], np.int64)
+        return cls(numbers, series, undecided_reason=reasons[-1] if reasons else "")
 
 
-_WHOLE = ("reward", "accuracy", "length_mean", "truncated", "staleness_mean", "rl_seconds", "max_staleness")
+_WHOLE = ("reward", "accuracy", "undecided", "length_mean", "truncated", "staleness_mean", "rl_seconds")
+_WHOLE += ("max_staleness",)
 _OF_TRAINER = ("entropy", "behavior_logprob_error", "grad_norm", "bad_steps", "kl_behavior", "kl_reference")
 #: Series that an alarm reads, beside those of `busy`, `memory` and `canary`.
 READ = frozenset({*_WHOLE, *(f"trainer.{name}" for name in _OF_TRAINER)})

@@ -147,6 +147,9 @@ def _work(inspection: Inspection) -> Rows:
         if count
     ]
     yield "trajectories", f"{counts.issued:,} = {' + '.join(parts) or 'none'}"
+    if counts.undecided:
+        why = f", most often: {counts.undecided_reason}" if counts.undecided_reason else ""
+        yield "undecided", f"{counts.undecided:,} of the {counts.failed:,} failed{why}"
     yield "", f"{counts.trained / seconds:,.0f} trained a second" if seconds else "none trained yet"
     yield "tokens", f"{tokens.generated:,} generated, {tokens.trained:,} trained"
     yield "", f"{tokens.recomputed:,} recomputed, {tokens.wasted:,} wasted"
