@@ -198,6 +198,7 @@ def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
         "canary_proofs": [],
         "state": "dead",  # nobody has said how it ended
         "reason": "its process is gone without a word",
+        "changed": [],
     }
 
 

@@ -24,12 +24,14 @@ from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import Value, check_rows
 from stretto.store.totals import ENGINES, TOTALS, Carried, Membership, Totals, budget
 
-
+#: Name of the ledger's events that say which user-defined parts have changed between two starts of the run.
+CHANGED = "changed"
 #: Undecided trajectories by kind of reason (its part before ": "), each with its newest reason.
 _UNDECIDED = """
     SELECT count(*), reason, max(key) FROM trajectories WHERE state = 'failed' AND verdict = 'undecided'
     GROUP BY substr(reason, 1, instr(reason || ': ', ': ') - 1) ORDER BY 1 DESC, 3
 """
+_CHANGES = "SELECT detail FROM events WHERE name = ? ORDER BY rowid"
 
 
 class TokenCounts(Record, frozen=True):
@@ -153,6 +155,7 @@ class Inspection(Record, frozen=True):
     canary_proofs: tuple[CanaryProof, ...] = ()  # the same with all fields
     state: str = ""
     reason: str = ""
+    changed: tuple[str, ...] = ()  # sentences: user-defined parts whose source has changed between two starts
 
 
 def inspect_run(path: str | Path) -> Inspection:
@@ -230,6 +233,7 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
         canary_proofs=proofs,
         selection_bias=report(selection),
         masked_groups=selection.masked,
+        changed=tuple(one for (one,) in connection.execute(_CHANGES, (CHANGED,))),
     )
 
 

@@ -29,8 +29,8 @@ NEWEST_TRANSFERS = 99
 
 class Judged(Record, frozen=True):
     """Numbers of right, wrong and undecided completions judged since the last step; `accuracy`: share of right ones in
-    the interval before it. It is the ledger's fact ``JUDGED``, written in one transaction with these completions, so that a
-    resumed run continues the count."""
+    the interval before it. It is the ledger's fact ``JUDGED``, written in one transaction with these completions, so
+    that a resumed run continues the count."""
 
     right: int = 0
     wrong: int = 0

@@ -121,6 +121,8 @@ Rows = Iterable[tuple[str, RenderableType]]
 def _state(inspection: Inspection) -> Rows:
     if inspection.state:
         yield "state", f"{inspection.state}: {inspection.reason}" if inspection.reason else inspection.state
+    for sentence in inspection.changed:
+        yield "changed", sentence
 
 
 def _accuracy(inspection: Inspection) -> Rows:
