@@ -218,7 +218,7 @@ def test_a_run_with_all_steps_done_says_so_and_starts_and_writes_nothing(recipe:
         "with M > 9 continues it"
     ]
     assert {path: path.read_bytes() for path in before} == before
-    assert not (run_dir / "train.log").exists()
+    assert not RunFolder(run_dir).log.exists()
     assert read_ending(run_dir / "ledger.sqlite") == Ending("finished")
     go_on(recipe, run_dir)  # the folder is free
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -173,7 +174,8 @@ def test_a_reward_with_a_parameter_that_the_row_lacks_is_undecided_with_the_fiel
     def graded(prompt: str, completion: str, answer: str, difficulty: int, level: int = 0) -> bool:
         return True
 
-    verdict = judge_all([part("", graded)], ScoreItem("3+8=", "11", "11", fields), WORTH)
+    parts = [part("", cast(RewardFunction, graded))]
+    verdict = judge_all(parts, ScoreItem("3+8=", "11", "11", fields), WORTH)
     assert verdict.outcome is Outcome.UNDECIDED
     assert verdict.reason == f"the reward takes 'difficulty', and the row has {has}"
-    assert judge_all([part("", graded)], ScoreItem("3+8=", "11", "11", '{"difficulty": 2}'), WORTH).reward == 1.0
+    assert judge_all(parts, ScoreItem("3+8=", "11", "11", '{"difficulty": 2}'), WORTH).reward == 1.0

@@ -70,8 +70,8 @@ class Evidence:
         return cls(numbers, series, undecided_reason=reasons[-1] if reasons else "")
 
 
-_WHOLE = ("reward", "accuracy", "undecided", "length_mean", "truncated", "staleness_mean", "rl_seconds")
-_WHOLE += ("max_staleness",)
+_VERDICTS = ("reward", "accuracy", "undecided")
+_WHOLE = (*_VERDICTS, "length_mean", "truncated", "staleness_mean", "rl_seconds", "max_staleness")
 _OF_TRAINER = ("entropy", "behavior_logprob_error", "grad_norm", "bad_steps", "kl_behavior", "kl_reference")
 #: Series that an alarm reads, beside those of `busy`, `memory` and `canary`.
 READ = frozenset({*_WHOLE, *(f"trainer.{name}" for name in _OF_TRAINER)})
