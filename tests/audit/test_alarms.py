@@ -134,6 +134,7 @@ def test_an_alarm_holds_since_its_step(found: Evidence, name: str, since: int) -
         _evidence(undecided=np.full(N, 0.2)),
         _evidence([_without_verdict(60, 400)], undecided=np.full(N, 0.0)),  # training decides, where it is measured
         _evidence([_without_verdict(60, 124)]),
+        _evidence([msgspec.structs.replace(_few(60, 1), undecided=3)]),  # of four questions
         _evidence(trainer__entropy=np.full(N, np.nan)),  # it is not measured
         _evidence(busy__trainer=_from(40, 0.5, np.nan)),
         _evidence(bound=None, staleness_mean=np.full(N, 50.0)),

@@ -45,6 +45,7 @@ _LARGEST = 1 << 63  # a number that no column can hold
 _LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 _CUT_OFF = 0.5  # of the completions
 _UNDECIDED = 0.25  # of the completions
+_FEWEST = 8  # undecided completions of an evaluation; fewer may be chance
 
 
 def entropy_collapse(found: Evidence) -> Iterator[Alarm]:
@@ -95,7 +96,7 @@ def completions_undecided(found: Evidence) -> Iterator[Alarm]:
     elif not measured(found.series.get(name)) and found.evaluations:
         last = found.evaluations[-1]
         share = last.undecided / max(last.samples, last.prompts, 1)
-        if share >= _UNDECIDED:
+        if share >= _UNDECIDED and last.undecided >= _FEWEST:
             message = f"{share:.0%} of the held-out completions have no verdict (see held_out.jsonl){why}"
             yield Alarm(name, title, last.step, message, look)
 
