@@ -137,6 +137,19 @@ WEIGHTS = {
 }
 
 
+TRAJECTORIES = {
+    "issued": 5,
+    "trained": 2,
+    "buffered": 0,
+    "in_flight": 1,
+    "filtered": 1,
+    "expired": 0,
+    "failed": 1,
+    "undecided": 0,
+    "undecided_reason": "",
+}
+
+
 def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
     small_run(tmp_path, make)
     found = json.loads(msgspec.json.encode(inspect_run(tmp_path)))
@@ -149,17 +162,7 @@ def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
         "final_accuracy": 0.75,
         # wasted: 3 of the filtered answer, 2 that were masked
         "tokens": {"generated": 30, "trained": 4, "recomputed": 7, "wasted": 5},
-        "trajectories": {
-            "issued": 5,
-            "trained": 2,
-            "buffered": 0,
-            "in_flight": 1,
-            "filtered": 1,
-            "expired": 0,
-            "failed": 1,
-            "undecided": 0,
-            "undecided_reason": "",
-        },
+        "trajectories": TRAJECTORIES,
         # two tokens of version 0 trained at 1; one each of versions 2 and 3 trained at 3
         "staleness": {"bound": 4.0, "max": 1, "mean": 0.75, "histogram": {"0": 1, "1": 3}},
         "interrupted": 1,
