@@ -202,7 +202,7 @@ def test_mistakes_have_the_text_of_the_command_line(inside: Path, monkeypatch: p
     with pytest.raises(stretto.RecipeError, match=r"override 'trainer\.steps\.x': steps is a value"):
         stretto.train("recipe.toml", **{"trainer.steps.x": 1})  # type: ignore[arg-type]
     monkeypatch.setenv(INSIDE, "1")
-    with pytest.raises(stretto.RecipeError, match='behind if __name__ == "__main__"'):
+    with pytest.raises(stretto.RecipeError, match='under if __name__ == "__main__"'):
         stretto.train("recipe.toml")
 
 

@@ -265,3 +265,16 @@ def test_in_a_mixture_of_half_precision_rounding_may_come_to_more(
     recipe = {"model": {"path": str(tmp_path)}, "engine": {"dtype": dtype}}
     assert mismatch_of(recipe) == pytest.approx(nats)
     assert mismatch_of(recipe | {"model": {"path": str(tmp_path / "gone")}}) == min(nats, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("look", "told"),
+    [
+        ("series:truncated", "the curve truncated"),
+        ("recipe:rollout.max_staleness", "the recipe's key rollout.max_staleness"),
+        ("timeline", "the timeline"),
+        ("logs", "the logs"),
+    ],
+)
+def test_an_alarm_says_where_to_look_in_words(look: str, told: str) -> None:
+    assert str(Alarm("name", "title", 3, "message", look)) == f"alarm  title since step 3: message; see {told}"

@@ -89,6 +89,6 @@ def test_a_step_that_a_resume_records_has_the_bound_under_which_it_was_trained(d
     state = ControllerState(staleness=AdaptiveBound(1), starved=True)
     controller = Controller(config, PromptStream([PROMPT], seed=1), desk.ledger, seed=1, version=1, state=state)
     update = msgspec.structs.replace(UPDATE, metrics={"kl_behavior": 0.0})
-    record_again(cast(RunContext, desk), [update], controller, desk.recorder)
+    record_again(cast(RunContext, desk), [PROMPT], [update], controller, desk.recorder)
     (step,), _ = read_metrics(desk.folder.metrics)
     assert (step.max_staleness, controller.max_staleness) == (1, 2)

@@ -131,7 +131,7 @@ def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
         return
     ill = apart(found.steps, found.series.get("staleness_mean"), lambda mean, begin: mean >= 0.9 * bound, 1)
     if ill is not None:
-        message = f"tokens are {ill.now:.2f} versions old on average, and at most {bound:g} may they be"
+        message = f"tokens are {ill.now:.2f} versions old on average; the bound is {bound:g}"
         yield Alarm("staleness_at_bound", "staleness at its bound", ill.first, message, "recipe:rollout.max_staleness")
 
 

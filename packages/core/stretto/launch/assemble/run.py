@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import dataclass
 
-from stretto.core.records import Update
+from stretto.core.records import Prompt, Update
 from stretto.core.tasks import run_beside
 from stretto.doors.packages import from_package
 from stretto.launch.assemble.evaluations import evaluations
@@ -291,7 +291,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder, selectio
         steps=recipe.trainer.steps,
         deadlines=recipe.deadlines,
     )
-    _record_again(context, roles.trainer.replayed, controller, recorder)
+    _record_again(context, context.plan.training, roles.trainer.replayed, controller, recorder)
     try:
         await _conduct(context, roles, conductor)
         if (why := conductor.evaluation.why) and controller.published < recipe.trainer.steps:
@@ -371,11 +371,17 @@ def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluat
     )
 
 
-def _record_again(context: RunContext, updates: Sequence[Update], controller: Controller, recorder: Recorder) -> None:
+def _record_again(
+    context: RunContext,
+    training: Sequence[Prompt],
+    updates: Sequence[Update],
+    controller: Controller,
+    recorder: Recorder,
+) -> None:
     """Record repeated steps that have no line of metrics yet: the earlier process ended between the batch and its
-    line."""
+    line. `training`: the prompts of the run with their texts, which the ledger lacks."""
     recorded = context.ledger.last_update()
-    prompts = {prompt.id: prompt for prompt in context.plan.training}  # the ledger has no texts and no gold answers
+    prompts = {prompt.id: prompt for prompt in training}
     for update in (update for update in updates if update.step > recorded):
         (batch,) = read_batches(context.folder.ledger, update.step - 1, update.step)
         for group in batch.groups:

@@ -11,6 +11,8 @@ from stretto.core.records import Record
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto_report.audit.symptoms.windows import Numbers, Steps
 
+_PLACES = {"series": "the curve", "recipe": "the recipe's key", "timeline": "the timeline", "logs": "the logs"}
+
 
 class Alarm(Record, frozen=True):
     """An alarm that fires. `first_step`: the step since which it holds. `look`: where to look for the cause:
@@ -23,7 +25,9 @@ class Alarm(Record, frozen=True):
     look: str
 
     def __str__(self) -> str:
-        return f"alarm  {self.title} since step {self.first_step}: {self.message}; see {self.look}"
+        kind, _, name = self.look.partition(":")
+        place = f"{_PLACES[kind]} {name}".rstrip()
+        return f"alarm  {self.title} since step {self.first_step}: {self.message}; see {place}"
 
 
 @dataclass(frozen=True)
