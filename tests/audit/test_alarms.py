@@ -7,14 +7,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from stretto.store.series.metrics import EvaluationLine
-from stretto_report.audit.alarms import alarms_of, mismatch_of
+from stretto_report.audit.alarms import AlarmWatch, alarms_of, mismatch_of
 from stretto_report.audit.symptoms.evidence import Alarm, Disk, Evidence
 from stretto_report.audit.symptoms.windows import WINDOW
+from tests.watch.runs import step_line
 
 N = 60
 GIB = 1 << 30
@@ -56,6 +58,11 @@ def _few(step: int, right: int) -> EvaluationLine:
     return EvaluationLine(step=step, version=step, wall_seconds=0.0, rl_seconds=0.0, accuracy=share, prompts=4)
 
 
+def _without_verdict(step: int, undecided: int) -> EvaluationLine:
+    """Of 500 completions."""
+    return msgspec.structs.replace(_evaluation(step, 0.5), undecided=undecided)
+
+
 LEAKS = np.arange(400)
 
 
@@ -87,6 +94,10 @@ def test_a_healthy_run_has_no_alarm() -> None:
         # half of the tolerance from the first window on: whatever it was in the beginning
         (_evidence(canary__one=np.full(N, 0.5)), "canary_drifting", 10),
         (_evidence(canary__one=np.full(N, 0.1), canary__other=_from(40, 0.1, 1.0)), "canary_drifting", 43),
+        # 0.06 k >= 0.25 from k = 5 on
+        (_evidence(undecided=_from(40, 0.0, 0.6)), "undecided", 45),
+        # training has not measured ten steps
+        (_evidence([_without_verdict(60, 125)], undecided=_from(9, 0.6, np.nan)), "undecided", 60),
         (_evidence(busy__trainer=_from(40, 0.5, 0.0)), "idle_role", 41),
         # 1 + 0.3 k >= 3.6 from k = 9 on
         (_evidence(staleness_mean=_from(20, 1.0, 4.0)), "staleness_at_bound", 29),
@@ -120,6 +131,10 @@ def test_an_alarm_holds_since_its_step(found: Evidence, name: str, since: int) -
         _evidence(canary__one=np.full(N, 0.3)),  # more than a quarter of the tolerance, and always was
         _evidence(canary__one=_from(40, 0.01, 0.2)),  # twenty times as far, and still far from the tolerance
         _evidence(canary__one=np.where(np.arange(N) // 20 == 1, 0.9, 0.05)),  # it has come back
+        _evidence(undecided=np.full(N, 0.2)),
+        _evidence([_without_verdict(60, 400)], undecided=np.full(N, 0.0)),  # training decides, where it is measured
+        _evidence([_without_verdict(60, 124)]),
+        _evidence([msgspec.structs.replace(_few(60, 1), undecided=3)]),  # of four questions
         _evidence(trainer__entropy=np.full(N, np.nan)),  # it is not measured
         _evidence(busy__trainer=_from(40, 0.5, np.nan)),
         _evidence(bound=None, staleness_mean=np.full(N, 50.0)),
@@ -220,6 +235,19 @@ def test_an_alarm_says_the_numbers_and_where_to_look() -> None:
     assert alarm == Alarm("length_explosion", "length explosion", 47, message, "series:length_mean")
 
 
+def test_an_alarm_of_undecided_completions_names_the_most_frequent_reason_live_and_afterwards(tmp_path: Path) -> None:
+    why = "the reward raised KeyError in my_reward.py:7: 'level'"
+    lines = [msgspec.structs.replace(step_line(step), undecided=0.5, undecided_reason=why) for step in range(1, 21)]
+    live = AlarmWatch(tmp_path, bound=4.0, last_step=20)
+    for line in lines:
+        live.step(line)
+    told = [alarm for alarm in live.alarms() if alarm.name == "undecided"]
+    assert told == [alarm for alarm in alarms_of(Evidence.of(lines)) if alarm.name == "undecided"]
+    assert [alarm.message for alarm in told] == [
+        f"50% of the completions have no verdict and are not trained on, most often: {why}"
+    ]
+
+
 @pytest.mark.parametrize(
     ("config", "dtype", "nats"),
     [
@@ -237,16 +265,3 @@ def test_in_a_mixture_of_half_precision_rounding_may_come_to_more(
     recipe = {"model": {"path": str(tmp_path)}, "engine": {"dtype": dtype}}
     assert mismatch_of(recipe) == pytest.approx(nats)
     assert mismatch_of(recipe | {"model": {"path": str(tmp_path / "gone")}}) == min(nats, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("look", "told"),
-    [
-        ("series:truncated", "the curve truncated"),
-        ("recipe:rollout.max_staleness", "the recipe's key rollout.max_staleness"),
-        ("timeline", "the timeline"),
-        ("logs", "the logs"),
-    ],
-)
-def test_an_alarm_says_where_to_look_in_words(look: str, told: str) -> None:
-    assert str(Alarm("name", "title", 3, "message", look)) == f"alarm  title since step 3: message; see {told}"

@@ -20,14 +20,20 @@ import pytest
 from stretto.core.errors import RecipeError, RunFolderError, StoreError
 from stretto.launch.assemble.run import StartState
 from stretto.launch.assemble.warm_start import copy_policy
+from stretto.launch.commands.own_sources import digests_of
 from stretto.launch.commands.train import Prepared, check, prepare
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.learner.recovery import seal_start
+from stretto.loop.records.reporter import SilentReporter
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.rewards.config import RewardsConfig
+from stretto.store.ending import ENDING, Ending, read_ending
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
@@ -183,6 +189,89 @@ def test_a_resumed_run_writes_down_what_was_changed(recipe: Path) -> None:
     run_dir = begin(recipe)
     go_on(recipe, run_dir, "trainer.steps=12", "deadlines.step=60")
     assert "steps = 12" in (run_dir / "recipe.toml").read_text()
+
+
+def finished(recipe: Path) -> Path:
+    """A run that has done its nine steps and has evaluated the last version."""
+    run_dir = begin(recipe)
+    checkpoint(run_dir, 9)
+    MetricsLog(run_dir / "metrics.jsonl").append(EvaluationLine(9, 9, 1.0, 1.0, accuracy=0.5, prompts=1))
+    with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
+        ledger.put(ENDING, Ending("finished"))
+    return run_dir
+
+
+class Told(SilentReporter):
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+
+    def say(self, sentence: str) -> None:
+        self.sentences.append(sentence)
+
+
+def test_a_run_with_all_steps_done_says_so_and_starts_and_writes_nothing(recipe: Path) -> None:
+    run_dir, told = finished(recipe), Told()
+    before = {path: path.read_bytes() for path in run_dir.iterdir() if path.suffix in (".jsonl", ".toml", ".json")}
+    assert prepare(run_dir, (), None, resume=True).train(told) == 0
+    assert told.sentences == [
+        "all 9 steps of the run are done, and its last version is evaluated: nothing is left to do; trainer.steps=M "
+        "with M > 9 continues it"
+    ]
+    assert {path: path.read_bytes() for path in before} == before
+    assert not RunFolder(run_dir).log.exists()
+    assert read_ending(run_dir / "ledger.sqlite") == Ending("finished")
+    go_on(recipe, run_dir)  # the folder is free
+
+
+def test_a_run_with_something_left_to_do_goes_on(recipe: Path) -> None:
+    run_dir = finished(recipe)
+    assert go_on(recipe, run_dir).beginning.done
+    assert not go_on(recipe, run_dir, "trainer.steps=10").beginning.done
+    assert go_on(recipe, run_dir, "trainer.steps=9").beginning.done
+    assert not go_on(recipe, run_dir, "evaluation.samples=2").beginning.done  # the last version has none of these
+    assert go_on(recipe, run_dir, "evaluation.samples=2").beginning.done is True
+    (run_dir / "metrics.jsonl").unlink()
+    assert not go_on(recipe, run_dir).beginning.done
+
+
+@pytest.mark.parametrize("ending", [Ending("running"), Ending("stopped", "stopped by SIGINT"), Ending("failed", "no")])
+def test_a_run_that_was_broken_off_behind_its_last_step_goes_on(recipe: Path, ending: Ending) -> None:
+    run_dir = finished(recipe)
+    with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
+        ledger.put(ENDING, ending)
+    assert not go_on(recipe, run_dir).beginning.done
+
+
+def test_a_reward_that_was_edited_is_named_once_and_stays_on_record(recipe: Path) -> None:
+    own, rest = recipe.parent / "my_reward.py", recipe.read_text()
+    own.write_text("def judge(prompt, completion, answer):\n    return 1.0\n")
+    recipe.write_text(f'{rest}[rewards]\nfunction = "my_reward:judge"\n')
+    run_dir = begin(recipe)
+    assert go_on(recipe, run_dir).beginning.changed == ()
+    own.write_text(own.read_text().replace("1.0", "0.5"))
+    beginning = go_on(recipe, run_dir).beginning
+    (sentence,) = beginning.changed
+    assert sentence.startswith("the source has changed since the run was started the last time: my_reward:judge (")
+    assert sentence in beginning.sentences()
+    assert go_on(recipe, run_dir).beginning.changed == ()
+    assert inspect_run(run_dir).changed == (sentence,)
+
+
+def test_the_source_of_a_part_is_found_in_packages_without_running_it(recipe: Path) -> None:
+    package = recipe.parent / "my_parts" / "inner"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (package / "judging.py").write_text("raise SystemExit('imported')\n")
+    rewards = RewardsConfig(function="my_parts.inner.judging:judge", path=str(recipe.parent))
+    wanted = load_recipe(recipe).model_copy(update={"rewards": rewards})
+    first = digests_of(wanted)
+    assert list(first) == ["my_parts.inner.judging:judge"]
+    (package / "judging.py").write_text("judge = max\n")
+    assert digests_of(wanted).keys() == first.keys()
+    assert digests_of(wanted) != first
+    (package / "judging.py").unlink()
+    assert digests_of(wanted) == {}
 
 
 def test_alarms_of_a_resumed_run_know_the_steps_that_are_not_done_again(recipe: Path) -> None:

@@ -12,10 +12,10 @@ from tests.loop.test_checkpointing import PROMPT, UPDATE, Desk, batch, desk
 __all__ = ["desk"]  # a fixture
 
 
-def judged(desk: Desk, *outcomes: Outcome) -> None:
+def judged(desk: Desk, *outcomes: Outcome, reason: str = "") -> None:
     rewards = {Outcome.RIGHT: 1.0, Outcome.WRONG: 0.0, Outcome.UNDECIDED: None}
     trajectories = [
-        Trajectory(f"0.17.1/{member}", (), Verdict(outcome, rewards[outcome], ""), "")
+        Trajectory(f"0.17.1/{member}", (), Verdict(outcome, rewards[outcome], reason), "")
         for member, outcome in enumerate(outcomes)
     ]
     desk.recorder.judged(PROMPT, trajectories)
@@ -49,3 +49,27 @@ def test_the_accuracy_stands_where_nothing_was_judged_since_also_over_a_resume(d
     resumed.recorder.updated(batch(), UPDATE)
     steps, _ = read_metrics(desk.folder.metrics)
     assert [step.accuracy for step in steps] == [0.5, 0.5]
+
+
+def test_a_step_has_the_share_of_undecided_completions_and_the_most_frequent_reason(desk: Desk) -> None:
+    judged(desk, Outcome.UNDECIDED, Outcome.RIGHT, reason="timeout after 1 s")
+    desk.ledger.event("a flush", "of whatever changed")
+    desk.ledger.flush()
+    resumed = Desk(desk.folder, desk.ledger)
+    judged(resumed, Outcome.UNDECIDED, reason="timeout after 1 s")
+    judged(resumed, Outcome.UNDECIDED, Outcome.WRONG, Outcome.UNDECIDED, reason="the reward raised KeyError: 'a'")
+    judged(resumed, Outcome.UNDECIDED, Outcome.UNDECIDED, reason="the reward raised KeyError: 'b'")
+    resumed.one_step()
+    resumed.recorder.updated(batch(), UPDATE)
+    (step, _), _ = read_metrics(desk.folder.metrics)
+    assert step.undecided == 6 / 8  # those that the process before has judged count too
+    assert step.undecided_reason == "the reward raised KeyError: 'b'"
+    assert step.accuracy == 0.5
+
+
+def test_a_step_without_any_verdict_since_the_one_before_counts_nothing_twice(desk: Desk) -> None:
+    judged(desk, Outcome.UNDECIDED, Outcome.UNDECIDED, reason="no number")
+    desk.one_step()
+    desk.recorder.updated(batch(), UPDATE)
+    steps, _ = read_metrics(desk.folder.metrics)
+    assert [(step.undecided, step.undecided_reason) for step in steps] == [(1.0, "no number"), (None, "")]

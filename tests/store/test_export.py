@@ -221,6 +221,17 @@ def test_the_suffix_says_the_format_and_a_format_says_more(run: Path, tmp_path: 
         assert json.loads(lines.readline())["id"] == "0.1.0/0"
 
 
+@pytest.mark.parametrize(("name", "meant"), [("a.parquett", "parquet"), ("a.jsnl", "jsonl"), ("a.tsv", "csv")])
+def test_a_suffix_that_resembles_a_formats_is_refused_with_the_nearest(
+    run: Path, tmp_path: Path, name: str, meant: str
+) -> None:
+    with pytest.raises(RunFolderError, match=f"is no suffix of a format; did you mean '{meant}'"):
+        export_run(run, tmp_path / name)
+    assert not (tmp_path / name).exists()
+    assert export_run(run, tmp_path / name, "jsonl") == export_run(run, tmp_path / "a.json")
+    assert (tmp_path / name).read_bytes() == (tmp_path / "a.json").read_bytes()
+
+
 def test_parquet_without_its_package_is_refused_with_the_remedy(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

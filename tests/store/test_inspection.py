@@ -137,6 +137,19 @@ WEIGHTS = {
 }
 
 
+TRAJECTORIES = {
+    "issued": 5,
+    "trained": 2,
+    "buffered": 0,
+    "in_flight": 1,
+    "filtered": 1,
+    "expired": 0,
+    "failed": 1,
+    "undecided": 0,
+    "undecided_reason": "",
+}
+
+
 def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
     small_run(tmp_path, make)
     found = json.loads(msgspec.json.encode(inspect_run(tmp_path)))
@@ -149,15 +162,7 @@ def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
         "final_accuracy": 0.75,
         # wasted: 3 of the filtered answer, 2 that were masked
         "tokens": {"generated": 30, "trained": 4, "recomputed": 7, "wasted": 5},
-        "trajectories": {
-            "issued": 5,
-            "trained": 2,
-            "buffered": 0,
-            "in_flight": 1,
-            "filtered": 1,
-            "expired": 0,
-            "failed": 1,
-        },
+        "trajectories": TRAJECTORIES,
         # two tokens of version 0 trained at 1; one each of versions 2 and 3 trained at 3
         "staleness": {"bound": 4.0, "max": 1, "mean": 0.75, "histogram": {"0": 1, "1": 3}},
         "interrupted": 1,
@@ -197,7 +202,25 @@ def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
         "state": "dead",  # nobody has said how it ended
         "reason": "its process is gone without a word",
         "replay": None,
+        "changed": [],
     }
+
+
+def test_failed_trajectories_without_a_verdict_are_undecided_with_their_most_frequent_reason(
+    tmp_path: Path, make: Make
+) -> None:
+    reasons = ["timeout after 1 s", "the reward raised KeyError: 'a'", "the reward raised KeyError: 'b'"]
+    with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+        folder.write("recipe.toml", "")
+        ledger.issue("0.17.0", make.prompt, 5, 0)
+        for member, reason in enumerate(reasons):
+            verdict = Verdict(Outcome.UNDECIDED, None, reason)
+            judged = msgspec.structs.replace(make.trajectory("0.17.0", member), verdict=verdict)
+            ledger.settle(judged.id, State.FAILED, reason, judged)
+        ledger.settle("0.17.0/3", State.FAILED, "engine-0 is lost")
+    counts = inspect_run(tmp_path / "run").trajectories
+    assert (counts.issued, counts.in_flight, counts.failed, counts.undecided) == (5, 1, 4, 3)
+    assert counts.undecided_reason == reasons[2]
 
 
 def test_a_run_without_a_bound_says_null(tmp_path: Path, make: Make) -> None:

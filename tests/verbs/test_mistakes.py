@@ -58,6 +58,7 @@ def trainer(folder: Path) -> stretto.Trainer:
             {},
             r'data\[0\].targets: 2 for each position; the loss "ppo" knows one',
         ),
+        (None, None, {}, r"forward_backward: data: None; `Scheduler.take` has no batch yet: call it again later"),
         ([3], None, {}, r"data\[0\]: is a int; give a stretto.Datum"),
         (
             [SAMPLED],
@@ -82,7 +83,7 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([TOLD], lambda logprobs, data: 3.0, {}, r"loss: <lambda> returned 3.0; one number is needed, a tensor"),
         ([TOLD], lambda logprobs, data: torch.zeros(()), {}, r"returned tensor\(0.\); .*from the log-probabilities"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_data_and_losses(
     trainer: stretto.Trainer, data: Any, loss: Any, settings: dict[str, Any], message: str

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 _Format = Literal["jsonl", "parquet", "csv"]
+_TITLES = {"jsonl": "JSON lines", "parquet": "parquet", "csv": "CSV"}
 
 
 def export(
@@ -25,7 +26,7 @@ def export(
 ) -> None:
     """Write every trajectory of a run, one per row: tokens, log-probabilities, versions, verdict and final state. With
     --trace, write its timeline instead."""
-    from stretto.store.export import export_run, write_trajectories
+    from stretto.store.export import export_run, format_of, write_trajectories
     from stretto_report.dashboard.trace import export_trace
 
     if trace and format is not None:
@@ -40,4 +41,5 @@ def export(
     if trace:
         print(f"{export_trace(run, file):,} events written to {file}")
         return
-    print(f"{export_run(run, file, format):,} trajectories written to {file}")
+    written = format or format_of(file)
+    print(f"{export_run(run, file, written):,} trajectories written to {file} as {_TITLES[written]}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -161,3 +162,20 @@ def test_a_completion_may_take_the_time_of_all_its_rewards() -> None:
     parts = (RewardPart(function="math"), RewardPart(function="code"), RewardPart(function="m:f"))
     assert RewardsConfig(functions=parts).seconds_per_completion == 1.0 + 30.0 + 1.0
     assert RewardsConfig(functions=parts, timeout=40.0).seconds_per_completion == 40.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "has"),
+    [('{"level": 3, "topic": "sums"}', "the further fields 'level', 'topic'"), ("", "no further fields")],
+)
+def test_a_reward_with_a_parameter_that_the_row_lacks_is_undecided_with_the_fields_of_the_row(
+    fields: str, has: str
+) -> None:
+    def graded(prompt: str, completion: str, answer: str, difficulty: int, level: int = 0) -> bool:
+        return True
+
+    parts = [part("", cast(RewardFunction, graded))]
+    verdict = judge_all(parts, ScoreItem("3+8=", "11", "11", fields), WORTH)
+    assert verdict.outcome is Outcome.UNDECIDED
+    assert verdict.reason == f"the reward takes 'difficulty', and the row has {has}"
+    assert judge_all(parts, ScoreItem("3+8=", "11", "11", '{"difficulty": 2}'), WORTH).reward == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -11,6 +12,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from stretto.core.errors import Problem, RunFolderError, nearest
 from stretto.core.records import Record, Segment
 from stretto.store.files import users_file
 from stretto.store.folder.run_folder import RunFolder
@@ -115,6 +117,27 @@ FORMATS: Mapping[str, Callable[[BinaryIO, type[msgspec.Struct]], JsonLines | Par
 }
 
 
+_OTHER_JSON = ("json", "ndjson")  # further suffixes of JSON lines
+
+
+def format_of(file: str | Path) -> str:
+    """Return the format of a file by its suffix: one of `FORMATS`. A suffix that resembles none is JSON lines.
+
+    >>> format_of("rows.parquet"), format_of("rows.txt")
+    ('parquet', 'jsonl')
+
+    Raises:
+        RunFolderError: the suffix resembles a format's, but is another.
+    """
+    suffix = Path(file).suffix.removeprefix(".").lower()
+    if suffix in FORMATS:
+        return suffix
+    if suffix not in _OTHER_JSON and difflib.get_close_matches(suffix, FORMATS):
+        remedy = f"{nearest(suffix, FORMATS)} --format writes a format under any name"
+        raise RunFolderError([Problem(str(file), f"{suffix!r} is no suffix of a format", remedy)])
+    return "jsonl"
+
+
 def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
     """Read all trajectories of the run in the folder `path`, one at a time, in the order of their issue.
 
@@ -134,17 +157,16 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
     """Write all trajectories of a run to `file`, one per row; returns their number. The file is complete or absent.
 
     Args:
-        format: one of `FORMATS`; None: the format of the file's suffix, or JSON lines for other suffixes.
+        format: one of `FORMATS`; None: the format of the file's suffix (`format_of`).
 
     Raises:
-        RunFolderError: there is no run, or `file` cannot be written or is no regular file.
+        RunFolderError: there is no run, or `file` cannot be written, is no regular file or has a misspelt suffix.
         UserError: the format needs a package that is missing.
         StoreError: the ledger cannot be read, or is damaged.
     """
-    target = Path(file)
-    suffix = target.suffix.removeprefix(".").lower()
-    with users_file(target) as output:
-        return write_trajectories(path, output, format or (suffix if suffix in FORMATS else "jsonl"))
+    format = format or format_of(file)
+    with users_file(Path(file)) as output:
+        return write_trajectories(path, output, format)
 
 
 def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:

@@ -25,6 +25,15 @@ from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import Value, check_rows
 from stretto.store.totals import ENGINES, TOTALS, Carried, Membership, Totals, budget
 
+#: Name of the ledger's events that say which user-defined parts have changed between two starts of the run.
+CHANGED = "changed"
+#: Undecided trajectories by kind of reason (its part before ": "), each with its newest reason.
+_UNDECIDED = """
+    SELECT count(*), reason, max(key) FROM trajectories WHERE state = 'failed' AND verdict = 'undecided'
+    GROUP BY substr(reason, 1, instr(reason || ': ', ': ') - 1) ORDER BY 1 DESC, 3
+"""
+_CHANGES = "SELECT detail FROM events WHERE name = ? ORDER BY rowid"
+
 
 class TokenCounts(Record, frozen=True):
     """Token counts. `recomputed`: KV cache computed again after an interruption. `wasted`: sampled tokens that are
@@ -37,7 +46,8 @@ class TokenCounts(Record, frozen=True):
 
 
 class TrajectoryCounts(Record, frozen=True):
-    """Trajectories by state; `issued` is the sum of the others."""
+    """Trajectories by state; `issued` is the sum of the others. `undecided`: those of `failed` whose verdict is
+    undecided; `undecided_reason`: newest reason of their most frequent kind."""
 
     issued: int
     trained: int
@@ -46,6 +56,8 @@ class TrajectoryCounts(Record, frozen=True):
     filtered: int
     expired: int
     failed: int
+    undecided: int = 0
+    undecided_reason: str = ""
 
 
 class EngineRecord(Record, frozen=True):
@@ -145,6 +157,7 @@ class Inspection(Record, frozen=True):
     state: str = ""
     reason: str = ""
     replay: Branch | None = None  # origin of a branch of `stretto replay`, which generates and evaluates nothing
+    changed: tuple[str, ...] = ()  # sentences: user-defined parts whose source has changed between two starts
 
 
 def inspect_run(path: str | Path) -> Inspection:
@@ -223,6 +236,7 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
         canary_proofs=proofs,
         selection_bias=report(selection),
         masked_groups=selection.masked,
+        changed=tuple(one for (one,) in connection.execute(_CHANGES, (CHANGED,))),
     )
 
 
@@ -280,7 +294,13 @@ def _canary(record: CanaryRecord) -> tuple[CanaryProof, ...]:
 def _trajectories(connection: sqlite3.Connection) -> TrajectoryCounts:
     states = dict(connection.execute("SELECT state, count(*) FROM trajectories GROUP BY state").fetchall())
     names = ("trained", "buffered", "in_flight", "filtered", "expired", "failed")
-    return TrajectoryCounts(issued=sum(states.values()), **{name: states.get(name, 0) for name in names})
+    kinds = connection.execute(_UNDECIDED).fetchall()
+    return TrajectoryCounts(
+        issued=sum(states.values()),
+        **{name: states.get(name, 0) for name in names},
+        undecided=sum(count for count, _, _ in kinds),
+        undecided_reason=kinds[0][1] if kinds else "",
+    )
 
 
 def _staleness(connection: sqlite3.Connection, bound: float | None) -> StalenessSummary:

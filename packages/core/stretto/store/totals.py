@@ -28,13 +28,14 @@ NEWEST_TRANSFERS = 99
 
 
 class Judged(Record, frozen=True):
-    """Numbers of right and wrong completions judged since the last step; `accuracy`: share of right ones in the
-    interval before it. It is the ledger's fact ``JUDGED``, written in one transaction with these completions, so that a
-    resumed run continues the count."""
+    """Numbers of right, wrong and undecided completions judged since the last step; `accuracy`: share of right ones in
+    the interval before it. It is the ledger's fact ``JUDGED``, written in one transaction with these completions, so
+    that a resumed run continues the count."""
 
     right: int = 0
     wrong: int = 0
     accuracy: float = 0.0
+    undecided: int = 0
 
 
 JUDGED = "judged"

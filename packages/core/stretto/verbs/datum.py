@@ -125,6 +125,9 @@ def listed(data: Any, place: str) -> Data:
     """
     if isinstance(data, Batch):
         return data
+    if data is None:
+        remedy = "`Scheduler.take` has no batch yet: call it again later, or wait for `await scheduler.batch()`"
+        raise DataError([Problem(f"{place}: data", "None", remedy)])
     if isinstance(data, Datum) or not isinstance(data, Iterable):
         raise DataError([Problem(f"{place}: data", f"a {type(data).__name__}", "give a list of stretto.Datum")])
     if not (found := tuple(data)):

@@ -44,6 +44,8 @@ _ROOM = 1 << 30  # bytes that a disk needs at least
 _LARGEST = 1 << 63  # a number that no column can hold
 _LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 _CUT_OFF = 0.5  # of the completions
+_UNDECIDED = 0.25  # of the completions
+_FEWEST = 8  # undecided completions of an evaluation; fewer may be chance
 
 
 def entropy_collapse(found: Evidence) -> Iterator[Alarm]:
@@ -79,6 +81,30 @@ def completions_cut_off(found: Evidence) -> Iterator[Alarm]:
         if last.step > 0 and share >= _CUT_OFF and last.accuracy < 0.5:
             message = f"{share:.0%} of the held-out completions end at their limit of tokens"
             yield Alarm(name, title, last.step, message, "recipe:sampling.max_tokens")
+
+
+def completions_undecided(found: Evidence) -> Iterator[Alarm]:
+    """Alarm if at least a quarter of the completions have no verdict: they are not trained on, and prompts that the
+    reward cannot judge are missing from training. Where training did not measure this, the newest held-out evaluation
+    decides. Names the most frequent reason."""
+    name, title, look = "undecided", "completions undecided", "recipe:rewards.function"
+    why = f", most often: {found.undecided_reason}" if found.undecided_reason else ""
+    ill = apart(found.steps, found.series.get(name), lambda mean, begin: mean >= _UNDECIDED, 1)
+    if ill is not None:
+        message = f"{ill.now:.0%} of the completions have no verdict and are not trained on{why}"
+        yield Alarm(name, title, ill.first, message, look)
+    elif not measured(found.series.get(name)) and found.evaluations:
+        last = found.evaluations[-1]
+        share = last.undecided / max(last.samples, last.prompts, 1)
+        if share >= _UNDECIDED and last.undecided >= _FEWEST:
+            message = f"{share:.0%} of the held-out completions have no verdict (see held_out.jsonl){why}"
+            yield Alarm(name, title, last.step, message, look)
+
+
+def completions_lost(found: Evidence) -> Iterator[Alarm]:
+    """Alarms of completions that are cut off, or have no verdict."""
+    yield from completions_cut_off(found)
+    yield from completions_undecided(found)
 
 
 def idle_role(found: Evidence) -> Iterator[Alarm]:
@@ -154,7 +180,7 @@ CHECKS: tuple[Check, ...] = (
     Check("gradients not finite", bad_steps, ("trainer.bad_steps",)),
     Check("policy far away", policy_apart, ("trainer.kl_behavior", "trainer.kl_reference")),
     Check("entropy collapse", entropy_collapse, ("trainer.entropy",), 2),
-    Check("completions cut off", completions_cut_off, ("truncated", "evaluation")),
+    Check("completions cut off or undecided", completions_lost, ("truncated", "undecided", "evaluation")),
     Check("length explosion", length_explosion, ("length_mean",), 2),
     Check("a role does nothing", idle_role, ("busy.",)),
     Check("staleness at its bound", staleness_at_bound, ("staleness_mean",)),
@@ -221,6 +247,7 @@ class AlarmWatch:
         self._folder, self._bound, self._last_step, self._mismatch = folder, bound, last_step, mismatch
         self._steps, self._series = array("q"), dict[str, "array[float]"]()
         self._evaluations: list[EvaluationLine] = []
+        self._undecided_reason = ""
 
     @classmethod
     def of(cls, folder: Path, recipe: Mapping[str, Any] | None = None) -> AlarmWatch:
@@ -238,6 +265,7 @@ class AlarmWatch:
                     column.extend([math.nan] * missing)
                 column.append(value)
         self._steps.append(metrics.step)
+        self._undecided_reason = metrics.undecided_reason or self._undecided_reason
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
         """Add the next held-out evaluation."""
@@ -258,7 +286,7 @@ class AlarmWatch:
         for name, column in self._series.items():
             series[name][: len(column)] = column
         disk = disk_of(self._folder)
-        rest = self._bound, disk, self._last_step, self._mismatch
+        rest = self._bound, disk, self._last_step, self._mismatch, self._undecided_reason
         return findings_of(Evidence(steps, series, self._evaluations, *rest))
 
 
@@ -275,7 +303,7 @@ def findings_of_run(path: Path) -> AlarmReport:
     evaluations = [line for line in lines if type(line) is EvaluationLine]
     recipe = _tables(folder.recipe)
     rest = number_of(recipe, "rollout", "max_staleness"), disk_of(path), last_step_of(recipe), mismatch_of(recipe)
-    return findings_of(Evidence(found.steps, found.series, evaluations, *rest))
+    return findings_of(Evidence(found.steps, found.series, evaluations, *rest, found.undecided_reason))
 
 
 def _readable(metrics: Path) -> Iterator[MetricsLine]:

@@ -65,10 +65,16 @@ class StartState:
     version: int = 0
     saved_step: int = 0  # step of the checkpoint from which the trainer reaches `version`; 0: none
     broken: tuple[str, ...] = ()  # error messages of newer checkpoints
+    changed: tuple[str, ...] = ()  # sentences: user-defined parts whose source has changed
+    done: bool = False  # all steps are done, and their last version is evaluated
 
     def sentences(self) -> list[str]:
         """Log lines about the starting point."""
+        if self.done:
+            done = f"all {self.version:,} steps of the run are done, and its last version is evaluated"
+            return [f"{done}: nothing is left to do; trainer.steps=M with M > {self.version} continues it"]
         found = [f"a newer checkpoint is not whole: {sentence}" for sentence in self.broken]
+        found += self.changed
         if self.version:
             start = (
                 f"the checkpoint of step {self.saved_step}" if self.saved_step else "its start: it has no checkpoint"

@@ -18,6 +18,7 @@ from stretto.core.errors import Problem, RecipeError, RunFolderError, StoreError
 from stretto.doors.packages import from_package
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.commands.data_record import DATA, DataRecord, write_questions
+from stretto.launch.commands.own_sources import changed_sources, record_sources
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.devices import placed, seat_of_warm_start, seats_of, unplaced, usable_gpus
 from stretto.launch.preflight.estimates import LESS_MEMORY, estimate_disk, estimate_memory, step_and_run, warnings
@@ -32,7 +33,7 @@ from stretto.loop.records.reporter import Reporter
 from stretto.model.hf.inspection import read_weights
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import until_cut_short
-from stretto.store.ending import ENDING, Ending, record_end
+from stretto.store.ending import ENDING, Ending, read_ending, record_end
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.provenance import library_versions, machine
 from stretto.store.folder.run_folder import RunFolder
@@ -161,9 +162,10 @@ def prepare(
     try:
         _assert_alone(path, recipe)
         prepared = Prepared(plan, folder, _where_it_ended(folder, plan))
-        if write:
+        if write and not prepared.beginning.done:
             with closing(Ledger(folder.ledger, recipe.store)) as ledger:
                 record_recipe(ledger, recipe)
+                record_sources(ledger, recipe, prepared.beginning.changed)
             folder.write("recipe.toml", to_toml(recipe))
             if not folder.questions.exists():  # the run was killed before it had written them
                 write_questions(folder, plan)
@@ -244,12 +246,16 @@ class Prepared:
 
     def train(self, reporter: Reporter, spawner: Spawner = FRESH) -> int:
         """Train; returns the exit code: 0, or 128 + the signal that stopped the run. At the end the folder is unlocked,
-        and the ending is in the ledger.
+        and the ending is in the ledger. A run without anything left to do says so, and nothing is started or written.
 
         Raises:
             StrettoError: the run failed; it can be resumed from its last checkpoint.
         """
         with self.folder:
+            if self.beginning.done:
+                for sentence in self.beginning.sentences():
+                    reporter.say(sentence)
+                return 0
             self._record(Ending("running"))
             logbook = RunLog(self.folder.log, reporter, self.steps)
             logbook.note(f"starts at version {self.beginning.version}")
@@ -289,6 +295,7 @@ def _new(path: Path, plan: Plan) -> RunFolder:
         ledger.put(_QUESTIONS, _fingerprints(plan)[0])
         ledger.put(_HELD_OUT, plan.kept_apart_digest)
         record_recipe(ledger, plan.recipe)
+        record_sources(ledger, plan.recipe)
         ledger.put(_MODEL, _model_fingerprint(plan))
         ledger.put(DATA, DataRecord.of(plan))
     write_questions(folder, plan)
@@ -366,6 +373,7 @@ def _check_questions(folder: RunFolder, plan: Plan) -> None:
 def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
         recipe, before = plan.recipe, recorded_recipe(folder, ledger.get(RECIPE, str))
+        changed = changed_sources(ledger, recipe)
     moved = _check_moved(folder, before, plan)
     changes = differences(before, recipe, (*_MAY_CHANGE, *moved))
     if changes:
@@ -379,7 +387,20 @@ def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:
         found = f"{recipe.trainer.steps}, and the run has done {beginning.version} steps"
         raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, "ask for more steps")])
     _check_rates(folder, before.trainer, recipe.trainer, beginning)
-    return beginning
+    done = before.evaluation == recipe.evaluation and _is_done(folder, beginning.version, recipe.trainer.steps)
+    return replace(beginning, changed=changed, done=done)
+
+
+def _is_done(folder: RunFolder, version: int, steps: int) -> bool:
+    """Whether the run has done all `steps`, and has ended after the evaluation of the last version.
+
+    Raises:
+        StoreError: a line of the metrics cannot be read.
+    """
+    ending = read_ending(folder.ledger)
+    if version < steps or ending is None or ending.how != "finished" or not folder.metrics.exists():
+        return False
+    return any(line.step == version for line in read_metrics(folder.metrics)[1])
 
 
 def _check_rates(folder: RunFolder, before: TrainerConfig, after: TrainerConfig, beginning: StartState) -> None:

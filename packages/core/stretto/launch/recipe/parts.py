@@ -21,7 +21,7 @@ DOORS: tuple[Door[Any], ...] = (LOSSES, CORRECTIONS, ESTIMATORS, FILTERS, PACING
 def find_parts(tree: dict[str, Any], folder: Path) -> None:
     """Set the key `path` of a parsed recipe to its folder, if a user-defined part's module is there and no `path` is
     given. Changes `tree`."""
-    if "path" not in tree and any(is_beside(name, folder) for name in _named(tree)):
+    if "path" not in tree and any(is_beside(name, folder) for name in named_in_doors(tree)):
         tree["path"] = str(folder.resolve())
 
 
@@ -33,7 +33,7 @@ def is_beside(name: object, folder: Path) -> bool:
     return module.is_dir() or module.with_suffix(".py").is_file()
 
 
-def _named(tree: Mapping[str, Any]) -> Iterator[object]:
+def named_in_doors(tree: Mapping[str, Any]) -> Iterator[object]:
     """Yield the names of parts in the keys of all doors."""
     for door in DOORS:
         found: Any = tree

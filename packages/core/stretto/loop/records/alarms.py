@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from stretto.core.records import Outcome, Prompt, Trajectory
@@ -35,6 +35,7 @@ class WatchedSamples:
         self._alarm = _ALARM_GROUPS
         self._right = False
         self._kinds: set[str] = set()
+        self._undecided, self._reasons = Counter[str](), dict[str, str]()  # since the last step, by kind of reason
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
         """Log alarms that this judged group causes, and samples of it if they are due."""
@@ -59,9 +60,18 @@ class WatchedSamples:
                 "read them, is sampling.max_tokens enough?"
             )
 
+    def usual_reason(self) -> str:
+        """Return the newest reason of the most frequent kind among the undecided verdicts since the last call; "" for
+        none."""
+        kinds, reasons = self._undecided, self._reasons
+        self._undecided, self._reasons = Counter(), {}
+        return reasons[kinds.most_common(1)[0][0]] if kinds else ""
+
     def _note_undecided(self, trajectories: Sequence[Trajectory]) -> None:
         for reason in (t.verdict.reason for t in trajectories if t.verdict.outcome is Outcome.UNDECIDED):
             kind = reason.partition(": ")[0]
+            self._undecided[kind] += 1
+            self._reasons[kind] = reason
             if kind not in self._kinds and len(self._kinds) < _KINDS:
                 self._kinds.add(kind)
                 self._say(f"a completion is undecided: {reason} (said once; `stretto export` has all of them)")

@@ -135,7 +135,7 @@ class Recorder:
         self._samples.judged(prompt, trajectories)
         found, before = Counter(trajectory.verdict.outcome for trajectory in trajectories), self._judged
         right, wrong = before.right + found[Outcome.RIGHT], before.wrong + found[Outcome.WRONG]
-        self._judged = Judged(right, wrong, before.accuracy)
+        self._judged = Judged(right, wrong, before.accuracy, before.undecided + found[Outcome.UNDECIDED])
 
     def left_over(self, tokens: int) -> None:
         """Count `tokens` of sampled turns that are in no trajectory, as stopped: their group was given up, or a program
@@ -170,9 +170,10 @@ class Recorder:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         lengths = [trajectory.sampled_length for trajectory in trajectories]
         ages = loss_tokens(batch)
-        if decided := self._judged.right + self._judged.wrong:
-            self._judged = Judged(accuracy=self._judged.right / decided)
-        # Else no group was judged between two batches: the last accuracy is repeated.
+        judged = self._judged
+        decided = judged.right + judged.wrong
+        # Without a decided completion between two batches, the last accuracy is repeated.
+        self._judged = Judged(accuracy=judged.right / decided if decided else judged.accuracy)
         return StepMetrics(
             step=update.step,
             version=update.version,
@@ -199,6 +200,8 @@ class Recorder:
             goodput=budget(totals, self._ledger.on_record).budget,
             truncated=sum(one.stop_reason is StopReason.LENGTH for one in trajectories) / len(trajectories),
             selection_bias=self._selection.known.newest if self._selection is not None else {},
+            undecided=judged.undecided / (decided + judged.undecided) if decided + judged.undecided else None,
+            undecided_reason=self._samples.usual_reason(),
         )
 
     def polled(self) -> None:

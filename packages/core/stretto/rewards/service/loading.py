@@ -57,6 +57,20 @@ def fields_taken(function: Callable[..., object], row: str) -> dict[str, Any]:
         return {}
 
 
+def why_lacking(function: Callable[..., object], row: str) -> str:
+    """Return which required parameters of a reward function the row has no field for, with the fields that it has; ""
+    if it lacks none. `row`: JSON object, or ""."""
+    fields: dict[str, Any] = json.loads(row) if row else {}
+    try:
+        parameters = inspect.signature(function).parameters
+        named = [name for name in _further(function) if parameters[name].default is inspect.Parameter.empty]
+    except ValueError:  # written in C, without a signature
+        return ""
+    lacking = ", ".join(repr(name) for name in named if name not in fields)
+    has = "the further fields " + ", ".join(map(repr, fields)) if fields else "no further fields"
+    return f"the reward takes {lacking}, and the row has {has}" if lacking else ""
+
+
 def _further(found: Callable[..., object]) -> list[str]:
     """Names of the parameters beyond prompt, completion and answer."""
     parameters = list(inspect.signature(found).parameters.values())

@@ -11,7 +11,7 @@ from stretto.core.states import why_no_reward
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.functions import RewardFunction
 from stretto.rewards.service.judging import judge, undecided
-from stretto.rewards.service.loading import fields_taken, load_reward
+from stretto.rewards.service.loading import fields_taken, load_reward, why_lacking
 from stretto.rewards.service.wire import PartSettings, ScoreItem, Worth
 
 
@@ -29,7 +29,10 @@ class LoadedPart:
     def verdict(self, item: ScoreItem, worth: Worth) -> Verdict:
         """Verdict of this part alone; the function also gets the fields of the row that it has parameters for."""
         fields = fields_taken(self.function, item.fields)
-        return judge(partial(self.function, **fields) if fields else self.function, item, worth)
+        verdict = judge(partial(self.function, **fields) if fields else self.function, item, worth)
+        if verdict.outcome is Outcome.UNDECIDED and (why := why_lacking(self.function, item.fields)):
+            return undecided(why)
+        return verdict
 
 
 def loaded(parts: Sequence[PartSettings]) -> tuple[LoadedPart, ...]:

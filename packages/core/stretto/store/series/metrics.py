@@ -48,6 +48,8 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     truncated: float | None = None  # share of the batch's completions that were cut off; None: not recorded
     canary: Mapping[str, float] = {}  # engine: distance from the trainer, as a share of its tolerance (canary.md)
     selection_bias: Mapping[str, Bias] = {}  # length, difficulty, latency: in the newest complete window, if any
+    undecided: float | None = None  # share of the completions judged since the step before; None: not recorded
+    undecided_reason: str = ""  # newest reason of the most frequent kind among them
 
 
 class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):

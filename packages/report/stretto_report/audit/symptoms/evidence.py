@@ -11,8 +11,6 @@ from stretto.core.records import Record
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto_report.audit.symptoms.windows import Numbers, Steps
 
-_PLACES = {"series": "the curve", "recipe": "the recipe's key", "timeline": "the timeline", "logs": "the logs"}
-
 
 class Alarm(Record, frozen=True):
     """An alarm that fires. `first_step`: the step since which it holds. `look`: where to look for the cause:
@@ -25,9 +23,7 @@ class Alarm(Record, frozen=True):
     look: str
 
     def __str__(self) -> str:
-        kind, _, name = self.look.partition(":")
-        place = f"{_PLACES[kind]} {name}".rstrip()
-        return f"alarm  {self.title} since step {self.first_step}: {self.message}; see {place}"
+        return f"alarm  {self.title} since step {self.first_step}: {self.message}; see {self.look}"
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,7 @@ class Evidence:
     disk: Disk | None = None
     last_step: int | None = None  # `trainer.steps`; None: not known
     mismatch: float = 0.1  # nats a token between engine and trainer that rounding explains for their dtypes
+    undecided_reason: str = ""  # of the newest step with undecided verdicts; "": none
 
     @property
     def in_force(self) -> float | None:
@@ -68,10 +65,13 @@ class Evidence:
         for place, step in enumerate(steps):
             for name, value in numbers_of(step):
                 series.setdefault(name, np.full(len(steps), np.nan))[place] = value
-        return cls(np.array([step.step for step in steps], np.int64), series)
+        reasons = [step.undecided_reason for step in steps if step.undecided_reason]
+        numbers = np.array([step.step for step in steps], np.int64)
+        return cls(numbers, series, undecided_reason=reasons[-1] if reasons else "")
 
 
-_WHOLE = ("reward", "accuracy", "length_mean", "truncated", "staleness_mean", "rl_seconds", "max_staleness")
+_VERDICTS = ("reward", "accuracy", "undecided")
+_WHOLE = (*_VERDICTS, "length_mean", "truncated", "staleness_mean", "rl_seconds", "max_staleness")
 _OF_TRAINER = ("entropy", "behavior_logprob_error", "grad_norm", "bad_steps", "kl_behavior", "kl_reference")
 #: Series that an alarm reads, beside those of `busy`, `memory` and `canary`.
 READ = frozenset({*_WHOLE, *(f"trainer.{name}" for name in _OF_TRAINER)})

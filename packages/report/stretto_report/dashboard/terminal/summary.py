@@ -123,6 +123,8 @@ def _state(inspection: Inspection) -> Rows:
         yield "state", f"{inspection.state}: {inspection.reason}" if inspection.reason else inspection.state
     for key, change in inspection.replay.changes.items() if inspection.replay else ():
         yield "changed", f"{key} {change}"
+    for sentence in inspection.changed:
+        yield "changed", sentence
 
 
 def _accuracy(inspection: Inspection) -> Rows:
@@ -149,6 +151,9 @@ def _work(inspection: Inspection) -> Rows:
         if count
     ]
     yield "trajectories", f"{counts.issued:,} = {' + '.join(parts) or 'none'}"
+    if counts.undecided:
+        why = f", most often: {counts.undecided_reason}" if counts.undecided_reason else ""
+        yield "undecided", f"{counts.undecided:,} of the {counts.failed:,} failed{why}"
     if inspection.replay is None:  # `seconds` of a branch are those of its own steps
         yield "", f"{counts.trained / seconds:,.0f} trained a second" if seconds else "none trained yet"
     yield "tokens", f"{tokens.generated:,} generated, {tokens.trained:,} trained"

@@ -1,0 +1,73 @@
+"""Recording the source of a run's user-defined parts: a resumed run says which of them have changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from stretto.doors.loading import is_own
+from stretto.launch.recipe.parts import named_in_doors
+from stretto.launch.recipe.recipe import Recipe
+from stretto.store.inspection import CHANGED
+from stretto.store.ledger.ledger import Ledger
+
+SOURCES = "sources"  #: name of the ledger's fact with the digests, by name of the part
+
+
+def digests_of(recipe: Recipe) -> dict[str, str]:
+    """Compute a digest of the file of each user-defined part (``package.module:name``), by its name. Parts whose
+    file is not found are left out; files that they import are not covered."""
+    files = {name: _file_of(name.partition(":")[0], folder) for name, folder in _own_parts(recipe)}
+    return {name: _digest(file) for name, file in files.items() if file is not None and file.is_file()}
+
+
+def changed_sources(ledger: Ledger, recipe: Recipe) -> tuple[str, ...]:
+    """Return one sentence that names the parts whose file has changed since the run was started the last time; none if
+    there are none, or no digests are on record."""
+    known, found = ledger.get(SOURCES, dict[str, str]) or {}, digests_of(recipe)
+    changed = [name for name, digest in found.items() if known.get(name, digest) != digest]
+    if not changed:
+        return ()
+    told = ", ".join(f"{name} ({known[name][:8]} to {found[name][:8]})" for name in changed)
+    return (f"the source has changed since the run was started the last time: {told}; the run uses the new one",)
+
+
+def record_sources(ledger: Ledger, recipe: Recipe, changed: Sequence[str] = ()) -> None:
+    """Store the digests in the ledger, and each sentence of `changed` as an event."""
+    for sentence in changed:
+        ledger.event(CHANGED, sentence)
+    ledger.put(SOURCES, digests_of(recipe))
+
+
+def _own_parts(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
+    """Yield name and folder of each user-defined part. The folder is searched first for its module."""
+    tree = recipe.model_dump(mode="python")
+    named = [(name, recipe.path) for name in named_in_doors(tree)]
+    named += [(part.function, recipe.rewards.path) for part in recipe.rewards.parts]
+    workflow = tree.get("workflow")
+    if isinstance(workflow, Mapping):
+        named.append((workflow.get("function"), workflow.get("path")))
+    for name, folder in named:
+        if isinstance(name, str) and is_own(name):
+            yield name, folder
+
+
+def _file_of(module: str, folder: str | None) -> Path | None:
+    """Return the source file of a module, found as an import would find it, but without running any of its code."""
+    places: Sequence[str] | None = [*([folder] if folder else []), os.getcwd(), *sys.path]
+    file: str | None = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:depth]), places)
+        if spec is None:
+            return None
+        places, file = spec.submodule_search_locations, spec.origin
+    return Path(file) if file is not None else None
+
+
+def _digest(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
