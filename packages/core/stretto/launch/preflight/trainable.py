@@ -24,8 +24,7 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
     """
     if problems := list(too_many_ranks(config, gpus)):
         raise RecipeError(problems)
-    if config.shares < config.ranks:
-        refuse_undividable(skeleton(model), config.tensor_parallel, config.context_parallel)
+    check_dividable(config, model)
     if config.lora is None or not config.lora.target_modules:
         return
     there = {name.rsplit(".", 1)[-1] for name in linear_layers(skeleton(model))}
@@ -36,6 +35,22 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
             Problem(place, f"{name!r} is no linear layer of the model's decoder", nearest(name, there))
             for name in missing
         )
+
+
+def check_dividable(config: TrainerConfig, model: Path, key: str = "") -> None:
+    """Check that the ranks can divide the matrices and heads of a model. `key`: recipe key that names its folder, for
+    messages; "" for the policy.
+
+    Raises:
+        RecipeError: they cannot.
+    """
+    if config.shares == config.ranks:
+        return
+    try:
+        refuse_undividable(skeleton(model), config.tensor_parallel, config.context_parallel)
+    except RecipeError as error:
+        of = f" of {key}" if key else ""
+        raise RecipeError(Problem(one.place, one.found + of, one.remedy) for one in error.problems) from None
 
 
 def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
