@@ -58,7 +58,10 @@ def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
     if config.device != "cpu" and 0 < there < config.local_ranks:
         here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
         found = f"{config.ranks}{here}, and the machine has {there} GPUs, one for each rank"
-        fewer = f"trainer.remote_ranks = {config.ranks - there}" if config.remote_ranks else f"at most {there}"
+        most = there // config.together * config.together  # ranks that divide a share are of one machine
+        fewer = f"trainer.remote_ranks = {config.ranks - most}" if config.remote_ranks else f"at most {most}"
+        if not most:
+            fewer = f"trainer.tensor_parallel * trainer.context_parallel of at most {there}"
         yield Problem("trainer.ranks", found, f'{fewer}, or trainer.device = "cpu"')
 
 
