@@ -37,8 +37,16 @@ from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.trainer import Trainer
 
-#: Dense bfloat16 operations per second, by a part of the device's name; the makers' data sheets.
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+#: Dense bfloat16 operations per second, by a part of the device's name, the longest first; the makers' data sheets.
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "RTX 4090": 165e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
 
 SHAPES: dict[str, tuple[type[PreTrainedModel], Qwen2Config | Qwen3Config]] = {
     "0.6B": (

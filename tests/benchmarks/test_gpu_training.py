@@ -44,6 +44,15 @@ def test_the_shapes_are_the_real_ones(shape: str, billions: float) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989)],
+)
+def test_the_peak_is_that_of_the_card(monkeypatch: pytest.MonkeyPatch, name: str, teraflops: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert peak_rate(torch.device("cuda"), "bfloat16")[0] == teraflops * 1e12
+
+
 def test_without_a_data_sheet_the_peak_is_measured() -> None:
     rate, whose = peak_rate(torch.device("cpu"), "float32")
     assert rate > 1e9

@@ -28,6 +28,7 @@ from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe, validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
+from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("untried")
@@ -228,6 +229,21 @@ def test_a_reference_of_another_vocabulary_is_refused(plan_for: Planner, policy:
     plan = plan_for(algorithm={"reference": {"path": str(policy)}})
     alone = plan_for()
     assert estimate_memory(plan).trainer - estimate_memory(alone).trainer == plan.base.parameters * 4
+
+
+def test_a_larger_reference_counts_with_its_own_size_and_must_divide(plan_for: Planner, tmp_path: Path) -> None:
+    large, wide = tmp_path / "large", BUILD.model_copy(update={"heads": 4, "kv_heads": 4, "layers": 3})
+    build_policy(wide, large, seed=1)
+    reference = {"reference": {"path": str(large)}}
+    plan = plan_for(algorithm=reference)
+    assert (held := rank_of(plan).parts["reference"]) == 4 * inspect_model_folder(large).parameters
+    assert held > rank_of(plan).parts["weights"]
+    model, trainer = {"path": str(large)}, {"ranks": 2, "context_parallel": 2}
+    narrower = {"reference": {"path": str(plan.base.path)}}
+    plan_for(model=model, trainer=trainer, algorithm=reference)
+    told = message(plan_for, model=model, trainer=trainer, algorithm=narrower)
+    assert "trainer.context_parallel: 2 does not divide num_attention_heads = 1" in told
+    assert "of algorithm.reference.path; one of 1" in told
 
 
 def test_an_answer_longer_than_a_micro_batch_is_worth_a_warning(plan_for: Planner) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from stretto.core.errors import RecipeError, RunFolderError
-from stretto.launch.preflight.trainable import check_checkpoint, check_trainable, router_notes
+from stretto.launch.preflight.trainable import check_checkpoint, check_trainable, router_notes, too_many_ranks
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import load_policy
@@ -76,6 +76,21 @@ def test_each_rank_needs_a_gpu_of_its_own(policy: Path) -> None:
     check_trainable(TrainerConfig(ranks=8, remote_ranks=6), policy, gpus=2)
     with pytest.raises(RecipeError, match=r"trainer.ranks: 8, 3 of them on this machine, and the machine has 2 GPUs"):
         check_trainable(TrainerConfig(ranks=8, remote_ranks=5), policy, gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "remote", "tensor", "gpus", "remedy"),
+    [
+        (4, 0, 2, 3, "at most 2"),
+        (8, 2, 2, 3, "trainer.remote_ranks = 6"),
+        (8, 4, 4, 3, "trainer.tensor_parallel * trainer.context_parallel of at most 3"),
+    ],
+)
+def test_the_remedy_keeps_ranks_of_one_share_together(
+    ranks: int, remote: int, tensor: int, gpus: int, remedy: str
+) -> None:
+    (problem,) = too_many_ranks(TrainerConfig(ranks=ranks, remote_ranks=remote, tensor_parallel=tensor), gpus)
+    assert problem.remedy.startswith(remedy + ", or")
 
 
 def test_ranks_divide_the_heads_of_the_model(policy: Path) -> None:

@@ -72,9 +72,11 @@ def counted(name: str, layers: int, ranks: int, more: dict[str, Any], **parts: A
     return step_bytes(config_of(name, layers), settings(ranks, more), TOKENS, **parts)
 
 
-def estimated(name: str, layers: int, ranks: int, more: dict[str, Any], **parts: bool) -> RankMemory:
-    config = TrainerConfig.model_validate(settings(ranks, more))
-    return rank_memory(shape_of(config_of(name, layers)), config, ranks, TOKENS, **parts)
+def estimated(
+    name: str, layers: int, ranks: int, more: dict[str, Any], reference: bool = False, critic: bool = False
+) -> RankMemory:
+    config, shape = TrainerConfig.model_validate(settings(ranks, more)), shape_of(config_of(name, layers))
+    return rank_memory(shape, config, ranks, TOKENS, reference=shape if reference else None, critic=critic)
 
 
 def holds(name: str, layers: int, ranks: int, more: dict[str, Any], parts: dict[str, Any]) -> None:

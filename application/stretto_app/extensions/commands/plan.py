@@ -11,6 +11,7 @@ import msgspec
 
 from stretto.core.errors import Problem, RunFolderError
 from stretto.launch.preflight.encoding import encode_demonstrations
+from stretto.launch.preflight.estimates import reference_of
 from stretto.launch.preflight.paper import outline
 from stretto.launch.preflight.plan import Outline
 from stretto.launch.recipe.recipe import load_recipe, to_toml
@@ -107,7 +108,7 @@ def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) ->
         longest=asked.longest_sequence,
         recomputes=recipe.algorithm.loss.anchor == "recomputed",
         converses=recipe.workflow is not None,
-        reference=recipe.has_reference_model,
+        reference=reference_of(asked),
         critic=recipe.algorithm.critic is not None,
         reward_workers=recipe.rewards.workers,
     )

@@ -101,19 +101,18 @@ def rank_memory(
     ranks: int,
     longest: int,
     *,
-    reference: bool = False,
+    reference: ModelShape | None = None,
     critic: bool = False,
 ) -> RankMemory:
     """Estimate the memory of one rank of `ranks`.
 
     Args:
         longest: tokens of the longest sequence, which is never split between micro-batches.
-        reference: whether a reference policy is loaded as a second model (not the policy with adapters disabled).
+        reference: shape of a reference policy that is a second model (not the policy with adapters disabled).
         critic: whether the algorithm has a critic.
     """
     adapters = 0 if config.lora is None else adapter_weights(shape, config)
-    ends = shape.parameters - shape.body  # embedding and output matrix, undivided on each rank that divides matrices
-    base = shape.body + ends * config.tensor_parallel
+    base = _held(shape, config)
     trained = adapters or base
     weights = _MASTER * (base + adapters) // ranks
     step = _Step(shape, config, ranks, -(-max(config.micro_batch_tokens, longest) // config.context_parallel))
@@ -126,7 +125,7 @@ def rank_memory(
         "weights": weights,
         "gradients": gradients,
         "moments": 0 if on_host else moments,
-        "reference": (_MASTER if ranks == 1 else step.item) * base // ranks if reference else 0,
+        "reference": (_MASTER if ranks == 1 else step.item) * _held(reference, config) // ranks if reference else 0,
         "critic": _MASTER * (valued + adapters) // ranks + fitted * (1 if on_host else 3) if critic else 0,
         "activations": kept,
         "recomputed layer": recomputed,
@@ -134,6 +133,12 @@ def rank_memory(
     }
     host = moments + (2 * fitted if critic else 0) if on_host else 0
     return RankMemory({name: size for name, size in parts.items() if size}, smaller(config, longest), host)
+
+
+def _held(shape: ModelShape, config: TrainerConfig) -> int:
+    """Number of weights of a model, summed over the ranks: embedding and output matrix are undivided on each rank that
+    divides matrices."""
+    return shape.body + (shape.parameters - shape.body) * config.tensor_parallel
 
 
 def collective_bytes(config: TrainerConfig) -> int:

@@ -15,7 +15,7 @@ from stretto_foresight.planner.lengths import Lengths
 @dataclass(frozen=True)
 class Job:
     """A recipe as the planner sees it. `recomputes`: the objective needs proximal log-probabilities. `converses`: it
-    has a workflow of several turns. `reference`, `critic`: the trainer has these further models."""
+    has a workflow of several turns. `reference`: shape of a second model; `critic`: the trainer has one."""
 
     shape: ModelShape
     lengths: Lengths
@@ -25,7 +25,7 @@ class Job:
     longest: int  # tokens of the longest prompt plus the longest completion
     recomputes: bool = False
     converses: bool = False
-    reference: bool = False  # a second model
+    reference: ModelShape | None = None
     critic: bool = False
     reward_workers: int = 1
 

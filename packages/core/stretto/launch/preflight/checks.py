@@ -76,9 +76,9 @@ def check_top_k(recipe: Recipe, base: ModelFolder) -> None:
         raise ModelFolderError([Problem(str(base.path), found, "choose fewer, or 0 for all")])
 
 
-def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> None:
-    """Check that the model in the folder `reference` has the vocabulary of `tokenizer`. `key`: recipe key that names
-    the folder.
+def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> ModelFolder:
+    """Check that the model in the folder `reference` has the vocabulary of `tokenizer`; returns its facts. `key`:
+    recipe key that names the folder.
 
     Raises:
         ModelFolderError: it has another vocabulary.
@@ -90,6 +90,7 @@ def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> None:
         found = f"its vocabulary ({len(other.vocabulary)} tokens) is not the policy's ({len(tokenizer.vocabulary)})"
         remedy = f"{key} needs a model with the policy's tokenizer; without {key} the first policy is the reference"
         raise ModelFolderError([Problem(reference, found, remedy)])
+    return folder
 
 
 def check_reward_function(config: RewardsConfig) -> None:

@@ -112,7 +112,8 @@ def seat_of_supervised(
     if config.device == "cpu" or not there:
         return None
     named = config.model_dump(include=set(OptimizerConfig.model_fields))
-    told = rank_memory(shape_of_model(base), TrainerConfig(**named), 1, longest, reference=reference)
+    shape = shape_of_model(base)
+    told = rank_memory(shape, TrainerConfig(**named), 1, longest, reference=shape if reference else None)
     smaller = {part: _in_section(role.replace(" ", "_"), words) for part, words in told.smaller.items()}
     return _alone(Need(role, told.parts, smaller=smaller), there)
 

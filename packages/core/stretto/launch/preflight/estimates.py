@@ -71,9 +71,14 @@ def rank_of(plan: Outline) -> RankMemory:
         recipe.trainer,
         recipe.trainer.ranks,
         plan.longest_sequence,
-        reference=recipe.has_reference_model,
+        reference=reference_of(plan),
         critic=recipe.algorithm.critic is not None,
     )
+
+
+def reference_of(plan: Outline) -> ModelShape | None:
+    """Shape of the reference policy, if the trainer holds it as a second model."""
+    return shape_of_model(plan.reference or plan.base) if plan.recipe.has_reference_model else None
 
 
 def engine_parts(plan: Outline) -> dict[str, int]:

@@ -20,7 +20,7 @@ from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated
 from stretto.launch.preflight.paths import check_data_files, data_files
 from stretto.launch.preflight.plan import Outline, encoded_within_limits
-from stretto.launch.preflight.trainable import check_trainable, router_notes
+from stretto.launch.preflight.trainable import check_dividable, check_trainable, router_notes
 from stretto.launch.preflight.trial import try_parts, try_reward
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
@@ -58,6 +58,7 @@ def outline(recipe: Recipe) -> Outline:
     refuse_untrainable(config)
     check_head_dim(recipe, base)
     check_trainable(recipe.trainer, base.path, _NO_GPUS)
+    reference = _reference(recipe)
     longest = longest_prompt_allowed(recipe, base)
     check_top_k(recipe, base)
     check_data_files(data_files(recipe))
@@ -80,6 +81,7 @@ def outline(recipe: Recipe) -> Outline:
     return Outline(
         recipe=recipe,
         base=base,
+        reference=reference,
         sampling=recipe.sampling.record(tokenizer.eos_token_ids if tokenizer is not None else base.eos_token_ids),
         training=training,
         held_out=asked,
@@ -95,6 +97,15 @@ def outline(recipe: Recipe) -> Outline:
             *try_reward(recipe.rewards, questions.training),
         ),
     )
+
+
+def _reference(recipe: Recipe) -> ModelFolder | None:
+    """Check the model of ``algorithm.reference.path``, if this machine has its config.json; returns its facts."""
+    asked = recipe.algorithm.reference
+    if asked is None or asked.path is None or not (Path(asked.path) / "config.json").is_file():
+        return None
+    check_dividable(recipe.trainer, Path(asked.path), "algorithm.reference.path")
+    return outlined(Path(asked.path))[0]
 
 
 def _not_checked(

@@ -43,7 +43,7 @@ from stretto.launch.preflight.engines import check_engine_keys, check_head_dim, 
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated, strange_digits
 from stretto.launch.preflight.paths import check_data_files, data_files
-from stretto.launch.preflight.trainable import check_trainable, router_notes
+from stretto.launch.preflight.trainable import check_dividable, check_trainable, router_notes
 from stretto.launch.preflight.trial import try_parts, try_reward
 from stretto.launch.recipe.agents import AgentConfig
 from stretto.launch.recipe.recipe import Recipe
@@ -80,6 +80,7 @@ class Outline:
     sets: tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...] = ()  # further sets of questions to evaluate
     kept_apart: int = 0  # number of held-out questions; the first evaluation.prompts of them are evaluated
     seats: tuple[Seat, ...] = ()  # GPUs of the roles on this machine; empty: all run on the CPU
+    reference: ModelFolder | None = None  # of algorithm.reference.path; None: no such path
 
     @property
     def longest_prompt(self) -> int:
@@ -140,8 +141,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     tokenizer = load_tokenizer(base.path, recipe.model.special_tokens_in_messages, kept=PIECES)
     longest = longest_prompt_allowed(recipe, base)
     check_top_k(recipe, base)
-    if (reference := recipe.algorithm.reference) is not None and reference.path is not None:
-        check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
+    reference = _reference(recipe, tokenizer)
     _check_agents(recipe, tokenizer)
     read, read_sets = _questions(recipe)
     questions = (sifted := sift(recipe.rewards, read)).questions
@@ -159,6 +159,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     return Plan(
         recipe=recipe,
         base=base,
+        reference=reference,
         tokenizer=tokenizer,
         sampling=recipe.sampling.record(tokenizer.eos_token_ids),
         training=training.prompts,
@@ -202,6 +203,20 @@ def schedule_notes(recipe: Recipe) -> Iterator[str]:
                 f"{name}.warmup_steps = {section.warmup_steps} of {name}.steps = {section.steps}: the learning rate "
                 f"reaches only {reached:.3g}, not {section.learning_rate:g}"
             )
+
+
+def _reference(recipe: Recipe, tokenizer: Tokenizer) -> ModelFolder | None:
+    """Check the model of ``algorithm.reference.path``, if the recipe names one; returns its facts.
+
+    Raises:
+        ModelFolderError, RecipeError: the trainer cannot hold it beside the policy.
+    """
+    asked, key = recipe.algorithm.reference, "algorithm.reference.path"
+    if asked is None or asked.path is None:
+        return None
+    found = check_vocabulary(asked.path, tokenizer, key)
+    check_dividable(recipe.trainer, found.path, key)
+    return found
 
 
 def _check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:

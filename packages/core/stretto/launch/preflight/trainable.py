@@ -24,8 +24,7 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
     """
     if problems := list(too_many_ranks(config, gpus)):
         raise RecipeError(problems)
-    if config.shares < config.ranks:
-        refuse_undividable(skeleton(model), config.tensor_parallel, config.context_parallel)
+    check_dividable(config, model)
     if config.lora is None or not config.lora.target_modules:
         return
     there = {name.rsplit(".", 1)[-1] for name in linear_layers(skeleton(model))}
@@ -38,12 +37,31 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
         )
 
 
+def check_dividable(config: TrainerConfig, model: Path, key: str = "") -> None:
+    """Check that the ranks can divide the matrices and heads of a model. `key`: recipe key that names its folder, for
+    messages; "" for the policy.
+
+    Raises:
+        RecipeError: they cannot.
+    """
+    if config.shares == config.ranks:
+        return
+    try:
+        refuse_undividable(skeleton(model), config.tensor_parallel, config.context_parallel)
+    except RecipeError as error:
+        of = f" of {key}" if key else ""
+        raise RecipeError(Problem(one.place, one.found + of, one.remedy) for one in error.problems) from None
+
+
 def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
     """Yield a problem if there are more local ranks than GPUs. `there`: number of GPUs; 0: none known, no problem."""
     if config.device != "cpu" and 0 < there < config.local_ranks:
         here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
         found = f"{config.ranks}{here}, and the machine has {there} GPUs, one for each rank"
-        fewer = f"trainer.remote_ranks = {config.ranks - there}" if config.remote_ranks else f"at most {there}"
+        most = there // config.together * config.together  # ranks that divide a share are of one machine
+        fewer = f"trainer.remote_ranks = {config.ranks - most}" if config.remote_ranks else f"at most {most}"
+        if not most:
+            fewer = f"trainer.tensor_parallel * trainer.context_parallel of at most {there}"
         yield Problem("trainer.ranks", found, f'{fewer}, or trainer.device = "cpu"')
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.hf.inspection import weight_files
+from stretto.model.hf.layers import saved_buffers
 
 _BASE = ".base_layer."  # of a linear layer under an adapter
 _ADAPTERS = ".lora_"
@@ -40,7 +42,7 @@ def without_memory(module: nn.Module) -> bool:
 def fill(model: PreTrainedModel, inside: nn.Module, device: torch.device | str) -> None:
     """Allocate the parameters and buffers of `inside` on `device`, and fill them from the folder of `model` (its
     `name_or_path`). `inside` is a part of `model`, or contains it. Adapters are not filled; parameters that do not
-    belong to `model` are set to zero.
+    belong to `model` are set to zero; buffers that are not saved are computed.
 
     Raises:
         ModelFolderError: the folder lacks a weight, or holds numbers that are not finite.
@@ -48,9 +50,11 @@ def fill(model: PreTrainedModel, inside: nn.Module, device: torch.device | str) 
     inside.to_empty(device=device)
     of_model = {id(parameter) for parameter in model.parameters()}
     wanted = {id(parameter): parameter for parameter in inside.parameters()}
-    held = {name: one for name, one in _plain(model) if id(one) in wanted}
     for added in (one for key, one in wanted.items() if key not in of_model):
         own(added).zero_()
+    _compute_buffers(model, inside)
+    both = wanted.keys() | {id(buffer) for buffer in inside.buffers()}
+    held = {name: one for name, one in _plain(model) if id(one) in both}
     source, problems = FolderWeights(model), list[Problem]()
     if missing := sorted(held.keys() - source.names):
         found = f"lacks the weight {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
@@ -62,14 +66,13 @@ def fill(model: PreTrainedModel, inside: nn.Module, device: torch.device | str) 
                 problems.append(Problem(str(source.folder), f"{name} holds numbers that are not finite", _REMEDY))
     if problems:
         raise ModelFolderError(problems[:1])
-    _fill_buffers(model, inside)
 
 
-def _plain(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that are not adapters, with the names that they have in the folder."""
-    for name, parameter in model.named_parameters():
+def _plain(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters that are not adapters, and the saved buffers, with their names in the model alone."""
+    for name, one in chain(model.named_parameters(), saved_buffers(model)):
         if _ADAPTERS not in name:
-            yield name.replace(_BASE, "."), parameter
+            yield name.replace(_BASE, "."), one
 
 
 def own(parameter: Tensor) -> Tensor:
@@ -85,9 +88,9 @@ def own_slices(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
-def _fill_buffers(model: PreTrainedModel, inside: nn.Module) -> None:
-    """Compute the buffers (rotary frequencies, scales) in the same way as transformers when it loads a model. They are
-    not among the saved weights."""
+def _compute_buffers(model: PreTrainedModel, inside: nn.Module) -> None:
+    """Compute the buffers (rotary frequencies, scales) in the same way as transformers when it loads a model. Saved
+    buffers are read afterwards."""
     for module in inside.modules():
         if any(buffer is not None for buffer in module._buffers.values()):
             for parameter in module.parameters(recurse=False):

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers.utils import logging
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, naming
 from stretto.model.attention_support import check_attention
 from stretto.model.hf.inspection import ModelFolder, eos_token_ids, inspect_model_folder, weights_dtype
+from stretto.model.hf.layers import saved_buffers
 from stretto.model.hf.writing import write_weights
 
 __all__ = [
@@ -115,8 +117,9 @@ def save_policy(
     one. The folder is written beside `path` and then renamed.
 
     `parameters`: (name, tensor) pairs written instead of the model's own parameters, for a model that is sharded over
-    several processes; one layer of them is in memory at a time. `add`: called with the folder before it is renamed, to
-    write more files. `dtype`: parameters are rounded to it; None: not rounded.
+    several processes; one layer of them is in memory at a time. Saved buffers are written beside them, not rounded.
+    `add`: called with the folder before it is renamed, to write more files. `dtype`: parameters are rounded to it;
+    None: not rounded.
 
     Raises:
         ModelFolderError: `path` holds files that are no part of a model.
@@ -138,7 +141,8 @@ def save_policy(
                 else:
                     _write_configs(model, folder)
                     written = ((name, one.detach().to("cpu", rounded)) for name, one in parameters)
-                    write_weights(model, written, folder)
+                    exact = ((name, one.to("cpu")) for name, one in saved_buffers(model))
+                    write_weights(model, chain(written, exact), folder)
                 if dtype is not None:
                     _say_dtype(folder / "config.json", dtype)
         except SafetensorError as error:  # safetensors reports system errors this way

@@ -1,10 +1,11 @@
-"""Modules of a model: decoder layers, units of sharding, linear layers; and activation checkpointing."""
+"""Modules of a model: decoder layers, units of sharding, linear layers; saved buffers; activation checkpointing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,6 +29,15 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """The linear layers inside decoder layers, by name; without the output matrix."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     return {n: module for n, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in inside}
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that are saved with the weights, by name, such as the biases by which a router balances its
+    experts. Training does not change them."""
+    for place, module in model.named_modules():
+        for name, buffer in module.named_buffers(place, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def checkpoint_activations(model: nn.Module) -> None:
