@@ -180,7 +180,7 @@ def test_a_process_that_trains_on_examples_is_estimated_and_placed(plan_for: Pla
     config = plan.recipe.warm_start
     assert config is not None
     alone = seat_of_supervised("preferences", config, plan.base, 10, there)
-    both = seat_of_supervised("preferences", config, plan.base, 10, there, reference=True)
+    both = seat_of_supervised("preferences", config, plan.base, 10, there, reference=plan.base)
     assert alone is not None
     assert both is not None
     assert both.need.bytes == alone.need.bytes + alone.need.parts["weights"]

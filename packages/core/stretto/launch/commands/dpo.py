@@ -44,7 +44,7 @@ def dpo(
     """
     recipe = load_preferences(recipe_path, overrides)
     refuse_old(out)
-    base, examples = _found(recipe)
+    base, reference, examples = _found(recipe)
     longest, room = max(pair.tokens for pair in examples.pairs), recipe.preferences.micro_batch_tokens
     if longest > room:
         on_warning(
@@ -52,7 +52,7 @@ def dpo(
             "it is a micro-batch of its own and takes more memory"
         )
     there = gpus() if torch.cuda.is_available() else ()
-    seat = seat_of_supervised("preferences", recipe.preferences, base, longest, there, reference=True)
+    seat = seat_of_supervised("preferences", recipe.preferences, base, longest, there, reference=reference)
     train_into(
         out,
         lambda log: train_in_process(
@@ -72,16 +72,17 @@ def dpo(
     )
 
 
-def _found(recipe: PreferenceRecipe) -> tuple[ModelFolder, Preferences]:
-    """Check the recipe; returns the model folder, and the pairs as token ids. The model's weights are not loaded."""
+def _found(recipe: PreferenceRecipe) -> tuple[ModelFolder, ModelFolder, Preferences]:
+    """Check the recipe; returns the model folder, the reference's, and the pairs as token ids. Weights are not
+    loaded."""
     config = recipe.preferences
     check_data_files([("preferences.file", config.file)])
     check_devices({"preferences": config})
     base = inspect_model_folder(base_folder(recipe.model, recipe.seed))
     check_kind(base)
     tokenizer = load_tokenizer(base.path, special_tokens_in_messages=recipe.model.special_tokens_in_messages)
-    if config.reference is not None:
-        check_vocabulary(config.reference, tokenizer, "preferences.reference")
+    asked = config.reference
+    reference = base if asked is None else check_vocabulary(asked, tokenizer, "preferences.reference")
     pairs = read_pairs(Path(config.file), Fields(config.prompt_field, config.chosen_field, config.rejected_field))
-    reference = config.reference or str(base.path)
-    return base, Preferences(encode_preferences(pairs, tokenizer, base.context_length), reference)
+    encoded = encode_preferences(pairs, tokenizer, base.context_length)
+    return base, reference, Preferences(encoded, asked or str(base.path))

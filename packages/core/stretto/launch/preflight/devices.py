@@ -96,7 +96,7 @@ def seat_of_supervised(
     longest: int,
     there: Sequence[Gpu],
     *,
-    reference: bool = False,
+    reference: ModelFolder | None = None,
 ) -> Seat | None:
     """Return the seat of a process that trains on examples, on the GPU with the most free memory; None: the CPU. It
     runs before all roles of a run, or without a run.
@@ -104,7 +104,7 @@ def seat_of_supervised(
     Args:
         role: name of the process; with "_" for spaces, of its section in the recipe.
         longest: number of tokens of the longest example.
-        reference: the process also holds a reference model.
+        reference: a reference model that the process also holds.
 
     Raises:
         RecipeError: memory is far too small.
@@ -112,8 +112,8 @@ def seat_of_supervised(
     if config.device == "cpu" or not there:
         return None
     named = config.model_dump(include=set(OptimizerConfig.model_fields))
-    shape = shape_of_model(base)
-    told = rank_memory(shape, TrainerConfig(**named), 1, longest, reference=shape if reference else None)
+    frozen = shape_of_model(reference) if reference is not None else None
+    told = rank_memory(shape_of_model(base), TrainerConfig(**named), 1, longest, reference=frozen)
     smaller = {part: _in_section(role.replace(" ", "_"), words) for part, words in told.smaller.items()}
     return _alone(Need(role, told.parts, smaller=smaller), there)
 
