@@ -257,10 +257,11 @@ def test_a_reward_that_was_edited_is_named_once_and_stays_on_record(recipe: Path
     assert inspect_run(run_dir).changed == (sentence,)
 
 
-def test_the_source_of_a_part_is_found_in_packages_without_running_it(recipe: Path) -> None:
+@pytest.mark.parametrize("depth", [0, 1, 2], ids=["folders", "a folder in a package", "packages"])
+def test_the_source_of_a_part_is_found_in_packages_without_running_it(recipe: Path, depth: int) -> None:
     package = recipe.parent / "my_parts" / "inner"
     package.mkdir(parents=True)
-    for folder in (package.parent, package):
+    for folder in (package.parent, package)[:depth]:
         (folder / "__init__.py").write_text("raise SystemExit('imported')\n")
     (package / "judging.py").write_text("raise SystemExit('imported')\n")
     rewards = RewardsConfig(function="my_parts.inner.judging:judge", path=str(recipe.parent))

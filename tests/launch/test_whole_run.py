@@ -64,6 +64,7 @@ INSPECTION: dict[str, type | tuple[type, ...] | list[str]] = {
     "state": str,
     "reason": str,
     "replay": type(None),
+    "changed": list,
     "predicted": type(None),  # nothing was predicted of this run
     "not_predicted": str,
     "alarms": list,

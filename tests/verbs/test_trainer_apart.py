@@ -102,10 +102,12 @@ def test_mistakes_are_told_as_here_and_leave_it_usable(
     for verb in ("save", "load", "export"):
         with pytest.raises(stretto.DataError, match=f"{verb}: folder: 3; give the path of a folder"):
             getattr(apart, verb)(3)
-    nothing: list[Any] = [[], iter(()), None, data[0]]
+    nothing: list[Any] = [[], iter(()), data[0]]
     for one in nothing:
         with pytest.raises(stretto.DataError, match=r"forward_backward: data: .*; give a list of stretto.Datum"):
             apart.forward_backward(one)
+    with pytest.raises(stretto.DataError, match=r"forward_backward: data: None; .*take.* has no batch yet"):
+        apart.forward_backward(None)  # type: ignore[arg-type]
     expected = apart.forward(data).logprobs
     assert apart.forward(one for one in data).logprobs == expected  # type: ignore[arg-type]
 

@@ -60,9 +60,8 @@ def _file_of(module: str, folder: str | None) -> Path | None:
     """Return the source file of a module, found as an import would find it, but without running any of its code."""
     places: Sequence[str] | None = [*([folder] if folder else []), os.getcwd(), *sys.path]
     file: str | None = None
-    parts = module.split(".")
-    for depth in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:depth]), places)
+    for name in module.split("."):  # by its own name alone: a package without __init__.py is looked up in its parent
+        spec = PathFinder.find_spec(name, places)
         if spec is None:
             return None
         places, file = spec.submodule_search_locations, spec.origin
