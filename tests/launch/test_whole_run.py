@@ -37,7 +37,10 @@ INSPECTION: dict[str, type | tuple[type, ...] | list[str]] = {
     "initial_accuracy": float,
     "final_accuracy": float,
     "tokens": ["generated", "trained", "recomputed", "wasted"],
-    "trajectories": ["issued", "trained", "buffered", "in_flight", "filtered", "expired", "failed"],
+    "trajectories": [
+        *("issued", "trained", "buffered", "in_flight", "filtered", "expired", "failed"),
+        *("undecided", "undecided_reason"),
+    ],
     "staleness": ["bound", "max", "mean", "histogram"],
     "interrupted": int,
     "multi_version": int,
