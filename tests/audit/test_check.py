@@ -384,7 +384,7 @@ def test_the_checker_shares_only_the_states_and_the_check_of_the_log_with_the_wr
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     ours = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     theirs = {name for name in ours if name.startswith("stretto.") and not name.startswith("stretto_report.audit.")}
-    errors, states = ("StoreError", "RunFolderError", "Problem"), ("FINAL", "OPEN", "UNTRAINED")
+    errors, states = ("StoreError", "RunFolderError", "Problem", "UNREADABLE"), ("FINAL", "OPEN", "UNTRAINED")
     allowed = {f"stretto.core.errors.{name}" for name in errors} | {f"stretto.core.states.{name}" for name in states}
     assert theirs <= allowed | ({"stretto.store.ledger.schema.check_resting_log"} if module is check else set())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from google.protobuf.message import EncodeError
@@ -57,6 +57,7 @@ def test_a_client_for_which_no_engine_can_be_made_fails_alone(small: tuple[str, 
     assert [len(ann.sampled(id).sequences) for id in asked] == [_SLOTS] * 3
     assert bob.fetch(alone).status_code == 200  # computed, or failed with a reason, and settled in any case
     assert len(bob.sampled(bob.sample(one, 1, _PROMPT)).sequences) == 1
+    assert cast(OneEngine, server.worker._engines._backend).engines > 1  # a further one was asked for
 
 
 def test_a_result_that_cannot_be_encoded_fails_its_request_alone(

@@ -7,6 +7,7 @@ import errno
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -319,3 +320,25 @@ def test_an_address_with_a_wrong_seal_names_nothing(until: str, seal: str, addre
     for kind in ("archives", "files"):
         reply = httpx.get(f"{address}/{kind}/{until}/{seal}/a:train:0/weights/one/adapter_model.safetensors")
         assert reply.status_code == 404
+
+
+def test_the_seal_of_an_address_is_for_its_checkpoint_and_its_time(address: str) -> None:
+    client = Client(address, "tml-sealed")
+    model = client.create()
+    for seq, name in enumerate(("one", "other"), start=1):
+        client.save(model, seq, name)
+    one, other = (
+        urlsplit(client.get(f"training_runs/{model}/checkpoints/weights/{name}/archive").headers["location"])
+        for name in ("one", "other")
+    )
+    assert httpx.get(one.geturl()).status_code == 200
+    _, kind, until, seal, place = one.path.split("/", 4)
+    wrong = [
+        (until, other.path.split("/", 4)[3], place),
+        (until, "0" * len(seal), place),
+        (str(int(until) + 1), seal, place),
+        (until, seal, other.path.split("/", 4)[4]),
+    ]
+    for parts in wrong:
+        path = "/".join(("", kind, *parts))
+        assert httpx.get(one._replace(path=path).geturl()).status_code == 404, path

@@ -16,7 +16,7 @@ from typing import Self
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError
+from stretto.core.errors import UNREADABLE, Problem, RunFolderError
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.files import write_atomically
@@ -66,7 +66,7 @@ class StudyFolder:
         if known_by.exists():
             try:
                 known = msgspec.json.decode(known_by.read_bytes(), type=Identity)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except UNREADABLE as error:
                 raise _refused(known_by, f"cannot be read: {error}", "give another --out") from error
             if known.digest != study.digest:
                 found = f"holds the study {known.name!r} with digest {known.digest}, and this one's is {study.digest}"

@@ -26,6 +26,7 @@ import msgspec
 from stretto import __version__
 from stretto.core.deadlines import deadline
 from stretto.core.errors import (
+    UNREADABLE,
     DeadlineExceeded,
     HandshakeBroken,
     HandshakeRefused,
@@ -223,7 +224,7 @@ class _Session:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             end = done.pop().result()
             return end if isinstance(end, Dismissed) else str(end)
-        except (WireError, SourceLost, OSError, msgspec.MsgspecError, DeadlineExceeded) as error:
+        except (WireError, SourceLost, OSError, DeadlineExceeded, *UNREADABLE) as error:
             return str(error)
         finally:
             await cancel_and_wait([*tasks])

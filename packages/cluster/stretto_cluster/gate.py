@@ -19,10 +19,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from stretto import __version__
-from stretto.core.errors import DeadlineExceeded, HandshakeBroken, HandshakeRefused, StrettoError
+from stretto.core.errors import UNREADABLE, DeadlineExceeded, HandshakeBroken, HandshakeRefused, StrettoError
 from stretto.core.frames import frame
 from stretto.core.tasks import cancel_and_wait, first_of
 from stretto.loop.records.tenure import Tenure
@@ -165,7 +163,7 @@ class Gate:
     def _why_not(self, introduction: bytes) -> str:
         try:
             caller = FROM_CALLER.decode(introduction)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             return f"the introduction cannot be read: {error}"
         if isinstance(caller, Look):
             return "" if caller.run == self._run else f"this is run {self._run}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import Problem, RecipeError
+from stretto.core.errors import UNREADABLE, Problem, RecipeError
 from stretto.core.records import Record
 
 JOIN = "join.json"  #: its name in the run folder
@@ -35,6 +35,6 @@ def read_join_file(folder: Path) -> JoinFile:
     """
     try:
         return msgspec.json.decode((folder / JOIN).read_bytes(), type=JoinFile)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         found = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise RecipeError([Problem(str(folder / JOIN), found, "give the folder of a run that is going on")]) from None

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.deadlines import deadline, standstill
-from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied, WireError
+from stretto.core.errors import UNREADABLE, DeadlineExceeded, MachineLost, RoleDied, WireError
 from stretto.core.events import Span
 from stretto.core.tasks import first_of
 from stretto.processes.wire import Wire
@@ -97,7 +97,7 @@ class JoinedMachine:
             while (message := await self._wire.receive()) is not None:
                 self._heard = time.monotonic()
                 self._take(message)
-        except (WireError, msgspec.MsgspecError) as error:
+        except (WireError, *UNREADABLE) as error:
             return f"sent what no agent sends ({error})"
         return "closed its connection"
 

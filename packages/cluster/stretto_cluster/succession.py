@@ -16,6 +16,7 @@ import msgspec
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import (
+    UNREADABLE,
     DeadlineExceeded,
     HandshakeBroken,
     HandshakeRefused,
@@ -139,7 +140,7 @@ async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Tenure 
         return None
     except HandshakeRefused:
         raise
-    except (WireError, msgspec.MsgspecError) as error:
+    except (WireError, *UNREADABLE) as error:
         raise HandshakeRefused(address, f"speaks another language: {error}") from None
     finally:
         wire.cut()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from stretto.core.deadlines import deadline, standstill
-from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError
+from stretto.core.errors import UNREADABLE, DeadlineExceeded, EngineLost, RefusedRequest, WireError
 from stretto.engine.http.connections import Connection, Connections
 
 _JSON = "application/json"
@@ -66,7 +66,7 @@ class JsonServer:
                 raise refused(self.name, path, connection.status, body)
         try:
             return msgspec.json.decode(body) if body else None
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return body.decode(errors="replace")
 
     async def status(self, path: str) -> int:
@@ -118,7 +118,7 @@ def refused(server: str, path: str, status: int, body: bytes) -> WireError:
     """Make the error for an HTTP error reply, with the server's message: a RefusedRequest if the status means a mistake
     in the request, otherwise a WireError."""
     said = body.decode(errors="replace")[:_SHOWN]
-    with suppress(msgspec.DecodeError, AttributeError, KeyError, TypeError):
+    with suppress(AttributeError, KeyError, TypeError, *UNREADABLE):
         told = msgspec.json.decode(body)
         said = str(told["error"]["message"] if isinstance(told.get("error"), dict) else told.get("message") or told)
     if status in _OF_THE_REQUEST:

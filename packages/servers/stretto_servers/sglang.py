@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import WireError
+from stretto.core.errors import UNREADABLE, WireError
 from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
 from stretto.model.hf.inspection import inspect_model_folder
@@ -226,7 +226,7 @@ def _body(wanted: Continuation) -> dict[str, object]:
 def _delta(server: str, event: bytes, told: int, top: int) -> Delta:
     try:
         message = _EVENT.decode(event)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise WireError(f"{server} sends an event that SGLang does not document ({error}): {event[:80]!r}") from None
     if message.error is not None:
         raise refused(server, _GENERATE, message.error.code, event)

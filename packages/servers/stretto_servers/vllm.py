@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.core.errors import WireError
+from stretto.core.errors import UNREADABLE, WireError
 from stretto.core.records import Likeliest
 from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
@@ -220,7 +220,7 @@ def _body(wanted: Continuation) -> dict[str, object]:
 def _delta(server: str, event: bytes, top: int) -> Delta:
     try:
         message = _EVENT.decode(event)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise WireError(f"{server} sends an event that vLLM does not document ({error}): {event[:80]!r}") from None
     if message.error is not None:
         raise refused(server, _GENERATE, message.error.code, event)

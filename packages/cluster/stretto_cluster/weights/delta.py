@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from stretto.core.errors import TornPublication
+from stretto.core.errors import UNREADABLE, TornPublication
 from stretto.core.records import Record
 from stretto.weights.folder import map_file, path_of, prefix, private, unlink, versions, write_all
 from stretto.weights.manifest import WeightsManifest, read_header
@@ -219,7 +219,7 @@ def _head(delta: memoryview) -> tuple[DeltaHead, int]:
     end = _LENGTH + int.from_bytes(delta[:_LENGTH], "little")
     try:
         return msgspec.msgpack.decode(delta[_LENGTH:end], type=DeltaHead), end
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise TornPublication(f"a delta that cannot be read: {error}") from error
 
 

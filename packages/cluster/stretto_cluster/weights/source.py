@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-from stretto.core.errors import RefusedRequest, SourceLost, WireError, naming
+from stretto.core.errors import UNREADABLE, RefusedRequest, SourceLost, WireError, naming
 from stretto.processes.kernel.splicing import Splice
 from stretto.weights.folder import write_at
 from stretto.weights.manifest import FORM, NEWEST, RUN
@@ -101,7 +101,7 @@ class Transfer:
 
         try:
             return msgspec.json.decode(self._until_done(path, dict, read), type=form)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise WireError(f"{self._source}{path} cannot be read: {error}") from error
 
     def download(self, path: str, file: FileIO, has: str | None = None) -> bool:

@@ -19,6 +19,7 @@ import msgspec
 
 from stretto.conversation.messages import Tool, ToolCall
 from stretto.core.engine import json_rule
+from stretto.core.errors import UNREADABLE
 from stretto_verify.thoughts import MARKS, with_opening
 
 NameCall = Callable[[int], str]
@@ -202,7 +203,7 @@ def _calls(written: Iterator[str] | Sequence[str], name: NameCall) -> tuple[Tool
             call = msgspec.json.decode(text, type=_Written)
             arguments = (bytes(call.arguments) or bytes(call.parameters) or b"{}").decode()
             msgspec.json.decode(arguments, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
+        except (UnicodeError, *UNREADABLE):
             return None
         if not call.name:
             return None
@@ -250,5 +251,5 @@ def _listed(text: str) -> Iterator[str]:
     """Yield the items of a JSON array as they are written; the text itself if it is no array."""
     try:
         yield from (bytes(raw).decode() for raw in msgspec.json.decode(text, type=list[msgspec.Raw]))
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except (UnicodeError, *UNREADABLE):
         yield text

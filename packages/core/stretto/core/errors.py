@@ -43,6 +43,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+#: What decoding bytes of others with msgspec may raise: bytes of another form, text that is not UTF-8, deep nesting.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 
 class StrettoError(Exception):
     """Base class of all errors that stretto raises. `exit_code`: exit code of a command that ends with the error.

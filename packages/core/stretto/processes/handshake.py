@@ -25,7 +25,7 @@ from typing import TypeVar
 import msgspec
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import HandshakeBroken, HandshakeRefused, WireError
+from stretto.core.errors import UNREADABLE, HandshakeBroken, HandshakeRefused, WireError
 from stretto.core.frames import LENGTH, frame
 from stretto.core.records import Record
 
@@ -174,5 +174,5 @@ def _torn(peer: str) -> Iterator[None]:
         raise HandshakeRefused(peer, f"does not accept our TLS ({error.reason or error})") from error
     except (EOFError, OSError) as error:
         raise HandshakeBroken(peer, "closed the connection during the handshake") from error
-    except (msgspec.MsgspecError, WireError) as error:
+    except (WireError, *UNREADABLE) as error:
         raise HandshakeRefused(peer, f"speaks another language: {error}") from error

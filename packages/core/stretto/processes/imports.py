@@ -16,7 +16,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
@@ -77,7 +77,7 @@ class _Finder(MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
-        with _quick_metadata():
+        with _quick_metadata() if module.__name__ == SCANS else nullcontext():
             super().exec_module(module)
         PATCHES[module.__name__](module)
 

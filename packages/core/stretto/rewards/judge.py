@@ -12,6 +12,7 @@ from typing import Self
 import msgspec
 from pydantic import Field, model_validator
 
+from stretto.core.errors import UNREADABLE
 from stretto.rewards.address import AddressConfig, Asker
 from stretto.rewards.functions import Undecided
 
@@ -89,7 +90,7 @@ class Judge:
     def _score(self, reply: bytes) -> float:
         try:
             [*_, choice] = msgspec.json.decode(reply, type=_Reply).choices
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (ValueError, *UNREADABLE) as error:
             raise Undecided(f"the judge's reply is no chat completion: {error}") from None
         said = (choice.message.content or "").strip()
         found = _SCORE.search(said)

@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.folder.branch import ORIGIN, Branch
@@ -124,7 +124,7 @@ def branch_of(folder: Path) -> Branch | None:
     try:
         with open(open_plain(folder / ORIGIN), "rb") as file:
             return msgspec.json.decode(file.read(_LARGEST_ORIGIN), type=Branch)
-    except (OSError, StoreError, msgspec.MsgspecError, RecursionError):
+    except (OSError, StoreError, *UNREADABLE):
         return None
 
 

@@ -117,7 +117,7 @@ FORMATS: Mapping[str, Callable[[BinaryIO, type[msgspec.Struct]], JsonLines | Par
 }
 
 
-_OTHER_JSON = ("json", "ndjson")  # further suffixes of JSON lines
+_OTHER_JSON = ("json", "jsonlines", "ndjson")  # further suffixes of JSON lines
 
 
 def format_of(file: str | Path) -> str:

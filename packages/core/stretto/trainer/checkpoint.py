@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from stretto.core.errors import StoreError, described
+from stretto.core.errors import UNREADABLE, StoreError, described
 from stretto.trainer.optimizer import Optimizer
 from stretto.trainer.parallel.moments import MOMENTS
 from stretto.trainer.parallel.ranks import Ranks
@@ -193,7 +193,7 @@ def load(folder: Path, optimizer: Optimizer) -> int:
                 position = _read(folder, found)
     except torch.OutOfMemoryError:
         raise
-    except (*_ERRORS, msgspec.MsgspecError) as error:
+    except (*_ERRORS, *UNREADABLE) as error:
         raise StoreError(f"checkpoint {folder} cannot be read: {_described(error)}") from error
     with torch.no_grad():
         for name, tensor in found.items():

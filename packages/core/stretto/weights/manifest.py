@@ -24,7 +24,7 @@ from typing import Literal
 import msgspec
 import xxhash
 
-from stretto.core.errors import TornPublication
+from stretto.core.errors import UNREADABLE, TornPublication
 from stretto.core.records import Record
 
 _LENGTH = 8
@@ -137,7 +137,7 @@ def read_header(raw: memoryview) -> tuple[WeightsManifest, int]:
         metadata = msgspec.json.decode(fields.pop("__metadata__", msgspec.Raw(b"null")), type=_Metadata)
         entries = {name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in fields.items()}
         version = int(metadata.version)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+    except (ValueError, *UNREADABLE) as error:
         raise TornPublication(f"the header cannot be read: {error}") from error
     if checksum(text.replace(metadata.header.encode(), NO_CHECKSUM.encode(), 1)) != metadata.header:
         raise TornPublication("the checksum of the header does not fit")

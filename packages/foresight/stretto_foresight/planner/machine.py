@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.core.errors import UNREADABLE, Problem, RecipeError, nearest
 from stretto.core.records import Record
 
 _PROFILES = "profiles"
@@ -95,5 +95,5 @@ def machine_of(name: str) -> MachineProfile:
         raise RecipeError([Problem(f"machine {name!r}", found, f"{nearest(name.lower(), known_machines())} {_REMEDY}")])
     try:
         return msgspec.json.decode(path.read_bytes(), type=MachineProfile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise RecipeError([Problem(name, f"is not a machine: {error}", f"it is written so: {_REMEDY}")]) from None

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from stretto.conversation.session import CallInMemory, Sampler, Session, SessionRecord, joined_pieces
-from stretto.core.errors import Problem, RunFolderError
+from stretto.core.errors import UNREADABLE, Problem, RunFolderError
 from stretto.core.records import Record, Segment, derive_seed
 from stretto.store.ledger.old_tokens import segment_of
 from stretto_gateway.model import ServedModel
@@ -273,7 +273,7 @@ def _read(path: Path) -> list[Line]:
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             found.append(_line(line))
-        except (msgspec.DecodeError, KeyError, ValueError) as error:
+        except (KeyError, ValueError, *UNREADABLE) as error:
             raise RunFolderError([Problem(f"{path}:{number}", f"is no record of a session: {error}")]) from None
     return found
 

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from stretto.core.canary import AGREEING, agreeing, coarser, routes
+from stretto.core.errors import UNREADABLE
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
@@ -314,7 +315,7 @@ def _readable(metrics: Path) -> Iterator[MetricsLine]:
     for row in rows:
         try:
             line = _LINE.decode(row)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             continue
         if abs(line.step) < _LARGEST:
             yield line

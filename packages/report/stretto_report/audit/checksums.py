@@ -38,6 +38,8 @@ from typing import Any
 import msgspec
 import xxhash
 
+from stretto.core.errors import UNREADABLE
+
 CHECKSUM_BYTES, _STEP_BYTES = 8, 16  # the latter since format 6
 _ID_BYTES = 4
 _ABSENT = ((), None, "", None)  # last fields of a segment
@@ -143,7 +145,7 @@ def _step_fits(
         try:
             trained = [_trained(len(found), group, member, *trajectories[member]) for member in members]
             groups.append((group, msgspec.msgpack.decode(prompt), trained))
-        except (msgspec.MsgspecError, ValueError):
+        except (ValueError, *UNREADABLE):
             return False  # it cannot be decoded
     content = (*numbers, groups, *([own] if own else []))
     return found == (_longer_checksum if len(found) == _STEP_BYTES else _checksum)(*content)

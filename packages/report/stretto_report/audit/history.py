@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError, StoreError
+from stretto.core.errors import UNREADABLE, Problem, RunFolderError, StoreError
 from stretto_report.audit.bounds import Bounds, RecordedChange, read_bounds
 from stretto_report.audit.checksums import (
     CHECKSUM_BYTES,
@@ -200,7 +200,7 @@ def read_history(folder: Path) -> History:
                 raise StoreError(f"{path}: has format {found}, this version of stretto checks {can}")
             connection.execute("BEGIN")
             return _history(connection, found, folder, bounds, policies)
-    except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+    except (sqlite3.Error, ValueError, *UNREADABLE) as error:
         raise StoreError(f"{path}: cannot be read: {error}") from error
     except (KeyError, TypeError) as error:
         raise StoreError(f"{path}: cannot be read: the position or a batch is not what was written: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError
+from stretto.core.errors import UNREADABLE, Problem, RunFolderError
 from stretto.core.records import Record
 from stretto.measures.goodput import parts_of_work
 from stretto.store.folder.provenance import Machine
@@ -126,7 +126,7 @@ def _other_machine(folder: RunFolder, predicted: str) -> str:
     its accelerators. "" if it may be the same, or is not recorded."""
     try:
         ran = msgspec.json.decode((folder.path / "machine.json").read_bytes(), type=Machine)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, *UNREADABLE):
         return ""
     processor = f"{ran.processor}, {ran.cores} cores"
     words = [re.findall(r"\w+", name.partition(",")[0].lower()) for name in ran.accelerators]
@@ -158,7 +158,7 @@ def check_digest(place: Path, predicted: str | None, of_run: str) -> None:
 def _read(place: Path) -> _Saved:
     try:
         saved = msgspec.json.decode(place.read_bytes(), type=_Saved)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         said = f"is no prediction: {getattr(error, 'strerror', None) or error}"
         raise RunFolderError([Problem(str(place), said, "`stretto plan RECIPE --json` prints one")]) from None
     if not saved.layouts:

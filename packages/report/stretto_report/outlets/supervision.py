@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.deadlines import waiting
-from stretto.core.errors import DeadlineExceeded, RoleDied, described
+from stretto.core.errors import UNREADABLE, DeadlineExceeded, RoleDied, described
 from stretto.core.tasks import cancel_and_wait
 from stretto.launch.recipe.outlets import OutletsConfig, stem
 from stretto.processes.role import RoleProcess
@@ -187,7 +187,7 @@ def _fault(cursor: bytes) -> str:
     """Unreadable line that the content of a cursor file names; "" if none."""
     try:
         return msgspec.json.decode(cursor, type=Cursor).fault
-    except (msgspec.MsgspecError, UnicodeDecodeError):  # no cursor yet, or a damaged one, which its process reports
+    except UNREADABLE:  # no cursor yet, or a damaged one, which its process reports
         return ""
 
 

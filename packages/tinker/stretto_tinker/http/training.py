@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 from starlette.responses import Response
 
-from stretto.core.errors import RefusedRequest
+from stretto.core.errors import UNREADABLE, RefusedRequest
 from stretto_tinker.http.exchange import Call, Handler, NotServed, told
 from stretto_tinker.http.service import Service
 from stretto_tinker.record.checkpoints import Place
@@ -133,7 +133,7 @@ class Training:
         them. None if the body does not name a number and a model of this client."""
         try:
             named = msgspec.json.decode(raw, type=Numbered)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return None
         row = None if named.model_id is None else self._service.record.model(named.model_id)
         if row is None or row.owner != call.owner or not named.seq_id:

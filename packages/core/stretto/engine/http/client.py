@@ -14,7 +14,15 @@ import msgspec
 from stretto.core.canary import Ask, Loaded
 from stretto.core.deadlines import deadline, standstill
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, TornPublication, WireError
+from stretto.core.errors import (
+    UNREADABLE,
+    DeadlineExceeded,
+    EngineLied,
+    EngineLost,
+    RefusedRequest,
+    TornPublication,
+    WireError,
+)
 from stretto.core.events import Span
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest, Partials
@@ -204,7 +212,7 @@ class HttpEngine:
     def _completion(self, body: bytes) -> Completion:
         try:
             told = _FRAME.decode(body)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise _unknown(body, error) from None
         if isinstance(told, list):
             raise _error(told[0])
@@ -221,11 +229,11 @@ def decoded(body: bytes, kind: type[Message]) -> Message:
     """
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise _unknown(body, error) from None
 
 
-def _unknown(body: bytes, error: msgspec.DecodeError) -> WireError:
+def _unknown(body: bytes, error: Exception) -> WireError:
     return WireError(f"a reply that no stretto engine sends: {body[:80]!r} ({error})")
 
 

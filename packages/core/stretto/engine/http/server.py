@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stretto.core.canary import Loaded
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import EngineLost, RefusedRequest, WireError
+from stretto.core.errors import UNREADABLE, EngineLost, RefusedRequest, WireError
 from stretto.core.events import Span
 from stretto.core.frames import LARGEST_FRAME
 from stretto.core.records import GenerateRequest, Partials
@@ -81,7 +81,7 @@ class _Exchange:
                 await _reply(send, 413, _too_large(self._largest))
                 return
             status, message = 200, await self._handler(body)
-        except (WireError, EngineLost, msgspec.DecodeError) as error:
+        except (WireError, EngineLost, *UNREADABLE) as error:
             status, message = _refusal(error)
         await _reply(send, status, message)
 
@@ -132,7 +132,7 @@ class EngineApp:
         except msgspec.ValidationError as error:
             await _reply(send, *_refusal(refusal_of(str(error), list[GenerateRequest], _DOCUMENTED)))
             return
-        except (RefusedRequest, EngineLost, msgspec.DecodeError) as error:
+        except (RefusedRequest, EngineLost, *UNREADABLE) as error:
             await _reply(send, *_refusal(error))
             return
         watch = asyncio.create_task(when_gone(receive, stream.break_off))
@@ -228,6 +228,6 @@ def _refusal(error: Exception) -> tuple[int, Refusal]:
         return 400, Refusal.of(error)
     if isinstance(error, EngineLost):
         return 503, Refusal(error="EngineLost", field=error.engine, found=error.how)
-    if isinstance(error, msgspec.DecodeError):
+    if isinstance(error, UNREADABLE):
         return 400, Refusal(error="RefusedRequest", field="body", found=str(error), allowed=_DOCUMENTED)
     return 409, Refusal(error=type(error).__name__, found=str(error))

@@ -50,7 +50,8 @@ def _own_parts(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
     named += [(part.function, recipe.rewards.path) for part in recipe.rewards.parts]
     workflow = tree.get("workflow")
     if isinstance(workflow, Mapping):
-        named.append((workflow.get("function"), workflow.get("path")))
+        settings = workflow.get("settings") or {}
+        named += [(name, workflow.get("path")) for name in (workflow.get("function"), settings.get("make"))]
     for name, folder in named:
         if isinstance(name, str) and is_own(name):
             yield name, folder

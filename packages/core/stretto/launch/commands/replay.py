@@ -37,9 +37,10 @@ from stretto.loop.learner.recovery import START, Recovery, check_start
 from stretto.measures.selection import SELECTION
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.store.folder.branch import CHANGEABLE, ORIGIN, Branch
+from stretto.store.folder.branch import BRANCHES, CHANGEABLE, ORIGIN, Branch
 from stretto.store.folder.policies import same_weights, weight_files, why_incomparable
 from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import CHANGED
 from stretto.store.ledger.reading import last_step, read_batches, read_fact
 from stretto.store.ledger.rows import update_columns
 from stretto.store.ledger.schema import open_for_reading
@@ -145,7 +146,7 @@ def replay(
         return Replayed(target, branch, None, why_incomparable(ours, theirs))
     if not changes:
         return Replayed(target, branch, equal)
-    apart = _apart(ours, theirs)
+    apart = (0.0, 0.0) if equal else _apart(ours, theirs)
     return Replayed(target, branch, None, "" if apart else "they are other tensors", apart)
 
 
@@ -269,7 +270,7 @@ def _all_but_logs_removed(target: Path) -> list[Path]:
 
 
 def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
-    branches = folder.path / "branches"
+    branches = folder.path / BRANCHES
     taken = [int(path.name) for path in branches.glob("*") if path.name.isdecimal()]
     target = out or branches / f"{max(taken, default=0) + 1:03d}"
     try:
@@ -300,6 +301,7 @@ def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, rep
                 )
             of_the_run = (RECIPE, START, TOTALS, SELECTION, JUDGED)  # facts that hold for the run only
             copy.executemany("DELETE FROM meta WHERE name = ?", [(name,) for name in of_the_run])
+            copy.execute("DELETE FROM events WHERE name = ?", (CHANGED,))
             totals = msgspec.json.encode(_totals(folder, repeated)).decode()
             copy.execute("INSERT INTO meta VALUES (?, ?, ?)", (TOTALS, totals, seal(TOTALS, totals)))
             copy.commit()
@@ -339,4 +341,6 @@ def _line(line: StepMetrics, again: _Repeated) -> StepMetrics:
         rewards=line.rewards,
         max_staleness=line.max_staleness,
         truncated=line.truncated,
+        undecided=line.undecided,
+        undecided_reason=line.undecided_reason,
     )

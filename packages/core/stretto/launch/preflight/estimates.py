@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from stretto.engine.capabilities import capabilities_of
 from stretto.engine.config import EngineConfig
 from stretto.launch.preflight.plan import Outline
 from stretto.model.hf.shape import BYTES, ModelShape, shape_of_model
+from stretto.store.folder.branch import BRANCHES
 from stretto.trainer.memory import RankMemory, rank_memory
 from stretto.worlds.workflows.config import WorkflowConfig
 
@@ -184,8 +187,19 @@ def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
         checkpoints=(store.keep_checkpoints + 1) * 3 * weights * (2 if recipe.algorithm.critic else 1),
         tokens=recipe.logging.most_bytes(trained * plan.sampling.max_tokens),
         available=shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free,
-        written=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if resumed else 0,
+        written=_written(folder) if resumed else 0,
     )
+
+
+def _written(folder: Path) -> int:
+    """Return the bytes of a run folder's own files; branches of replays are no part of the estimate."""
+    found = 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name != BRANCHES]
+        for name in files:
+            with suppress(FileNotFoundError):  # a temporary file that its writer has renamed meanwhile
+                found += os.stat(os.path.join(place, name)).st_size
+    return found
 
 
 def _width(wanted: str, own: str) -> int:

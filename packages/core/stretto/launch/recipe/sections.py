@@ -10,7 +10,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.core.engine import COLDEST, LONGEST_STOP, MOST_STOPS
-from stretto.core.errors import nearest
+from stretto.core.errors import UNREADABLE, nearest
 from stretto.core.records import Sampling
 from stretto.launch.recipe.outlets import OutletsConfig
 from stretto.model.hf.config import BuildConfig
@@ -51,7 +51,7 @@ def _kind_in(folder: Path) -> str:
     that."""
     try:
         return str(msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object]).get("model_type"))
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return ""
 
 

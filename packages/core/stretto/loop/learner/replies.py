@@ -7,10 +7,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-import msgspec
-
 from stretto.core.deadlines import deadline
-from stretto.core.errors import RoleFailed, StrettoError, WireError
+from stretto.core.errors import UNREADABLE, RoleFailed, StrettoError, WireError
 from stretto.processes.channel import ConductorEnd
 from stretto.trainer.messages import CheckpointFailed, CheckpointSaved, FromTrainer, Published
 
@@ -67,7 +65,7 @@ class TrainerReplies:
         while True:
             try:
                 message = await self._channel.next()
-            except (StrettoError, msgspec.MsgspecError) as found:
+            except (StrettoError, *UNREADABLE) as found:
                 unread = f"{self._channel.role}: its message cannot be read: {found}"
                 error = found if isinstance(found, StrettoError) else WireError(unread)
                 self._end = error

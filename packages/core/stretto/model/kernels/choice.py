@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stretto.core.errors import UNREADABLE
 from stretto.core.machine import cache_folder, cores, processor
 from stretto.core.records import Record
 from stretto.model.kernels.compiled import computes
@@ -235,7 +236,7 @@ def _read(file: Path) -> dict[str, KernelChoice]:
     """The choices in a file, by name; empty if the file is missing or damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, KernelChoice])
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return {}
 
 

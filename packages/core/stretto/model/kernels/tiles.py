@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.core.errors import UNREADABLE
 from stretto.core.records import Record
 from stretto.model.kernels.choice import locked
 
@@ -68,5 +69,5 @@ def _fastest(seconds: Callable[[Tile], float]) -> Tile:
 def _read(record: Path) -> dict[str, Tile]:
     try:
         return msgspec.json.decode(record.read_bytes(), type=dict[str, Tile])
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return {}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import msgspec.inspect
 
-from stretto.core.errors import RefusedRequest, nearest
+from stretto.core.errors import UNREADABLE, RefusedRequest, nearest
 
 _LISTS = msgspec.inspect.ListType | msgspec.inspect.VarTupleType
 _FREE = msgspec.inspect.DictType | msgspec.inspect.AnyType
@@ -37,7 +37,7 @@ def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
             return msgspec.json.decode(msgspec.json.encode(told), type=kind)
     except msgspec.ValidationError as error:
         raise refusal_of(str(error), kind) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         field, found, allowed = _field_that_is_no_json(raw)
         if field is not None:
             raise RefusedRequest(field, found, allowed) from None

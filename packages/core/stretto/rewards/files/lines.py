@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from stretto.core.errors import UNREADABLE
 from stretto.core.jsonl import mistake, once, read_rows
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
@@ -41,5 +42,5 @@ def _line(text: str, place: str, fields: type[Fields]) -> Line[Fields]:
     except msgspec.ValidationError as error:
         needed = getattr(fields, "NEEDED", ", ".join(fields.__struct_fields__))
         raise mistake(place, str(error), f"needed: {needed}") from None
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (ValueError, *UNREADABLE) as error:
         raise mistake(place, f"broken JSON ({error})", "one object a line is needed") from None

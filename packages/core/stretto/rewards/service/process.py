@@ -18,7 +18,7 @@ from typing import IO
 import msgspec
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError
+from stretto.core.errors import UNREADABLE, Problem, RewardFunctionError, RoleDied, WireError
 from stretto.core.frames import Unframer, frame
 from stretto.processes.kernel.ends import has_exited
 from stretto.processes.tree import cpu_ticks, descendants, kill_marked
@@ -248,7 +248,7 @@ class _Wire(asyncio.Protocol):
         try:
             for body in self._unframer.feed(data):
                 self._received(self._decoder.decode(body))
-        except (WireError, msgspec.DecodeError):
+        except (WireError, *UNREADABLE):
             self._distrust(FORGED)  # user code has written to the worker's descriptor
 
     def connection_lost(self, exc: Exception | None) -> None:

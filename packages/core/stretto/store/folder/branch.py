@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from stretto.core.records import Record
 
+BRANCHES = "branches"  #: sub-folder of a run with the branches that were given no folder
 ORIGIN = "branch.json"  #: name of the file in a branch's folder that holds its `Branch`
 
 #: Sections that a replay may change: those that decide what a batch does to the weights.

@@ -153,10 +153,12 @@ class Checkpoints:
         Raises:
             RunFolderError: a newer version is complete.
         """
-        if not any(step > version for step in self.steps()):
-            return
-        if (newest := self.latest()) is not None and newest.step > version:
-            told = f"holds version {newest.step}, and this trainer is at version {version}"
+        for newer in (step for step in self.steps() if step > version):
+            try:
+                verify(self.path(newer))
+            except StoreError:  # broken: renamed below
+                continue
+            told = f"holds version {newer}, and this trainer is at version {version}"
             raise RunFolderError([Problem(str(self._folder.parent), told, "load it first, or give another folder")])
         self.set_aside_after(version)
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stretto.core.admission import BoundChange
-from stretto.core.errors import StoreError
+from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Batch, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
 from stretto.core.states import UNTRAINED
 from stretto.measures.goodput import OnRecord
@@ -95,7 +95,7 @@ class Ledger:
         self._file = identity(path)
         try:
             self._read_back()
-        except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
+        except (sqlite3.Error, ValueError, TypeError, AssertionError, *UNREADABLE) as error:
             raise StoreError(f"{path}: cannot be read: {error}") from error
 
     def _read_back(self) -> None:

@@ -19,9 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-import msgspec
-
-from stretto.core.errors import StoreError
+from stretto.core.errors import UNREADABLE, StoreError
 from stretto.store import lock
 from stretto.store.ledger.seals import seal
 from stretto.store.ledger.wal import check_log, log_of
@@ -160,7 +158,7 @@ def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connect
         with closing(open_for_reading(path, patience)) as connection:
             yield connection
     # A damaged page yields values of unexpected types, and text that is not UTF-8.
-    except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
+    except (sqlite3.Error, ValueError, TypeError, AssertionError, *UNREADABLE) as error:
         raise StoreError(f"{path}: cannot be read: {error}") from error
 
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import UNREADABLE, StoreError
 
 Line = TypeVar("Line", bound=msgspec.Struct)
 _FIRST_BYTES = 4_096  # bytes of the first line by which a file is recognised: times and roles in it differ by run
@@ -49,7 +49,7 @@ def decode_line(decoder: msgspec.json.Decoder[Line], row: bytes) -> Line:
     """
     try:
         line = decoder.decode(row)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise StoreError(str(error)) from error
     for name in line.__struct_fields__:
         value = getattr(line, name)

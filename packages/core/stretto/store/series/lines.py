@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import UNREADABLE, StoreError
 from stretto.store.files import identity, write_atomically
 
 Line = TypeVar("Line")
@@ -117,5 +117,5 @@ def _each_line(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line
                 return
             try:
                 yield decoder.decode(row)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 yield StoreError(f"{path}: line {number} cannot be read: {error}")

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import UNREADABLE, StoreError
 from stretto.store.series.config import GIB
 
 _NAME = re.compile(r"step-(\d{6,})\.safetensors")
@@ -122,7 +122,7 @@ def read_tokens(folder: Path, step: int, ids: Sequence[str]) -> dict[str, Sample
             return {id: _record(file, id, *starts[id]) for id in ids if id in starts}
     except FileNotFoundError:
         raise
-    except (OSError, SafetensorError, msgspec.MsgspecError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError, *UNREADABLE) as error:
         raise StoreError(f"{path.name}: cannot be read: {error}") from error
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from stretto.core.deadlines import waiting
 from stretto.core.errors import (
+    UNREADABLE,
     CallInterrupted,
     DataError,
     DeadlineExceeded,
@@ -274,7 +275,7 @@ class WorkflowProcess:
         except RoleDied:
             self._ending = True
             how = await self._process.last_words()
-        except (WireError, msgspec.DecodeError):
+        except (WireError, *UNREADABLE):
             how = "was killed because user code wrote into its messages"
             self._process.kill()
         self.lost.set_result(how)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from stretto.core.errors import UNREADABLE
 from stretto_report.watch.index.columns import Column
 
 _FORMAT = 2
@@ -65,5 +66,5 @@ class Cache:
                 return None
             facts = msgspec.json.decode(found[0], type=kind)
             return {name: np.frombuffer(data, kind).copy() for name, kind, data in rows}, facts
-        except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, UnicodeDecodeError):
+        except (sqlite3.Error, ValueError, TypeError, *UNREADABLE):
             return None

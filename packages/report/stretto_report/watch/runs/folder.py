@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import UNREADABLE, StoreError
 from stretto.store.ending import Condition, Ending, condition_of, cut
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.wal import log_of
@@ -122,5 +122,5 @@ def json_of(path: Path) -> Any:
     try:
         text = read_text(path, _LARGEST_JSON)
         return None if text is None else msgspec.json.decode(text)
-    except (StoreError, msgspec.MsgspecError, RecursionError):
+    except (StoreError, *UNREADABLE):
         return None

@@ -12,7 +12,7 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import UNREADABLE, StoreError
 from stretto.store.folder.run_folder import RunFolder
 from stretto_report.watch.index.files import read_text
 
@@ -72,7 +72,7 @@ class Pieces:
             config = self._of_policy("tokenizer_config.json", _LARGEST_TEMPLATE)
             found: Any = None
             # A damaged file counts as one without a template.
-            with contextlib.suppress(msgspec.MsgspecError, AttributeError, RecursionError):
+            with contextlib.suppress(AttributeError, *UNREADABLE):
                 found = msgspec.json.decode(config).get("chat_template") if config else None
             inner = self._of_policy("chat_template.jinja", _LARGEST_TEMPLATE)
             self._template = found if isinstance(found, str) else inner or ""

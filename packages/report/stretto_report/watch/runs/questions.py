@@ -13,7 +13,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Record
 from stretto.store.export import ExportedQuestion
 from stretto.store.series.follower import open_plain
@@ -91,7 +91,7 @@ class PromptTexts:
         for begin, row in _rows(data):
             try:
                 question = _asked(row)
-            except (msgspec.MsgspecError, RecursionError):  # this prompt is shown without its text
+            except UNREADABLE:  # this prompt is shown without its text
                 continue
             self._places[question.id] = (self._read + begin, len(row))
             if len(self._hashes) < _MOST_COMPARED:
@@ -110,7 +110,7 @@ class PromptTexts:
                 for (begin, size), id in places:
                     file.seek(begin)
                     found[id] = _question(file.read(size))
-        except (OSError, StoreError, msgspec.MsgspecError, RecursionError):
+        except (OSError, StoreError, *UNREADABLE):
             pass  # the file was removed or changed meanwhile: return what was found
         return found
 
@@ -160,7 +160,7 @@ def _containing(wanted: str, data: bytes) -> Iterator[str]:
     for _, row in _rows(data):
         try:
             question = _asked(row)
-        except (msgspec.MsgspecError, RecursionError):
+        except UNREADABLE:
             continue
         if wanted in question.prompt.casefold():
             yield question.id

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Record, State
 from stretto.store.ending import Condition, Ending, branch_of, ending_of
 from stretto.store.folder.run_folder import RunFolder
@@ -224,7 +224,7 @@ class WatchedRun:
             return None
         try:
             found = read()
-        except (StoreError, msgspec.MsgspecError) as error:
+        except (StoreError, *UNREADABLE) as error:
             self.faults[LEDGER] = self.told(error)
             self._again = time.monotonic() + _PAUSE_SECONDS
             return None

@@ -25,7 +25,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from stretto.core.errors import RefusedRequest, RunFolderError, StoreError
+from stretto.core.errors import UNREADABLE, RefusedRequest, RunFolderError, StoreError
 from stretto.processes.http.asgi import read_body
 from stretto_report.watch.runs.catalog import Catalog
 from stretto_report.watch.runs.comparing import Comparison, compare, recipe_differences
@@ -194,7 +194,7 @@ class Dashboard:
             async with asyncio.timeout(_ORDER_SECONDS):
                 body = await read_body(request.scope, request.receive, _LARGEST_ORDER)
             order = _ORDER.decode(body or b"")
-        except (TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (TimeoutError, *UNREADABLE) as error:
             allowed = 'such as: {"from": 2, "set": ["algorithm.loss=gspo"], "minutes": 60}'
             raise RefusedRequest("body", str(error) or "did not come", allowed) from None
         run = await self.read(lambda: self._run(request.path_params["run"]))
