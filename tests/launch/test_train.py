@@ -40,6 +40,7 @@ from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
+from stretto.worlds.workflows.config import WorkflowConfig
 from tests.store.make import Make
 from tests.watch.runs import step_line
 
@@ -273,6 +274,13 @@ def test_the_source_of_a_part_is_found_in_packages_without_running_it(recipe: Pa
     assert digests_of(wanted) != first
     (package / "judging.py").unlink()
     assert digests_of(wanted) == {}
+
+
+def test_the_source_of_an_environment_is_one_of_the_parts(recipe: Path) -> None:
+    (recipe.parent / "my_rooms.py").write_text("class Room: ...\n")
+    workflow = WorkflowConfig(function="environment", path=str(recipe.parent), settings={"make": "my_rooms:Room"})
+    wanted = load_recipe(recipe).model_copy(update={"workflow": workflow})
+    assert list(digests_of(wanted)) == ["my_rooms:Room"]
 
 
 def test_alarms_of_a_resumed_run_know_the_steps_that_are_not_done_again(recipe: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import RunFolderError, StoreError
 from stretto.store.folder.checkpoints import Checkpoints, verify
 
 FLIPS = [*(1 << bit for bit in range(8)), 0xFF]
@@ -71,6 +71,26 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
     path = checkpoints.save(5, lambda folder: (folder / "only").touch())
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "only"]
     assert [file.name for file in tmp_path.iterdir()] == ["step-000005"]
+
+
+@given(broken=st.sets(st.sampled_from([3, 5, 7])), version=st.sampled_from([0, 3, 4, 6, 7, 9]))
+def test_a_version_is_saved_beside_broken_newer_ones_and_never_beside_a_whole_newer_one(
+    tmp_path_factory: pytest.TempPathFactory, broken: set[int], version: int
+) -> None:
+    checkpoints = Checkpoints(tmp_path_factory.mktemp("run") / "checkpoints", keep=3)
+    for step in (3, 5, 7):
+        path = checkpoints.save(step, fill)
+        if step in broken:
+            (path / "model.safetensors").write_bytes(b"torn")
+    whole = [step for step in (3, 5, 7) if step > version and step not in broken]
+    if whole:
+        with pytest.raises(RunFolderError, match=f"holds version {whole[0]}, and this trainer is at version {version}"):
+            checkpoints.continue_at(version)
+        assert checkpoints.steps() == [3, 5, 7]
+    else:
+        checkpoints.continue_at(version)
+        checkpoints.save(version, fill)
+        assert verify(checkpoints.path(version)).step == version
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
