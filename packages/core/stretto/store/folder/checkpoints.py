@@ -153,7 +153,7 @@ class Checkpoints:
         Raises:
             RunFolderError: a newer version is complete.
         """
-        for newer in (step for step in self.steps() if step > version):
+        for newer in (step for step in reversed(self.steps()) if step > version):
             try:
                 verify(self.path(newer))
             except StoreError:  # broken: renamed below
