@@ -127,6 +127,8 @@ PEERS = {
     "transformers generate": "transformers' `generate`",
     "transformers generate_batch": "transformers' `generate_batch`",
     "vllm": "vLLM",
+    "openvino": "OpenVINO GenAI",
+    "llamacpp": "llama.cpp",
 }
 
 

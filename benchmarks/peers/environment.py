@@ -104,6 +104,8 @@ class Environment:
         if self.peer not in _WITHOUT_TORCH:
             self._install_torch()
         self._uv("--requirement", str(self.requirements))
+        if shutil.which("nvidia-smi") is None:  # what uv finds is built for CUDA, and raises beside torch's CPU build
+            _run([str(self.folder / "bin" / "uv"), "pip", "uninstall", "--python", str(self.python), "torchvision"])
         if self._alone.exists():
             self._uv("--no-deps", "--requirement", str(self._alone))
         if self._overlay.exists():

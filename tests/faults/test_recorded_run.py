@@ -1,22 +1,19 @@
 """A synchronous run that an earlier commit recorded (tests/data/synchronous_run) stays what it was.
 
-- Its replay comes to its weights: bit for bit on the kind of machine that recorded it, elsewhere up to rounding.
+- Its replay comes to its weights, up to the rounding of another processor.
 - `inspect`, `export` and `check` read it; a resume refuses it, with the number of its format and of ours.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from stretto.launch.commands.replay import replay
-from stretto.store.folder.provenance import library_versions, machine
 from stretto.store.inspection import inspect_run
 from stretto_report.audit.check import check_run
 from tests.launch.running import Laboratory, exported
@@ -41,21 +38,11 @@ def weights(policy: Path) -> torch.Tensor:
     return torch.cat([tensor.flatten() for _, tensor in sorted(load_file(policy / "model.safetensors").items())])
 
 
-def made_on_this_machine(run: Path) -> bool:
-    """With a processor and a torch like these, whose sums are equal bit for bit."""
-    mine = json.loads(msgspec.json.encode(machine()))
-    theirs = json.loads((run / "machine.json").read_text())
-    versions = json.loads((run / "versions.json").read_text())
-    return bool(mine["processor"] == theirs["processor"] and library_versions()["torch"] == versions["torch"])
-
-
 def test_its_replay_comes_to_its_weights(recorded: Path) -> None:
     replayed = replay(recorded, 0, [], None, say=lambda _: None, spawner=session_server())
     start, end = weights(recorded / "policy" / "v000000"), weights(recorded / "policy" / f"v{STEPS:06d}")
     again = weights(replayed.folder / "policy" / f"v{STEPS:06d}")
     assert (again - end).norm() <= ROUNDING * (end - start).norm()
-    if made_on_this_machine(RECORDED):
-        assert replayed.equal
 
 
 def test_it_is_inspected_exported_and_checked(recorded: Path, laboratory: Laboratory) -> None:

@@ -4,6 +4,7 @@ never measured again; a damaged or unwritable file stops nobody."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -77,6 +78,21 @@ def test_a_choice_on_record_outlives_what_the_cache_says(tmp_path: Path, monkeyp
     assert choose(SHAPES, torch.float32, GENERATION, other) == dict.fromkeys(SHAPES, theirs)
     assert choose(SHAPES, torch.float32, GENERATION, record) == dict.fromkeys(SHAPES, ours)
     assert again == SHAPES  # once for the other run, never for the first
+
+
+def test_a_choice_that_an_earlier_version_recorded_is_never_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, ours, theirs = tmp_path / "run.json", KernelChoice("panels", 1, 1.5), KernelChoice("packed", 16, 1.2)
+    measured(monkeypatch, ours)
+    choose(SHAPES, torch.bfloat16, GENERATION, record)
+    earlier = re.sub(r" \(family.*?\)| in pairs", "", record.read_text())
+    record.write_text(earlier)
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "of another run"))
+    seen = measured(monkeypatch, theirs)
+    choose(SHAPES, torch.bfloat16, GENERATION)  # the cache says otherwise
+    assert choose(SHAPES, torch.bfloat16, GENERATION, record) == dict.fromkeys(SHAPES, ours)
+    assert seen == SHAPES
 
 
 def test_a_second_run_takes_what_the_first_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,9 @@ def test_a_version_is_saved_beside_broken_newer_ones_and_never_beside_a_whole_ne
             (path / "model.safetensors").write_bytes(b"torn")
     whole = [step for step in (3, 5, 7) if step > version and step not in broken]
     if whole:
-        with pytest.raises(RunFolderError, match=f"holds version {whole[-1]}, and this trainer is at version {version}"):
+        with pytest.raises(
+            RunFolderError, match=f"holds version {whole[-1]}, and this trainer is at version {version}"
+        ):
             checkpoints.continue_at(version)
         assert checkpoints.steps() == [3, 5, 7]
     else:

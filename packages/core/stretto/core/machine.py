@@ -45,13 +45,26 @@ class Gpu(Record, frozen=True):
 
 
 def processor() -> str:
-    """Model name of the processor, such as ``AMD EPYC 9B14``."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    """Model name of the processor, such as ``AMD EPYC 9B14``; with its family where a virtual machine hides the model,
+    such as ``AMD EPYC (family 25, model 17)``."""
+    with contextlib.suppress(OSError):
+        return processor_of(Path("/proc/cpuinfo").read_text())
+    return platform.machine()
+
+
+def processor_of(cpuinfo: str) -> str:
+    r"""Model name in the text of ``/proc/cpuinfo``. Family and model are added to a name without a number, which stands
+    for processors that do not compute alike.
+
+    >>> processor_of("cpu family : 25\nmodel : 17\nmodel name : AMD EPYC")
+    'AMD EPYC (family 25, model 17)'
+    """
+    parts = (line.partition(":") for line in cpuinfo.splitlines())
+    told = {key.strip(): value.strip() for key, _, value in parts}
+    name = told.get("model name") or platform.machine()
+    if any(letter.isdecimal() for letter in name) or not told.keys() >= {"cpu family", "model"}:
+        return name
+    return f"{name} (family {told['cpu family']}, model {told['model']})"
 
 
 def cores() -> int:

@@ -22,6 +22,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,7 @@ from stretto.core.machine import cache_folder, cores, processor
 from stretto.core.records import Record
 from stretto.model.kernels.compiled import computes
 from stretto.model.kernels.panels import in_panels, multiply_panels
+from stretto.model.kernels.tile import KINDS, PAIRED
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ _GAINS = {
     "widened": 1.15,
 }  # a copy costs memory and time
 _LOCK_SECONDS = 20.0
+#: Parts of a choice's name that earlier versions did not write.
+_NEWER = re.compile(r" \(family \d+, model \d+\)| in pairs")
 _CPU = torch.device("cpu")
 
 
@@ -149,14 +153,21 @@ def choose(
     offered = [kernel for kernel in kernels if fits(kernel, dtype)]
     place = f"{processor()}, {cores()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
     worth = [shape for shape in shapes if _TOKENS[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
-    names = {shape: f"{place}: {dtype}, {shape[0]} x {shape[1]}, {' '.join(offered)}" for shape in worth}
+    kind = f"{dtype} in pairs" if PAIRED in KINDS and dtype is torch.bfloat16 else dtype
+    names = {shape: f"{place}: {kind}, {shape[0]} x {shape[1]}, {' '.join(offered)}" for shape in worth}
     if not names and record is None:
         return {}
     files = [*([record] if record is not None else []), cache_folder() / FILE]
     with ExitStack() as locks:
         written = [file for file in files if locks.enter_context(locked(file))]  # all processes in this order
-        known = {name: choice for file in reversed(files) for name, choice in _read(file).items()}
-        chosen = {shape: known.get(name) or measure(shape, dtype, offered) for shape, name in names.items()}
+        cached, recorded = _read(files[-1]), _read(files[0]) if record is not None else {}
+        chosen = {
+            shape: recorded.get(name)
+            or recorded.get(_NEWER.sub("", name))
+            or cached.get(name)
+            or measure(shape, dtype, offered)
+            for shape, name in names.items()
+        }
         for file in written:
             _add(file, {names[shape]: choice for shape, choice in chosen.items()})
     return chosen

@@ -5,9 +5,10 @@
     a . . . . .          . . . .                a·b a·b a·b ...      15 of the 16 registers of AVX2
 
 LLVM code is needed because numba does not control which numbers stay in registers. Each weight is read once for all
-rows of a tile. bfloat16 weights are converted in registers: 32 bits hold a number of the first vector in the lower half
-and a number of the second in the upper half. A sum adds its products in the order of the inputs, so it does not depend
-on the tile.
+rows of a tile. bfloat16 weights are converted in registers (`WIDENED`): 32 bits hold a number of the first vector in
+the lower half and a number of the second in the upper half. A processor with AVX512_BF16 multiplies bfloat16 itself
+(`PAIRED`): 32 bits hold an output's weights for two inputs, and one instruction adds both products to its sum. A sum
+adds its products in the order of the inputs, so it does not depend on the tile.
 """
 
 from __future__ import annotations
@@ -24,12 +25,29 @@ WIDE = 2 * LANES
 ROWS = 6
 #: Number of panels of a tile with one row. With a single panel each addition would wait for the one before.
 MANY = 4
+#: Kinds of tiles: float32; bfloat16 converted to float32; bfloat16 multiplied in pairs of inputs.
+FLOAT, WIDENED, PAIRED = range(3)
+#: Kinds that this processor computes.
+KINDS = (FLOAT, WIDENED, PAIRED) if "+avx512bf16" in abilities() else (FLOAT, WIDENED)
+
+
+class _BFloat(code.ir.Type if code else object):  # type: ignore[misc]
+    """LLVM's type of a bfloat16 number, which llvmlite lacks."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
 
 
 def _broadcast(builder: Any, number: Any) -> Any:
     """A vector with all elements equal to `number`."""
     ir = code.ir
-    empty = ir.Constant(ir.VectorType(ir.FloatType(), LANES), ir.Undefined)
+    empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     first = builder.insert_element(empty, number, ir.Constant(ir.IntType(32), 0))
     return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
 
@@ -38,18 +56,31 @@ def _read(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
 
-def _weights(builder: Any, address: Any, half: bool) -> list[Any]:
-    """Load the two vectors of a panel's weights for one input, as float32."""
+def _weights(builder: Any, address: Any, kind: int) -> list[Any]:
+    """Load the two vectors of a panel's weights: for one input, as float32; if paired, for two inputs, as 32 bits."""
     ir = code.ir
-    floating, whole = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32)))
-    if not half:
-        return [_read(builder, builder.add(address, _number(place)), floating) for place in (0, 4 * LANES)]
+    floating, whole = (ir.VectorType(number, LANES) for number in (ir.FloatType(), ir.IntType(32)))
+    if kind != WIDENED:
+        held = whole if kind == PAIRED else floating
+        return [_read(builder, builder.add(address, _number(place)), held) for place in (0, 4 * LANES)]
     both = _read(builder, address, whole)
     parts = (
         builder.shl(both, ir.Constant(whole, [16] * LANES)),
         builder.and_(both, ir.Constant(whole, [0xFFFF0000] * LANES)),
     )
     return [builder.bitcast(part, floating) for part in parts]
+
+
+def _added(builder: Any, held: Any, inputs: Any, weights: Any) -> Any:
+    """The sums after one input (two, if these are pairs of bfloat16 numbers in 32 bits)."""
+    ir = code.ir
+    if inputs.type.element == ir.FloatType():
+        product = builder.fmul(inputs, weights, flags=("contract",))
+        return builder.fadd(held, product, flags=("contract",))
+    pairs = ir.VectorType(_BFloat(), 2 * LANES)
+    kind = ir.FunctionType(held.type, [held.type, pairs, pairs])
+    dot = code.get_or_insert_function(builder.module, kind, f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}")
+    return builder.call(dot, [held, builder.bitcast(inputs, pairs), builder.bitcast(weights, pairs)])
 
 
 def _fetch(builder: Any, address: Any) -> None:
@@ -65,9 +96,9 @@ def _number(number: int) -> Any:
     return code.ir.Constant(code.ir.IntType(64), number)
 
 
-def _tile(builder: Any, places: list[Any], rows: int, panels: int, half: bool) -> None:
+def _tile(builder: Any, places: list[Any], rows: int, panels: int, kind: int) -> None:
     """Generate the code of a tile of `rows` rows and `panels` panels. `places`: the arguments of `tile` from `x` on."""
-    ir = code.ir
+    ir, half = code.ir, kind != FLOAT
     x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace = places
     floating = ir.VectorType(ir.FloatType(), LANES)
     added = [_read(builder, builder.add(bias, _number(4 * LANES * part)), floating) for part in range(2 * panels)]
@@ -76,15 +107,14 @@ def _tile(builder: Any, places: list[Any], rows: int, panels: int, half: bool) -
     with code.for_range(builder, depth) as loop:
         if panels == 1:
             _fetch(builder, builder.add(ahead, builder.mul(loop.index, pace)))
-        first = builder.add(weight, builder.mul(loop.index, _number(WIDE * (2 if half else 4))))
+        first = builder.add(weight, builder.mul(loop.index, _number(WIDE * (2 if kind == WIDENED else 4))))
         starts = [builder.add(first, builder.mul(panel, _number(number))) for number in range(panels)]
-        vectors = [vector for start in starts for vector in _weights(builder, start, half)]
+        vectors = [vector for start in starts for vector in _weights(builder, start, kind)]
         for row, sums_of_row in zip(inputs, sums, strict=True):
             place = builder.add(row, builder.mul(loop.index, _number(4)))
-            one = _broadcast(builder, _read(builder, place, ir.FloatType()))
+            one = _broadcast(builder, _read(builder, place, ir.IntType(32) if kind == PAIRED else ir.FloatType()))
             for vector, held in zip(vectors, sums_of_row, strict=True):
-                product = builder.fmul(one, vector, flags=("contract",))
-                builder.store(builder.fadd(builder.load(held), product, flags=("contract",)), held)
+                builder.store(_added(builder, builder.load(held), one, vector), held)
     for row, sums_of_row in enumerate(sums):
         start = builder.add(out, builder.mul(out_stride, _number(row)))
         for part, held in enumerate(sums_of_row):
@@ -104,18 +134,18 @@ def _write(builder: Any, numbers: Any, address: Any, half: bool) -> None:
     builder.store(numbers, builder.inttoptr(address, numbers.type.as_pointer()), align=2 if half else 4)
 
 
-def _tiles(builder: Any, rows: Any, half: Any, *places: Any) -> None:
-    """Generate the code of all tiles, with branches that select one by `rows` and `half`."""
-    for kind in (False, True):
-        with builder.if_then(builder.icmp_signed("==", half, _number(int(kind)))):
+def _tiles(builder: Any, rows: Any, wanted: Any, *places: Any) -> None:
+    """Generate the code of all tiles, with branches that select one by `rows` and the kind `wanted`."""
+    for kind in KINDS:
+        with builder.if_then(builder.icmp_signed("==", wanted, _number(kind))):
             for number in range(ROWS + 1):
                 with builder.if_then(builder.icmp_signed("==", rows, _number(number))):
                     _tile(builder, list(places), max(number, 1), 1 if number else MANY, kind)
 
 
-#: In a loop, ``tile((rows, half, x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace))`` multiplies
-#: `rows` rows of `depth` float32 inputs at address `x`, `stride` bytes apart, by the panel at address `weight`, adds
-#: the float32 numbers at address `bias` and writes rows of WIDE outputs to address `out`, `out_stride` bytes apart.
-#: `rows` 0: one row by MANY panels of `panel` bytes. `half` 1: weights and outputs are bfloat16. `ahead`: address to
-#: prefetch, which advances by `pace` bytes with each input.
+#: In a loop, ``tile((rows, kind, x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace))`` multiplies
+#: `rows` rows of `depth` inputs at address `x`, `stride` bytes apart, by the panel at address `weight`, adds the
+#: float32 numbers at address `bias` and writes rows of WIDE outputs to address `out`, `out_stride` bytes apart.
+#: `rows` 0: one row by MANY panels of `panel` bytes. Inputs are float32; for PAIRED pairs of bfloat16, `depth` of them.
+#: `ahead`: address to prefetch, which advances by `pace` bytes with each input or pair.
 tile: Any = written(_tiles, 12)
