@@ -23,6 +23,7 @@ from stretto.engine.http.client import decoded
 from stretto.engine.native.stops import StopTexts
 from stretto_servers.engine import ExternalEngine, Limits
 from stretto_servers.make import Continuation, Delta, Occupancy, Served
+from stretto_servers.staging import FolderAsItIs
 
 VOCABULARY, CONTEXT, STOP = 50, 64, 1
 
@@ -179,17 +180,17 @@ class ToyServer:
             running.inbox.put_nowait(None)
 
 
-class Publications:
-    """Versions that can be staged (satisfies `stretto_servers.engine.WeightsFolder`)."""
+class Publications(FolderAsItIs):
+    """Versions that can be staged."""
 
     def __init__(self) -> None:
+        super().__init__(Path("/toy"))
         self.torn: set[int] = set()
-        self.checked = 0
 
     def folder_of(self, version: int, /) -> Path:
         if version in self.torn:
             raise TornPublication(f"version {version} is torn")
-        return Path(f"/toy/{version}")
+        return self._folder / f"{version}"
 
 
 def engine_over(

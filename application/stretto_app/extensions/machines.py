@@ -16,7 +16,7 @@ import msgspec
 from stretto.core.errors import DeadlineExceeded, Problem, RecipeError
 from stretto.core.events import Span
 from stretto.core.tasks import NamedTasks, first_of
-from stretto.launch.assemble.machines import MachineParts
+from stretto.launch.assemble.machines import MachineParts, Machines
 from stretto.launch.assemble.specs import CONTROL, WEIGHTS_KEY, Endpoints, engine_spec, own_address
 from stretto.launch.preflight.checks import medium_of
 from stretto.launch.preflight.descriptors import no_room_for
@@ -54,8 +54,8 @@ _FIRST = asyncio.FIRST_COMPLETED
 
 
 @dataclass
-class Cluster:
-    """Machines of a run (implements `Machines`). The pool `engines` grows and shrinks by `stretto scale`, and as
+class Cluster(Machines):
+    """Machines of a run. The pool `engines` grows and shrinks by `stretto scale`, and as
     machines come and go."""
 
     plan: Plan
@@ -66,6 +66,7 @@ class Cluster:
     spawner: Spawner
     identity: JoinFile
     tenure: Tenure
+    ranks: RemoteRanks = field(init=False)
     weights_port: int = 0
     weights_key: str = field(default_factory=lambda: secrets.token_hex(32))
     _next: int = 0

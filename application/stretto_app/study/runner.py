@@ -30,7 +30,6 @@ class StudyRunner(Protocol):
     async def train(self, run: PlannedRun, stop: StopSignal) -> str | None:
         """Train the run to its end, or resume it. Return None, or the reason of its failure. A requested `stop` ends it
         early."""
-        ...
 
 
 class TrainProcesses:

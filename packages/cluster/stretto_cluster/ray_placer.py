@@ -114,11 +114,9 @@ class Ground(Protocol):
         Raises:
             RecipeError: the cluster lacks resources for all of them; none was started.
         """
-        ...
 
     def gone(self, agents: Sequence[Placed]) -> list[Placed]:
         """Agents that were dismissed or have died for good; agents that Ray restarts are not included."""
-        ...
 
     def end(self, actor: Any) -> None: ...
 
@@ -195,7 +193,6 @@ class RayPlacer:
         return AgentsPlaced(nodes=(*nodes, *(node for node in _answers(old, "node") if isinstance(node, str))))
 
     def start(self, kind: str, count: int) -> list[Placed]:
-        """See `Ground`."""
         self.check({kind: count})
         bundle = self._bundle
         # All ranks share one group. Each engine has a group of its own, so that its resources are free again when it
@@ -223,18 +220,15 @@ class RayPlacer:
         return Placed(host.remote([sys.executable, "-m", _COMMAND, kind, *self._spec.join], {TOKEN: self._token}), room)
 
     def gone(self, agents: Sequence[Placed]) -> list[Placed]:
-        """See `Ground`."""
         answers = zip(agents, _answers(agents, "is_dismissed"), strict=True)
         return [
             agent for agent, answer in answers if answer is True or isinstance(answer, ray.exceptions.ActorDiedError)
         ]
 
     def end(self, actor: Any) -> None:
-        """See `Ground`."""
         ray.kill(actor)
 
     def remove(self, group: Any) -> None:
-        """See `Ground`."""
         remove_placement_group(group)
 
     @property

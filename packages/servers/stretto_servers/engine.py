@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -37,29 +37,12 @@ from stretto.engine.native.stops import StopTexts
 from stretto.engine.native.validate import check_prefixes, check_request, check_text
 from stretto_servers.completions import OpenCompletion
 from stretto_servers.make import Make, Occupancy, canary_scores
-from stretto_servers.staging import compare, shapes_of
+from stretto_servers.staging import FolderAsItIs, compare, shapes_of
 
 _LOOK_SECONDS = 0.001
 _AGAIN_TOKENS = 4096  # most tokens per update whose log-probabilities are recomputed for the canary
 _DRAIN_SECONDS = 5.0  # in which requests end after a pause
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
-
-
-class WeightsFolder(Protocol):
-    """Gives published versions of the weights as folders that a server can load (Protocol)."""
-
-    def folder_of(self, version: int, /) -> Path:
-        """Folder with the verified weights of `version`.
-
-        Raises:
-            TornPublication, WireError: as `weights.mailbox.Subscriber.load`.
-        """
-        ...
-
-    @property
-    def checked(self) -> int:
-        """Number of bytes that `folder_of` has read and verified so far."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +80,7 @@ class ExternalEngine:
         name: str,
         make: Make,
         limits: Limits,
-        weights: WeightsFolder,
+        weights: FolderAsItIs,
         stop_texts: StopTexts,
         on_update: Literal["recompute", "keep"],
     ) -> None:

@@ -90,11 +90,9 @@ class Make(Protocol):
             RefusedRequest: the server refuses the request.
             WireError: a reply differs from the documentation of this make.
         """
-        ...
 
     async def ready(self) -> bool:
         """Whether the server accepts requests now."""
-        ...
 
     async def describe(self) -> Served:
         """Ask the server for its release and model.
@@ -102,7 +100,6 @@ class Make(Protocol):
         Raises:
             WireError: the server lacks an endpoint that stretto needs; the error names the release that has it.
         """
-        ...
 
     async def occupancy(self) -> Occupancy:
         """Ask the server for its current load.
@@ -110,21 +107,17 @@ class Make(Protocol):
         Raises:
             WireError: the server does not report it.
         """
-        ...
 
     async def pause(self, *, keep: bool) -> None:
         """Stop all sampling until `resume`. With `keep`, running requests and their KV cache stay. Otherwise running
         requests end with "abort", and the server's caches are cleared."""
-        ...
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
         """Load the safetensors files of a folder as `version`, while the server is paused. With `keep` the KV cache
         stays. The time limit restarts whenever `read` grows."""
-        ...
 
     async def resume(self) -> None:
         """Resume sampling with the loaded weights."""
-        ...
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Score a text: log-probabilities at temperature 1 of all its tokens but the first. The server must not be
@@ -133,21 +126,17 @@ class Make(Protocol):
         Raises:
             WireError: a reply differs from the documentation of this make.
         """
-        ...
 
     async def held(self, folder: Path, shapes: Mapping[str, Sequence[int]]) -> Sequence[Mapping[str, str]]:
         """Checksums of the tensors in each worker's memory, as text by name (`worker.readback.held`); empty if the
         server does not support it. `folder`: the last one loaded from. `shapes`: shapes of the published tensors."""
-        ...
 
     @property
     def read(self) -> int:
         """Number of bytes of weights that the server has read so far, as far as known; grows during a load."""
-        ...
 
     async def close(self) -> None:
         """Close the connections."""
-        ...
 
 
 _CACHED_TOKENS = 288  # more than two of the largest KV cache blocks that servers use by default

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,32 @@ _WEIGHTS = "model.safetensors"
 _OTHER_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".gguf")
 
 
-@dataclass(frozen=True)
 class FolderAsItIs:
-    """A fixed model folder, used for every version (satisfies `stretto_servers.engine.WeightsFolder`)."""
+    """Published versions of the weights as a folder that a server can load. Here a fixed folder, for every version."""
 
-    folder: Path
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
-    checked = 0
+    @property
+    def checked(self) -> int:
+        """Number of bytes of published versions that were read and verified so far."""
+        return 0
 
     def folder_of(self, version: int, /) -> Path:
-        """Return the folder, for any version."""
-        return self.folder
+        """Folder with the verified weights of `version`.
+
+        Raises:
+            TornPublication, WireError: as `weights.mailbox.Subscriber.load`.
+        """
+        return self._folder
 
 
-class StagedWeights:
-    """Copy of the model folder, made of links, in which the weights link to the last version that was requested
-    (satisfies `stretto_servers.engine.WeightsFolder`)."""
+class StagedWeights(FolderAsItIs):
+    """Copy of the model folder, made of links, in which the weights link to the last version that was requested."""
 
     def __init__(self, subscriber: SharedMemorySubscriber, model: Path, folder: Path) -> None:
-        self._subscriber, self._folder = subscriber, folder
+        super().__init__(folder)
+        self._subscriber = subscriber
         folder.mkdir(parents=True, exist_ok=True)
         for file in model.resolve().iterdir():
             if file.is_file() and not file.name.endswith(_OTHER_WEIGHTS):
@@ -54,7 +60,6 @@ class StagedWeights:
 
     @property
     def checked(self) -> int:
-        """Number of bytes of published versions that were read and verified."""
         return self._subscriber.checked
 
 

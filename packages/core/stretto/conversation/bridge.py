@@ -38,13 +38,14 @@ import msgspec
 
 from stretto.conversation.forest import Tokens
 from stretto.conversation.messages import Match, Message, Tool, compare, shared
+from stretto.conversation.text import Detokenizer
 from stretto.conversation.tool_calls import form_of, instructions, result
 from stretto.core.errors import DataError
 
 History = tuple[Message, ...]
 
 
-class ChatTemplate(Protocol):
+class ChatTemplate(Detokenizer, Protocol):
     """Interface of a tokenizer with a chat template (implemented by `model.hf.tokenizer.Tokenizer`)."""
 
     @property
@@ -52,7 +53,6 @@ class ChatTemplate(Protocol):
     @property
     def chat_template(self) -> str:
         """Source of the template; empty if there is none."""
-        ...
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, opening: bool, **arguments: Any) -> str:
         """Render a conversation to a text for `encode_rendered`. Texts of the messages never become special tokens.
@@ -62,7 +62,6 @@ class ChatTemplate(Protocol):
         Raises:
             DataError: the template refuses the messages.
         """
-        ...
 
     def encode_rendered(self, text: str) -> Tokens:
         """Encode a text from `render_chat`, or a part of it.
@@ -70,22 +69,14 @@ class ChatTemplate(Protocol):
         Raises:
             DataError: the text holds characters that the tokenizer does not know.
         """
-        ...
 
     def read_rendered(self, text: str) -> str:
         """Return a text from `render_chat` without the marks by which `encode_rendered` recognises texts of
         messages."""
-        ...
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
         """Every token with its id."""
-        ...
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        """Tokens that `decode` leaves out."""
-        ...
 
     def encode(self, text: str, /) -> Tokens:
         """Encode a plain text.
@@ -93,19 +84,9 @@ class ChatTemplate(Protocol):
         Raises:
             DataError: the text holds characters that the tokenizer does not know.
         """
-        ...
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        """Decode tokens to text, without special tokens."""
-        ...
-
-    def text_of(self, token: int, /) -> str | None:
-        """See `text.Detokenizer`."""
-        ...
 
     def spell(self, ids: Sequence[int]) -> str:
         """Decode tokens to text, with special tokens."""
-        ...
 
 
 @dataclass(frozen=True)

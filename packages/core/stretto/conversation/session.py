@@ -349,15 +349,12 @@ class MemoryRecord:
         self.calls: list[CallInMemory] = []
 
     def journal(self, node: int, piece: Segment) -> None:
-        """See `SessionRecord`."""
         self.pieces.append((node, piece))
 
     def begin_call(self, number: int, asked: bytes, durable: bool) -> None:
-        """See `SessionRecord`."""
         self.calls.append(CallInMemory(number, asked))
 
     def end_call(self, number: int, reply: bytes) -> None:
-        """See `SessionRecord`."""
         self.calls[number].reply = reply
 
     @property

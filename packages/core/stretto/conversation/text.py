@@ -37,13 +37,11 @@ class Detokenizer(Protocol):
     @property
     def special_token_ids(self) -> frozenset[int]:
         """Tokens that `decode` leaves out."""
-        ...
 
     def decode(self, ids: Sequence[int], /) -> str: ...
 
     def text_of(self, token: int, /) -> str | None:
         """Return the text of a token if it does not depend on the tokens around it; else None."""
-        ...
 
 
 class RunningText:

@@ -51,11 +51,9 @@ class CallForm(Protocol):
     def parse(self, text: str, name: NameCall) -> Parsed:
         """Parse the calls in a message. Without calls, or with a malformed one, the whole message is text. `name`:
         returns the id for a call."""
-        ...
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         """Write calls as the model would."""
-        ...
 
     def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
         """Write a grammar (for `Sampling.grammar`) that admits only calls of these tools.
@@ -67,14 +65,12 @@ class CallForm(Protocol):
         Raises:
             RefusedRequest: a tool's schema cannot be expressed.
         """
-        ...
 
 
 class HermesForm:
-    """Tool calls of Qwen 2.5 and 3, Hermes, and other ChatML models."""
+    """Tool calls of Qwen 2.5 and 3, Hermes, and other ChatML models (satisfies `CallForm`)."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
-        """See `CallForm`."""
         written, around, at = list[str](), list[str](), 0
         while (begin := text.find(_CALL, at)) >= 0:
             end = text.find(_CALLED, begin)
@@ -90,40 +86,34 @@ class HermesForm:
         return Parsed(text) if calls is None else Parsed("" if outside.isspace() else outside, calls)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """See `CallForm`."""
         return "\n".join(f"<tool_call>\n{_object(call, 'arguments')}\n</tool_call>" for call in calls)
 
     def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
-        """See `CallForm`."""
         call = f'call: {word(_CALL)} "\\n" tool "\\n" {word(_CALLED)}'
         calls = _several("call", "\n", parallel)
         return f"calls: {calls}\n{call}\n{_tool_rules(tools, 'arguments')}"
 
 
 class LlamaForm:
-    """Tool calls of Llama 3.1 and later: the whole message consists of calls."""
+    """Tool calls of Llama 3.1 and later: the whole message consists of calls (satisfies `CallForm`)."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
-        """See `CallForm`."""
         body = text.strip().removeprefix(_PYTHON).strip()
         objects = list(_objects(body)) if body.startswith("{") else []
         calls = _calls(objects, name) if objects else None
         return Parsed(text) if calls is None else Parsed("", calls)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """See `CallForm`."""
         return "; ".join(_object(call, "parameters") for call in calls)
 
     def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
-        """See `CallForm`."""
         return f"calls: {_several('tool', '; ', parallel)}\n{_tool_rules(tools, 'parameters')}"
 
 
 class MistralForm:
-    """Tool calls of Mistral: after a control token."""
+    """Tool calls of Mistral: after a control token (satisfies `CallForm`)."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
-        """See `CallForm`."""
         outside, *parts = text.split(_MISTRAL)
         if not parts:
             return Parsed(text)
@@ -137,11 +127,9 @@ class MistralForm:
         return Parsed(text) if calls is None else Parsed("" if outside.isspace() else outside, calls)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """See `CallForm`."""
         return f"{_MISTRAL}[{', '.join(_object(call, 'arguments') for call in calls)}]"
 
     def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
-        """See `CallForm`."""
         listed = f'{word(_MISTRAL)} "[" {_several("tool", ", ", parallel)} "]"'
         return f"calls: {listed}\n{_tool_rules(tools, 'arguments')}"
 

@@ -85,7 +85,6 @@ class Engine(Protocol):
             EngineLost: it cannot be reached, is stopping, or ended before the last completion.
             DeadlineExceeded: no completion ended in time.
         """
-        ...
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
         """Load a published version and answer the challenge made by `ask`; returns the version that samples the next
@@ -95,41 +94,32 @@ class Engine(Protocol):
             TornPublication: the publication is incomplete, or not of this model; the engine keeps its version.
             EngineLost, DeadlineExceeded: as for `generate`.
         """
-        ...
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         """New tokens of unfinished completions. `known`: by request, the number of tokens of each member that the
         caller already has; other requests are left out."""
-        ...
 
     async def abort(self, request_id: str) -> None:
         """Abort a request; its `generate` ends with EngineLost."""
-        ...
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
         1."""
-        ...
 
     async def health(self) -> EngineHealth:
         """Version, queue length and counters."""
-        ...
 
     async def moved(self) -> object:
         """A value that changes as long as the transfer or load of a version makes progress; None if unknown."""
-        ...
 
     async def spans(self) -> list[Span]:
         """The engine's spans since the last call."""
-        ...
 
     def break_off(self) -> None:
         """Close every connection at once; open calls end with EngineLost."""
-        ...
 
     async def close(self) -> None:
         """Close the connections that are not in use; call it when all calls have ended."""
-        ...
 
 
 def json_rule(schema: Mapping[str, Any] | None) -> str:

@@ -72,7 +72,6 @@ class Backend(Protocol):
         Raises:
             RefusedRequest: as `submit_all`.
         """
-        ...
 
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
         """Submit requests that start together; the stream gets each completion when it has ended.
@@ -81,16 +80,13 @@ class Backend(Protocol):
             RefusedRequest: a request is invalid; then none is accepted.
             EngineLost: the server is stopping, or too many completions wait.
         """
-        ...
 
     def close(self, request: str) -> None:
         """End the request with this id and abort its unfinished completions. May be called twice."""
-        ...
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         """New tokens of unfinished completions. `known`: by request id, the number of tokens of each member that the
         caller already has; other requests are left out."""
-        ...
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
         """Load a published version, unless it is loaded and proven; returns the version that samples the next token.
@@ -101,7 +97,6 @@ class Backend(Protocol):
             WireError: the version is not published, or not of this model; the engine keeps its version.
             EngineLost: the engine does not reply.
         """
-        ...
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
@@ -111,12 +106,9 @@ class Backend(Protocol):
             RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
             EngineLost: the engine does not reply.
         """
-        ...
 
     async def health(self) -> EngineHealth:
         """Version, queue length and counters."""
-        ...
 
     def drain_spans(self) -> list[Span]:
         """Busy spans since the last call."""
-        ...

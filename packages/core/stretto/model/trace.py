@@ -59,7 +59,6 @@ class Attends(Protocol):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule, /) -> Tensor:
         """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
-        ...
 
 
 #: Called with (token ids [1, T], positions [1, T], plan, T, -R); returns the logits [1, R, V] of the last R tokens.

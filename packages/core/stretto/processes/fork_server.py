@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -73,38 +73,52 @@ def accelerated() -> bool:
     return any(path.exists() for path in _ACCELERATORS)
 
 
-class ForkingProcess(Protocol):
-    """Process of a fork server: a `subprocess.Popen`, or a copy of this process (`fork_server_role.fork_here`)."""
+class ForkedHere:
+    """A fork server that is a copy of this process (`fork_server_role.fork_here`), as a `subprocess.Popen`."""
 
-    @property
-    def pid(self) -> int: ...
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._ended = False
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        if not self._ended:  # its number may be another process's by now
+            with contextlib.suppress(ProcessLookupError):  # as in `wait`
+                os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self, timeout: float | None = None) -> object:
-        """Wait until the process has ended.
+    def wait(self, timeout: float | None = None) -> None:
+        if self._ended:
+            return
+        try:
+            descriptor = end_of(self.pid)
+        except ProcessLookupError:  # as below
+            self._ended = True
+            return
+        try:
+            if not select.select([descriptor], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("the fork server", timeout or 0.0)
+        finally:
+            os.close(descriptor)
+        with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored the kernel has reaped it
+            os.waitpid(self.pid, 0)
+        self._ended = True
 
-        Raises:
-            subprocess.TimeoutExpired: it is still running.
-        """
-        ...
+
+#: The process of a fork server.
+Forking = subprocess.Popen[bytes] | ForkedHere
 
 
 class ForkServer:
     """Client of a fork server: starts processes by forking (satisfies `spawn.Spawner`)."""
 
-    def __init__(
-        self, modules: Sequence[str] = ROLES, running: tuple[socket.socket, ForkingProcess] | None = None
-    ) -> None:
+    def __init__(self, modules: Sequence[str] = ROLES, running: tuple[socket.socket, Forking] | None = None) -> None:
         """`modules`: modules for the server to import. `running`: an existing server and the wire to it; by default one
         is started."""
         self._usable = True
         self._children: set[ForkedProcess] = set()
-        self._process: ForkingProcess
         self._wire, self._process = running or self._started(modules)
 
     @staticmethod
-    def _started(modules: Sequence[str]) -> tuple[socket.socket, ForkingProcess]:
+    def _started(modules: Sequence[str]) -> tuple[socket.socket, Forking]:
         wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         wire.setblocking(False)
         with contextlib.ExitStack() as undo, far:

@@ -9,11 +9,9 @@ import fcntl
 import gc
 import importlib
 import os
-import select
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +26,7 @@ from stretto.processes.fork_server import (
     LONGEST_MESSAGE,
     ROLES,
     Exited,
+    ForkedHere,
     ForkServer,
     NotSpawned,
     Spawned,
@@ -215,36 +214,6 @@ def _copied(modules: Sequence[str]) -> Spawner:
             with contextlib.suppress(ImportError):  # the role that needs it reports the error
                 importlib.import_module(module)
     return fork_here(apart=True)
-
-
-class ForkedHere:
-    """A fork server that is a child of this process (satisfies `ForkingProcess`)."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._ended = False
-
-    def kill(self) -> None:
-        if not self._ended:  # its number may be another process's by now
-            with contextlib.suppress(ProcessLookupError):  # as in `wait`
-                os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> None:
-        if self._ended:
-            return
-        try:
-            descriptor = end_of(self.pid)
-        except ProcessLookupError:  # as below
-            self._ended = True
-            return
-        try:
-            if not select.select([descriptor], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("the fork server", timeout or 0.0)
-        finally:
-            os.close(descriptor)
-        with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored the kernel has reaped it
-            os.waitpid(self.pid, 0)
-        self._ended = True
 
 
 def fork_here(*, apart: bool = False) -> Spawner:

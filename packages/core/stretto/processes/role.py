@@ -226,7 +226,6 @@ class ReplaceableProcess(Protocol):
     @property
     def clock_offset(self) -> float:
         """Seconds by which the clock of its machine differs from ours."""
-        ...
 
     @property
     def running(self) -> bool: ...
@@ -241,7 +240,6 @@ class ReplaceableProcess(Protocol):
             RoleDied: the system has no room for another process.
             MachineLost: its machine is gone.
         """
-        ...
 
     async def ended(self) -> str: ...
 

@@ -53,7 +53,6 @@ class RunningProcess(Protocol):
 
     async def wait(self) -> int:
         """Wait for its end; returns the exit code."""
-        ...
 
     def terminate(self) -> None:
         """Send SIGTERM.
@@ -61,7 +60,6 @@ class RunningProcess(Protocol):
         Raises:
             ProcessLookupError: it has ended.
         """
-        ...
 
 
 class Spawner(Protocol):
@@ -73,11 +71,9 @@ class Spawner(Protocol):
         Raises:
             OSError: the system has no room for it, or its log cannot be written.
         """
-        ...
 
     def describe_end(self, process: RunningProcess) -> str:
         """How a process ended. Example: ``"was killed by SIGTERM"``"""
-        ...
 
 
 class FreshSpawner:

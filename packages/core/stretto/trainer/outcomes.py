@@ -37,7 +37,6 @@ class TokenSink(Protocol):
 
     def take(self, tokens: TrainedTokens) -> None:
         """Store the results of a step; must not delay training."""
-        ...
 
 
 class TokenMeter:

@@ -59,7 +59,6 @@ class Publisher(Protocol):
 
         `gather` is called for the tensors one by one, in order; each result is released before the next.
         """
-        ...
 
 
 class GatheringPublisher:
@@ -83,7 +82,6 @@ class Subscriber(Protocol):
 
     def newest(self) -> int | None:
         """The newest published version; None before the first."""
-        ...
 
     def load(self, version: int) -> Mapping[str, Tensor]:
         """Read and verify `version`; returns its tensors by name, on the CPU. They may become invalid with the next
@@ -93,4 +91,3 @@ class Subscriber(Protocol):
             TornPublication: size, names or checksum do not match; nothing was loaded.
             WireError: the version is not available, or no longer.
         """
-        ...

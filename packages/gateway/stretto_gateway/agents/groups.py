@@ -107,8 +107,6 @@ class WaitingSessions:
         raise NothingWaits
 
     async def rewarded(self, session: AgentSession) -> None:
-        """See `Host`."""
-
         async def run() -> bytes:
             return msgspec.json.encode(session.given)
 
@@ -116,8 +114,6 @@ class WaitingSessions:
         await session.session.call(b"%b%d" % (_REWARDED, number), run, repeatable=True, durable=True)
 
     async def ended(self, session: AgentSession) -> None:
-        """See `Host`."""
-
         async def run() -> bytes:
             nodes, given = tuple(session.session.returned), session.rewards
             return msgspec.json.encode(Sealed(nodes, session.last_text, given.reward, session.broken, given.by_turn))

@@ -177,14 +177,12 @@ class ChatDialect(ChoiceDialect):
         self.body = StrictChatBody if strict else ChatBody
 
     def parse(self, body: bytes) -> ChatRequest:
-        """See `Dialect`."""
         found = parse_record(body, self.body)
         if self.strict:
             found.check_neutral(modalities=(["text"],))
         return found.request()
 
     def reply(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> bytes:
-        """See `Dialect`."""
         choices = [
             {
                 "index": index,
@@ -198,7 +196,6 @@ class ChatDialect(ChoiceDialect):
         return msgspec.json.encode({**head, "choices": choices, "usage": _usage(turns)})
 
     def events(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> Iterable[bytes]:
-        """See `Dialect`."""
         head = self.head(request, turns[0].id, turns[0].created, turns[0].model, whole=False)
         for index, turn in enumerate(turns):
             for delta in _deltas(turn):
@@ -207,16 +204,12 @@ class ChatDialect(ChoiceDialect):
         yield self.closing(request, head, _usage(turns))
 
     def opening(self, index: int) -> list[Part]:
-        """See `ChoiceDialect`."""
         return [_part(index, {"role": "assistant", "content": ""})]
 
     def text_part(self, index: int, text: str) -> Part:
-        """See `ChoiceDialect`."""
         return _part(index, {"content": text})
 
     def writer(self, request: ChatRequest, index: int, text: CompletionText) -> Callable[[Progress], list[Part]]:
-        """See `ChoiceDialect`."""
-
         def write(progress: Progress) -> list[Part]:
             piece, parts = text.take(progress), list[Part]()
             if piece is not None and (piece.text or piece.tokens):

@@ -60,7 +60,6 @@ class CompletionsDialect(ChoiceDialect):
     prefix, object, chunk = "cmpl-", "text_completion", "text_completion"
 
     def parse(self, body: bytes) -> PromptRequest:
-        """See `Dialect`."""
         found = parse_record(body, CompletionBody)
         found.check_neutral(echo=(False,), suffix=("",), best_of=(found.n or 1,))
         return PromptRequest(
@@ -74,12 +73,9 @@ class CompletionsDialect(ChoiceDialect):
         )
 
     def text_part(self, index: int, text: str) -> Part:
-        """See `ChoiceDialect`."""
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def writer(self, request: PromptRequest, index: int, text: CompletionText) -> Callable[[Progress], list[Part]]:
-        """See `ChoiceDialect`."""
-
         def write(progress: Progress) -> list[Part]:
             if (piece := text.take(progress)) is None:
                 return []

@@ -39,12 +39,10 @@ class Dialect(Protocol):
     @property
     def body(self) -> type[msgspec.Struct]:
         """Record type of a request's body."""
-        ...
 
     @property
     def counts(self) -> Sequence[TokenCount]:
         """Token-count requests of the dialect; empty for none."""
-        ...
 
     def parse(self, body: bytes) -> ChatRequest:
         """Decode a body.
@@ -52,27 +50,21 @@ class Dialect(Protocol):
         Raises:
             RefusedRequest: names the first wrong field and its allowed values.
         """
-        ...
 
     def reply(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> bytes:
         """Encode the whole reply as JSON. `turns`: the completions, one for each requested."""
-        ...
 
     def events(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> Iterable[bytes]:
         """Encode the same reply as server-sent events."""
-        ...
 
     def refuse(self, why: NotServed) -> bytes:
         """Encode the JSON body of an error reply."""
-        ...
 
     def fail(self, why: NotServed) -> bytes:
         """Encode the last event of a stream that fails."""
-        ...
 
     def reply_headers(self, id: str) -> Mapping[str, str]:
         """Headers that clients of the dialect expect, such as a request id made from the reply's `id`."""
-        ...
 
 
 def refusal(error: RefusedRequest, fields: Mapping[str, str], request: Request | None) -> NotServed:

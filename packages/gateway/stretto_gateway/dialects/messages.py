@@ -140,11 +140,9 @@ class MessagesDialect:
 
     @property
     def counts(self) -> Sequence[TokenCount]:
-        """See `Dialect`."""
         return [TokenCount(f"{self.path}/count_tokens", CountBody, _counted, _count)]
 
     def parse(self, body: bytes) -> ChatRequest:
-        """See `Dialect`."""
         found = parse_record(body, MessagesBody)
         choice = found.tool_choice or ToolChoice("auto")
         form = found.output_config.format if found.output_config else None
@@ -167,27 +165,22 @@ class MessagesDialect:
         )
 
     def reply(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> bytes:
-        """See `Dialect`."""
         [turn] = turns
         return msgspec.json.encode(
             {**_beginning(turn), "content": _blocks(turn), **_ending(turn), "usage": _usage(turn)}
         )
 
     def events(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> Iterable[bytes]:
-        """See `Dialect`."""
         for kind, fields in _events(turns[0]):
             yield sent_event({"type": kind, **fields}, kind)
 
     def refuse(self, why: NotServed) -> bytes:
-        """See `Dialect`."""
         return msgspec.json.encode(_error(why))
 
     def fail(self, why: NotServed) -> bytes:
-        """See `Dialect`."""
         return sent_event(_error(why), "error")
 
     def reply_headers(self, id: str) -> Mapping[str, str]:
-        """See `Dialect`."""
         return {"request-id": f"req_{id}"}
 
 

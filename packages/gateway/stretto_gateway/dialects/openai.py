@@ -128,15 +128,12 @@ class OpenAIDialect:
     fields: Mapping[str, str] = {"prompt_token_ids": "messages"}
 
     def refuse(self, why: NotServed) -> bytes:
-        """See `Dialect`."""
         return msgspec.json.encode({"error": error_of(why)})
 
     def fail(self, why: NotServed) -> bytes:
-        """See `Dialect`."""
         return sent_event({"error": error_of(why)})
 
     def reply_headers(self, id: str) -> Mapping[str, str]:
-        """See `Dialect`."""
         return {"x-request-id": f"req_{id}"}
 
 

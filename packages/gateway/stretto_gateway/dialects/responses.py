@@ -161,7 +161,6 @@ class ResponsesDialect(OpenAIDialect):
     body = ResponsesBody
 
     def parse(self, body: bytes) -> ChatRequest:
-        """See `Dialect`."""
         found = parse_record(body, ResponsesBody)
         items = [Item(role="user", content=found.input)] if isinstance(found.input, str) else found.input
         system = (Message("system", found.instructions),) if found.instructions is not None else ()
@@ -184,16 +183,13 @@ class ResponsesDialect(OpenAIDialect):
         )
 
     def reply(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> bytes:
-        """See `Dialect`."""
         return msgspec.json.encode(_response(request, turns[0], _items(turns[0])))
 
     def events(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> Iterable[bytes]:
-        """See `Dialect`."""
         for number, (kind, fields) in enumerate(_events(request, turns[0])):
             yield sent_event({"type": kind, "sequence_number": number, **fields}, kind)
 
     def fail(self, why: NotServed) -> bytes:
-        """See `Dialect`."""
         # OpenAI's event has the error's fields at top level, but its clients raise only if there is a field `error`.
         return sent_event({**error_of(why), "type": "error", "sequence_number": 0, "error": error_of(why)}, "error")
 

@@ -75,7 +75,6 @@ class TokenIdsDialect(ChoiceDialect):
     fields: Mapping[str, str] = {"prompt_token_ids": "token_ids", "sampling.": "sampling_params."}
 
     def parse(self, body: bytes) -> PromptRequest:
-        """See `Dialect`."""
         found = parse_record(body, TokenBody)
         params = found.sampling_params
         stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
@@ -99,15 +98,12 @@ class TokenIdsDialect(ChoiceDialect):
         )
 
     def head(self, request: PromptRequest, id: str, created: int, model: str, *, whole: bool) -> dict[str, Any]:
-        """See `ChoiceDialect`."""
         return {"request_id": request.dialect_fields["id"] or id, "model": model, "created": created}
 
     def event(self, request: PromptRequest, head: Any, choices: Sequence[Part], usage: Any = None) -> bytes:
-        """See `ChoiceDialect`."""
         return sent_event({**head, "choices": choices, "usage": usage})
 
     def writer(self, request: PromptRequest, index: int, text: CompletionText) -> Callable[[Progress], list[Part]]:
-        """See `ChoiceDialect`."""
         versions = list[int]()
 
         def write(progress: Progress) -> list[Part]:

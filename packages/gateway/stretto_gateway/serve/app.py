@@ -60,7 +60,6 @@ class ServedEngine(Protocol):
         Raises:
             RefusedRequest: the engine cannot serve one of the requests.
         """
-        ...
 
     def streaming(
         self, requests: Sequence[GenerateRequest], take: Callable[[NewToken], bool] | None = None
@@ -73,11 +72,9 @@ class ServedEngine(Protocol):
             RefusedRequest: one request is refused, and with it all; the iterator may raise it too.
             EngineLost: the engine is stopping or has ended, or too many completions wait.
         """
-        ...
 
     async def health(self) -> EngineHealth:
         """Version of the weights, length of the queue, and counters."""
-        ...
 
 
 class ServeApp(ChatServer):
@@ -114,7 +111,6 @@ class ServeApp(ChatServer):
         await super().__call__(scope, receive, counted)
 
     async def serve(self, call: ChatExchange) -> None:
-        """See `ChatServer`."""
         if self._api_key and hmac.compare_digest(call.key.encode("latin-1"), self._api_key):
             admit(call.scope)
         elif self._api_key and call.path != "/health":
@@ -126,11 +122,9 @@ class ServeApp(ChatServer):
             await super().serve(call)
 
     def pages(self) -> dict[str, Handler]:
-        """See `ChatServer`."""
         return {**super().pages(), "/metrics": self._metrics}
 
     async def health(self, call: ChatExchange) -> None:
-        """See `ChatServer`."""
         stopping = self._engine.stopping
         status = {"status": "stopping" if stopping else "ok", "model": self.model.name}
         call.headers = [(b"retry-after", b"1")] if stopping else []
@@ -141,12 +135,10 @@ class ServeApp(ChatServer):
         await call.reply(self._counters.text(await self._engine.health()).encode(), media=CONTENT_TYPE)
 
     async def count(self, count: TokenCount, call: ChatExchange) -> None:
-        """See `ChatServer`."""
         [prompt] = await self._prompts(await self.parsed(count.parse, call))
         await call.reply(count.reply(len(prompt)))
 
     async def complete(self, dialect: Dialect | ChoiceDialect, call: ChatExchange) -> None:
-        """See `ChatServer`."""
         began, name = time.monotonic(), uuid.uuid4().hex
         request: Request = await self.parsed(dialect.parse, call)
         requests = self._requests(request, await self._prompts(request), name, strict=dialect.strict)

@@ -91,12 +91,10 @@ class GatewayApp(ChatServer):
         self.refused = 0  # requests with an unknown key
 
     def address(self, scope: Scope) -> tuple[str, str]:
-        """See `ChatServer`."""
         found = _IN_PATH.fullmatch(scope["path"])
         return (found["rest"], found["key"]) if found else (scope["path"], sent_key(scope))
 
     def route(self, path: str) -> tuple[str, Handler] | None:
-        """See `ChatServer`."""
         if path == "/sessions":
             return "POST", self._open
         if found := _SESSION.fullmatch(path):
@@ -104,7 +102,6 @@ class GatewayApp(ChatServer):
         return super().route(path)
 
     def failed(self, call: ChatExchange, error: Exception) -> None:
-        """See `ChatServer`."""
         session = self.sessions.of_key(call.key)
         if session is not None and not session.broken:  # an error of a turn is noted by the session itself
             session.unanswered[b""] = f"the gateway failed: {type(error).__name__}: {error}"
@@ -153,7 +150,6 @@ class GatewayApp(ChatServer):
         session.end()
 
     async def complete(self, dialect: Dialect, call: ChatExchange) -> None:
-        """See `ChatServer`."""
         session = self._of_key(call.key)
         admit(call.scope)
         request: ChatRequest = await self.parsed(dialect.parse, call)
@@ -167,14 +163,12 @@ class GatewayApp(ChatServer):
         await self.send(dialect, call, turn())
 
     async def count(self, count: TokenCount, call: ChatExchange) -> None:
-        """See `ChatServer`."""
         session = self._of_key(call.key)
         admit(call.scope)
         request = await self.parsed(count.parse, call)
         await call.reply(count.reply(await session.count(request)))
 
     async def models(self, call: ChatExchange) -> None:
-        """See `ChatServer`."""
         self._of_key(call.key)
         await super().models(call)
 

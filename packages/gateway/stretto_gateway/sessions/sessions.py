@@ -55,15 +55,12 @@ class Host(Protocol):
         Raises:
             NotServed: no session can be opened now.
         """
-        ...
 
     async def rewarded(self, session: AgentSession) -> None:
         """Record the rewards of the session."""
-        ...
 
     async def ended(self, session: AgentSession) -> None:
         """Record the end of the session."""
-        ...
 
 
 class SessionTable:
@@ -168,15 +165,12 @@ class FolderRecord:
                 raise
 
     def journal(self, node: int, piece: Segment) -> None:
-        """See `SessionRecord`."""
         self.write(Written(node, piece))
 
     def begin_call(self, number: int, asked: bytes, durable: bool) -> None:
-        """See `SessionRecord`."""
         self.write(Began(number, asked))
 
     def end_call(self, number: int, reply: bytes) -> None:
-        """See `SessionRecord`."""
         self.write(Replied(number, reply))
 
 
@@ -217,11 +211,9 @@ class RecordedSessions:
         return self._restored(path, [opened])
 
     async def rewarded(self, session: AgentSession) -> None:
-        """See `Host`."""
         FolderRecord(self._folder / f"{session.id}.jsonl").write(Rewarded(**msgspec.structs.asdict(session.given)))
 
     async def ended(self, session: AgentSession) -> None:
-        """See `Host`."""
         FolderRecord(self._folder / f"{session.id}.jsonl").write(Ended(session.broken))
         self._table.retire(session)
 

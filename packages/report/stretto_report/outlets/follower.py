@@ -97,30 +97,24 @@ class Outlet(Protocol):
     @property
     def run(self) -> str:
         """Run id in the tool, needed to resume logging."""
-        ...
 
     @property
     def had(self) -> Mapping[str, int]:
         """Newest step of each curve that the tool already has. Empty if the tool ignores repeated points, or cannot be
         asked."""
-        ...
 
     def send(self, points: Sequence[MetricsPoint], first: int) -> None:
         """Send points; on return, the tool has stored them. `first`: index of the first among all points of the run."""
-        ...
 
     def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
         """Send a table of completions that were sampled up to training step `step`. `points`: number of points sent
         before."""
-        ...
 
     def alarm(self, alarm: Alarm) -> None:
         """Send an alarm; on return, the tool has stored it."""
-        ...
 
     def close(self, how: How) -> None:
         """Close the run in the tool; `how` says how it ended."""
-        ...
 
 
 class RunFollower:

@@ -61,7 +61,6 @@ class LocalBackend:
         self._attends = {name.rsplit(".", 1)[-1]: "attn" in name for name in linear_layers(plain)}
 
     def check(self, shape: Shape) -> None:
-        """See `Backend`."""
         lora = shape.lora
         if lora is None:
             return
@@ -71,8 +70,6 @@ class LocalBackend:
             raise RefusedRequest("lora_config", "nothing is trained", "one of train_attn, train_mlp, train_unembed")
 
     def create(self, shape: Shape) -> Learner:
-        """See `Backend`."""
-
         def write(model: PreTrainedModel, folder: Path) -> None:
             if shape.lora is None:
                 write_policy(folder, model, self.folder)
@@ -101,11 +98,9 @@ class LocalBackend:
         return tuple(sorted(chosen)) or ("none",)  # an empty tuple would mean all layers
 
     def shape_of(self, folder: Path) -> Shape:
-        """See `Backend`."""
         return read_shape(folder, self.folder)
 
     def sampled(self, folder: Path | None) -> Sampler:
-        """See `Backend`."""
         tokenizer = self._shared.tokenizer
         views = _Views(self, None if folder is None else self.shape_of(folder), folder)
         grammars = partial(Grammars, lambda: tokenizer)
@@ -134,12 +129,10 @@ class _Views:
         self._models: list[PreTrainedModel] = []
 
     def view(self, attention: str) -> PreTrainedModel:
-        """See `Views`."""
         self._models.append(self._backend.view(self._shape, self._folder, attention))
         return self._models[-1]
 
     def take(self, folder: Path) -> bool:
-        """See `Views`."""
         if self._shape is None or self._shape.lora is None or self._backend.shape_of(folder).lora != self._shape.lora:
             return False
         for model in self._models:

@@ -92,7 +92,6 @@ class Learner:
         return float(value.detach())
 
     def optim_step(self, adam: Adam) -> Mapping[str, float]:
-        """See `TrainedModel`."""
         limit = adam.grad_clip_norm if adam.grad_clip_norm > 0 else math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
         if not math.isfinite(norm):
@@ -106,23 +105,19 @@ class Learner:
         return {"grad_norm": norm}
 
     def clear(self) -> None:
-        """See `TrainedModel`."""
         self._adamw.zero_grad(set_to_none=True)
 
     def digest(self) -> str:
-        """See `TrainedModel`."""
         whole = hashlib.blake2b(digest_size=16)
         for parameter in self._parameters:
             whole.update(str(digest_of_tensor(parameter.detach()).checksum).encode())
         return whole.hexdigest()
 
     def save(self, folder: Path) -> None:
-        """See `TrainedModel`."""
         self._files.write(self._model, folder)
         write_optimizer(folder, self._model, self._adamw)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """See `TrainedModel`."""
         self._files.read(self._model, folder)
         self._adamw.state.clear()
         if optimizer:

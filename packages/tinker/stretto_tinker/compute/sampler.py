@@ -36,7 +36,6 @@ class Views(Protocol):
 
     def view(self, attention: str) -> PreTrainedModel:
         """Make a model with these weights. `attention`: name of its attention implementation."""
-        ...
 
     def take(self, folder: Path) -> bool:
         """Load other weights into all models that were made; returns False, with nothing changed, if they have another
@@ -45,7 +44,6 @@ class Views(Protocol):
         Raises:
             StoreError: files are missing or damaged.
         """
-        ...
 
 
 class Sampler:
@@ -70,37 +68,30 @@ class Sampler:
 
     @property
     def idle(self) -> bool:
-        """See `SampledModel`."""
         return not self._open
 
     @property
     def free(self) -> int:
-        """See `SampledModel`."""
         return self._slots - sum(len(wish.seeds) - len(found) for wish, found in self._open.values())
 
     def take(self, folder: Path) -> bool:
-        """See `SampledModel`."""
         return self._views.take(folder)
 
     def add(self, id: str, wish: Wish) -> None:
-        """See `SampledModel`."""
         sampling = sampling_of(wish.settings, self._tokenizer.eos_token_ids, len(wish.prompt), self._context)
         self._engine.add(GenerateRequest(id, wish.prompt, wish.seeds, sampling, top_logprobs=wish.likeliest))
         self._open[id], self._cache[id] = (wish, {}), self._engine.cache_of(len(wish.prompt) + sampling.max_tokens)
 
     def abort(self, id: str) -> None:
-        """See `SampledModel`."""
         if self._open.pop(id, None) is not None:
             self._engine.abort(id)
 
     @property
     def computed(self) -> int:
-        """See `SampledModel`."""
         return self._scored + self._engine.computed
 
     @property
     def backlog(self) -> int:
-        """See `SampledModel`."""
         return self._engine.backlog
 
     def fits(self, sequences: int, tokens: int) -> bool:
@@ -112,22 +103,18 @@ class Sampler:
 
     @property
     def cache(self) -> int:
-        """See `SampledModel`."""
         return self._engine.cache_allocated
 
     @property
     def least_cache(self) -> int:
-        """See `SampledModel`."""
         return max((self._cache[id] for id in self._open), default=0)
 
     def limit(self, cache: int) -> None:
-        """See `SampledModel`."""
         if cache != self._limit:
             self._limit = cache
             self._engine.limit(cache)
 
     def step(self) -> dict[str, Ended]:
-        """See `SampledModel`."""
         try:
             completions = self._engine.step()
         except BrokenLogits as broken:
@@ -146,7 +133,6 @@ class Sampler:
 
     @torch.no_grad()
     def score(self, prompt: Sequence[int], first: int) -> Floats:
-        """See `SampledModel`."""
         found = np.full(len(prompt), np.nan, np.float32)
         if first < len(prompt):
             self._scored += len(prompt)
@@ -155,7 +141,6 @@ class Sampler:
         return found
 
     def likeliest(self, prompt: Sequence[int], first: int, width: int) -> Likeliest:
-        """See `SampledModel`."""
         ids = np.zeros((len(prompt), width), np.int32)
         logprobs = np.full((len(prompt), width), _NONE, np.float32)
         for start, rows_PV in self._rows(prompt, first):
@@ -165,7 +150,6 @@ class Sampler:
         return Likeliest(ids, logprobs)
 
     def score_targets(self, prompt: Sequence[int], targets: Sequence[Sequence[int]]) -> Floats:
-        """See `SampledModel`."""
         wanted = torch.tensor(targets, dtype=torch.int64)
         vocabulary = self._forward().get_output_embeddings().weight.shape[0]
         if len(wrong := wanted[wanted >= vocabulary]):
@@ -179,7 +163,6 @@ class Sampler:
         return found
 
     def draw(self, prompt: Sequence[int], width: int, settings: SamplingParams, seed: int) -> Likeliest:
-        """See `SampledModel`."""
         shape = (max(0, len(prompt) - 1), width)
         ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         random = torch.Generator().manual_seed(seed % 2**63)

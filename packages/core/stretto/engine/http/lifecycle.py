@@ -46,7 +46,6 @@ class OpenWork(Protocol):
 
     def break_off(self) -> None:
         """End every open request now."""
-        ...
 
 
 class GracefulServer(HttpServer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from stretto.core.events import Span
 from stretto.doors.packages import from_package, is_there
@@ -21,44 +21,9 @@ from stretto.store.folder.run_folder import RunFolder
 _PACKAGES = ("stretto_app", "stretto_cluster")
 
 
-class Machines(Protocol):
-    """Services of a run for other machines: the port at which they join, the weights that they receive, the ranks and
-    engines that they run (Protocol)."""
-
-    @property
-    def ranks(self) -> StartRanks | None:
-        """Function that starts trainer ranks on other machines; None if there are no other machines."""
-        ...
-
-    async def open(self) -> None:
-        """Let machines join.
-
-        Raises:
-            RecipeError: an address cannot be listened on.
-        """
-        ...
-
-    async def supervise(self) -> NoReturn:
-        """Replace services for other machines that die, until an error ends the run.
-
-        Raises:
-            RoleDied: a service has died too often.
-        """
-        ...
-
-    def drain_spans(self) -> list[Span]:
-        """Return the time spans of other machines since the last call."""
-        ...
-
-    async def close(self, why: str, again: bool) -> None:
-        """Dismiss all machines and end the services. `why`: the reason that machines are given; `again`: the run may be
-        resumed, so machines may try to join it again."""
-        ...
-
-
 @dataclass(frozen=True)
 class MachineParts:
-    """Objects of a run from which `Machines` are made. `report`: writes a log line."""
+    """Objects of a run from which its `Machines` are made. `report`: writes a log line."""
 
     plan: Plan
     folder: RunFolder
@@ -69,29 +34,40 @@ class MachineParts:
     tenure: Tenure
 
 
-@dataclass(frozen=True)
-class ThisMachine:
-    """A run on this machine alone, without `stretto scale` (satisfies `Machines`)."""
+class Machines:
+    """Services of a run for other machines: the port at which they join, the weights that they receive, the ranks and
+    engines that they run. Here for a run on this machine alone, which has none, and no `stretto scale`."""
 
-    parts: MachineParts
-    ranks: None = None
+    ranks: StartRanks | None = None  # starts trainer ranks on other machines; None: there are no other machines
+
+    def __init__(self, parts: MachineParts) -> None:
+        self._parts = parts
 
     async def open(self) -> None:
-        """Log how weights reach the engines."""
-        medium = medium_of(self.parts.plan.recipe)
-        self.parts.report(f"weights.medium is {medium.medium}: {medium.reason}")
+        """Let machines join. Here: log how weights reach the engines.
+
+        Raises:
+            RecipeError: an address cannot be listened on.
+        """
+        medium = medium_of(self._parts.plan.recipe)
+        self._parts.report(f"weights.medium is {medium.medium}: {medium.reason}")
 
     async def supervise(self) -> NoReturn:
-        """Wait forever: there are no services."""
+        """Replace services for other machines that die, until an error ends the run. Without services, wait forever.
+
+        Raises:
+            RoleDied: a service has died too often.
+        """
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")
 
     def drain_spans(self) -> list[Span]:
-        """Return nothing: local roles report their own spans."""
+        """Return the time spans of other machines since the last call."""
         return []
 
     async def close(self, why: str, again: bool) -> None:
-        """Do nothing: no machine has joined."""
+        """Dismiss all machines and end the services. `why`: the reason that machines are given; `again`: the run may be
+        resumed, so machines may try to join it again."""
 
 
 def machines_of(parts: MachineParts) -> Machines:
@@ -102,6 +78,6 @@ def machines_of(parts: MachineParts) -> Machines:
         RecipeError: the recipe needs other machines, and the package is missing or has another version.
     """
     if not parts.plan.recipe.has_machines and not is_there(*_PACKAGES):
-        return ThisMachine(parts)
+        return Machines(parts)
     machines: Machines = from_package("stretto_app.extensions.machines:cluster_of", "cluster", *_PACKAGES)(parts)
     return machines

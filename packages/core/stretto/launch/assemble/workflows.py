@@ -32,11 +32,9 @@ class Conversations(Protocol):
 
     async def __call__(self, ticket: Ticket, /) -> Sequence[Trajectory]:
         """Generate and judge the group of a ticket."""
-        ...
 
     async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
         """Generate and judge one trajectory of an evaluation, with this id and seed."""
-        ...
 
 
 class AgentGateway(Protocol):
@@ -45,7 +43,6 @@ class AgentGateway(Protocol):
     @property
     def ended(self) -> int:
         """Number of trajectories that have ended; the watchdog takes it as progress."""
-        ...
 
     async def start(self) -> None: ...
     async def close(self) -> None: ...

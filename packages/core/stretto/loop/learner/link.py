@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from stretto.core.events import Span
 from stretto.core.machine import on_gpus
 from stretto.core.records import Batch, Update
 from stretto.loop.config import DeadlinesConfig
+from stretto.loop.learner.recovery import Recovery
 from stretto.loop.learner.replies import TrainerReplies
 from stretto.measures.goodput import AGAIN
 from stretto.processes.channel import ConductorEnd
@@ -28,7 +29,6 @@ from stretto.processes.role import RoleProcess
 from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.supervisor import RestartBudget, Supervisor
-from stretto.store.folder.checkpoints import Checkpoint
 from stretto.trainer.messages import (
     FROM_TRAINER,
     Copied,
@@ -63,14 +63,6 @@ Reply = TypeVar("Reply", RanksAwaited, Ready, Trained, Copied, PolicySaved)
 StartRanks = Callable[[RanksAwaited, TrainerSpec], Awaitable[None]]
 
 
-class RunPast(Protocol):
-    """The run's checkpoints and batches, from which a trainer is restored (Protocol, so that this module needs no
-    ledger). `loop.learner.recovery.Recovery` reads them from a run folder."""
-
-    def newest(self, version: int) -> Checkpoint | None: ...
-    def batch(self, step: int) -> Batch: ...
-
-
 class TrainerLink:
     """Sends the trainer one order at a time and waits for its reply."""
 
@@ -78,7 +70,7 @@ class TrainerLink:
         self,
         log: Path,
         deadlines: DeadlinesConfig,
-        recovery: RunPast | None = None,
+        recovery: Recovery | None = None,
         role: str = TRAINER_ROLE,
         spawner: Spawner = FRESH,
         elsewhere: StartRanks | None = None,

@@ -13,19 +13,15 @@ class Reporter(Protocol):
 
     def say(self, text: str) -> None:
         """Show a line of text permanently: a warning, a new phase, a replaced engine."""
-        ...
 
     def learning(self, progress: SupervisedProgress) -> None:
         """Show progress of the warm start."""
-        ...
 
     def step(self, metrics: StepMetrics) -> None:
         """Show a finished training step."""
-        ...
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
         """Show a held-out accuracy."""
-        ...
 
 
 class SilentReporter:

@@ -73,7 +73,6 @@ class OwnNames:
         self._inner, self._names = inner, names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `ASGIApp`."""
         if (host := self._names.foreign(scope)) is None:
             await self._inner(scope, receive, send)
             return

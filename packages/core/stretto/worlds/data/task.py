@@ -60,4 +60,3 @@ class Task(Protocol):
         Raises:
             DataError: rows are invalid; names each, with file and line.
         """
-        ...

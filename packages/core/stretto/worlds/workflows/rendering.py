@@ -58,7 +58,6 @@ class TemplateRendering:
     def prompt(
         self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Tokens, str]:
-        """See `PlainRendering`."""
         if held and known == len(messages):
             return held, ""
         history, offered = [_read(message) for message in messages], [_tool(tool) for tool in tools]
@@ -68,7 +67,6 @@ class TemplateRendering:
         return (self._renderer.whole(history, offered), "drift") if tail is None else (held + tail, "")
 
     def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
-        """See `PlainRendering`."""
         reasoning, rest = split_reasoning(text, opens)
         parsed = None
         if tools:  # some calls begin with a special token

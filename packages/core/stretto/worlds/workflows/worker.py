@@ -170,7 +170,6 @@ class MemberThread:
         sampling: Mapping[str, Any],
         cause: str,
     ) -> TurnReply:
-        """See `ConversationOrders`."""
         asked, given = tuple(messages), tuple(token_ids)
         order = TurnOrder(self._run, self._number(), asked, known, node, given, tuple(tools), sampling, cause)
         reply = (await self._done(order)).reply
@@ -178,13 +177,11 @@ class MemberThread:
         return reply
 
     async def score(self, text: str, answer: str) -> TurnScore:
-        """See `ConversationOrders`."""
         done = await self._done(ScoreOrder(self._run, self._number(), text, answer))
         assert done.score is not None
         return TurnScore.of(done.score, done.right)
 
     async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], repeatable: bool) -> bytes:
-        """See `ConversationOrders`."""
         order = CallOrder(self._run, self._number(), asked, repeatable)
         self._calls[order.order] = run
         try:

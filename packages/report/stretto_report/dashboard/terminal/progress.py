@@ -27,13 +27,11 @@ class Alarms(Protocol):
 
     def step(self, metrics: StepMetrics) -> None:
         """Take a step's measurements; called for each step, so it must be cheap."""
-        ...
 
     def evaluated(self, evaluation: EvaluationLine) -> None: ...
 
     def sentences(self) -> Mapping[str, str]:
         """Line of each current alarm, by its title; called every few seconds."""
-        ...
 
 
 #: Returns the current canary proofs; called for each drawing, at most twice a second.

@@ -70,8 +70,6 @@ class Guard:
         self._wrong = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `ASGIApp`."""
-
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 kept = scope["path"].startswith("/assets/") and message["status"] == 200

@@ -30,7 +30,6 @@ class BestOfN(Workflow):
         self._n, self._judge = n, judge
 
     def words(self) -> Sequence[str]:
-        """See `Workflow`."""
         numbers = "\n".join(f"{number}: " for number in range(1, self._n + 1))
         return [self._judge.replace("{prompt}", "").replace("{answers}", numbers)]
 

@@ -20,15 +20,12 @@ class TextEnvironment(Protocol):
 
     def reset(self, seed: int) -> str:
         """Begin the episode; returns the first observation."""
-        ...
 
     def step(self, action: str) -> tuple[str, float, bool]:
         """Take an action; returns the next observation, the action's reward, and whether the episode has ended."""
-        ...
 
     def close(self) -> None:
         """Release resources; called when the episode has ended or is abandoned."""
-        ...
 
 
 class EnvironmentPlay(Workflow):
@@ -51,7 +48,6 @@ class EnvironmentPlay(Workflow):
         self._arguments, self._instructions, self._turns = dict(arguments or {}), instructions, turns
 
     def words(self) -> Sequence[str]:
-        """See `Workflow`."""
         return [self._instructions] if self._instructions else []
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:

@@ -24,7 +24,6 @@ class MultiTurn(Workflow):
         self._tries, self._feedback, self._discount = tries, feedback, discount
 
     def words(self) -> Sequence[str]:
-        """See `Workflow`."""
         return [self._feedback.replace("{prompt}", "")] if self._tries > 1 else []
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:

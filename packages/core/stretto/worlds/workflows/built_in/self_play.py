@@ -28,7 +28,6 @@ class SelfPlay(Workflow):
         self._critic, self._again, self._rounds = critic, again, rounds
 
     def words(self) -> Sequence[str]:
-        """See `Workflow`."""
         asked = self._critic.replace("{prompt}", "").replace("{answer}", "")
         return [asked, self._again.replace("{criticism}", "")]
 

@@ -31,7 +31,6 @@ class UserSimulator(Workflow):
         self._user, self._done, self._turns, self._user_reward = user, done, turns, user_reward
 
     def words(self) -> Sequence[str]:
-        """See `Workflow`."""
         return [self._user.replace("{prompt}", "").replace("{done}", self._done)]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
