@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import PreferenceConfig
-from stretto.trainer.messages import Preference
-from stretto.trainer.supervised.dpo import PreferenceProgress, dpo, prefer
+from stretto.trainer.messages import Preference, SupervisedProgress
+from stretto.trainer.supervised.dpo import dpo, prefer
 from tests.tolerances import EPS, LOGITS, RATE, near
 from tests.trainer.batches import adamw, assert_same
 from tests.trainer.tiny import FORWARD, elsewhere
@@ -64,7 +64,7 @@ def answer_logprob(model: PreTrainedModel, prompt: tuple[int, ...], answer: tupl
 
 @pytest.mark.parametrize("tokens", [1, 24, 10_000])
 def test_a_step_is_the_equation_written_out(build: Build, tokens: int) -> None:
-    ours, plain, reference, seen = build(), build(), elsewhere(build()), list[PreferenceProgress]()
+    ours, plain, reference, seen = build(), build(), elsewhere(build()), list[SupervisedProgress]()
     config = CONFIG.model_copy(update={"micro_batch_tokens": tokens})
     prefer(ours, reference, PAIRS, config, seed=1, progress=seen.append)
     margins = []
@@ -87,7 +87,7 @@ def test_a_step_is_the_equation_written_out(build: Build, tokens: int) -> None:
 
 
 def test_at_the_reference_the_loss_is_log_2_and_then_it_falls(build: Build) -> None:
-    seen: list[PreferenceProgress] = []
+    seen: list[SupervisedProgress] = []
     config = CONFIG.model_copy(update={"steps": 30, "learning_rate": 1e-2, "eps": 1e-5})
     prefer(build(), build(), PAIRS, config, seed=1, progress=seen.append)
     assert seen[0].loss == near(math.log(2), FORWARD)

@@ -172,7 +172,7 @@ class SglangServer:
         if config.on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             options |= {"--device": "cpu", "--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
-            options |= {"--grammar-backend": "none", "--max-total-tokens": str(_tokens_of_cpu(config))}
+            options |= {"--grammar-backend": "none", "--max-total-tokens": str(min(1 << 20, config.slots * 1024))}
             flags += ("--disable-overlap-schedule", "--disable-radix-cache", "--disable-cuda-graph")
         words = [word for option in options.items() for word in option]
         module = ("-m", "sglang.launch_server")
@@ -196,11 +196,6 @@ def _tokens_of_gpus(config: EngineConfig, model: str) -> int:
     folder = inspect_model_folder(Path(model))
     heads, item = max(folder.kv_heads, config.gpus), 4 if config.dtype == "float32" else 2
     return config.cache_bytes // (2 * folder.layers * heads * folder.head_dim * item)
-
-
-def _tokens_of_cpu(config: EngineConfig) -> int:
-    """Size of the KV cache in tokens for a CPU server, because SGLang computes it only on a GPU."""
-    return min(1 << 20, config.slots * 1024)
 
 
 def _body(wanted: Continuation) -> dict[str, object]:

@@ -185,7 +185,7 @@ class Controller:
     def admit(self) -> Ticket | None:
         """Start one more group if the pacing policy allows it: draw its prompt, record it in the journal, and return
         its ticket; otherwise None. Built-in policies keep equation 3; `max_in_flight` holds under any policy."""
-        opens = self._pacing.opens(self._may_start(), self.in_flight)
+        opens = self._pacing.opens(self.in_flight < self.max_in_flight and self._is_its_turn(), self.in_flight)
         if not opens or self.in_flight >= self.max_in_flight:
             return None
         config = self.config
@@ -194,9 +194,6 @@ class Controller:
         self._in_flight[ticket.group_id] = ticket  # before the journal, which may save `state` with the group
         self._journal.issue(ticket.group_id, draw.prompt, config.group_size, self.live)
         return ticket
-
-    def _may_start(self) -> bool:
-        return self.in_flight < self.max_in_flight and self._is_its_turn()
 
     def _is_its_turn(self) -> bool:
         """Whether equation 3 admits a group."""

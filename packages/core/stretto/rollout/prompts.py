@@ -12,6 +12,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from stretto.core.records import Prompt, Record, derive_seed
 
 
@@ -176,7 +178,9 @@ class PromptStream:
     def give_back(self, draw: Draw, failures: int = 0) -> None:
         """Queue the next attempt at this prompt; `take` returns it before any new draw. `failures`: number to add to
         its failed attempts."""
-        self._given_back.append(_next_attempt(draw, failures))
+        self._given_back.append(
+            msgspec.structs.replace(draw, attempt=draw.attempt + 1, failures=draw.failures + failures)
+        )
 
     def position(self) -> Position:
         """Position of the stream, to save. Draws that were taken and not given back are not part of it."""
@@ -188,7 +192,3 @@ class PromptStream:
             resting=self._resting,
             rest_next=tuple(self._rest_next),
         )
-
-
-def _next_attempt(draw: Draw, failures: int = 0) -> Draw:
-    return Draw(prompt=draw.prompt, epoch=draw.epoch, attempt=draw.attempt + 1, failures=draw.failures + failures)

@@ -210,7 +210,9 @@ def _exported(columns: dict[str, Any], question: ExportedQuestion | None) -> Exp
         "behavior_logprobs": [logprob for segment in payload.segments for logprob in segment.behavior_logprobs],
         "versions": [version for segment in payload.segments for version in segment.versions],
         "given": _given(payload.segments),
-        "engines": [name for name, _ in groupby(_writers(payload.segments))],
+        "engines": [
+            name for name, _ in groupby(name for segment in payload.segments for name, _ in segment.engines if name)
+        ],
         "text": payload.text,
         "segments": [_segment(segment) for segment in payload.segments],
         "rewards": payload.rewards,
@@ -229,7 +231,3 @@ def _segment(segment: Segment) -> ExportedSegment:
 def _given(segments: tuple[Segment, ...]) -> list[tuple[int, int]]:
     ends = list(accumulate((segment.length for segment in segments), initial=0))
     return [span for span, segment in zip(pairwise(ends), segments, strict=True) if not segment.sampled]
-
-
-def _writers(segments: tuple[Segment, ...]) -> list[str]:
-    return [name for segment in segments for name, _ in segment.engines if name]

@@ -60,17 +60,10 @@ class TrajectoryCounts(Record, frozen=True):
     undecided_reason: str = ""
 
 
-class EngineRecord(Record, frozen=True):
-    """One engine: its `Membership`, and the number of tokens that it sampled for training prompts."""
+class EngineRecord(Membership, frozen=True):
+    """One engine, and the number of tokens that it sampled for training prompts."""
 
-    name: str
-    kind: str
-    host: str
-    version: int
-    joined_step: int
-    left_step: int | None
-    reason: str
-    generated: int
+    generated: int = 0
 
 
 class WeightsSummary(Record, frozen=True):

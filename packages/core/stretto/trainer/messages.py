@@ -183,7 +183,7 @@ class SupervisedProgress(Record, frozen=True, tag=True):
     step: int
     steps: int
     loss: float
-    seconds: float
+    seconds: float = 0.0  # since the training began
     accuracy: float | None = None  # preferences: share of pairs ranked correctly
     phase: str = "warm start"
 

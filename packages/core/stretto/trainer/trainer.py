@@ -103,12 +103,8 @@ class Trainer:
         self._longest = sampling.max_tokens
         self._spans: list[Span] = []
         self._publication = Publication(dict)  # of the last version that was copied
-        self._text: tuple[Sequence[int], PackedTokens] | None = (
-            None  # packed text of the last canary; a run has one text
-        )
-        self._frozen: dict[
-            str, TensorDigest
-        ] = {}  # digests of the base weights under adapters, from the first publication on
+        self._text: tuple[Sequence[int], PackedTokens] | None = None  # of the last canary; a run has one text
+        self._frozen = dict[str, TensorDigest]()  # of base weights under adapters, from the first publication on
         self.agreement: tuple[Agreement, ...] = ()  #: agreement of engines and trainer in the last step
 
     def train(self, batch: Batch) -> Update:
@@ -191,22 +187,19 @@ class Trainer:
         tensors = adapter_parameters(model) if self._adapted else model.named_parameters()
         self._publication = publication = publisher.copy(self.version, tensors, self._gathered)
         if canary is not None and self._adapted and not self._frozen:
-            self._frozen = dict(self._frozen_digests(held))
-        version, frozen = self.version, self._frozen
+            frozen = plain_parameters(model)
+            self._frozen = {name: digest_of_tensor(self._gathered(name, one, held)) for name, one in frozen}
+        version, base = self.version, self._frozen
         self._span("publish", began, publication.copied)
 
         def write() -> tuple[Canary | None, Span]:
             began = time.monotonic()
             digests = publication.write()
             span = Span("trainer", "write", began, time.monotonic(), version, publication.size)
-            told = canary and msgspec.structs.replace(canary, digests={**frozen, **digests})
+            told = canary and msgspec.structs.replace(canary, digests={**base, **digests})
             return told, span
 
         return write
-
-    def _frozen_digests(self, held: torch.dtype) -> Iterator[tuple[str, TensorDigest]]:
-        for name, parameter in plain_parameters(self.learner.model):
-            yield name, digest_of_tensor(self._gathered(name, parameter, held))
 
     @torch.no_grad()
     def _canary(self, text: Sequence[int]) -> Canary:

@@ -200,7 +200,7 @@ class Guest:
         if settings["namespaces"]:
             self._map_user()
             _hide(settings["hidden"])
-            _mount_tmp(settings["tmp"])
+            _checked("mount", _mount(b"tmpfs", b"/tmp", b"tmpfs", _NOSUID_NODEV, settings["tmp"].encode()))
         if settings["landlock"]:
             _landlock(**settings["landlock"])
         _keep_only(given)
@@ -281,10 +281,6 @@ def _hide(folders: list[str]) -> None:
         read_only = struct.pack("<QQQQ", _MOUNT_READ_ONLY, 0, 0, 0)
         here, recursive, size = _Int(-100), _Int(0x8000), _Int(len(read_only))
         _checked("mount_setattr", _syscall(_MOUNT_SETATTR, here, b"/", recursive, read_only, size))
-
-
-def _mount_tmp(options: str) -> None:
-    _checked("mount", _mount(b"tmpfs", b"/tmp", b"tmpfs", _NOSUID_NODEV, options.encode()))
 
 
 def _keep_only(given: list[int]) -> None:

@@ -173,13 +173,9 @@ def probe(config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> tuple[W
         if walls.level > config.lowest_level and not (walls.level is Level.E and config.unsafe):
             break
         rungs.append(try_rung(walls, config, attacks))
-        if rungs[-1].holds and (walls.level is not Level.E or _unsafe_allowed(config)):
+        if rungs[-1].holds and (walls.level is not Level.E or (config.unsafe and os.getuid() != 0)):
             return walls, Report(rungs=tuple(rungs))
     raise _refused(rungs, config)
-
-
-def _unsafe_allowed(config: SandboxConfig) -> bool:
-    return config.unsafe and os.getuid() != 0
 
 
 def _refused(rungs: Sequence[Rung], config: SandboxConfig) -> SandboxRefused:

@@ -49,7 +49,7 @@ def needs_of(plan: Outline, *, ranks: bool = True, engines: bool = True) -> list
         if several:
             parts["collectives"] = collective_bytes(recipe.trainer)
         each = partial(Need, parts=parts, apart=several, smaller=told.smaller)
-        needs += [each(_rank(rank)) for rank in range(recipe.trainer.local_ranks)]
+        needs += [each(f"rank {rank}") for rank in range(recipe.trainer.local_ranks)]
     config = recipe.engine
     started = config.kind == "native" or not config.addresses
     if engines and started and config.device != "cpu":
@@ -292,7 +292,3 @@ def missing_interfaces(config: TrainerConfig, told: Mapping[str, str], there: Se
 def _no_interface(key: str, told: str, there: Sequence[str]) -> Problem:
     found = f"{told!r} in the environment, and this machine has {', '.join(there)}"
     return Problem(key, found, nearest(told.lstrip("="), there) or "unset it: the interface is found then")
-
-
-def _rank(number: int) -> str:
-    return f"rank {number}"

@@ -103,10 +103,7 @@ class EngineHandle:
         """
         log, own = logs / f"{spec.name}.txt", on_gpus(spec.gpus)
         process = RoleProcess(spec.name, role, log, deadlines.hung, spawner, own)
-        answer, load = (
-            deadlines.answer,
-            deadlines.load,
-        )  # a health request also waits for the current step, which may be long
+        answer, load = deadlines.answer, deadlines.load  # a health request also waits for the current, long step
         client = HttpEngine(spec.name, spec.address, answer_seconds=answer, load_seconds=load, health_seconds=answer)
         restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
         return cls(spec, process, client, deadlines, restarts, changed, proving, load_interval)

@@ -73,13 +73,13 @@ class EnginePool:
         self.proving = proving or Proving()
         self.proving.replace_with(self._distrust)
         begin = partial(EngineHandle.on_this_machine, proving=self.proving, load_interval=load_interval)
-        self._engines = {spec.name: begin(spec, logs, deadlines, role, spawner, self._changed) for spec in specs}
+        self._engines = {spec.name: begin(spec, logs, deadlines, role, spawner, self.changed) for spec in specs}
         self._own = frozenset(self._engines)
         self._left: dict[str, EngineHandle] = {}  # engines that have left, kept for their counters
         self._counted: dict[str, int] = {}  # version of each engine that counts for `live`
         self._versions: Counter[int] = Counter()  # number of those engines by version
         self._deadlines, self._lag, self._patience = deadlines, lag, patience
-        self._published = -1
+        self.published = -1  # newest version in the mailbox
         self._on_load: Callable[[int], None] = lambda version: None
         self._keep: Callable[[], Awaitable[None]] = _nothing
         self._announce: Callable[[int], None] = lambda version: None
@@ -107,16 +107,6 @@ class EnginePool:
         self._announce = announce
 
     @property
-    def published(self) -> int:
-        """Newest version in the mailbox."""
-        return self._published
-
-    @property
-    def changed(self) -> Callable[[EngineHandle], None]:
-        """Callback for the handle of an engine that joins: to be called when its state or version has changed."""
-        return self._changed
-
-    @property
     def names(self) -> list[str]:
         """Names of the engines in order of arrival, including those that start and excluding those that leave."""
         return [name for name, engine in self._engines.items() if not engine.leaving]
@@ -131,7 +121,8 @@ class EnginePool:
         leave do not count: they get no requests until they have loaded the newest version."""
         return min(self._versions, default=-1)
 
-    def _changed(self, engine: EngineHandle) -> None:
+    def changed(self, engine: EngineHandle) -> None:
+        """To be called when the state or the version of an engine has changed."""
         if (up := engine.takes) != self._router.gives(engine.name):
             (self._router.join if up else self._router.leave)(engine.name)
         self._count(engine.name, engine.version if engine.counts else None)
@@ -195,7 +186,7 @@ class EnginePool:
     def join(self, engine: EngineHandle) -> None:
         """Add a guest engine. Background tasks start it, keep it at the newest version, and replace its process when it
         dies, until it leaves."""
-        engine.published = self._published
+        engine.published = self.published
         self._engines[engine.name] = engine
         self._supervised.add(engine.name, self._guarded(engine, self._host(engine)))
 
@@ -377,7 +368,7 @@ class EnginePool:
 
     def publish(self, version: int) -> None:
         """Note that `version` is in the mailbox: every engine loads it as soon as it can."""
-        self._published = self.roster.step = version
+        self.published = self.roster.step = version
         self._announce(version)
         for engine in self._engines.values():
             engine.publish(version)

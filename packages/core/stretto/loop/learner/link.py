@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import msgspec
 
@@ -21,7 +21,6 @@ from stretto.core.events import Span
 from stretto.core.machine import on_gpus
 from stretto.core.records import Batch, Update
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.learner.recovery import Recovery
 from stretto.loop.learner.replies import TrainerReplies
 from stretto.measures.goodput import AGAIN
 from stretto.processes.channel import ConductorEnd
@@ -47,6 +46,9 @@ from stretto.trainer.messages import (
     Trained,
 )
 from stretto.trainer.spec import TrainerSpec
+
+if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
+    from stretto.loop.learner.recovery import Recovery
 
 TRAINER_ROLE = "stretto.trainer.roles.trainer"
 _LAST_REPLY_SECONDS = 1.0

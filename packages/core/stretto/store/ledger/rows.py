@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -99,33 +100,22 @@ UPSERT = """
 """
 
 
+@dataclass(slots=True, eq=False)
 class LiveRow:
     """Row of a trajectory that is in flight or buffered. The ledger keeps such rows in memory; a flush writes those
     that have changed."""
 
-    __slots__ = (
-        "_outcome",
-        "calls",
-        "finished",
-        "group_key",
-        "journaled",
-        "key",
-        "member",
-        "open_calls",
-        "reason",
-        "state",
-        "trained_step",
-    )
-
-    def __init__(self, key: int, group_key: int, member: int) -> None:
-        self.key, self.group_key, self.member = key, group_key, member
-        self.state, self.reason = State.IN_FLIGHT, ""
-        self.trained_step: int | None = None
-        self.finished = False  # the completion has ended and is judged
-        self.journaled = 0  # `begin` of the next piece in the table ``partials``
-        self.calls = 0  # number of the next call
-        self.open_calls: dict[int, bool] = {}  # calls without a recorded end: whether each is durable
-        self._outcome: tuple[object, ...] = (None, None, None, 0, None, None, 0)
+    key: int
+    group_key: int
+    member: int
+    state: State = State.IN_FLIGHT
+    reason: str = ""
+    trained_step: int | None = None
+    finished: bool = False  # the completion has ended and is judged
+    journaled: int = 0  # `begin` of the next piece in the table ``partials``
+    calls: int = 0  # number of the next call
+    open_calls: dict[int, bool] = field(default_factory=dict)  # calls without a recorded end: whether each is durable
+    _outcome: tuple[object, ...] = (None, None, None, 0, None, None, 0)
 
     def move(self, state: State, reason: str = "") -> None:
         """Change the state. `reason`: why, for readers of the run.
@@ -170,10 +160,8 @@ class LiveRow:
         assert isinstance(key, int)
         assert isinstance(group_key, int)
         assert isinstance(member, int)
-        row = cls(key, group_key, member)
-        row.state, row.reason = State(str(state)), str(reason)
-        row._outcome, row.finished = tuple(outcome), outcome[0] is not None
-        return row
+        finished = outcome[0] is not None
+        return cls(key, group_key, member, State(str(state)), str(reason), finished=finished, _outcome=tuple(outcome))
 
 
 def _sampled(segments: Sequence[Segment]) -> tuple[int, int | None, int | None, int]:

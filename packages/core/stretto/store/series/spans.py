@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,14 +13,8 @@ from stretto.store.series.lines import LineWriter, iterate_lines, read_lines
 _DECODER = msgspec.json.Decoder(Span)
 
 
-class SpanLog:
-    """Appends to ``spans.jsonl``. A file that cannot be written does not end the run (see `LineWriter`)."""
-
-    def __init__(self, path: Path) -> None:
-        self._writer: LineWriter[Span] = LineWriter(path)
-
-    def append(self, spans: Iterable[Span]) -> None:
-        self._writer.append(spans)
+#: Appends to ``spans.jsonl``.
+SpanLog = LineWriter[Span]
 
 
 def read_spans(path: Path) -> list[Span]:

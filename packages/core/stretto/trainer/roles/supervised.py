@@ -23,8 +23,8 @@ from stretto.processes.run_role import run_role
 from stretto.trainer.config import OptimizerConfig, PreferenceConfig, SupervisedConfig
 from stretto.trainer.messages import Demonstrations, Examples, Preferences, Stop, SupervisedDone, SupervisedProgress
 from stretto.trainer.spec import SupervisedSpec
-from stretto.trainer.supervised.dpo import PreferenceProgress, prefer
-from stretto.trainer.supervised.sft import FineTuningProgress, fine_tune
+from stretto.trainer.supervised.dpo import prefer
+from stretto.trainer.supervised.sft import fine_tune
 
 _TELL_SECONDS = 0.5
 _EXAMPLES: msgspec.msgpack.Decoder[Examples] = msgspec.msgpack.Decoder(Examples)
@@ -38,23 +38,11 @@ class ProgressSender:
         self._channel = channel
         self._start = self._told = time.monotonic()
 
-    def demonstrated(self, progress: FineTuningProgress) -> None:
-        self._tell(SupervisedProgress(progress.step, progress.steps, progress.loss, self._seconds()))
-
-    def preferred(self, progress: PreferenceProgress) -> None:
-        seconds = self._seconds()
-        self._tell(
-            SupervisedProgress(progress.step, progress.steps, progress.loss, seconds, progress.accuracy, "preferences")
-        )
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._start
-
-    def _tell(self, learning: SupervisedProgress) -> None:
+    def __call__(self, progress: SupervisedProgress) -> None:
         now = time.monotonic()
-        if now - self._told >= _TELL_SECONDS or learning.step == learning.steps:
+        if now - self._told >= _TELL_SECONDS or progress.step == progress.steps:
             self._told = now
-            self._channel.send(learning)
+            self._channel.send(msgspec.structs.replace(progress, seconds=now - self._start))
 
 
 def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
@@ -74,12 +62,12 @@ def _learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
         case Demonstrations():
             shown = SupervisedConfig.model_validate_json(spec.config)
             model, wanted = _load(spec.model, shown), shown.save_dtype
-            fine_tune(model, examples.examples, shown, seed=spec.seed, progress=tell.demonstrated)
+            fine_tune(model, examples.examples, shown, seed=spec.seed, progress=tell)
         case Preferences():
             liked = PreferenceConfig.model_validate_json(spec.config)
             model, wanted = _load(spec.model, liked), liked.save_dtype
             reference = _load(examples.reference, liked)
-            prefer(model, reference, examples.pairs, liked, seed=spec.seed, progress=tell.preferred)
+            prefer(model, reference, examples.pairs, liked, seed=spec.seed, progress=tell)
         case _:
             assert_never(examples)
     start = Path(spec.model)

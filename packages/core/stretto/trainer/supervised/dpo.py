@@ -11,7 +11,6 @@ Axes: N completion token, P pair.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,22 +20,11 @@ from transformers import PreTrainedModel
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.config import PreferenceConfig
-from stretto.trainer.messages import Preference
+from stretto.trainer.messages import Preference, SupervisedProgress
 from stretto.trainer.objective.tokens import Sequences
 from stretto.trainer.optimizer import UNCHANGED, Learner, learning_rate
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.supervised.sft import drawn
-
-
-@dataclass(frozen=True)
-class PreferenceProgress:
-    """Metrics after optimizer step `step` (1, 2, ...): loss per pair, and share of pairs ranked correctly."""
-
-    step: int
-    steps: int
-    loss: float
-    accuracy: float
-    grad_norm: float
 
 
 def dpo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
@@ -54,7 +42,7 @@ def prefer(
     config: PreferenceConfig,
     *,
     seed: int,
-    progress: Callable[[PreferenceProgress], None] = lambda _: None,
+    progress: Callable[[SupervisedProgress], None] = lambda _: None,
 ) -> None:
     """Train `model` in place for `config.steps` steps. Both models must be loaded with packed attention; `reference` is
     not trained. `progress` is called after each step.
@@ -72,8 +60,8 @@ def prefer(
     batches = drawn(len(pairs), config.batch_size, seed)
     for step in range(config.steps):
         loss, accuracy = _accumulate(learner, frozen, [pairs[i] for i in next(batches)], config)
-        stepped = learner.step(learning_rate(config, step, config.steps), step)
-        progress(PreferenceProgress(step + 1, config.steps, loss, accuracy, stepped.grad_norm))
+        learner.step(learning_rate(config, step, config.steps), step)
+        progress(SupervisedProgress(step + 1, config.steps, loss, accuracy=accuracy, phase="preferences"))
 
 
 def _accumulate(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from transformers import PreTrainedModel
@@ -18,20 +17,9 @@ from stretto.model.hf.layers import linear_layers
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.config import SupervisedConfig
-from stretto.trainer.messages import Demonstration
+from stretto.trainer.messages import Demonstration, SupervisedProgress
 from stretto.trainer.muon import Muon
 from stretto.trainer.optimizer import Learner, learning_rate
-
-
-@dataclass(frozen=True)
-class FineTuningProgress:
-    """Metrics after optimizer step `step` (1, 2, ...): loss (nats per completion token) and gradient norm."""
-
-    step: int
-    steps: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
 
 
 def fine_tune(
@@ -40,7 +28,7 @@ def fine_tune(
     config: SupervisedConfig,
     *,
     seed: int,
-    progress: Callable[[FineTuningProgress], None] = lambda _: None,
+    progress: Callable[[SupervisedProgress], None] = lambda _: None,
 ) -> None:
     """Train `model` in place for `config.steps` steps. It must be loaded with packed attention. `progress` is called
     after each step.
@@ -62,8 +50,8 @@ def fine_tune(
         loss = _accumulate(learner, batch, config)
         rate = learning_rate(config, step, config.steps)
         matrix_rate = config.matrix_learning_rate * rate / config.learning_rate
-        stepped = learner.step(rate, step, before=partial(muon.step, matrix_rate) if muon is not None else None)
-        progress(FineTuningProgress(step + 1, config.steps, loss, stepped.grad_norm, rate))
+        learner.step(rate, step, before=partial(muon.step, matrix_rate) if muon is not None else None)
+        progress(SupervisedProgress(step + 1, config.steps, loss))
 
 
 def _accumulate(learner: Learner, batch: Sequence[Demonstration], config: SupervisedConfig) -> float:

@@ -165,16 +165,12 @@ def _tiles(spans: Spans, rows: Column, first: float, pixel: float) -> Tiles:
     return Tiles(
         start=np.round(starts[shown], 6).tolist(),
         end=np.round(ends[shown], 6).tolist(),
-        category=[_category(one) for one in names],
+        category=[CATEGORIES.index(one if one in CATEGORIES else "other") for one in names],
         count=counts[shown].tolist(),
         busy=np.round(busy[shown], 6).tolist(),
         version=version[order][cuts][shown].tolist(),
         name=names,
     )
-
-
-def _category(name: str) -> int:
-    return CATEGORIES.index(name if name in CATEGORIES else "other")
 
 
 class Mark(Record, frozen=True):

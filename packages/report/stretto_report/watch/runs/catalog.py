@@ -137,16 +137,14 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     if not depth:
         return
     try:
-        inner = sorted(path for path in folder.iterdir() if path.name not in _NOT_ENTERED and not _hidden(path))
+        inner = sorted(
+            path for path in folder.iterdir() if path.name not in _NOT_ENTERED and not path.name.startswith(".")
+        )
     except OSError:  # it cannot be read, or has gone
         return
     for path in inner:
         if not path.is_symlink() and path.is_dir():
             yield from _run_folders(path, depth - 1)
-
-
-def _hidden(path: Path) -> bool:
-    return path.name.startswith(".")
 
 
 def is_run(folder: Path) -> bool:

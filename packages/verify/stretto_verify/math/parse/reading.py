@@ -120,7 +120,7 @@ def node(text: str) -> Node:
         return _list("", "", items)
     if (relation := _relation(text)) is not None:
         return relation
-    parts = _split_on(text, r"\cup")
+    parts = split(re.sub(re.escape(r"\cup") + r"(?![a-z])", "\0", text), "\0")
     if len(parts) > 1:
         return Union(tuple(map(node, parts)))
     if (bracketed := _bracketed(_POINT.sub("", text))) is not None:
@@ -377,7 +377,3 @@ def split(text: str, separators: str) -> list[str]:
     if level:
         raise Unreadable("brackets that are not closed")
     return [*parts, text[start:]]
-
-
-def _split_on(text: str, command: str) -> list[str]:
-    return split(re.sub(re.escape(command) + r"(?![a-z])", "\0", text), "\0")
