@@ -24,15 +24,7 @@ from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import PARENT, begin_role
 from stretto.processes.run_role import run_role
 from stretto.processes.spawn import TOKEN
-from stretto_cluster.placing import (
-    NO_RAY,
-    START_RAY,
-    TO_PLACER,
-    AgentsPlaced,
-    NotPlaced,
-    PlaceAgents,
-    RayPlacerSpec,
-)
+from stretto_cluster.placing import NO_RAY, START_RAY, TO_PLACER, AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
 
 try:
     import ray

@@ -25,13 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]  # stores are where gloo is built in
-    Backend,
-    PrefixStore,
-    ProcessGroup,
-    TCPStore,
-    distributed_c10d,
-)
+from torch.distributed import Backend, PrefixStore, ProcessGroup, TCPStore, distributed_c10d  # type: ignore[attr-defined]  # stores are where gloo is built in
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import EngineLost

@@ -141,10 +141,8 @@ class Watchdog:
         """
         before, self._before = self._before, self._progress()
         if self._stall.poll(moved=self._before != before) >= self._seconds:
-            now = asyncio.get_running_loop().time()
-            raise NothingMoves(
-                self._seconds, [_described(wait, now) for wait in _OPEN.get(asyncio.get_running_loop(), ())]
-            )
+            loop = asyncio.get_running_loop()
+            raise NothingMoves(self._seconds, [_described(wait, loop.time()) for wait in _OPEN.get(loop, ())])
 
 
 def _described(wait: Wait, now: float) -> str:

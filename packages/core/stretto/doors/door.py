@@ -33,14 +33,7 @@ from pydantic import (
 )
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import (
-    CoreSchema,
-    ErrorDetails,
-    InitErrorDetails,
-    PydanticCustomError,
-    SchemaValidator,
-    core_schema,
-)
+from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError, SchemaValidator, core_schema
 
 from stretto.core.errors import Problem, RecipeError, StrettoError
 from stretto.doors.loading import is_own, load, where_raised, why_not_called

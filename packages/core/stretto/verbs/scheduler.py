@@ -32,18 +32,7 @@ from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import CONTROLLER, Controller, ControllerState, Ticket
 from stretto.rollout.pacing import pacing_of
 from stretto.rollout.prompts import PromptStream
-from stretto.verbs.arguments import (
-    LIST,
-    PROMPTS,
-    TOKENIZER,
-    VERSION,
-    WHOLE,
-    Asked,
-    check,
-    instance,
-    plain,
-    prompt_of,
-)
+from stretto.verbs.arguments import LIST, PROMPTS, TOKENIZER, VERSION, WHOLE, Asked, check, instance, plain, prompt_of
 from stretto.verbs.completion import AS_RETURNED, TextCompletion, check_numbers, mark_of, marked
 from stretto.verbs.ledger import FolderLedger
 

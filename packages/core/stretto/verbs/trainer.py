@@ -32,13 +32,7 @@ from stretto.trainer.gradients import Gradient, Gradients, gradient_of, set_grad
 from stretto.trainer.metrics import Meter
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import AdamNumbers, Learner, OptimizerStep
-from stretto.trainer.parallel.adapters import (
-    adapted_layers,
-    adapter_parameters,
-    merged,
-    plain_parameters,
-    scaled,
-)
+from stretto.trainer.parallel.adapters import adapted_layers, adapter_parameters, merged, plain_parameters, scaled
 from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters

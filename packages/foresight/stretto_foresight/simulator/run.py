@@ -13,16 +13,7 @@ from functools import partial
 
 from stretto.core.columns import stamps_of
 from stretto.core.events import Span
-from stretto.core.records import (
-    Batch,
-    Outcome,
-    Prompt,
-    Segment,
-    StopReason,
-    Trajectory,
-    Verdict,
-    trajectory_id,
-)
+from stretto.core.records import Batch, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
 from stretto.measures.selection import SelectionWatch
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket

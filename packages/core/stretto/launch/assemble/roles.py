@@ -22,13 +22,7 @@ from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.engine.spec import socket_folder
 from stretto.launch.assemble.machines import MachineParts, Machines, machines_of
-from stretto.launch.assemble.specs import (
-    CONTROL,
-    WEIGHTS_KEY,
-    Endpoints,
-    engine_specs,
-    trainer_spec,
-)
+from stretto.launch.assemble.specs import CONTROL, WEIGHTS_KEY, Endpoints, engine_specs, trainer_spec
 from stretto.launch.assemble.workflows import Conversing, workflow_pool
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan

@@ -17,17 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from stretto.model.kernels.choice import (
-    GENERATION,
-    SHARED,
-    Kernel,
-    KernelChoice,
-    Name,
-    Shape,
-    choose,
-    prepare,
-    product,
-)
+from stretto.model.kernels.choice import GENERATION, SHARED, Kernel, KernelChoice, Name, Shape, choose, prepare, product
 
 #: Chooses a kernel for each weight shape; same arguments as `stretto.model.kernels.choice.choose`.
 Chooser = Callable[[Sequence[Shape], torch.dtype, Sequence[Name]], dict[Shape, KernelChoice]]

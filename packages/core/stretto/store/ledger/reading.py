@@ -11,17 +11,7 @@ import msgspec
 
 from stretto.core.admission import BoundChange
 from stretto.core.errors import StoreError
-from stretto.core.records import (
-    Batch,
-    Group,
-    Outcome,
-    Prompt,
-    Record,
-    State,
-    Trajectory,
-    Verdict,
-    trajectory_id,
-)
+from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory, Verdict, trajectory_id
 from stretto.measures.goodput import OnRecord
 from stretto.store.ledger.partials import UnfinishedMember, read_member
 from stretto.store.ledger.rows import BatchMember, decode_payload

@@ -11,16 +11,7 @@ import msgspec
 from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
 from stretto.core.errors import CallInterrupted, RefusedRequest
-from stretto.core.records import (
-    NOTHING,
-    PROMPT,
-    Outcome,
-    Prompt,
-    Sampling,
-    StopReason,
-    Trajectory,
-    Verdict,
-)
+from stretto.core.records import NOTHING, PROMPT, Outcome, Prompt, Sampling, StopReason, Trajectory, Verdict
 from stretto.core.states import why_no_reward
 from stretto.worlds.single_turn import Detokenize, Score
 from stretto.worlds.workflows.config import WorkflowConfig

@@ -94,11 +94,7 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
             as_letter = _same_words(gold, Words(answer.letter))
             if as_letter or _is_letter(gold):
                 return as_letter
-            several = (
-                isinstance(answer.content, Listing)
-                and not answer.content.opening
-                and not isinstance(gold, Listing | Matrix | Union | Relation)
-            )
+            several = isinstance(answer.content, Listing) and not answer.content.opening and not _is_several(gold)
             return False if several else same(gold, answer.content)  # a choice (A to J) stands for one value
         case Relation(), Relation():
             return _same_relations(gold, answer)
@@ -189,6 +185,10 @@ def is_product(given: Node) -> bool:
     """Whether the letters are a product that may be reordered, such as ``xyz`` (neighbours in the alphabet)."""
     text = "".join(sorted(given.text)) if isinstance(given, Words) else ""
     return len(text) < 5 and text in ascii_lowercase and text != "no"
+
+
+def _is_several(gold: Node) -> bool:
+    return isinstance(gold, Listing | Matrix | Union | Relation)
 
 
 def _is_letter(gold: Node) -> bool:

@@ -17,17 +17,7 @@ from sympy.functions.elementary.trigonometric import TrigonometricFunction
 
 from stretto_verify.math.compare.scalars import Opinion
 from stretto_verify.math.parse.expressions import expression, number
-from stretto_verify.math.parse.structure import (
-    Listing,
-    Matrix,
-    Node,
-    Ratio,
-    Relation,
-    Scalar,
-    Union,
-    Unreadable,
-    Words,
-)
+from stretto_verify.math.parse.structure import Listing, Matrix, Node, Ratio, Relation, Scalar, Union, Unreadable, Words
 
 Same = Callable[[Node, Node], Opinion]
 
