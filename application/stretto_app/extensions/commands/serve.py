@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -117,7 +117,6 @@ def serve(
     name: str | None = None,
     api_key: str | None = None,
     overrides: Sequence[str] = (),
-    say: Callable[[str], None] = say_aloud,
 ) -> None:
     """Serve a Hugging Face folder until SIGINT or SIGTERM; open requests are finished first.
 
@@ -149,10 +148,10 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     whole = "" if context == folder.context_length else f" of {folder.context_length:,} (engine.cache_gib)"
     about = f"{folder.parameters:,} parameters, context {context:,}{whole}, {config.dtype}"
-    say(f"{served.name}: {folder.architecture}, {about}")
+    say_aloud(f"{served.name}: {folder.architecture}, {about}")
     if api_key is None and not is_loopback(bound):
-        say("warning: other machines may use this server without a key; give --api-key (docs/how_to/gateway.md)")
-    say(f"serving at http://{shown}:{bound.getsockname()[1]}/v1")
+        say_aloud("warning: other machines may use this server without a key; give --api-key (docs/how_to/gateway.md)")
+    say_aloud(f"serving at http://{shown}:{bound.getsockname()[1]}/v1")
     event_loop.run(run_app(server, [bound], generation.run))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -43,7 +43,6 @@ def tinker(
     name: str | None = None,
     keys: Sequence[str] = (),
     overrides: Sequence[str] = (),
-    say: Callable[[str], None] = say_aloud,
 ) -> None:
     """Serve a Hugging Face folder until SIGINT or SIGTERM. Acknowledged requests survive; the next start on the same
     folder continues them.
@@ -70,11 +69,11 @@ def tinker(
     allow_many_connections()
     bound.listen()  # from here on connections wait instead of being refused
     shown = f"[{host}]" if ":" in host else host
-    say(f"{backend.name}: {backend.architecture}, {backend.parameters:,} parameters, context {backend.context:,}")
-    say(f"computes with {recipe.engine.threads} of {os.cpu_count()} cores (engine.threads)")
+    say_aloud(f"{backend.name}: {backend.architecture}, {backend.parameters:,} parameters, context {backend.context:,}")
+    say_aloud(f"computes with {recipe.engine.threads} of {os.cpu_count()} cores (engine.threads)")
     if not keys and not is_loopback(bound):
-        say("warning: other machines may use this server with any key; give --key (docs/how_to/tinker.md)")
-    say(
+        say_aloud("warning: other machines may use this server with any key; give --key (docs/how_to/tinker.md)")
+    say_aloud(
         f"export TINKER_BASE_URL=http://{shown}:{bound.getsockname()[1]} TINKER_API_KEY={keys[0] if keys else 'tml-me'}"
     )
     try:

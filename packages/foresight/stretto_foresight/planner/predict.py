@@ -256,10 +256,10 @@ def predict(
     return msgspec.structs.replace(_prediction(costs, run.report, grain), timeline=newest_steps(run.spans))
 
 
-def newest_steps(spans: Sequence[Span], steps: int = _DRAWN) -> tuple[Span, ...]:
-    """Spans of the last `steps` training steps, with times relative to the end of the step before them."""
+def newest_steps(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Spans of the last `_DRAWN` training steps, with times relative to the end of the step before them."""
     ends = [0.0, *(span.end for span in spans if span.name == "update")]
-    start = ends[max(0, len(ends) - 1 - steps)]
+    start = ends[max(0, len(ends) - 1 - _DRAWN)]
     return tuple(
         msgspec.structs.replace(span, start=max(0.0, span.start - start), end=min(span.end, ends[-1]) - start)
         for span in sorted(spans, key=lambda span: span.start)

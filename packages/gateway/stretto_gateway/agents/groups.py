@@ -33,8 +33,9 @@ from stretto.rollout.failures import RecentFailures
 from stretto_gateway.agents.environment import environment_of
 from stretto_gateway.agents.programs import run_program
 from stretto_gateway.model import ServedModel
+from stretto_gateway.requests import NotServed
 from stretto_gateway.sessions.agent_session import AgentSession, GivenRewards
-from stretto_gateway.sessions.sessions import NothingWaits, SessionTable, new_key
+from stretto_gateway.sessions.sessions import SessionTable, new_key
 
 _LINGER_SECONDS = 5.0  # in which a program that has ended its session itself may exit
 _CREATED, _REWARDED, _ENDED = b"created", b"reward ", b"ended"
@@ -98,13 +99,13 @@ class WaitingSessions:
         """Return the session that has waited for longest; `about` is not used, because the task comes from the run.
 
         Raises:
-            NothingWaits: no session waits.
+            NotServed: no session waits; the client may try again.
         """
         while self.waiting:
             session = self.waiting.popleft()
             if session.state == "open":
                 return session
-        raise NothingWaits
+        raise NotServed(503, "no trajectory of the run waits for a service; try again later", code="unavailable")
 
     async def rewarded(self, session: AgentSession) -> None:
         async def run() -> bytes:

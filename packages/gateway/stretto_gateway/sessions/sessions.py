@@ -32,20 +32,6 @@ _RETIRED = 16_384  # dropped sessions whose keys are remembered, to reply "has e
 _IDLE_SECONDS = 3600.0  # without a request, after which a session is ended if a new one needs room
 
 
-class TooManySessions(NotServed):
-    """Error: the gateway's limit of open sessions is reached."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(429, f"sessions: another one; at most {most:,} are open at once", "sessions")
-
-
-class NothingWaits(NotServed):
-    """Error: no trajectory of the run waits for a service now; the client may try again."""
-
-    def __init__(self) -> None:
-        super().__init__(503, "no trajectory of the run waits for a service; try again later", code="unavailable")
-
-
 class Host(Protocol):
     """Opens sessions for the gateway, and records their rewards and ends (Protocol)."""
 
@@ -201,7 +187,7 @@ class RecordedSessions:
         """See `Host`.
 
         Raises:
-            TooManySessions: the limit is reached, and all sessions are in use.
+            NotServed: the limit is reached, and all sessions are in use.
         """
         await self._make_room()
         opened = Opened(new_key(), new_key(), int(time.time()), {**about})
@@ -221,14 +207,14 @@ class RecordedSessions:
         """If the limit is reached, end the session that has been idle for longest.
 
         Raises:
-            TooManySessions: no session has been idle for an hour.
+            NotServed: no session has been idle for an hour.
         """
         found = self._table.open_ones()
         if len(found) < self._most:
             return
         oldest = min(found, key=lambda session: session.asked_at)
         if oldest.busy or time.monotonic() - oldest.asked_at < _IDLE_SECONDS:
-            raise TooManySessions(self._most)
+            raise NotServed(429, f"sessions: another one; at most {self._most:,} are open at once", "sessions")
         await self.ended(oldest)
         oldest.end()
 

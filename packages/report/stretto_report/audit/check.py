@@ -59,7 +59,7 @@ def print_findings(findings: Findings) -> int:
     return 0 if findings.kept else 1
 
 
-def print_balance(folder: str | Path, console: Console | None = None) -> int:
+def print_balance(folder: str | Path) -> int:
     """Print the number of trajectories in each state, then the findings. Return the exit code: 1 if a law was broken,
     else 0."""
     findings = check_run(folder)
@@ -70,5 +70,5 @@ def print_balance(folder: str | Path, console: Console | None = None) -> int:
         table.add_row(state.replace("_", " "), f"{count:,}")
     total = sum(count for state, count in findings.balance.items() if state != "issued")
     table.add_row("sum of the states", f"{total:,}")
-    (console or Console()).print(table)
+    Console().print(table)
     return print_findings(findings)

@@ -44,7 +44,6 @@ def watch(
     password: str | None,
     opens: bool,
     say: Callable[[str], None],
-    cache: Path | None = None,
     replays: Path | None = None,
 ) -> None:
     """Serve the pages of all runs below `folders` until a signal arrives. `say` gets the address once the server
@@ -70,7 +69,7 @@ def watch(
     name = "127.0.0.1" if host in ("", "0.0.0.0") else host
     shown = f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
     address = f"{shown}?token={secret}" if loopback else shown
-    dashboard = Dashboard(Catalog(folders, cache), Replays(replays))
+    dashboard = Dashboard(Catalog(folders), Replays(replays))
     app = Guard(dashboard.app(), secret, port, HostNames(host, loopback=loopback))
     settings = settings_of(
         app,

@@ -68,16 +68,8 @@ class _ModelLane:
 class Worker:
     """Computes requests in its own thread (see the module). All public methods may be called in any thread."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        record: Record,
-        weights: Weights,
-        settled: Settled,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, backend: Backend, record: Record, weights: Weights, settled: Settled) -> None:
         self._record, self._weights, self._settled = record, weights, settled
-        self._clock = clock  # seconds, for the length of turns and for the clients' shares
         self.models = Models(backend, record, weights)
         self._saving = Saving(record, weights)
         self._engines = Engines(backend)
@@ -198,9 +190,9 @@ class Worker:
                 self._guarded(order)
             if ready:
                 chosen = self._turns.choose(ready)
-                owners, began = ready[chosen], self._clock()
+                owners, began = ready[chosen], time.monotonic()
                 self._guarded(lambda chosen=chosen: self._turn(chosen))  # type: ignore[misc]
-                self._turns.spent(owners, self._clock() - began)
+                self._turns.spent(owners, time.monotonic() - began)
         for id, lane in list(self._models.items()):
             if lane.work is not None:
                 lane.work.close()
@@ -346,7 +338,7 @@ class Worker:
 
     def _sample(self, lane: Lane) -> None:
         """Take a turn of sampling on one engine. After an error all requests on the engine are settled as failed."""
-        began = self._clock()
+        began = time.monotonic()
         try:
             sampling = self._sampling(lane)
         except Exception as error:  # weights are missing, damaged or too large: their requests fail, others go on
@@ -366,7 +358,7 @@ class Worker:
             """Whether the fraction `part` of the turn is used up; `due` tokens count as computed already."""
             self.computed = others + engine.computed
             full = self.computed + due - before >= part * turns.TURN_TOKENS
-            return full or self._clock() - began > part * turns.TURN_SECONDS
+            return full or time.monotonic() - began > part * turns.TURN_SECONDS
 
         try:
             self._engines.make_room(engine)

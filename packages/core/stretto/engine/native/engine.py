@@ -65,13 +65,12 @@ class NativeEngine:
         config: EngineConfig,
         *,
         name: str = "engine",
-        version: int = 0,
         detokenizer: Callable[[], Detokenizer] | None = None,
         grammars: Callable[[int], Grammars] | None = None,
     ) -> None:
         """`detokenizer` makes the detokenizer when the first request with stop texts comes. `grammars` makes the
         compiler of grammars from the vocabulary size. Without them, requests with stop texts or a grammar are refused.
-        `name`: role in spans and errors; `version`: version of the model's weights."""
+        `name`: role in spans and errors."""
         use_onednn(model)
         self._cache_bytes, self._has_sampled = config.cache_bytes, False  # whether the last step sampled
         self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)
@@ -85,7 +84,7 @@ class NativeEngine:
         self._completions = Completions(config.slots, layout.context_length, self._stop_texts, self.grammars)
         self._spans = BusySpans(name)
         self.name = name
-        self.version = version
+        self.version = 0
         self._generated = self._prefilled = self._recomputed = self._interrupted = self._wasted = self._updates = 0
         self._preempted = 0
         self._busy_seconds = 0.0

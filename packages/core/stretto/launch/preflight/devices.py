@@ -39,9 +39,9 @@ _SMALLER = {
 }
 
 
-def needs_of(plan: Outline, *, ranks: bool = True, engines: bool = True) -> list[Need]:
+def needs_of(plan: Outline, *, ranks: bool = True) -> list[Need]:
     """List the memory needs of the local ranks and engines that run on GPUs. The need of a rank includes the reference,
-    the critic and adapters. `ranks`, `engines`: whether to include them."""
+    the critic and adapters. `ranks`: whether to include ranks."""
     recipe, needs = plan.recipe, list[Need]()
     if ranks and recipe.trainer.device != "cpu":
         told, several = rank_of(plan), recipe.trainer.ranks > 1
@@ -52,7 +52,7 @@ def needs_of(plan: Outline, *, ranks: bool = True, engines: bool = True) -> list
         needs += [each(f"rank {rank}") for rank in range(recipe.trainer.local_ranks)]
     config = recipe.engine
     started = config.kind == "native" or not config.addresses
-    if engines and started and config.device != "cpu":
+    if started and config.device != "cpu":
         parts = {name: size // config.gpus for name, size in engine_parts(plan).items()}
         needs += [Need(f"engine-{number}", parts, config.gpus) for number in range(recipe.local_engines)]
     return needs

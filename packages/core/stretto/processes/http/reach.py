@@ -6,26 +6,26 @@ import socket
 import threading
 from urllib.parse import urlsplit
 
-REACH_SECONDS = 5.0
+_SECONDS = 5.0
 
 
-def unreachable(address: str, seconds: float = REACH_SECONDS) -> str:
+def unreachable(address: str) -> str:
     """Why nothing accepts a connection at ``host:port`` or ``scheme://host:port``; "" if something does.
 
     A connection is opened and closed; nothing is sent.
     """
     found: list[str] = []
-    trying = threading.Thread(target=lambda: found.append(_tried(address, seconds)), name="reach", daemon=True)
+    trying = threading.Thread(target=lambda: found.append(_tried(address)), name="reach", daemon=True)
     trying.start()
-    trying.join(seconds)  # a name that is looked up has no deadline of its own
-    return found[0] if found else f"no reply within {seconds:g} s"
+    trying.join(_SECONDS)  # a name that is looked up has no deadline of its own
+    return found[0] if found else f"no reply within {_SECONDS:g} s"
 
 
-def _tried(address: str, seconds: float) -> str:
+def _tried(address: str) -> str:
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        with socket.create_connection((parts.hostname or "", port), timeout=seconds):
+        with socket.create_connection((parts.hostname or "", port), timeout=_SECONDS):
             return ""
     except (OSError, ValueError) as error:  # ValueError: no port, or a name that no resolver takes
         return getattr(error, "strerror", None) or str(error)

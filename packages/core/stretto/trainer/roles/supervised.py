@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
 
@@ -31,18 +32,18 @@ _EXAMPLES: msgspec.msgpack.Decoder[Examples] = msgspec.msgpack.Decoder(Examples)
 _NO_ORDERS: msgspec.msgpack.Decoder[Stop] = msgspec.msgpack.Decoder(Stop)
 
 
-class ProgressSender:
-    """Sends progress to the conductor at most twice a second, and after the last step."""
+def sender_of(channel: RoleEnd[Stop]) -> Callable[[SupervisedProgress], None]:
+    """Return a function that sends progress to the conductor at most twice a second, and after the last step."""
+    start = told = time.monotonic()
 
-    def __init__(self, channel: RoleEnd[Stop]) -> None:
-        self._channel = channel
-        self._start = self._told = time.monotonic()
-
-    def __call__(self, progress: SupervisedProgress) -> None:
+    def tell(progress: SupervisedProgress) -> None:
+        nonlocal told
         now = time.monotonic()
-        if now - self._told >= _TELL_SECONDS or progress.step == progress.steps:
-            self._told = now
-            self._channel.send(msgspec.structs.replace(progress, seconds=now - self._start))
+        if now - told >= _TELL_SECONDS or progress.step == progress.steps:
+            told = now
+            channel.send(msgspec.structs.replace(progress, seconds=now - start))
+
+    return tell
 
 
 def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
@@ -57,7 +58,7 @@ def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
 
 def _learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
     examples = _EXAMPLES.decode(Path(spec.examples).read_bytes())
-    tell = ProgressSender(channel)
+    tell = sender_of(channel)
     match examples:
         case Demonstrations():
             shown = SupervisedConfig.model_validate_json(spec.config)

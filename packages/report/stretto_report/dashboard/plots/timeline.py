@@ -77,9 +77,9 @@ class Window:
         return self.end - self.start
 
 
-def plot_timeline(path: Path, spans: Sequence[Span], steps_shown: int = STEPS_SHOWN) -> None:
+def plot_timeline(path: Path, spans: Sequence[Span]) -> None:
     """Write a PNG with the work of each role over time, the weight loads that interrupt completions, and the
-    publications. It shows `steps_shown` training steps from the middle of the run."""
+    publications. It shows `STEPS_SHOWN` training steps from the middle of the run."""
     lanes = sorted({span.role for span in spans}, key=_lane_order)
     height = _ABOVE + _BELOW + _LANE * max(len(lanes), 3)
     figure, axes = canvas(_WIDTH, height)
@@ -90,7 +90,7 @@ def plot_timeline(path: Path, spans: Sequence[Span], steps_shown: int = STEPS_SH
             titled(axes, "Timeline")
             nothing_yet(axes, "nothing recorded yet")
             return
-        window = middle_window(spans, steps_shown)
+        window = middle_window(spans, STEPS_SHOWN)
         sentence = f"{window.seconds:.2f} s from the middle of the run; at the right: busy share of each role"
         titled(axes, "Timeline", sentence, x="seconds since the first span")
         drawn = draw_lanes(axes, spans, window)

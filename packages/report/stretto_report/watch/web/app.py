@@ -33,7 +33,7 @@ from stretto_report.watch.runs.run import WatchedRun
 from stretto_report.watch.web import pages
 from stretto_report.watch.web.events import Event, Follower, stream
 from stretto_report.watch.web.guard import refusal
-from stretto_report.watch.web.replay import BusyReplaying, NotAllowed, ReplayOrder, Replays
+from stretto_report.watch.web.replay import Busy, NotAllowed, ReplayOrder, Replays
 from stretto_report.watch.web.thread import ReadingThread
 
 STATIC = Path(__file__).parent.parent / "static"
@@ -48,11 +48,7 @@ class NotThere(RefusedRequest):
     """Error 404: the requested run, page or record does not exist."""
 
 
-class Busy(RefusedRequest):
-    """Error 429: another comparison is in progress."""
-
-
-_STATUS = {NotThere: 404, Busy: 429, NotAllowed: 403, BusyReplaying: 429}
+_STATUS = {NotThere: 404, Busy: 429, NotAllowed: 403}
 _LARGEST_ORDER = 1 << 16
 _ORDER_SECONDS = 10.0
 _ORDER = msgspec.json.Decoder(ReplayOrder)

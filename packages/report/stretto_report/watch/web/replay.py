@@ -43,8 +43,8 @@ _MOST_MINUTES = 7 * 24 * 60
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+", re.ASCII)
 
 
-class BusyReplaying(RefusedRequest):
-    """Error 429: another replay is running."""
+class Busy(RefusedRequest):
+    """Error 429: another replay or comparison is in progress."""
 
 
 class NotAllowed(RefusedRequest):
@@ -134,13 +134,13 @@ class Replays:
 
         Raises:
             NotAllowed: replays are forbidden.
-            BusyReplaying: another one is running.
+            Busy: another one is running.
             RefusedRequest: the order is malformed, or the folder of replays cannot be written.
             OSError: the system cannot start another process.
         """
         folder = self.require_allowed()
         if self._newest is not None and self._newest.state == "running":
-            raise BusyReplaying("replay", "another one is running", "wait for its end, or stop it")
+            raise Busy("replay", "another one is running", "wait for its end, or stop it")
         _check(order)
         try:
             target = _new_folder(folder / f"{run.folder.name}-{run.id}")
