@@ -33,7 +33,7 @@ from stretto.processes.tree import descendants, own_resident_bytes
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
 from stretto.store.series.metrics import StepMetrics, read_metrics
-from stretto_report.audit.alarms import alarms_of
+from stretto_report.audit.alarms import findings_of
 from stretto_report.audit.check import check_run
 from stretto_report.audit.symptoms.evidence import Evidence
 
@@ -126,7 +126,7 @@ def memory(steps: int) -> None:
         done, found = read_metrics(path / "metrics.jsonl")[0], inspect_run(path)
         laws = check_run(path).kept
     sizes = slopes(of_roles(done) | others, steps)
-    alarms = [str(one) for one in alarms_of(Evidence.of(done)) if "memory" in one.name]
+    alarms = [str(one) for one in findings_of(Evidence.of(done)).alarms if "memory" in one.name]
     table = Table("role", "MiB after a tenth", "MiB at the end", "MiB per 1,000 steps")
     for role, one in sizes.items():
         table.add(role, round(one["begin"], 1), round(one["end"], 1), one["per_1000_steps"])

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from stretto.store.series.metrics import EvaluationLine
-from stretto_report.audit.alarms import AlarmWatch, alarms_of, mismatch_of
+from stretto_report.audit.alarms import AlarmWatch, findings_of, mismatch_of
 from stretto_report.audit.symptoms.evidence import Alarm, Disk, Evidence
 from stretto_report.audit.symptoms.windows import WINDOW
 from tests.watch.runs import step_line
@@ -72,7 +72,7 @@ def _memory(values: npt.ArrayLike) -> Evidence:
 
 
 def _named(found: Evidence) -> list[tuple[str, int]]:
-    return [(alarm.name, alarm.first_step) for alarm in alarms_of(found)]
+    return [(alarm.name, alarm.first_step) for alarm in findings_of(found).alarms]
 
 
 def test_a_healthy_run_has_no_alarm() -> None:
@@ -195,7 +195,7 @@ def test_what_rounding_may_come_to_follows_from_the_types_of_both(recipe: dict[s
 
 
 def test_a_drift_names_the_engine_and_both_distances() -> None:
-    (alarm,) = alarms_of(_evidence(canary__one=_from(40, 0.05, 0.6)))
+    (alarm,) = findings_of(_evidence(canary__one=_from(40, 0.05, 0.6))).alarms
     assert alarm.message == "one was at 5% of what it may be from the trainer, and is at 60%"
     assert alarm.look == "series:canary.one"
 
@@ -223,14 +223,14 @@ def test_memory_that_goes_on_growing_is_an_alarm_and_a_cache_that_fills_is_none(
 
 
 def test_an_alarm_of_memory_names_the_role_and_its_pace() -> None:
-    (alarm,) = alarms_of(_memory(500.0 + LEAKS))
+    (alarm,) = findings_of(_memory(500.0 + LEAKS)).alarms
     assert alarm.title == "memory of trainer growing"
     assert alarm.message == "it grew from 744 to 894 MiB by step 400, 1 MiB a step"
     assert alarm.look == "series:memory.trainer"
 
 
 def test_an_alarm_says_the_numbers_and_where_to_look() -> None:
-    (alarm,) = alarms_of(_evidence(length_mean=_from(40, 100.0, 400.0)))
+    (alarm,) = findings_of(_evidence(length_mean=_from(40, 100.0, 400.0))).alarms
     message = "completions grew from 100 to 400 tokens"
     assert alarm == Alarm("length_explosion", "length explosion", 47, message, "series:length_mean")
 
@@ -242,7 +242,7 @@ def test_an_alarm_of_undecided_completions_names_the_most_frequent_reason_live_a
     for line in lines:
         live.step(line)
     told = [alarm for alarm in live.alarms() if alarm.name == "undecided"]
-    assert told == [alarm for alarm in alarms_of(Evidence.of(lines)) if alarm.name == "undecided"]
+    assert told == [alarm for alarm in findings_of(Evidence.of(lines)).alarms if alarm.name == "undecided"]
     assert [alarm.message for alarm in told] == [
         f"50% of the completions have no verdict and are not trained on, most often: {why}"
     ]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
-from stretto_report.audit.alarms import AlarmWatch, alarms_of
+from stretto_report.audit.alarms import AlarmWatch, findings_of
 from stretto_report.audit.symptoms.evidence import Evidence
 from stretto_report.dashboard.terminal import progress
 from stretto_report.dashboard.terminal.characters import AsciiConsole, harmless, is_ascii, is_ascii_locale, open_console
@@ -116,7 +116,7 @@ def test_an_alarm_watch_finds_what_the_alarms_of_the_whole_run_find(tmp_path: Pa
     for one in steps:
         watch.step(one)
     whole = Evidence.of(steps)
-    expected = alarms_of(Evidence(whole.steps, whole.series, (), 4.0, None, 60))
+    expected = findings_of(Evidence(whole.steps, whole.series, (), 4.0, None, 60)).alarms
     assert watch.sentences() == {alarm.title: str(alarm) for alarm in expected}
     names = {"entropy_collapse", "length_explosion", "idle_role", "staleness_at_bound"}
     assert {alarm.name for alarm in expected} == names

@@ -233,11 +233,6 @@ def findings_of(found: Evidence) -> AlarmReport:
     return AlarmReport(alarms, len(CHECKS), missing)
 
 
-def alarms_of(found: Evidence) -> list[Alarm]:
-    """All alarms, in the order of their first steps."""
-    return findings_of(found).alarms
-
-
 class AlarmWatch:
     """Alarms of a run that is observed step by step. `step` and `evaluated` only append measurements in memory; the
     other methods compute the alarms."""

@@ -168,9 +168,7 @@ class History:
     notes: tuple[str, ...]  # records that cannot be checked
     lines: Mapping[int, RecordedLine]  # by step
     changes: tuple[RecordedChange, ...] = ()  # of bounds
-    most_in_flight: Mapping[str, int] = field(
-        default_factory=dict
-    )  # groups under the same bounds, by the first of them
+    most_in_flight: Mapping[str, int] = field(default_factory=dict)  # under the same bounds, by their first group
     data: RecordedData | None = None  # None: a run of an earlier stretto
     proofs: RecordedProofs | None = None  # None: likewise
 

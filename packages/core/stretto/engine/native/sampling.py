@@ -182,9 +182,8 @@ def top_logprobs(
     """
     kept_RV = tempered(logits_RV, temperatures, filtered)
     logprobs_RK, tokens_RK = kept_RV.log_softmax(-1).topk(min(int(counts.max()), logits_RV.shape[1]))
-    left_R = (kept_RV.gather(1, tokens_RK) > torch.finfo(kept_RV.dtype).min).sum(
-        -1
-    )  # logit of tokens removed by filters
+    removed = torch.finfo(kept_RV.dtype).min  # logit of tokens removed by filters
+    left_R = (kept_RV.gather(1, tokens_RK) > removed).sum(-1)
     ends_R = np.minimum(counts, left_R.cpu().numpy())
     return [
         tuple(zip(tokens[:end], logprobs[:end], strict=True))

@@ -326,9 +326,7 @@ class WorkflowProcess:
             return
         except WorkerLost:  # `run` raises it
             return
-        except (
-            Exception
-        ) as error:  # an engine or a reward worker is lost, a bug: it is raised where the group is awaited
+        except Exception as error:  # a lost engine or reward worker, a bug: raised where the group is awaited
             member.break_off(error)
             return
         with contextlib.suppress(WorkerLost):
