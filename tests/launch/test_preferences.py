@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from stretto.core.errors import DataError, ModelFolderError, RecipeError, RoleFailed, RunFolderError, StrettoError
+from stretto.core.events import SupervisedProgress
 from stretto.launch.commands.dpo import dpo
 from stretto.launch.recipe.preferences import load_preferences
 from stretto.launch.recipe.recipe import to_toml
@@ -22,7 +23,6 @@ from stretto.model.hf.folder import load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
-from stretto.trainer.messages import SupervisedProgress
 from stretto.trainer.optimizer import UNCHANGED
 from tests.launch.warm import session_server
 from tests.tolerances import near, operations_of

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.core.events import SupervisedProgress
 from stretto.loop.records.log import RunLog
 from stretto.loop.records.reporter import SilentReporter
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
-from stretto.trainer.messages import SupervisedProgress
 
 STEP = StepMetrics(
     step=3,

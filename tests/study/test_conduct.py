@@ -37,6 +37,7 @@ from stretto_app.study.command import perform
 from stretto_app.study.conduct import StudyProgress, conduct, side_by_side
 from stretto_app.study.definition import PlannedRun, load_study
 from stretto_app.study.folder import StudyFolder
+from stretto_app.study.runner import TrainProcesses
 from stretto_app.study.summary import summarise, table
 from tests.launch.running import TINY, Ended, Laboratory
 from tests.store.make import Make
@@ -52,7 +53,7 @@ SECONDS = 2.0  # of every run
 
 
 @dataclass
-class Scribe:
+class Scribe(TrainProcesses):
     """Trains by writing down what a run of two steps would: seed s ends at an accuracy of s / 10, and by staleness 8 at
     half of that. It stops the study, or fails, at the run of this number."""
 

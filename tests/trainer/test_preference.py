@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stretto.core.events import SupervisedProgress
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import PreferenceConfig
-from stretto.trainer.messages import Preference, SupervisedProgress
+from stretto.trainer.messages import Preference
 from stretto.trainer.supervised.dpo import dpo, prefer
 from tests.tolerances import EPS, LOGITS, RATE, near
 from tests.trainer.batches import adamw, assert_same

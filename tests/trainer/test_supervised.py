@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from stretto.core.events import SupervisedProgress
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import SupervisedConfig
-from stretto.trainer.messages import Demonstration, SupervisedProgress
+from stretto.trainer.messages import Demonstration
 from stretto.trainer.supervised.sft import fine_tune
 from tests.tolerances import EPS, LOGITS, RATE, near
 from tests.trainer.batches import adamw, assert_same, sample_logprobs

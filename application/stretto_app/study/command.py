@@ -15,7 +15,7 @@ from stretto_app.study.conduct import conduct
 from stretto_app.study.definition import load_study
 from stretto_app.study.folder import StudyFolder
 from stretto_app.study.picture import draw
-from stretto_app.study.runner import StudyRunner, TrainProcesses
+from stretto_app.study.runner import TrainProcesses
 from stretto_app.study.summary import StudyResult, summarise, table
 
 SHIPPED = Path(__file__).parent / "shipped"
@@ -27,7 +27,7 @@ def perform(
     seeds: int | None = None,
     steps: int | None = None,
     jobs: int | None = None,
-    runner: Callable[[StudyFolder], StudyRunner] = TrainProcesses,
+    runner: Callable[[StudyFolder], TrainProcesses] = TrainProcesses,
 ) -> tuple[StudyResult, int]:
     """Train the remaining runs of a study, `jobs` at the same time, and write its results into its folder. Return them
     with the exit code: 0, 1 if runs have failed, or 128 + the signal that stopped the study.

@@ -16,7 +16,7 @@ from stretto.store.folder.provenance import machine
 from stretto_app.study.definition import PlannedRun, Study
 from stretto_app.study.folder import StudyFolder
 from stretto_app.study.outcome import RunOutcome, read_outcome
-from stretto_app.study.runner import StudyRunner
+from stretto_app.study.runner import TrainProcesses
 
 Say = Callable[[str], None]
 
@@ -31,7 +31,7 @@ class StudyProgress:
 
 
 async def conduct(
-    study: Study, folder: StudyFolder, runner: StudyRunner, say: Say, jobs: int | None = None
+    study: Study, folder: StudyFolder, runner: TrainProcesses, say: Say, jobs: int | None = None
 ) -> StudyProgress:
     """Train unfinished runs, `jobs` at the same time, until all are finished or a stop is requested. A run whose folder
     cannot be read counts as failed; the folder is not changed."""

@@ -9,7 +9,6 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from stretto.core.deadlines import deadline, waiting
 from stretto.core.errors import DeadlineExceeded, StoreError
@@ -24,14 +23,6 @@ from stretto_app.study.folder import StudyFolder
 _STOPPING = 120.0  # seconds for the current step and a checkpoint; the run's own deadlines are shorter
 
 
-class StudyRunner(Protocol):
-    """Trains the runs of a study (Protocol)."""
-
-    async def train(self, run: PlannedRun, stop: StopSignal) -> str | None:
-        """Train the run to its end, or resume it. Return None, or the reason of its failure. A requested `stop` ends it
-        early."""
-
-
 class TrainProcesses:
     """Runs ``stretto train``, which resumes a run that an earlier process of the study started. The processes end with
     this one, and draw no plots, because a study has its own."""
@@ -40,6 +31,8 @@ class TrainProcesses:
         self._folder = folder
 
     async def train(self, run: PlannedRun, stop: StopSignal) -> str | None:
+        """Train the run to its end, or resume it. Return None, or the reason of its failure. A requested `stop` ends it
+        early."""
         place = self._folder.run(run)
         resumes = (place / "ledger.sqlite").is_file()
         what = [str(place), "--resume"] if resumes else [str(self._folder.recipe(run)), "--run-dir", str(place)]

@@ -151,7 +151,7 @@ class Fleet:
 
 
 class RayPlacer:
-    """Agents of a run on a Ray cluster.
+    """Agents of a run on a Ray cluster (satisfies `Ground`).
 
     Raises:
         RecipeError: Ray is not installed, does not answer, or has too few resources.

@@ -1,4 +1,4 @@
-"""Spans: the activities of a run's roles, for the timeline.
+"""Spans: the activities of a run's roles, for the timeline. And the progress of supervised training.
 
 A span is one activity of a role with start and end; the timeline plot has one lane per role. Times are seconds of the
 machine's monotonic clock (`time.monotonic`), which all processes of a machine share.
@@ -32,3 +32,14 @@ class Span(Record, frozen=True):
     def shifted(self, seconds: float) -> Span:
         """The same span on a clock that is `seconds` ahead, such as the clock of another machine."""
         return msgspec.structs.replace(self, start=self.start + seconds, end=self.end + seconds) if seconds else self
+
+
+class SupervisedProgress(Record, frozen=True, tag=True):
+    """Progress of supervised training; `loss` in nats per completion token, or per pair."""
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float = 0.0  # since the training began
+    accuracy: float | None = None  # preferences: share of pairs ranked correctly
+    phase: str = "warm start"

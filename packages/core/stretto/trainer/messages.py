@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from stretto.core.canary import Agreement, Canary
-from stretto.core.events import Span
+from stretto.core.events import Span, SupervisedProgress
 from stretto.core.records import Batch, Record, Update
 from stretto.processes.run_role import Failed
 from stretto.trainer.spec import RANK_KEY, RankSpec, TrainerSpec
@@ -175,17 +175,6 @@ class Preferences(Record, frozen=True, tag=True):
 
 
 Examples = Demonstrations | Preferences
-
-
-class SupervisedProgress(Record, frozen=True, tag=True):
-    """Progress of supervised training; `loss` in nats per completion token, or per pair."""
-
-    step: int
-    steps: int
-    loss: float
-    seconds: float = 0.0  # since the training began
-    accuracy: float | None = None  # preferences: share of pairs ranked correctly
-    phase: str = "warm start"
 
 
 class SupervisedDone(Record, frozen=True, tag=True):

@@ -12,6 +12,7 @@ import msgspec
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RoleDied, RoleFailed, RunFolderError, naming
+from stretto.core.events import SupervisedProgress
 from stretto.core.machine import on_gpus
 from stretto.core.placement import Seat
 from stretto.processes.channel import ConductorEnd
@@ -20,7 +21,7 @@ from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.messages import FROM_SUPERVISED, Examples, FromSupervised, SupervisedDone, SupervisedProgress
+from stretto.trainer.messages import FROM_SUPERVISED, Examples, FromSupervised, SupervisedDone
 from stretto.trainer.spec import SupervisedSpec
 
 _LESS = "a smaller micro_batch_tokens of its section, or activation_checkpointing = true there, needs less"

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from stretto.core.events import SupervisedProgress
 from stretto.loop.records.reporter import Reporter, SilentReporter
 from stretto.store.files import identity
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.series.progress import RunProgress, lesson_line
-from stretto.trainer.messages import SupervisedProgress
 
 _LINE_SECONDS = 5.0
 

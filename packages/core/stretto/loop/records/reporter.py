@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from stretto.core.events import SupervisedProgress
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
-from stretto.trainer.messages import SupervisedProgress
 
 
 class Reporter(Protocol):

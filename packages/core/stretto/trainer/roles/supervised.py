@@ -15,6 +15,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from stretto.core.events import SupervisedProgress
 from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
 from stretto.model.packed.attention import PACKED_ATTENTION
@@ -22,7 +23,7 @@ from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
 from stretto.trainer.config import OptimizerConfig, PreferenceConfig, SupervisedConfig
-from stretto.trainer.messages import Demonstrations, Examples, Preferences, Stop, SupervisedDone, SupervisedProgress
+from stretto.trainer.messages import Demonstrations, Examples, Preferences, Stop, SupervisedDone
 from stretto.trainer.spec import SupervisedSpec
 from stretto.trainer.supervised.dpo import prefer
 from stretto.trainer.supervised.sft import fine_tune

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from stretto.core.events import SupervisedProgress
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.config import PreferenceConfig
-from stretto.trainer.messages import Preference, SupervisedProgress
+from stretto.trainer.messages import Preference
 from stretto.trainer.objective.tokens import Sequences
 from stretto.trainer.optimizer import UNCHANGED, Learner, learning_rate
 from stretto.trainer.reference import ReferencePolicy

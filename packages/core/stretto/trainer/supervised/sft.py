@@ -12,12 +12,13 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
+from stretto.core.events import SupervisedProgress
 from stretto.core.records import derive_seed
 from stretto.model.hf.layers import linear_layers
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.config import SupervisedConfig
-from stretto.trainer.messages import Demonstration, SupervisedProgress
+from stretto.trainer.messages import Demonstration
 from stretto.trainer.muon import Muon
 from stretto.trainer.optimizer import Learner, learning_rate
 

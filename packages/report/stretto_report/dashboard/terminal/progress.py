@@ -11,11 +11,12 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.live import Live
 
+from stretto.core.events import SupervisedProgress
 from stretto.store.inspection import CanaryProof
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto_report.dashboard.terminal.characters import harmless, is_ascii, open_console
 from stretto_report.dashboard.terminal.panel import panel
-from stretto_report.dashboard.terminal.snapshot import TRAINING, Snapshot, WarmStartProgress, Watcher
+from stretto_report.dashboard.terminal.snapshot import TRAINING, Snapshot, Watcher
 
 _PANEL_SECONDS = 0.5
 _LINE_SECONDS = 5.0
@@ -100,7 +101,7 @@ class Display(ABC):
         self._alarmed = float("-inf")
         self._finish()
 
-    def learning(self, progress: WarmStartProgress) -> None:
+    def learning(self, progress: SupervisedProgress) -> None:
         """Show the progress of supervised training."""
         another = self._enter(progress.phase)
         self._watcher.learning(progress)

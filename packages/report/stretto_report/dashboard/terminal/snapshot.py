@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
 
+from stretto.core.events import SupervisedProgress
 from stretto.core.records import Record
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.series.progress import LONGEST, RunProgress, lesson_line, seconds_left
@@ -21,23 +21,6 @@ _TRAINER = {
     "grad_norm": "grad norm",
     "learning_rate": "learning rate",
 }
-
-
-class WarmStartProgress(Protocol):
-    """Progress of supervised training: steps done, loss and accuracy of the last step, seconds since the start."""
-
-    @property
-    def phase(self) -> str: ...
-    @property
-    def accuracy(self) -> float | None: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def seconds(self) -> float: ...
 
 
 class Snapshot(Record, frozen=True):
@@ -89,7 +72,7 @@ class Watcher:
         """Current snapshot; None before the first measurement."""
         return None if self._make is None else self._make()
 
-    def learning(self, lesson: WarmStartProgress) -> None:
+    def learning(self, lesson: SupervisedProgress) -> None:
         facts = [("loss", f"{lesson.loss:.4f}")]
         if lesson.accuracy is not None:
             facts.append(("accuracy", f"{lesson.accuracy:.1%}"))
