@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -19,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from stretto.core.events import SupervisedProgress
 from stretto.measures.selection import SELECTION, Bias, SelectionBias
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import CanaryProof, inspect_run
@@ -30,16 +30,6 @@ from stretto_report.dashboard.terminal.panel import panel, sparkline
 from stretto_report.dashboard.terminal.progress import Display, LineDisplay, PanelDisplay, open_display
 from stretto_report.dashboard.terminal.snapshot import Snapshot
 from stretto_report.dashboard.terminal.summary import bar, print_inspection, print_summary
-
-
-@dataclass(frozen=True)
-class Lesson:
-    step: int
-    steps: int = 300
-    loss: float = 0.31
-    seconds: float = 12.0
-    phase: str = "warm start"
-    accuracy: float | None = None
 
 
 def metrics(step: int) -> StepMetrics:
@@ -68,8 +58,8 @@ EVALUATION = EvaluationLine(step=0, version=0, wall_seconds=5, rl_seconds=0, acc
 def play(display: Display) -> None:
     with display:
         display.say("policy/v000000 [8 MB]")
-        display.learning(Lesson(step=10))
-        display.learning(Lesson(step=300, loss=0.25))
+        display.learning(SupervisedProgress(10, 300, 0.31, 12.0))
+        display.learning(SupervisedProgress(300, 300, 0.25, 12.0))
         display.evaluated(EVALUATION)
         for step in range(1, 41):
             display.step(metrics(step))
