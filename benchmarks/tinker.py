@@ -28,8 +28,8 @@ import torch
 
 from benchmarks.report import save
 from benchmarks.shapes import SHAPES, make
-from stretto_tinker.compute.backend import Shape
 from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.compute.files import Shape
 from stretto_tinker.wire.bodies import Adam, Lora
 from stretto_tinker.wire.datums import Datum
 from tests.tinker.speaking import Client, Data, backend_of, serving, told

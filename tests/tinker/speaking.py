@@ -18,7 +18,6 @@ import numpy as np
 
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
-from stretto_tinker.compute.backend import Backend
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.wire import schema
@@ -34,7 +33,7 @@ def backend_of(model: Path) -> LocalBackend:
 
 
 @contextmanager
-def serving(backend: Backend, folder: Path, keys: Sequence[str] = ()) -> Iterator[tuple[str, TinkerServer]]:
+def serving(backend: LocalBackend, folder: Path, keys: Sequence[str] = ()) -> Iterator[tuple[str, TinkerServer]]:
     """The address of a server, and the server."""
     bound = bind("127.0.0.1", 0, "port")
     server = TinkerServer(backend, folder, frozenset(keys))

@@ -9,7 +9,7 @@ from pathlib import Path
 from stretto.core.errors import Problem, RunFolderError
 from stretto.processes.http.names import HostNames
 from stretto.store import lock
-from stretto_tinker.compute.backend import Backend
+from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.http.app import TinkerApp
 from stretto_tinker.http.service import Changes, Service
 from stretto_tinker.record.checkpoints import Place, Weights
@@ -29,7 +29,7 @@ class TinkerServer:
     """
 
     def __init__(
-        self, backend: Backend, folder: Path, keys: frozenset[str] = frozenset(), names: HostNames | None = None
+        self, backend: LocalBackend, folder: Path, keys: frozenset[str] = frozenset(), names: HostNames | None = None
     ) -> None:
         """
         Raises:

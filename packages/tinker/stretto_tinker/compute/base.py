@@ -1,4 +1,4 @@
-"""Base model in memory, which the clients' LoRA models share (satisfies `backend.Backend`)."""
+"""Base model in memory, which the clients' LoRA models share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.core.errors import RefusedRequest
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
-from stretto.model.hf.folder import load_policy
+from stretto.model.hf.folder import load_policy, save_policy
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.model.hf.layers import linear_layers
@@ -19,18 +19,17 @@ from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import check_policy
 from stretto.trainer.config import LoraConfig
 from stretto.verbs.shared_model import SharedModel
-from stretto_tinker.compute.backend import Shape
 from stretto_tinker.compute.files import (
     ALPHA,
     POLICY,
+    Shape,
     read_adapters,
     read_policy,
     read_shape,
     write_adapters,
-    write_policy,
     write_shape,
 )
-from stretto_tinker.compute.learner import Files, Learner
+from stretto_tinker.compute.learner import Learner
 from stretto_tinker.compute.sampler import Sampler
 from stretto_tinker.wire.bodies import Lora
 
@@ -38,7 +37,14 @@ _MOST_RANK = 1_024
 
 
 class LocalBackend:
-    """Backend for the model of a Hugging Face folder, computed in this process."""
+    """One base model, a Hugging Face folder, loaded once into this process; models and engines are made from it.
+
+    Attributes:
+        name: name of the base model for clients.
+        cache_bytes: bytes of KV cache for all engines together.
+        vocabulary: number of tokens.
+        context: most tokens of a sequence.
+    """
 
     def __init__(self, folder: Path, name: str, config: EngineConfig, micro_batch_tokens: int) -> None:
         """
@@ -61,6 +67,11 @@ class LocalBackend:
         self._attends = {name.rsplit(".", 1)[-1]: "attn" in name for name in linear_layers(plain)}
 
     def check(self, shape: Shape) -> None:
+        """Check that a model of this shape can be made.
+
+        Raises:
+            RefusedRequest: names the wrong field.
+        """
         lora = shape.lora
         if lora is None:
             return
@@ -70,9 +81,11 @@ class LocalBackend:
             raise RefusedRequest("lora_config", "nothing is trained", "one of train_attn, train_mlp, train_unembed")
 
     def create(self, shape: Shape) -> Learner:
+        """Make a model to train, whose shape was checked before."""
+
         def write(model: PreTrainedModel, folder: Path) -> None:
             if shape.lora is None:
-                write_policy(folder, model, self.folder)
+                save_policy(model, self.folder, folder / POLICY)  # with the tokenizer of the base model
             else:
                 write_adapters(folder, model, shape.lora.rank, self.folder)
             write_shape(folder, shape, self.folder)
@@ -84,7 +97,7 @@ class LocalBackend:
             model = load_policy(self.folder, attention=PACKED_ATTENTION, device=self._config.device)
         else:
             model = self._view(shape, PACKED_ATTENTION)
-        return Learner(model, self._tokens, Files(write, read))
+        return Learner(model, self._tokens, write, read)
 
     def _view(self, shape: Shape, attention: str) -> PreTrainedModel:
         """Make a model that shares the base weights and has new adapters of this shape."""
@@ -98,15 +111,26 @@ class LocalBackend:
         return tuple(sorted(chosen)) or ("none",)  # an empty tuple would mean all layers
 
     def shape_of(self, folder: Path) -> Shape:
+        """Read the shape of a model that `Learner.save` wrote.
+
+        Raises:
+            StoreError: it has another base model, or the file is missing or damaged.
+        """
         return read_shape(folder, self.folder)
 
     def sampled(self, folder: Path | None) -> Sampler:
+        """Make an engine with the weights that `Learner.save` wrote, or of the base model (`folder` None).
+
+        Raises:
+            StoreError: files are missing or damaged.
+        """
         tokenizer = self._shared.tokenizer
         views = _Views(self, None if folder is None else self.shape_of(folder), folder)
         grammars = partial(Grammars, lambda: tokenizer)
         model = views.view(CACHED_ATTENTION)
         engine = NativeEngine(model, self._config, detokenizer=lambda: tokenizer, grammars=grammars)
-        return Sampler(engine, views, tokenizer, self.context, slots=self._config.slots, cache=self.cache_bytes)
+        slots, cache = self._config.slots, self.cache_bytes
+        return Sampler(engine, views.view, views.take, tokenizer, self.context, slots=slots, cache=cache)
 
     def view(self, shape: Shape | None, folder: Path | None, attention: str) -> PreTrainedModel:
         """Make a model for inference: with weights of this shape from `folder`, or the base model if either is None.
@@ -121,8 +145,7 @@ class LocalBackend:
 
 
 class _Views:
-    """Models with the same weights for one sampler: for its engine and its packed forward (satisfies
-    `sampler.Views`)."""
+    """Models with the same weights for one sampler: for its engine and its packed forward."""
 
     def __init__(self, backend: LocalBackend, shape: Shape | None, folder: Path | None) -> None:
         self._backend, self._shape, self._folder = backend, shape, folder

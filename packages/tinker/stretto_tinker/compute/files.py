@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.core.errors import StoreError
-from stretto.model.hf.folder import save_policy
 from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers, adapter_parameters
 from stretto.weights.mailbox import LORA_A, LORA_B
-from stretto_tinker.compute.backend import Shape
+from stretto_tinker.wire.bodies import Lora
 
 ADAPTERS, OPTIMIZER, SHAPE, POLICY = "adapter_model.safetensors", "optimizer.safetensors", "shape.json", "policy"
 _PEFT = "base_model.model."
@@ -33,6 +32,13 @@ _PEFT = "base_model.model."
 ALPHA = 32
 
 Named = Mapping[str, Tensor]
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """Trained part of a model: LoRA adapters, or all weights (`lora` None). `seed`: of the adapters' initial values."""
+
+    lora: Lora | None
+    seed: int = 0
 
 
 def write_shape(folder: Path, shape: Shape, base: Path) -> None:
@@ -86,13 +92,8 @@ def read_adapters(folder: Path, model: PreTrainedModel) -> None:
     _copy(ours, folder / ADAPTERS)
 
 
-def write_policy(folder: Path, model: PreTrainedModel, tokenizer: Path) -> None:
-    """Write a whole model. `tokenizer`: folder from which the tokenizer is copied."""
-    save_policy(model, tokenizer, folder / POLICY)
-
-
 def read_policy(folder: Path, model: PreTrainedModel) -> None:
-    """Load the weights of a whole model, which `write_policy` wrote, into a model.
+    """Load the weights of a whole model, which are in the folder `POLICY`, into a model.
 
     Raises:
         StoreError: files are missing or damaged, or their tensors have other names or shapes.

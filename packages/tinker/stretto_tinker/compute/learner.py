@@ -1,4 +1,4 @@
-"""Training of a client's model (satisfies `backend.TrainedModel`).
+"""Training of a client's model.
 
 Axes: N position, K target of a position.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.gradients import whole_gradient
 from stretto.weights.shared_memory import digest_of_tensor
-from stretto_tinker.compute.backend import Pieces
 from stretto_tinker.compute.files import read_optimizer, write_optimizer
 from stretto_tinker.compute.losses import as_tensors, loss_of
 from stretto_tinker.wire.bodies import Adam
@@ -32,28 +31,36 @@ from stretto_tinker.wire.outputs import Computed, Floats
 _UNCHANGED = Sampling(max_tokens=1)
 
 
-@dataclass(frozen=True)
-class Files:
-    """Functions that write the weights of a model into a folder, and read them from it."""
-
-    write: Callable[[PreTrainedModel, Path], None]
-    read: Callable[[PreTrainedModel, Path], None]
+Found = TypeVar("Found")
+#: Work in pieces, as a generator. After each piece but the last it yields the number of tokens computed, so that the
+#: caller can serve others before it continues. It returns the result.
+Pieces = Generator[int, None, Found]
+#: Writes the weights of a model into a folder, or reads them from it.
+ModelFiles = Callable[[PreTrainedModel, Path], None]
 
 
 class Learner:
-    """A model with AdamW; computes forward and backward passes in micro-batches."""
+    """A client's model in memory, with AdamW. Gradients accumulate until a step; passes are computed in
+    micro-batches."""
 
-    def __init__(self, model: PreTrainedModel, micro_batch_tokens: int, files: Files) -> None:
+    def __init__(self, model: PreTrainedModel, micro_batch_tokens: int, write: ModelFiles, read: ModelFiles) -> None:
         """`model` has the packed attention; its parameters that require gradients are trained. `micro_batch_tokens`:
         most tokens of a micro-batch."""
-        self._model, self._tokens, self._files = model, micro_batch_tokens, files
+        self._model, self._tokens, self._write, self._read = model, micro_batch_tokens, write, read
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._adamw = torch.optim.AdamW(self._parameters, fused=True)
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str, config: Mapping[str, float], *, backward: bool
     ) -> Pieces[Computed]:
-        """See `TrainedModel`. Each piece is one micro-batch."""
+        """Compute the log-probabilities of all targets and the summed loss. With `backward`, add the gradient of this
+        sum to the accumulated gradient. After an error, or if the generator is closed before its end, the gradient is
+        as before. Each piece is one micro-batch.
+
+        Args:
+            loss: name of a loss of `compute.losses`.
+            config: its settings.
+        """
         logprobs: dict[int, Floats] = {}
         total, tokens = 0.0, 0
         lengths = [datum.targets.size for datum in data]
@@ -92,6 +99,11 @@ class Learner:
         return float(value.detach())
 
     def optim_step(self, adam: Adam) -> Mapping[str, float]:
+        """Take one step of AdamW with the accumulated gradient, and clear it; returns metrics by name.
+
+        Raises:
+            RefusedRequest: the gradient is not finite. It is cleared; weights and optimizer are unchanged.
+        """
         limit = adam.grad_clip_norm if adam.grad_clip_norm > 0 else math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
         if not math.isfinite(norm):
@@ -105,20 +117,29 @@ class Learner:
         return {"grad_norm": norm}
 
     def clear(self) -> None:
+        """Set the accumulated gradient to zero."""
         self._adamw.zero_grad(set_to_none=True)
 
     def digest(self) -> str:
+        """Checksum of the trained weights, as hexadecimal text."""
         whole = hashlib.blake2b(digest_size=16)
         for parameter in self._parameters:
             whole.update(str(digest_of_tensor(parameter.detach()).checksum).encode())
         return whole.hexdigest()
 
     def save(self, folder: Path) -> None:
-        self._files.write(self._model, folder)
+        """Write weights and optimizer state into an empty folder. Adapters are written in peft's format, a whole model
+        in that of transformers."""
+        self._write(self._model, folder)
         write_optimizer(folder, self._model, self._adamw)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        self._files.read(self._model, folder)
+        """Load weights that `save` wrote. `optimizer`: load the optimizer state too; otherwise it is reset.
+
+        Raises:
+            StoreError: files are missing or damaged, or the tensors have other shapes.
+        """
+        self._read(self._model, folder)
         self._adamw.state.clear()
         if optimizer:
             read_optimizer(folder, self._model, self._adamw)

@@ -1,4 +1,4 @@
-"""Sampling from and scoring with the weights of one model (satisfies `backend.SampledModel`).
+"""Sampling from and scoring with the weights of one model.
 
 Axes: P prompt token, V vocabulary.
 """
@@ -6,10 +6,10 @@ Axes: P prompt token, V vocabulary.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from stretto.engine.native.sampling import BrokenLogits
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import hidden_states, pack_tokens, token_logprobs
-from stretto_tinker.compute.backend import Ended, Wish
 from stretto_tinker.wire.bodies import SamplingParams
 from stretto_tinker.wire.outputs import Floats, Likeliest, SampledTokens
 
@@ -31,36 +30,45 @@ _NONE = -99_999.0  # log-probability that the SDK uses for an empty entry
 _ROWS = 256  # most rows of logits in memory at once
 
 
-class Views(Protocol):
-    """Makes models that have the same weights (Protocol)."""
+#: Outcome of a request for samples: its sequences, or the error.
+Ended = list[SampledTokens] | StrettoError
 
-    def view(self, attention: str) -> PreTrainedModel:
-        """Make a model with these weights. `attention`: name of its attention implementation."""
 
-    def take(self, folder: Path) -> bool:
-        """Load other weights into all models that were made; returns False, with nothing changed, if they have another
-        shape.
+class Wish(msgspec.Struct, frozen=True):
+    """Sequences to sample after one prompt, one for each of `seeds`."""
 
-        Raises:
-            StoreError: files are missing or damaged.
-        """
+    prompt: tuple[int, ...]
+    seeds: tuple[int, ...]
+    settings: SamplingParams
+    likeliest: int = 0  # number of likeliest tokens to return at each sampled position
 
 
 class Sampler:
     """Samples with an engine, and scores prompts with a packed forward of a second model with the same weights."""
 
     def __init__(
-        self, engine: NativeEngine, views: Views, tokenizer: Tokenizer, context: int, *, slots: int, cache: int
+        self,
+        engine: NativeEngine,
+        view: Callable[[str], PreTrainedModel],
+        take: Callable[[Path], bool],
+        tokenizer: Tokenizer,
+        context: int,
+        *,
+        slots: int,
+        cache: int,
     ) -> None:
         """
         Args:
-            views: has made the engine's model, and makes the model for scoring when it is first needed.
+            view: makes another model with the engine's weights, by the name of its attention implementation; for
+                scoring, when it is first needed.
+            take: replaces the weights of all these models, as the method `take`.
             context: most tokens of a sequence.
             slots: most sequences that the engine samples at once.
             cache: most bytes of its KV cache.
         """
         self._slots = slots
-        self._engine, self._views, self._tokenizer, self._context = engine, views, tokenizer, context
+        self._engine, self._tokenizer, self._context = engine, tokenizer, context
+        self._view, self._take = view, take
         self._model: PreTrainedModel | None = None
         self._open: OrderedDict[str, tuple[Wish, dict[int, SampledTokens]]] = OrderedDict()
         self._cache: dict[str, int] = {}  # KV cache bytes of one sequence at its largest length, by open request
@@ -68,53 +76,75 @@ class Sampler:
 
     @property
     def idle(self) -> bool:
+        """Whether no sequence is open."""
         return not self._open
 
     @property
     def free(self) -> int:
+        """Number of free slots: sequences that could be sampled at once in addition to the open ones. Negative if
+        open sequences wait for a slot."""
         return self._slots - sum(len(wish.seeds) - len(found) for wish, found in self._open.values())
 
     def take(self, folder: Path) -> bool:
-        return self._views.take(folder)
+        """Replace the weights by those that `Learner.save` wrote. Returns False, with nothing changed, if they
+        have another shape. Call it only while no sequence is open.
+
+        Raises:
+            StoreError: files are missing or damaged; this model is unusable from then on.
+        """
+        return self._take(folder)
 
     def add(self, id: str, wish: Wish) -> None:
+        """Add a request to sample, with the unique `id`; `step` computes it.
+
+        Raises:
+            RefusedRequest: names the wrong field.
+        """
         sampling = sampling_of(wish.settings, self._tokenizer.eos_token_ids, len(wish.prompt), self._context)
         self._engine.add(GenerateRequest(id, wish.prompt, wish.seeds, sampling, top_logprobs=wish.likeliest))
         self._open[id], self._cache[id] = (wish, {}), self._engine.cache_of(len(wish.prompt) + sampling.max_tokens)
 
     def abort(self, id: str) -> None:
+        """Stop sampling a request and drop its sequences; an unknown id is ignored."""
         if self._open.pop(id, None) is not None:
             self._engine.abort(id)
 
     @property
     def computed(self) -> int:
+        """Number of tokens computed so far: scored and prefilled prompt tokens, and sampled tokens."""
         return self._scored + self._engine.computed
 
     @property
     def backlog(self) -> int:
+        """Number of tokens that are computed before a sequence that is added now."""
         return self._engine.backlog
 
     def fits(self, sequences: int, tokens: int) -> bool:
-        """See `SampledModel`. The last sixteenth of the cache counts as used, because the engine starts no sequence
-        there."""
+        """Whether slots and KV cache have room for further sequences of `tokens` tokens each, prompt included. Each
+        open sequence counts with its largest possible length, and the last sixteenth of the cache as used, because the
+        engine starts no sequence there."""
         cache = sequences * self._engine.cache_of(min(tokens, self._context))
         cache += sum(self._cache[id] * (len(one.seeds) - len(found)) for id, (one, found) in self._open.items())
         return sequences <= self.free and cache <= self._limit - self._limit // 16
 
     @property
     def cache(self) -> int:
+        """Bytes of KV cache allocated now."""
         return self._engine.cache_allocated
 
     @property
     def least_cache(self) -> int:
+        """Bytes of KV cache that the longest open sequence needs to reach its end."""
         return max((self._cache[id] for id in self._open), default=0)
 
     def limit(self, cache: int) -> None:
+        """Limit the KV cache to `cache` bytes from now on. Entries that are dropped are recomputed when needed."""
         if cache != self._limit:
             self._limit = cache
             self._engine.limit(cache)
 
     def step(self) -> dict[str, Ended]:
+        """Sample one token of each sequence that has a slot; returns the outcomes of requests that ended, by id."""
         try:
             completions = self._engine.step()
         except BrokenLogits as broken:
@@ -133,6 +163,7 @@ class Sampler:
 
     @torch.no_grad()
     def score(self, prompt: Sequence[int], first: int) -> Floats:
+        """Score a prompt: log-probability of each token [P] from position `first` (at least 1) on, NaN before."""
         found = np.full(len(prompt), np.nan, np.float32)
         if first < len(prompt):
             self._scored += len(prompt)
@@ -141,6 +172,7 @@ class Sampler:
         return found
 
     def likeliest(self, prompt: Sequence[int], first: int, width: int) -> Likeliest:
+        """The `width` likeliest tokens at each position of a prompt from `first` on, [P, width]."""
         ids = np.zeros((len(prompt), width), np.int32)
         logprobs = np.full((len(prompt), width), _NONE, np.float32)
         for start, rows_PV in self._rows(prompt, first):
@@ -150,6 +182,12 @@ class Sampler:
         return Likeliest(ids, logprobs)
 
     def score_targets(self, prompt: Sequence[int], targets: Sequence[Sequence[int]]) -> Floats:
+        """Log-probabilities of given tokens in place of the prompt's, [P - 1, K]. Row i of `targets` has the tokens for
+        position i + 1; the result for token -1 is 0.
+
+        Raises:
+            RefusedRequest: a token is not in the vocabulary.
+        """
         wanted = torch.tensor(targets, dtype=torch.int64)
         vocabulary = self._forward().get_output_embeddings().weight.shape[0]
         if len(wrong := wanted[wanted >= vocabulary]):
@@ -163,6 +201,8 @@ class Sampler:
         return found
 
     def draw(self, prompt: Sequence[int], width: int, settings: SamplingParams, seed: int) -> Likeliest:
+        """Draw `width` tokens at each position of a prompt after the first, [P - 1, width], with their
+        log-probabilities. Of `settings` only the temperature counts."""
         shape = (max(0, len(prompt) - 1), width)
         ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         random = torch.Generator().manual_seed(seed % 2**63)
@@ -193,7 +233,7 @@ class Sampler:
 
     def _forward(self) -> PreTrainedModel:
         if self._model is None:
-            self._model = self._views.view(PACKED_ATTENTION)
+            self._model = self._view(PACKED_ATTENTION)
         return self._model
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from stretto_tinker.compute.backend import Backend
+from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.http.exchange import NotServed
 from stretto_tinker.record.checkpoints import Place, Weights
 from stretto_tinker.record.dates import now
@@ -78,7 +78,13 @@ class Service:
     are treated as missing."""
 
     def __init__(
-        self, backend: Backend, record: Record, weights: Weights, worker: Worker, changes: Changes, keys: frozenset[str]
+        self,
+        backend: LocalBackend,
+        record: Record,
+        weights: Weights,
+        worker: Worker,
+        changes: Changes,
+        keys: frozenset[str],
     ) -> None:
         """`keys`: accepted API keys; empty to accept every key, each as a client of its own."""
         self.backend, self.record, self.weights, self.worker, self.changes = backend, record, weights, worker, changes

@@ -22,7 +22,9 @@ from typing import Any
 import msgspec
 
 from stretto.core.errors import RefusedRequest, StoreError, nearest
-from stretto_tinker.compute.backend import Backend, Found, Pieces, Shape, TrainedModel
+from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.compute.files import Shape
+from stretto_tinker.compute.learner import Found, Learner, Pieces
 from stretto_tinker.compute.losses import loss_of
 from stretto_tinker.record.checkpoints import Place, Weights
 from stretto_tinker.record.record import DONE, Asked, ModelRow, Record
@@ -63,7 +65,7 @@ class Live:
         saving: seconds that writing the last snapshot took.
     """
 
-    model: TrainedModel
+    model: Learner
     facts: ModelFacts
     seq: int = -1
     broken: str = ""
@@ -75,7 +77,7 @@ class Live:
 class Models:
     """Models in memory: restores them from record and snapshot, applies requests, writes snapshots."""
 
-    def __init__(self, backend: Backend, record: Record, weights: Weights) -> None:
+    def __init__(self, backend: LocalBackend, record: Record, weights: Weights) -> None:
         self.backend, self._record, self._weights = backend, record, weights
         self._live: dict[str, Live] = {}
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from stretto.core.errors import RefusedRequest, StrettoError
 from stretto.core.records import derive_seed
-from stretto_tinker.compute.backend import Backend, SampledModel, Wish
+from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.compute.sampler import Sampler, Wish
 from stretto_tinker.record.record import Asked
 from stretto_tinker.wire.bodies import Sample, TargetIds
 from stretto_tinker.wire.outputs import Floats, Likeliest, Sampled, encode_sampled
@@ -71,11 +72,11 @@ class Engines:
     the new weights instead, if their shape is the same.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: LocalBackend) -> None:
         self._backend = backend
-        self._engines: OrderedDict[Lane, SampledModel] = OrderedDict()  # the most recently used last
+        self._engines: OrderedDict[Lane, Sampler] = OrderedDict()  # the most recently used last
 
-    def of(self, lane: Lane, folder: Path | None) -> SampledModel:
+    def of(self, lane: Lane, folder: Path | None) -> Sampler:
         """Return the engine of a lane, made if needed. `folder`: its weights, None for the base model.
 
         Raises:
@@ -86,14 +87,14 @@ class Engines:
         self._engines.move_to_end(lane)
         return self._engines[lane]
 
-    def _reused(self, folder: Path | None) -> SampledModel | None:
+    def _reused(self, folder: Path | None) -> Sampler | None:
         idle = [lane for lane, engine in self._engines.items() if engine.idle and lane.weights]
         if len(idle) < _FEWEST_IDLE or folder is None:
             return None
         engine = self._engines.pop(idle[0])
         return engine if engine.take(folder) else None
 
-    def make_room(self, chosen: SampledModel) -> None:
+    def make_room(self, chosen: Sampler) -> None:
         """Give an engine its share of the KV cache, at least what its longest sequence needs. If there is not enough
         room, the limits of other engines are reduced: idle ones first, then the least recently used."""
         others = [engine for engine in self._engines.values() if engine is not chosen]
@@ -122,7 +123,7 @@ class Engines:
         for lane in idle[: max(0, len(idle) - _FEWEST_IDLE)]:
             del self._engines[lane]
 
-    def discard(self, failed: SampledModel) -> None:
+    def discard(self, failed: Sampler) -> None:
         """Remove an engine that has failed, under whatever lane: its weights may have been replaced meanwhile."""
         for lane in [lane for lane, engine in self._engines.items() if engine is failed]:
             del self._engines[lane]
@@ -184,7 +185,7 @@ class SampleQueue:
 class Sampling:
     """Open requests of one engine: those that it is sampling."""
 
-    def __init__(self, engine: SampledModel) -> None:
+    def __init__(self, engine: Sampler) -> None:
         self.engine = engine
         self._open: dict[str, tuple[Asked, Sampled]] = {}
         self._sequences: dict[str, int] = {}  # number of sequences by open request

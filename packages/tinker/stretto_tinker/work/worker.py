@@ -24,7 +24,8 @@ from functools import partial
 import msgspec
 
 from stretto.core.errors import RefusedRequest, StoreError, StrettoError, described
-from stretto_tinker.compute.backend import Backend, Pieces
+from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.compute.learner import Pieces
 from stretto_tinker.record.checkpoints import Place, Weights
 from stretto_tinker.record.record import DONE, FAILED, Asked, ModelRow, Record
 from stretto_tinker.work import turns
@@ -68,7 +69,7 @@ class _ModelLane:
 class Worker:
     """Computes requests in its own thread (see the module). All public methods may be called in any thread."""
 
-    def __init__(self, backend: Backend, record: Record, weights: Weights, settled: Settled) -> None:
+    def __init__(self, backend: LocalBackend, record: Record, weights: Weights, settled: Settled) -> None:
         self._record, self._weights, self._settled = record, weights, settled
         self.models = Models(backend, record, weights)
         self._saving = Saving(record, weights)
