@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from stretto.conversation.messages import ChatRequest, SampledTurn
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
-from stretto.processes.http.asgi import HttpExchange, header, read_body, unless_gone
+from stretto.processes.http.asgi import WRITE_NOW, Header, header, read_body, reply, unless_gone
 from stretto.processes.http.names import HostNames, foreign_host
 from stretto_gateway.dialects.dialect import Dialect, TokenCount, refusal
 from stretto_gateway.dialects.openai import ChoiceDialect
@@ -27,6 +27,12 @@ from stretto_gateway.requests import NotServed, Request
 _KEEP_ALIVE_SECONDS = 15.0  # usual idle timeouts of proxies and load balancers are 30 s or more
 _BODY_SECONDS = 60.0
 _MODELS = "/v1/models"
+_JSON = "application/json"
+_STREAMED = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies pass keep-alive comments on at once
+]
 _STATUSES = {
     "400": "a field is wrong",
     "401": "the key is missing or wrong",
@@ -36,7 +42,7 @@ _STATUSES = {
     "503": "the client may try again",
 }
 _DETAILS = {"type": "object", "required": ["message", "type"]}
-_ERROR = {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": _DETAILS}}}}
+_ERROR = {_JSON: {"schema": {"type": "object", "required": ["error"], "properties": {"error": _DETAILS}}}}
 _RESPONSES: Mapping[str, Any] = {
     "responses": {
         "200": {"description": "a reply"},
@@ -45,10 +51,12 @@ _RESPONSES: Mapping[str, Any] = {
 }
 
 
-class ChatExchange(HttpExchange):
-    """One HTTP request to a chat server, and its reply.
+class ChatExchange:
+    """One HTTP request to a chat server, and its reply, which is sent whole or as a stream of events.
 
     Attributes:
+        status: status of the reply once it has begun; 0 before.
+        headers: further headers of the reply.
         path: path of the request, without a session's key in it.
         key: API key that the client sent; "" for none.
         dialect: dialect of the reply, errors included.
@@ -56,8 +64,10 @@ class ChatExchange(HttpExchange):
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, path: str, key: str) -> None:
-        super().__init__(scope, receive, send)
+        self.scope, self.receive, self._send = scope, receive, send
         self.path, self.key = path, key
+        self.status = 0
+        self.headers: list[Header] = []
         self.dialect: Dialect | ChoiceDialect
         self.request: Request | None = None
 
@@ -68,6 +78,29 @@ class ChatExchange(HttpExchange):
     async def show(self, found: object) -> None:
         """Reply with a value as JSON."""
         await self.reply(msgspec.json.encode(found))
+
+    async def send(self, message: Message) -> None:
+        """Send an ASGI message."""
+        self.status = self.status or message["status"]  # the first message of a reply has it
+        await self._send(message)
+
+    async def reply(self, body: bytes, status: int = 200, media: str = _JSON) -> None:
+        """Send a whole reply."""
+        await reply(self.send, status, media, body, self.headers)
+
+    @property
+    def write_now(self) -> Callable[[Callable[[], bytes]], bool] | None:
+        """Function that writes events of a stream at once, after its headers; None if the server lacks the extension.
+        Call it with a function that makes the events. If the client lags, it returns False without making them."""
+        found: Callable[[Callable[[], bytes]], bool] | None = self.scope.get("extensions", {}).get(WRITE_NOW)
+        return found
+
+    async def write(self, events: bytes, *, last: bool = False) -> None:
+        """Send events; the first call also sends the headers."""
+        if not self.status:
+            headers = [*_STREAMED, *self.headers]
+            await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.send({"type": "http.response.body", "body": events, "more_body": not last})
 
 
 Handler = Callable[[ChatExchange], Awaitable[None]]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from stretto.core.errors import RefusedRequest
 from stretto.core.tasks import cancel_and_wait
@@ -16,16 +16,9 @@ from stretto.core.tasks import cancel_and_wait
 #: Default limit on the body of a request, in bytes; a longer body is refused before it is read to its end.
 LARGEST_BODY = 16 << 20
 _DROPPED_BYTES, _DROPPED_SECONDS = 64 << 20, 5.0  # most that is read and dropped of a refused body
-JSON, EVENT_STREAM = "application/json", "text/event-stream; charset=utf-8"
 #: ASGI extension: a function with which an application writes a part of a reply at once (`processes.http.server`).
 WRITE_NOW = "stretto.write_now"
-WriteNow = Callable[[Callable[[], bytes]], bool]
 KEEP_ALIVE = b": keep-alive\n\n"  #: a comment in a stream of events, which clients skip
-_STREAMED = [
-    (b"content-type", EVENT_STREAM.encode()),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies pass keep-alive comments on at once
-]
 
 Header = tuple[bytes, bytes]
 T = TypeVar("T")
@@ -117,40 +110,3 @@ def sent_event(data: object, kind: str = "", id: object = None) -> bytes:
     """
     head = (f"event: {kind}\n" if kind else "") + ("" if id is None else f"id: {id}\n")
     return b"%bdata: %b\n\n" % (head.encode(), msgspec.json.encode(data))
-
-
-class HttpExchange:
-    """One request and its reply, which is sent whole or as a stream of events.
-
-    Attributes:
-        status: status of the reply once it has begun; 0 before.
-        headers: further headers of the reply.
-    """
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope, self.receive, self._send = scope, receive, send
-        self.status = 0
-        self.headers: list[Header] = []
-
-    async def send(self, message: Message) -> None:
-        """Send an ASGI message."""
-        self.status = self.status or message["status"]  # the first message of a reply has it
-        await self._send(message)
-
-    async def reply(self, body: bytes, status: int = 200, media: str = JSON) -> None:
-        """Send a whole reply."""
-        await reply(self.send, status, media, body, self.headers)
-
-    @property
-    def write_now(self) -> WriteNow | None:
-        """Function that writes events of a stream at once, after its headers; None if the server lacks the extension.
-        Call it with a function that makes the events. If the client lags, it returns False without making them."""
-        found: WriteNow | None = self.scope.get("extensions", {}).get(WRITE_NOW)
-        return found
-
-    async def write(self, events: bytes, *, last: bool = False) -> None:
-        """Send events; the first call also sends the headers."""
-        if not self.status:
-            headers = [*_STREAMED, *self.headers]
-            await self.send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self.send({"type": "http.response.body", "body": events, "more_body": not last})
