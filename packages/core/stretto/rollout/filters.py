@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from stretto.core.records import Group, Outcome, StopReason, Trajectory
+from stretto.core.records import Group, Outcome, StopReason
 from stretto.rollout.config import FILTERS, RolloutConfig
 
 #: Returns the refused trajectories of a group: the reason by trajectory id.
@@ -57,19 +57,19 @@ def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, 
     trajectories would be left, all are refused."""
     reasons: dict[str, str] = {}
     for refuses in chosen:
-        left = tuple(t for t in group.trajectories if t.id not in reasons)
-        if not left:
+        if not (left := _without(group, reasons)).trajectories:
             break
-        reasons |= refuses(_of(group, left))
-    left = tuple(t for t in group.trajectories if t.id not in reasons)
-    if reasons and len(left) < fewest:
-        reasons |= _all(_of(group, left), f"only {len(left)} completions of the group are left")
+        reasons |= refuses(left)
+    left = _without(group, reasons)
+    if reasons and (count := len(left.trajectories)) < fewest:
+        reasons |= _all(left, f"only {count} completions of the group are left")
     return reasons
+
+
+def _without(group: Group, reasons: Mapping[str, str]) -> Group:
+    left = tuple(t for t in group.trajectories if t.id not in reasons)
+    return msgspec.structs.replace(group, trajectories=left)
 
 
 def _all(group: Group, reason: str) -> dict[str, str]:
     return dict.fromkeys((t.id for t in group.trajectories), reason)
-
-
-def _of(group: Group, trajectories: tuple[Trajectory, ...]) -> Group:
-    return msgspec.structs.replace(group, trajectories=trajectories)

@@ -86,7 +86,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` to the file `path` and sync it to disk. Readers see the old file or the new one, never a part."""
     with whole_file(path) as file:
         file.write(data)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def identity(path: Path) -> tuple[int, int] | None:
@@ -98,13 +98,8 @@ def identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def sync_folder(path: Path) -> None:
-    """Sync a folder's entries to disk."""
-    sync_file(path)
-
-
-def sync_file(path: Path) -> None:
-    """Sync a file's contents to disk, where the file system supports it."""
+def sync(path: Path) -> None:
+    """Sync a file's contents, or a folder's entries, to disk, where the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

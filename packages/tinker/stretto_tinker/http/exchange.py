@@ -99,8 +99,3 @@ Handler = Callable[[Call], Awaitable[Response]]
 def told(found: Any, status: int = 200) -> Response:
     """Make a reply with a value as JSON."""
     return Response(msgspec.json.encode(found), status, media_type=JSON)
-
-
-def encoded(body: bytes, media: str = JSON) -> Response:
-    """Make a reply with an encoded body. `media`: its content type."""
-    return Response(body, media_type=media)

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from stretto_tinker.http.exchange import PROTO, Call, Handler, NotServed, encoded, told
+from stretto_tinker.http.exchange import JSON, PROTO, Call, Handler, NotServed, told
 from stretto_tinker.http.sampling import CLONE
 from stretto_tinker.http.service import Service
 from stretto_tinker.record import record as records
@@ -79,4 +79,4 @@ def _settled(asked: Asked, body: OfRequest, call: Call) -> Response:
         raise NotServed(406, f"the result of {asked.kind} is written as {PROTO} alone; ask for it")
     if body.allow_metadata_only and len(result) > _INLINE_BYTES:
         return told({"status": "complete_metadata", "response_payload_size": len(result)})
-    return encoded(result, PROTO) if asked.form == records.PROTO else encoded(result)
+    return Response(result, media_type=PROTO if asked.form == records.PROTO else JSON)

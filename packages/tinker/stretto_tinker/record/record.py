@@ -392,7 +392,7 @@ class Record:
         that it goes on."""
         if ids:
             sql = "UPDATE begun SET times = times + ? WHERE id IN (SELECT value FROM json_each(?))"
-            self._all(sql, by, encode(ids).decode())
+            self._all(sql, by, msgspec.json.encode(ids).decode())
 
     def none_computed(self) -> None:
         """Record that no request is being computed, when the server ends regularly."""
@@ -471,8 +471,3 @@ class Record:
     def drop_checkpoint(self, path: str) -> None:
         """Delete a checkpoint from the record; its files stay."""
         self._all("DELETE FROM checkpoints WHERE path = ?", path)
-
-
-def encode(value: object) -> bytes:
-    """Encode a value as JSON."""
-    return msgspec.json.encode(value)

@@ -10,7 +10,7 @@ import msgspec
 from stretto.core.errors import RefusedRequest
 from stretto_tinker.record.checkpoints import EXTERNAL, SAMPLER, TRAINING, Place, Weights, checked_name
 from stretto_tinker.record.dates import now
-from stretto_tinker.record.record import Asked, CheckpointRow, Record, SamplerRow, encode
+from stretto_tinker.record.record import Asked, CheckpointRow, Record, SamplerRow
 from stretto_tinker.wire.bodies import SaveWeights, parse
 from stretto_tinker.work.models import Live
 
@@ -46,21 +46,21 @@ class Saving:
         size = self._weights.write(self._weights.folder(place), _written(live, kind))
         expires = None if body.ttl_seconds is None else now() + body.ttl_seconds
         inflight = unnamed and body.kind == "inflight"
-        described = encode({"user_metadata": body.user_metadata, "unnamed": unnamed, "inflight": inflight})
+        described = msgspec.json.encode({"user_metadata": body.user_metadata, "unnamed": unnamed, "inflight": inflight})
         row = CheckpointRow(
             place.path, place.model, asked.owner, kind, place.name, now(), size, False, expires, asked.id, described
         )
         with self._record.together():
             self._record.add_checkpoint(row)
             if not unnamed:
-                return [place], encode({"path": place.path, "size_bytes": size, "type": asked.kind})
+                return [place], msgspec.json.encode({"path": place.path, "size_bytes": size, "type": asked.kind})
             sampler = self._open(body, place, asked)
             outdated = self._outdated(asked.lane) if inflight else []
             for one in outdated:
                 self._record.drop_checkpoint(one.path)
         for one in outdated:
             self._weights.drop(self._weights.folder(one))
-        return [place, *outdated], encode({"sampling_session_id": sampler, "type": asked.kind})
+        return [place, *outdated], msgspec.json.encode({"sampling_session_id": sampler, "type": asked.kind})
 
     def _outdated(self, model: str) -> list[Place]:
         """Places of in-flight weights of a model that can be deleted: all but the newest two. Empty while a sampler

@@ -24,7 +24,7 @@ import xxhash
 
 from stretto.core.errors import Problem, RunFolderError, StoreError
 from stretto.core.records import Record
-from stretto.store.files import is_lacking, sync_file, sync_folder
+from stretto.store.files import is_lacking, sync
 
 _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
@@ -221,13 +221,13 @@ def seal_files(folder: Path) -> dict[str, FileSeal]:
 
 def _seal(step: int, part: Path) -> None:
     for file in (path for path in part.rglob("*") if path.is_file()):
-        sync_file(file)
+        sync(file)
     for folder in sorted(path for path in part.rglob("*") if path.is_dir()):
-        sync_folder(folder)  # `part` itself is synced after the manifest
+        sync(folder)  # `part` itself is synced after the manifest
     manifest = msgspec.json.format(msgspec.json.encode(Manifest(step=step, files=seal_files(part))))
     (part / _MANIFEST).write_bytes(manifest)
-    sync_file(part / _MANIFEST)
-    sync_folder(part)
+    sync(part / _MANIFEST)
+    sync(part)
 
 
 def _switch(part: Path, final: Path) -> None:
@@ -243,7 +243,7 @@ def _switch(part: Path, final: Path) -> None:
         if not is_lacking(error):
             raise
         _copy(part, final)
-    sync_folder(final.parent)
+    sync(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -255,7 +255,7 @@ def _copy(part: Path, final: Path) -> None:
     for name in sorted(files, key=lambda name: name == Path(_MANIFEST)):
         (final / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(part / name, final / name)
-        sync_file(final / name)
+        sync(final / name)
 
 
 def _checksum(path: Path) -> str:

@@ -32,7 +32,7 @@ from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Batch, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
 from stretto.core.states import UNTRAINED
 from stretto.measures.goodput import OnRecord
-from stretto.store.files import identity, sync_file
+from stretto.store.files import identity, sync
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.forgetting import FORGET_PROMPTS, FORGET_TRAINED, FORGET_UNTRAINED, UNSETTLED
 from stretto.store.ledger.most_in_flight import MostInFlight
@@ -246,7 +246,7 @@ class Ledger:
         log = log_of(self._path)
         try:
             if log.exists():
-                sync_file(log)
+                sync(log)
         except OSError as error:
             raise StoreError(f"{self._path}: cannot be forced to disk: {error.strerror or error}") from error
 
