@@ -100,7 +100,7 @@ class NativeEngine:
         self._policy.tune(record)
 
     @classmethod
-    def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine", version: int = 0) -> Self:
+    def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine") -> Self:
         """Load the model and the tokenizer of a Hugging Face folder and make an engine.
 
         Raises:
@@ -109,7 +109,7 @@ class NativeEngine:
         model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
         tokenizer = partial(load_tokenizer, folder)
         grammars = partial(Grammars, tokenizer)
-        return cls(model, config, name=name, version=version, detokenizer=tokenizer, grammars=grammars)
+        return cls(model, config, name=name, detokenizer=tokenizer, grammars=grammars)
 
     def _spare(self) -> int | None:
         """Bytes free on the device after the KV cache at its largest and the working memory of a step; None without a
