@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.core.errors import StoreError
+from stretto.core.events import RecordedCall
 from stretto.core.records import NOTHING, PROMPT, Segment, State, StopReason
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from stretto.store.ledger.partials import JournaledCall, UnfinishedMember
+from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import read_unfinished
 from tests.store.conftest import as_format_4
 from tests.store.make import Make
@@ -115,20 +116,20 @@ def test_a_single_turn_is_written_without_a_place(path: Path) -> None:
 def test_a_durable_call_is_in_the_file_when_it_begins_and_when_it_ends(path: Path) -> None:
     ledger = ledger_in(path)
     ledger.begin_call(ID, 0, b"send the letter", durable=True)
-    assert member(path).calls == (JournaledCall(0, b"send the letter"),)
+    assert member(path).calls == (RecordedCall(0, b"send the letter"),)
     ledger.begin_call(ID, 1, b"2 + 2", durable=False)
     ledger.end_call(ID, 0, b"sent")
-    assert member(path).calls == (JournaledCall(0, b"send the letter", b"sent"), JournaledCall(1, b"2 + 2"))
+    assert member(path).calls == (RecordedCall(0, b"send the letter", b"sent"), RecordedCall(1, b"2 + 2"))
     ledger.end_call(ID, 1, b"4")
     crash(ledger)
-    assert member(path).calls == (JournaledCall(0, b"send the letter", b"sent"), JournaledCall(1, b"2 + 2")), (
+    assert member(path).calls == (RecordedCall(0, b"send the letter", b"sent"), RecordedCall(1, b"2 + 2")), (
         "nothing was promised"
     )
     with closing(Ledger(path, HOLD_BACK)) as ledger:
         ledger.end_call(ID, 1, b"4")
         ledger.begin_call(ID, 2, b"", durable=False)
         ledger.end_call(ID, 2, b"")
-    assert member(path).calls[1:] == (JournaledCall(1, b"2 + 2", b"4"), JournaledCall(2, b"", b""))
+    assert member(path).calls[1:] == (RecordedCall(1, b"2 + 2", b"4"), RecordedCall(2, b"", b""))
 
 
 def test_a_call_begins_once_and_ends_once(path: Path) -> None:
@@ -180,7 +181,7 @@ def test_a_run_of_format_4_goes_on_with_branches_and_calls(path: Path) -> None:
         ledger.journal(ID, Segment.of((9,), parent=0), node=1)
         ledger.begin_call(ID, 0, b"a", durable=True)
     assert member(path) == UnfinishedMember(
-        (sampled(4, 5, 6, end=StopReason.STOP), Segment.of((9,), parent=0)), (JournaledCall(0, b"a"),)
+        (sampled(4, 5, 6, end=StopReason.STOP), Segment.of((9,), parent=0)), (RecordedCall(0, b"a"),)
     )
 
 
@@ -290,12 +291,12 @@ def test_a_crash_loses_what_came_after_the_last_flush_and_nothing_before_it(
 
 def expected(events: list[tuple[str, int, Segment, bool]]) -> UnfinishedMember:
     segments = dict[int, Segment]()
-    calls = dict[int, JournaledCall]()
+    calls = dict[int, RecordedCall]()
     for kind, number, piece, _ in events:
         if kind == "piece":
             segments[number] = segments[number] + piece if number in segments else piece
         else:
             reply = b"reply %d" % number if kind == "end" else None
-            calls[number] = JournaledCall(number, b"asked %d" % number, reply)
+            calls[number] = RecordedCall(number, b"asked %d" % number, reply)
     whole = tuple(segments.get(node, Segment.of(parent=NOTHING)) for node in range(max(segments, default=-1) + 1))
     return UnfinishedMember(whole, tuple(calls.values()))

@@ -23,6 +23,7 @@ import msgspec
 from stretto.conversation.forest import Forest, Tokens, parent_of, way_to
 from stretto.core.engine import Generate
 from stretto.core.errors import CallInterrupted, EngineLost, StoreError
+from stretto.core.events import RecordedCall
 from stretto.core.records import PROMPT, GenerateRequest, Sampling, Segment, derive_seed
 
 _ONCE = b"once "  # prefix of the recorded request of a call that is not repeatable
@@ -61,17 +62,6 @@ class TurnRequest:
 Sampler = Callable[[TurnRequest], Awaitable[Segment]]
 
 
-class RecordedCall(Protocol):
-    """A recorded call. `asked`: encoded request; `reply`: encoded reply, None if none is recorded."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def asked(self) -> bytes: ...
-    @property
-    def reply(self) -> bytes | None: ...
-
-
 class SessionRecord(Protocol):
     """Storage of one session's turns and calls (Protocol)."""
 
@@ -84,15 +74,6 @@ class SessionRecord(Protocol):
 
     def end_call(self, number: int, reply: bytes) -> None:
         """Record the encoded reply of call `number`."""
-
-
-@dataclass
-class CallInMemory:
-    """A call of a session (satisfies `RecordedCall`)."""
-
-    number: int
-    asked: bytes
-    reply: bytes | None = None
 
 
 class Session:
@@ -135,7 +116,7 @@ class Session:
         own = [msgspec.structs.replace(one, parent=parent_of(segments, at)) for at, one in enumerate(segments)]
         self.id, self.forest = id, Forest(prompt, own)
         self._seed, self._sampler, self._record = seed, sampler, record
-        self._calls = [CallInMemory(call.number, call.asked, call.reply) for call in calls]
+        self._calls = [RecordedCall(call.number, call.asked, call.reply) for call in calls]
         self._claimed = set[int]()
         self._seeds: dict[int, int] = {}  # node: seed of the turn
         self._asked: Counter[Tokens] = Counter()  # number of turns that began with each prompt
@@ -146,7 +127,7 @@ class Session:
                 prompt = self._before(node)
                 self._seed_of(node, prompt)
                 self._turns.setdefault(prompt, deque()).append(node)
-        self._replies: dict[bytes, deque[CallInMemory]] = {}  # request: recorded calls that were not returned yet
+        self._replies: dict[bytes, deque[RecordedCall]] = {}  # request: recorded calls that were not returned yet
         for call in self._calls:
             self._replies.setdefault(call.asked, deque()).append(call)
 
@@ -246,7 +227,7 @@ class Session:
         else:
             if not repeatable:
                 self.check_calls()
-            call = CallInMemory(len(self._calls), kept)
+            call = RecordedCall(len(self._calls), kept)
             self._calls.append(call)
             self._record.begin_call(call.number, kept, durable=durable or not repeatable)
         if call.reply is None:
@@ -346,13 +327,13 @@ class MemoryRecord:
 
     def __init__(self) -> None:
         self.pieces: list[tuple[int, Segment]] = []
-        self.calls: list[CallInMemory] = []
+        self.calls: list[RecordedCall] = []
 
     def journal(self, node: int, piece: Segment) -> None:
         self.pieces.append((node, piece))
 
     def begin_call(self, number: int, asked: bytes, durable: bool) -> None:
-        self.calls.append(CallInMemory(number, asked))
+        self.calls.append(RecordedCall(number, asked))
 
     def end_call(self, number: int, reply: bytes) -> None:
         self.calls[number].reply = reply

@@ -1,10 +1,13 @@
-"""Spans: the activities of a run's roles, for the timeline. And the progress of supervised training.
+"""Spans: the activities of a run's roles, for the timeline. Also calls of sessions, and the progress of supervised
+training.
 
 A span is one activity of a role with start and end; the timeline plot has one lane per role. Times are seconds of the
 machine's monotonic clock (`time.monotonic`), which all processes of a machine share.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import msgspec
 
@@ -43,3 +46,13 @@ class SupervisedProgress(Record, frozen=True, tag=True):
     seconds: float = 0.0  # since the training began
     accuracy: float | None = None  # preferences: share of pairs ranked correctly
     phase: str = "warm start"
+
+
+@dataclass
+class RecordedCall:
+    """A call of a session: to a tool, or by an agent to the gateway. `asked`: encoded request. `reply`: encoded reply;
+    None while it has not come."""
+
+    number: int
+    asked: bytes
+    reply: bytes | None = None

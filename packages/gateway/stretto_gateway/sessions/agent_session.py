@@ -20,9 +20,10 @@ import msgspec
 from stretto.conversation.bridge import Bridge, CompletedTurn, NextPrompt
 from stretto.conversation.forest import parent_of, paths
 from stretto.conversation.messages import ChatRequest, Match, Message, SampledTurn, Tool
-from stretto.conversation.session import RecordedCall, Session
+from stretto.conversation.session import Session
 from stretto.core.deadlines import deadline
 from stretto.core.errors import RefusedRequest
+from stretto.core.events import RecordedCall
 from stretto.core.records import Record, Segment
 from stretto.core.states import LARGEST_REWARD, why_no_reward
 from stretto_gateway.model import ServedModel

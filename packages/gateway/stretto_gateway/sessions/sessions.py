@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stretto.conversation.session import CallInMemory, Sampler, Session, SessionRecord, joined_pieces
+from stretto.conversation.session import Sampler, Session, SessionRecord, joined_pieces
 from stretto.core.errors import UNREADABLE, Problem, RunFolderError
+from stretto.core.events import RecordedCall
 from stretto.core.records import Record, Segment, derive_seed
 from stretto.store.ledger.old_tokens import segment_of
 from stretto_gateway.model import ServedModel
@@ -223,7 +224,7 @@ class RecordedSessions:
         if not isinstance(opened, Opened):
             raise RunFolderError([Problem(f"{path}:1", "is not the beginning of a session", "give another folder")])
         record = FolderRecord(path)
-        calls = [CallInMemory(line.number, line.asked) for line in lines if isinstance(line, Began)]
+        calls = [RecordedCall(line.number, line.asked) for line in lines if isinstance(line, Began)]
         for line in lines:
             if isinstance(line, Replied):
                 calls[line.number].reply = line.reply

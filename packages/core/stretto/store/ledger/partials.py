@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from stretto.core.events import RecordedCall
 from stretto.core.records import NOTHING, Record, Segment
 from stretto.store.ledger.old_tokens import segment_of
 from stretto.store.ledger.seals import SIZE, check, seal
@@ -34,15 +35,6 @@ _parts = msgspec.msgpack.Decoder(list[Any]).decode
 Query = Callable[[str, tuple[int, ...]], list[Any]]
 
 
-class JournaledCall(Record, frozen=True):
-    """A call of a session: to a tool, or by an agent to the gateway. `asked`: encoded request. `reply`: encoded reply;
-    None while it has not come."""
-
-    number: int
-    asked: bytes
-    reply: bytes | None = None
-
-
 class UnfinishedMember(Record, frozen=True):
     """The recorded segments and calls of a trajectory in flight, each in order.
 
@@ -50,7 +42,7 @@ class UnfinishedMember(Record, frozen=True):
     """
 
     segments: tuple[Segment, ...] = ()
-    calls: tuple[JournaledCall, ...] = ()
+    calls: tuple[RecordedCall, ...] = ()
 
 
 def encode_piece(id: str, piece: Segment, node: int = 0) -> bytes:
@@ -101,7 +93,7 @@ def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterat
             yield _DELETE_PIECE, (key, begin)
 
 
-def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[JournaledCall]:
+def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[RecordedCall]:
     """Read the recorded calls of the trajectory `id` with row key `key`, in order.
 
     Raises:
@@ -109,7 +101,7 @@ def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[Jo
     """
     for number, asked, reply, sealed in connection.execute(_CALLS, (key,)):
         check(sealed, seal(id, number, asked, reply), f"call {number} of trajectory {id}")
-        yield JournaledCall(number, asked, reply)
+        yield RecordedCall(number, asked, reply)
 
 
 def read_member(connection: sqlite3.Connection, id: str, key: int, number: int) -> UnfinishedMember:
