@@ -101,6 +101,11 @@ def waiting(owner: str, awaited: str, seconds: float) -> Iterator[None]:
         del waits[wait]
 
 
+def open_waits() -> list[Wait]:
+    """Open waits of the running event loop, oldest first."""
+    return list(_OPEN.get(asyncio.get_running_loop(), ()))
+
+
 class StallTimer:
     """Seconds without progress, except for time in which this process itself was stopped.
 
@@ -141,8 +146,8 @@ class Watchdog:
         """
         before, self._before = self._before, self._progress()
         if self._stall.poll(moved=self._before != before) >= self._seconds:
-            loop = asyncio.get_running_loop()
-            raise NothingMoves(self._seconds, [_described(wait, loop.time()) for wait in _OPEN.get(loop, ())])
+            now = asyncio.get_running_loop().time()
+            raise NothingMoves(self._seconds, [_described(wait, now) for wait in open_waits()])
 
 
 def _described(wait: Wait, now: float) -> str:

@@ -92,7 +92,7 @@ def expire_what_is_stale(facts: QueueState) -> BatchChoice:
     fresh: list[Group] = []
     expired: list[Group] = []
     for group in facts.finished:
-        (fresh if (facts.version - group.oldest_version <= group.max_staleness) else expired).append(group)
+        (fresh if is_fresh(group, facts) else expired).append(group)
     taken = fresh[: facts.batch_size] if len(fresh) >= facts.batch_size else ()
     return BatchChoice(groups=tuple(taken), expired=tuple(expired))
 
@@ -103,6 +103,11 @@ POLICIES = {
     "mask": mask_what_is_stale,
     "expire": expire_what_is_stale,
 }
+
+
+def is_fresh(group: Group, facts: QueueState) -> bool:
+    """Whether no token of the group is staler than the group's bound at `facts.version`."""
+    return facts.version - group.oldest_version <= group.max_staleness
 
 
 def can_all_be_trained_in_time(left: Iterable[float], facts: QueueState) -> bool:
