@@ -304,17 +304,6 @@ class RetrieveFutures(msgspec.Struct, frozen=True):
     retrieved_request_ids: list[str] = []
 
 
-class CopyWeights(msgspec.Struct, frozen=True):
-    """``copy_weights``"""
-
-    source_path: str
-    session_id: str | None = None
-    model_seq_id: int | None = None
-    destination_project_id: str | None = None
-    ttl_seconds: int | None = None
-    weights_access_token: str | None = None
-
-
 class Lifetime(msgspec.Struct, frozen=True):
     """``checkpoints/ID/ttl``"""
 
