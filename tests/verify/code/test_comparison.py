@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from stretto_verify.code.comparison import same_text, same_value
 from stretto_verify.sandbox.values import encoded, lively, plain
+from tests.verify.tables import cases
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -36,78 +37,28 @@ LITERALS = st.recursive(
 )
 
 
-@pytest.mark.parametrize(
-    ("expected", "found", "same"),
-    [
-        ("1\n2\n", "1\n2", True),
-        ("1\n2", "1  \r\n2\n\n\n", True),
-        ("1 2", "1   2", True),
-        ("1\n2", "1 2", False),
-        ("1\n\n2", "1\n2", False),
-        ("", "\n \n", True),
-        ("", "x", False),
-        ("x", "", False),
-        ("YES", "yes", False),
-        ("7", "07", True),
-        ("7", "+7", True),
-        ("-0", "0", False),
-        ("7", "7.0", False),
-        ("7.0", "7", True),
-        ("0.5", ".5", True),
-        ("0.333333", "0.33333300001", True),
-        ("0.333333", "0.33334", False),
-        ("1e3", "1000", True),
-        ("0.0000001", "0.0000002", False),
-        ("1" * 500, "1" * 500, True),
-        ("1" * 500, "0" + "1" * 500, False),
-        ("9007199254740993", "9007199254740992", False),
-        ("1_0", "10", False),
-        ("١", "1", False),
-        ("nan", "0", False),
-        # zeros that were asked for
-        ("00101", "101", False),
-        ("00101", "00101", True),
-        ("007 1", "7 1", False),
-        ("-01", "-1", False),
-        ("09:05", "9:5", False),
-        ("00.5", "0.5", False),
-        ("0", "00", True),
-        ("0.5", "0.50", True),
-        ("#07", "#7", False),
-        ("000", "0", False),
-        # decimals are as exact as they are shown
-        ("5000000.5", "5000000.0", False),
-        ("5000000.5", "5000000", False),
-        ("5000000.5", "5000000.4", False),
-        ("5000000.5", "5000000.500000", True),
-        ("12345678.25", "12345678.0", False),
-        ("12345678.333333", "12345678.0", False),
-        ("12345678.333333", "12345678.333334", True),
-        ("0.333333333333", "0.333333", True),
-        ("0.3", "0.30001", False),
-        ("3.14", "3.14159", False),
-        ("1.5e10", "15000000000", True),
-        ("99999999.99", "100000000", False),
-        ("1000000.0", "1000000", True),
-        ("1000000.0", "1000001", False),
-        # spaces that are the answer
-        ("  *\n ***\n*****", "*\n***\n*****", False),
-        ("  *\n ***\n*****", "  *\n ***\n*****  \n", True),
-        ("    *\n   ***", " *\n***", True),
-        ("*    *", "* *", False),
-        ("* *", "*    *", False),
-        ("#..#\n#  #", "#..#\n# #", False),
-        ("  1\n 1 1\n1 2 1", "1\n1 1\n1 2 1", False),
-        ("a  b", "a b", False),
-        ("a b", "a  b", True),
-        ("a\tb", "a b", True),
-        ("if x:\n    y", "if x:\ny", False),
-        (" 5", "5", True),
-        ("1   2", "1 2", True),
-        ("1 2\n3 4", " 1 2\n3 4", True),
-        ("/\\\n\\/", "/\\\n\\/", True),
-    ],
-)
+TEXTS = r"""
+1⏎2⏎ ✓ 1⏎2 ¦ 1·2 ✓ 1···2 ¦ 1⏎2 ✗ 1·2 ¦ 1⏎⏎2 ✗ 1⏎2 ¦ YES ✗ yes ¦ 7 ✓ 07 ✓ +7 ✗ 7.0 ¦ -0 ✗ 0 ¦ 7.0 ✓ 7 ¦ 0.5 ✓ .5 ✓ 0.50
+0.333333 ✓ 0.33333300001 ✗ 0.33334 ¦ 1e3 ✓ 1000 ¦ 0.0000001 ✗ 0.0000002 ¦ 9007199254740993 ✗ 9007199254740992 ¦ 1_0 ✗ 10
+١ ✗ 1 ¦ nan ✗ 0 ¦ 00101 ✓ 00101 ✗ 101 ¦ 007·1 ✗ 7·1 ¦ -01 ✗ -1 ¦ 09:05 ✗ 9:5 ¦ 00.5 ✗ 0.5 ¦ 0 ✓ 00 ¦ #07 ✗ #7 ¦ 000 ✗ 0
+5000000.5 ✓ 5000000.500000 ✗ 5000000.0 ✗ 5000000 ✗ 5000000.4 ¦ 12345678.25 ✗ 12345678.0
+12345678.333333 ✓ 12345678.333334 ✗ 12345678.0 ¦ 0.333333333333 ✓ 0.333333 ¦ 0.3 ✗ 0.30001 ¦ 3.14 ✗ 3.14159
+1.5e10 ✓ 15000000000 ¦ 99999999.99 ✗ 100000000 ¦ 1000000.0 ✓ 1000000 ✗ 1000001 ¦ ··*⏎·***⏎***** ✓ ··*⏎·***⏎*****··⏎
+✗ *⏎***⏎***** ¦ ····*⏎···*** ✓ ·*⏎*** ¦ *····* ✗ *·* ¦ *·* ✗ *····* ¦ #..#⏎#··# ✗ #..#⏎#·#
+··1⏎·1·1⏎1·2·1 ✗ 1⏎1·1⏎1·2·1 ¦ a··b ✗ a·b ¦ a·b ✓ a··b ¦ if·x:⏎····y ✗ if·x:⏎y ¦ ·5 ✓ 5 ¦ 1···2 ✓ 1·2
+1·2⏎3·4 ✓ ·1·2⏎3·4 ¦ /\⏎\/ ✓ /\⏎\/
+"""
+UNPRINTED = [
+    ("1\n2", "1  \r\n2\n\n\n", True),
+    ("a\tb", "a b", True),
+    ("", "\n \n", True),
+    ("", "x", False),
+    ("x", "", False),
+]
+LONG = [("1" * 500, "1" * 500, True), ("1" * 500, "0" + "1" * 500, False)]
+
+
+@pytest.mark.parametrize(("expected", "found", "same"), [*cases(TEXTS), *UNPRINTED, *LONG])
 def test_texts(expected: str, found: str, same: bool) -> None:
     assert same_text(expected, found) is same
 
@@ -115,42 +66,15 @@ def test_texts(expected: str, found: str, same: bool) -> None:
 @pytest.mark.parametrize(
     ("expected", "found", "same"),
     [
-        (2, 2, True),
-        (2, 2.0, True),
-        (2, 2.0000001, False),
-        (2.0, 2, True),
-        (1.0, 1.0000005, True),
-        (1.0, 1.00001, False),
-        (1.0, 10**400, False),
-        (1, True, False),
-        (True, 1, False),
-        (0, None, False),
-        (0, False, False),
-        ("1", 1, False),
-        ([1, 2], [1, 2], True),
-        ([1, 2], [2, 1], False),
-        ([1], [1, 1], False),
-        ([1, 2], (1, 2), True),
-        ((1, 2), [1, 2], False),
-        ([[1]], ((1,),), True),
-        ({"a": [1]}, {"a": (1,)}, True),
-        ({"a": 1}, {"a": 1, "b": 2}, False),
-        ({1: "x"}, {1: "x"}, True),
-        ({1: "x"}, {"1": "x"}, False),
-        ({1, 2}, {2, 1}, True),
-        ({1, 2}, [1, 2], False),
-        (b"x", b"x", True),
-        (b"x", "x", False),
-        (math.nan, math.nan, True),
-        (math.inf, math.inf, True),
-        (math.inf, 1e308, False),
-        (5000000.5, 5000000.0, False),
-        (5000000.0, 5000003, False),
-        (1e22, 10**22, True),
-        (0.1 + 0.2, 0.3, True),
-        (1 / 3, 0.333333, True),
-        (-math.inf, math.inf, False),
-        (10**400, 10**400, True),
+        *[(2, 2, True), (2, 2.0, True), (2, 2.0000001, False), (2.0, 2, True), (1.0, 1.0000005, True)],
+        *[(1.0, 1.00001, False), (1.0, 10**400, False), (1, True, False), (True, 1, False), (0, None, False)],
+        *[(0, False, False), ("1", 1, False), ([1, 2], [1, 2], True), ([1, 2], [2, 1], False)],
+        *[([1], [1, 1], False), ([1, 2], (1, 2), True), ((1, 2), [1, 2], False), ([[1]], ((1,),), True)],
+        *[({"a": [1]}, {"a": (1,)}, True), ({"a": 1}, {"a": 1, "b": 2}, False), ({1: "x"}, {1: "x"}, True)],
+        *[({1: "x"}, {"1": "x"}, False), ({1, 2}, {2, 1}, True), ({1, 2}, [1, 2], False), (b"x", b"x", True)],
+        *[(b"x", "x", False), (math.nan, math.nan, True), (math.inf, math.inf, True), (math.inf, 1e308, False)],
+        *[(5000000.5, 5000000.0, False), (5000000.0, 5000003, False), (1e22, 10**22, True), (0.1 + 0.2, 0.3, True)],
+        *[(1 / 3, 0.333333, True), (-math.inf, math.inf, False), (10**400, 10**400, True)],
     ],
 )
 def test_values(expected: Any, found: Any, same: bool) -> None:

@@ -18,17 +18,9 @@ from stretto_verify.math.extract.terms import terms
 from stretto_verify.math.parse.account import accounts_for, candidates, says_nothing
 from stretto_verify.math.parse.reading import read
 from stretto_verify.math.parse.structure import LeftOver, Scalar, Unreadable
-from stretto_verify.math.reward import math
-from stretto_verify.verdicts import Undecided
+from tests.verify.math.judged import right
 
 GOLDS = ["A", "B", "C", "D", "42", "43", "7", "yes", "no", "(1,2)"]
-
-
-def right(gold: str, completion: str) -> bool:
-    try:
-        return math("", completion, gold)
-    except Undecided:
-        return False
 
 
 LONG = [pytest.param(seed, marks=pytest.mark.long) for seed in (4_000_037, 77_000_001, 900_000_011)]
@@ -81,34 +73,6 @@ def test_several_candidates_are_right_for_none_of_them(completion: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gold", "completion"),
-    [
-        ("42", "The answer is 42 apples in all."),
-        ("42", r"\boxed{42\text{ apples}}"),
-        ("42", "<answer>Every day she sells 42 of them.</answer>"),
-        ("42", "Answer: the sum of the first 10 terms is 42."),
-        ("42", "<answer>It is 42, not 41.</answer>"),
-        ("42", r"The answer is $42$ for every $n$."),
-        ("A", r"\boxed{\textbf{(A)}\ 42}"),
-        ("42", r"\boxed{\textbf{(A)}\ 42}"),
-        ("D", "The answer is for sure D, it can't be A or B"),
-        ("B", "It's not A because it doesn't fit, therefore I think it's B"),
-        ("C", "Choice: C"),
-        ("D", "<answer>The number of days is (D) 42</answer>"),
-        ("42", "<answer>The number that is divisible by 7 is 42</answer>"),
-        ("42", "The answer is B. 42. A quick check: C is too small."),
-        ("B", "The answer is B. 42. C is too small."),
-        ("C", "__Answer:__ C"),
-        ("C", "the option is (c)"),
-        ("7", "The final answer is #### 7."),
-        *[("D", f"{hedge} D is correct.") for hedge in ("Perhaps", "I think that", "So maybe", "Probably,")],
-    ],
-)
-def test_words_may_be_passed_over(gold: str, completion: str) -> None:
-    assert right(gold, completion)
-
-
-@pytest.mark.parametrize(
     ("between", "right_for"),
     [
         *[(word, "7") for word in ("finally", "then", "so", "hence", "最後", "最后是", "所以", ". Finally,")],
@@ -152,29 +116,11 @@ def test_a_number_in_a_term_is_no_answer_but_the_term_is(told: str, gold: str) -
             assert not right(number, completion)
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        "{0} out of {1}",
-        "{0} in {1}",
-        "{0} per {1}",
-        "{0} to {1}",
-        "{0} by {1}",
-        "{0} remainder {1}",
-        "{0} mod {1}",
-        "{0} {1}",
-        "{0}-{1}",
-        "{0}k",
-        "{0}i",
-        ">{0}",
-        "±{0}",
-        "{0}.{1}.{1}",
-        "{0}...",
-        "{0}‰",
-        "{0} of {1}",
-        "{0}{1}ab",
-    ],
-)
+PARTS = "{0} out of {1}, {0} in {1}, {0} per {1}, {0} to {1}, {0} by {1}, {0} remainder {1}, {0} mod {1}, {0} of {1}, "
+PARTS += "{0} {1}, {0}-{1}, {0}k, {0}i, >{0}, ±{0}, {0}.{1}.{1}, {0}..., {0}‰, {0}{1}ab"
+
+
+@pytest.mark.parametrize("told", PARTS.split(", "))
 def test_a_number_that_is_a_part_of_another_is_no_answer(told: str) -> None:
     for frame in ("It is {}.", "We get {} here", r"\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}."):
         completion = frame.format(told.format(42, 7))

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto_verify.math.reward import gold, math
+from stretto_verify.math.reward import gold
 from stretto_verify.verdicts import Undecided
+from tests.verify.math.judged import boxed, right
 
 PAIRS = [
     json.loads(line)
@@ -21,17 +22,10 @@ PAIRS = [
 ]
 
 
-def is_right(expected: str, answer: str) -> bool:
-    try:
-        return math("", answer, expected)
-    except Undecided:
-        return False
-
-
 @pytest.mark.parametrize("part", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_no_pair_is_accepted_falsely_and_at_most_two_percent_are_rejected_falsely(part: int) -> None:
     """Of every third pair, and in the long tests of all."""
-    found = [(pair["right"], is_right(pair["gold"], pair["answer"])) for pair in PAIRS[::part]]
+    found = [(pair["right"], right(pair["gold"], pair["answer"])) for pair in PAIRS[::part]]
     assert len(found) > 1_900 // part
     assert (False, True) not in found
     wanted = [accepted for expected, accepted in found if expected]
@@ -63,5 +57,5 @@ AGAINST = [
 
 @pytest.mark.parametrize(("expected", "degenerate"), AGAINST)
 def test_what_has_no_finite_value_answers_nothing(expected: str, degenerate: str) -> None:
-    assert not is_right(expected, rf"\boxed{{{degenerate}}}")
-    assert not is_right(expected, f"The answer is ${degenerate}$.")
+    assert not right(expected, boxed(degenerate))
+    assert not right(expected, f"The answer is ${degenerate}$.")

@@ -1,0 +1,26 @@
+"""Tables of cases, several in a line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+
+def cases(table: str) -> list[tuple[str, str, bool]]:
+    """What is expected, what is found, and whether that is right, of each case of a table.
+
+    What is expected stands before what is found: ✓ one that is right, ✗ one that is wrong, ☑ and ☒ the same in a box of
+    LaTeX. A broken bar or a new line divides what is expected; a line that begins with a mark goes on with the last
+    one. ⏎ is a line break, · a space.
+    """
+    return list(_cases(table))
+
+
+def _cases(table: str) -> Iterator[tuple[str, str, bool]]:
+    expected = ""
+    for part in re.split(" ¦ |\n", table.strip()):
+        first, *told = re.split(r" ?([✓✗☑☒]) ", part.replace("⏎", "\n"))
+        expected = first.replace("·", " ") or expected
+        for mark, found in zip(told[::2], told[1::2], strict=True):
+            text = found.replace("·", " ")
+            yield expected, rf"\boxed{{{text}}}" if mark in "☑☒" else text, mark in "✓☑"
