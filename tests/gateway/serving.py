@@ -54,6 +54,44 @@ def tokenizer_of(template: str = "qwen2_5") -> Tokenizer:
     return Tokenizer(template, (whole.eos_token_id,), whole, whole.backend_tokenizer)
 
 
+@functools.cache
+def shared_tokenizer() -> Tokenizer:
+    """One for all tests that do not change it."""
+    return tokenizer_of()
+
+
+def wished(path: str, *, tool: Any = None, schema: Any = None, one: bool = False) -> dict[str, Any]:
+    """A question in the dialect of a path, which ends in ``chat/completions``, ``responses`` or ``messages``.
+
+    Args:
+        path: where it is asked.
+        tool: schema of the arguments of ``add``, a tool that has to be called.
+        schema: that of the JSON which has to be answered.
+        one: there may be one call, and it follows its schema.
+    """
+    ask, form = [{"role": "user", "content": "1+2?"}], {"type": "json_schema", "schema": schema}
+    plain: dict[str, Any]
+    if path.endswith("chat/completions"):
+        function = {"name": "add", "parameters": tool, **({"strict": True} if one else {})}
+        plain = {"messages": ask}
+        called: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+        called |= {"parallel_tool_calls": False} if one else {}
+        shaped: dict[str, Any] = {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+        }
+    elif path.endswith("responses"):
+        plain = {"input": ask}
+        called = {"tools": [{"type": "function", "name": "add", "parameters": tool}]}
+        called |= {"tool_choice": {"type": "function", "name": "add"}}
+        shaped = {"text": {"format": {"name": "sum", **form}}}
+    else:
+        plain = {"messages": ask, "max_tokens": 200}
+        called = {"tools": [{"name": "add", "input_schema": tool}], "tool_choice": {"type": "any"}}
+        called["tool_choice"] |= {"disable_parallel_tool_use": True} if one else {}
+        shaped = {"output_config": {"format": form}}
+    return {"model": MODEL, **plain, **(called if tool else {}), **(shaped if schema else {})}
+
+
 def build_chat_model(folder: Path, context: int = 512) -> Path:
     """A tiny Llama that speaks ChatML in bytes."""
     tokenizer = tokenizer_of("qwen2_5")
@@ -95,7 +133,7 @@ class ScriptedModel:
     """
 
     script: Callable[[str], str]
-    tokenizer: Tokenizer = field(default_factory=tokenizer_of)
+    tokenizer: Tokenizer = field(default_factory=shared_tokenizer)
     asked: list[tuple[int, ...]] = field(default_factory=list)
     gate: asyncio.Event | None = None
     running: int = 0
@@ -202,7 +240,8 @@ async def served_gateway(
     server = HttpServer(settings_of(app), signals=False)
     serving = asyncio.create_task(server.serve([bound]))
     try:
-        async with httpx.AsyncClient(base_url=address, timeout=30) as client:
+        # Nothing is encrypted here, and to read the certificates takes longer than most tests.
+        async with httpx.AsyncClient(base_url=address, timeout=30, verify=False) as client:
             while not server.started:
                 await asyncio.sleep(0.005)
             yield ServedGateway(app, client, address)

@@ -32,6 +32,32 @@ PROMPT = Prompt("17", (), "3+8=", "11")
 
 
 @dataclass
+class Service:
+    """Asks for sessions, and goes on with the last one that it has got."""
+
+    client: httpx.AsyncClient
+    member: asyncio.Task[Trajectory]
+    session: dict[str, Any] = field(default_factory=dict)
+
+    async def open(self) -> None:
+        while (opened := await self.client.post("/sessions", json={})).status_code != 200:
+            await asyncio.sleep(0.01)
+        self.session = opened.json()
+
+    async def ask(self, text: str = "3+8=") -> httpx.Response:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
+        return await self.client.post(f"{self.session['base_url']}/chat/completions", json=body)
+
+    async def tell(self, what: str, **told: Any) -> httpx.Response:
+        """A ``reward``, or the ``end``."""
+        return await self.client.post(f"/sessions/{self.session['id']}/{what}", json=told)
+
+    async def end(self, reward: float) -> None:
+        await self.tell("reward", reward=reward)
+        await self.tell("end")
+
+
+@dataclass
 class Run:
     """The part of a run that agents need, with a record that outlives it."""
 
@@ -69,6 +95,14 @@ class Run:
                 task=lambda prompt, member, seed: {"prompt": prompt.text, "member": member, "seen": str(self.seen)},
             )
             yield AgentGroups(config, services, self.open_session, host)
+
+    @asynccontextmanager
+    async def service(self) -> AsyncIterator[Service]:
+        """A service beside a trajectory that waits for one."""
+        async with self.groups() as groups, httpx.AsyncClient(base_url=groups.services.address, verify=False) as client:
+            service = Service(client, asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5)))
+            await service.open()
+            yield service
 
     async def one(self, function: str = "", **settings: Any) -> Trajectory:
         async with self.groups(function, **settings) as groups:
@@ -237,37 +271,27 @@ async def test_the_session_of_a_trajectory_that_is_given_up_ends_before_its_prog
 @in_a_loop
 async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
-        refused = await client.post("/sessions", json={})
+    async with run.service() as service:
+        assert service.session["task"]["prompt"] == "3+8="
+        refused = await service.client.post("/sessions", json={})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        waiting = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
-        while (opened := await client.post("/sessions", json={})).status_code != 200:
-            await asyncio.sleep(0.01)
-        session = opened.json()
-        assert session["task"]["prompt"] == "3+8="
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "3+8="}]}
-        reply = await client.post(f"{session['base_url']}/chat/completions", json=body)
-        assert reply.status_code == 200
-        await client.post(f"/sessions/{session['id']}/reward", json={"reward": 0.5})
-        await client.post(f"/sessions/{session['id']}/end")
-        trajectory = await waiting
-        assert (trajectory.verdict.reward, trajectory.session) == (0.5, session["id"])
-        late = await client.post(f"{session['base_url']}/chat/completions", json=body)
-        assert late.status_code == 409
+        assert (await service.ask()).status_code == 200
+        await service.end(0.5)
+        trajectory = await service.member
+        assert (trajectory.verdict.reward, trajectory.session) == (0.5, service.session["id"])
+        assert (await service.ask()).status_code == 409
 
 
 @in_a_loop
 async def test_what_a_service_gives_up_fails_with_its_reason_and_not_with_its_reward(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
-        waiting = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
-        while (opened := await client.post("/sessions", json={})).status_code != 200:
-            await asyncio.sleep(0.01)
-        place = f"/sessions/{opened.json()['id']}"
-        await client.post(f"{place}/reward", json={"reward": 0.5})
-        assert (await client.post(f"{place}/end", json={"failed": 3})).status_code == 400
-        assert (await client.post(f"{place}/end", json={"failed": "the bus did not come"})).status_code == 200
-        assert (await waiting).verdict == Verdict(Outcome.UNDECIDED, None, "the agent failed: the bus did not come")
+    async with run.service() as service:
+        await service.tell("reward", reward=0.5)
+        assert (await service.tell("end", failed=3)).status_code == 400
+        assert (await service.tell("end", failed="the bus did not come")).status_code == 200
+        assert (await service.member).verdict == Verdict(
+            Outcome.UNDECIDED, None, "the agent failed: the bus did not come"
+        )
     # It is on record: a run that goes on does not ask again.
     assert (await run.one()).verdict.reason == "the agent failed: the bus did not come"
 
@@ -275,18 +299,11 @@ async def test_what_a_service_gives_up_fails_with_its_reason_and_not_with_its_re
 @in_a_loop
 async def test_an_end_that_was_acknowledged_is_on_record(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "3+8="}]}
-    async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
-        member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
-        while (reply := await client.post("/sessions", json={})).status_code != 200:
-            await asyncio.sleep(0.01)
-        session = reply.json()
-        await client.post(f"{session['base_url']}/chat/completions", json=body)
-        await client.post(f"/sessions/{session['id']}/reward", json={"reward": 0.5})
-        await client.post(f"/sessions/{session['id']}/end")
-        before = await member
-    async with run.groups() as groups:  # the conductor was killed: no service comes, and none is needed
-        after = await groups.member("0.17.0/3", PROMPT, 3, 5)
+    async with run.service() as service:
+        await service.ask()
+        await service.end(0.5)
+        before = await service.member
+    after = await run.one()  # the conductor was killed: no service comes, and none is needed
     assert len(run.model.asked) == 1
     assert (after.segments, after.verdict, after.text) == (before.segments, before.verdict, before.text)
     assert after.verdict.reward == 0.5
@@ -299,24 +316,17 @@ async def test_a_reward_is_on_record_at_once_and_holds_for_what_was_said(
 ) -> None:
     """The conductor is killed between a reward and the end. The next service asks the same, or something else, which
     the reward is not for: then the run scores it."""
-    run, trajectory = run_of(tmp_path), None
-    for asked, rewards in (("3+8=", [{"reward": 0.5}, {"reward": 0.75, "node": 1}]), (question, [])):
-        async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
-            member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
-            while (reply := await client.post("/sessions", json={})).status_code != 200:
-                await asyncio.sleep(0.01)
-            session = reply.json()
-            body = {"model": MODEL, "messages": [{"role": "user", "content": asked}]}
-            assert (await client.post(f"{session['base_url']}/chat/completions", json=body)).status_code == 200
-            for told in rewards:
-                assert (await client.post(f"/sessions/{session['id']}/reward", json=told)).status_code == 200
-            if rewards:
-                member.cancel()
-                await asyncio.gather(member, return_exceptions=True)
-            else:
-                await client.post(f"/sessions/{session['id']}/end")
-                trajectory = await member
-    assert trajectory is not None
+    run = run_of(tmp_path)
+    async with run.service() as service:
+        assert (await service.ask()).status_code == 200
+        for told in ({"reward": 0.5}, {"reward": 0.75, "node": 1}):
+            assert (await service.tell("reward", **told)).status_code == 200
+        service.member.cancel()
+        await asyncio.gather(service.member, return_exceptions=True)
+    async with run.service() as service:
+        assert (await service.ask(question)).status_code == 200
+        await service.tell("end")
+        trajectory = await service.member
     assert trajectory.verdict.reward == reward
     [turn] = [segment for segment in trajectory.segments if segment.sampled]
     assert turn.reward == (0.75 if question == "3+8=" else None)
@@ -350,23 +360,19 @@ async def test_a_reward_that_follows_a_broken_turn_decides_nothing(tmp_path: Pat
 @in_a_loop
 async def test_who_had_a_trajectory_has_no_part_in_it_when_it_is_made_again(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "3+8="}]}
-        opened = []
+    late: Service | None = None
+    async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address, verify=False) as client:
         for _ in range(2):  # as evaluations do
             run.records.clear()
             member = asyncio.create_task(groups.member("evaluation..h1/0", PROMPT, 0, 5))
-            while (reply := await client.post("/sessions", json={})).status_code != 200:
-                await asyncio.sleep(0.01)
-            opened.append(reply.json())
-            if len(opened) == 2:  # the first service is late
-                await client.post(f"/sessions/{opened[0]['id']}/reward", json={"reward": 0.0})
-                await client.post(f"/sessions/{opened[0]['id']}/end")
-                late = await client.post(f"{opened[0]['base_url']}/chat/completions", json=body)
-                assert late.status_code == 409
-            await client.post(f"{opened[-1]['base_url']}/chat/completions", json=body)
-            await client.post(f"/sessions/{opened[-1]['id']}/reward", json={"reward": 0.5})
-            await client.post(f"/sessions/{opened[-1]['id']}/end")
+            service = Service(client, member)
+            await service.open()
+            if late is not None:  # the first service
+                await late.end(0.0)
+                assert (await late.ask()).status_code == 409
+            late = service
+            await service.ask()
+            await service.end(0.5)
             trajectory = await member
             assert trajectory.verdict.reward == 0.5
             assert sum(segment.sampled for segment in trajectory.segments) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,19 @@ import pytest
 
 from stretto.core.errors import EngineLost
 from stretto.launch.recipe.agents import GatewayConfig
-from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway, in_a_loop, served_gateway, tokenizer_of
+from tests.gateway.serving import (
+    MODEL,
+    ScriptedModel,
+    ServedGateway,
+    in_a_loop,
+    served_gateway,
+    tokenizer_of,
+    wished,
+)
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
+RECORDED = Path(__file__).parents[1] / "data" / "session"
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the bus, then 1+2?"}]
 
 
@@ -79,25 +89,17 @@ async def test_arguments_written_otherwise_are_the_same_arguments(tmp_path: Path
     assert (shown["samples"], shown["branches"], shown["equal_as_json"]) == ([[0, 1, 2, 3]], {}, 1)
 
 
-@pytest.mark.parametrize(
-    ("back", "cause"),
-    [
-        ({"content": "Calling tools: add", "tool_calls": None}, "history_rewritten"),
-        ({"content": "Let me see."}, "history_rewritten"),
-    ],
-)
 @in_a_loop
-async def test_an_answer_that_comes_back_otherwise_begins_a_branch(
-    tmp_path: Path, back: dict[str, Any], cause: str
-) -> None:
+async def test_an_answer_that_comes_back_otherwise_begins_a_branch(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(calculator), tmp_path) as gateway:
-        session = await gateway.open()
-        await calculated(gateway, session, **back)
-        shown = await gateway.shown(session)
-    assert shown["branches"] == {cause: 1}
-    trained = [node for sample in shown["samples"] for node in sample if shown["nodes"][node]["sampled"]]
-    assert len(shown["samples"]) == 2
-    assert sorted(trained) == [node["id"] for node in shown["nodes"] if node["sampled"]]
+        for back in ({"content": "Calling tools: add", "tool_calls": None}, {"content": "Let me see."}):
+            session = await gateway.open()
+            await calculated(gateway, session, **back)
+            shown = await gateway.shown(session)
+            assert shown["branches"] == {"history_rewritten": 1}
+            trained = [node for sample in shown["samples"] for node in sample if shown["nodes"][node]["sampled"]]
+            assert len(shown["samples"]) == 2
+            assert sorted(trained) == [node["id"] for node in shown["nodes"] if node["sampled"]]
 
 
 @in_a_loop
@@ -307,9 +309,7 @@ async def test_what_is_not_served_is_refused_in_the_form_of_the_dialect(tmp_path
             return reply.status_code, str(error.get("code"))
 
         def body(text: str, model: str = MODEL) -> bytes:
-            asked = [{"role": "user", "content": text}]
-            fields = {"input": asked} if path == "/v1/responses" else {"messages": asked, "max_tokens": 9}
-            return json.dumps({"model": model, **fields}).encode()
+            return json.dumps({**wished(path), "model": model}).replace("1+2?", text).encode()
 
         assert (await told(body("hi"), key="wrong"))[0] == 401
         assert (await told(body("hi"), key="x"))[0] == 401
@@ -318,8 +318,7 @@ async def test_what_is_not_served_is_refused_in_the_form_of_the_dialect(tmp_path
         assert (await told(b"[]"))[0] == 400
         assert (await told(body("x" * 5000)))[0] == 413
         assert (await told(body("x" * 500)))[0] == 400
-        for number in range(1):
-            assert (await gateway.chat(session, [{"role": "user", "content": str(number)}])).status_code == 200
+        assert (await gateway.chat(session, [{"role": "user", "content": "one"}])).status_code == 200
         assert (await told(body("one more")))[0] == 400
         assert (await gateway.client.get(path)).status_code == 405
         assert (await gateway.client.post("/v1/nothing")).status_code == 404
@@ -397,3 +396,47 @@ async def test_sessions_at_once_keep_apart(tmp_path: Path) -> None:
 
         said = await asyncio.gather(*map(one, range(40)))
     assert said == [f"n{number}" for number in range(40)]
+
+
+@in_a_loop
+async def test_a_thought_that_the_prompt_has_begun_is_reasoning_and_no_answer(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    tokenizer._whole.chat_template += "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
+    cases = [("hm", "hm", ""), ("hm</think>\n\nyes", "hm", "yes"), ("", "", "")]
+    told = iter([said for said, _, _ in cases])
+    async with served_gateway(ScriptedModel(lambda prompt: next(told), tokenizer), tmp_path) as gateway:
+        for _, reasoning, content in cases:
+            said = await turn(gateway, await gateway.open(), ASK[1:])
+            assert (said.get("reasoning_content") or "", said["content"] or "") == (reasoning, content)
+
+
+@in_a_loop
+async def test_an_earlier_response_stands_for_its_messages_whether_its_instructions_are_told_again_or_not(
+    tmp_path: Path,
+) -> None:
+    model, brief = ScriptedModel(lambda prompt: "It is 3."), {"instructions": "Be brief."}
+    async with served_gateway(model, tmp_path) as gateway:
+        for again in ({}, brief):
+            session = await gateway.open()
+            url = f"{session['base_url']}/responses"
+            first = await gateway.client.post(url, json={"model": MODEL, "input": "1+2?", **brief})
+            behind = {"previous_response_id": first.json()["id"], **again}
+            await gateway.client.post(url, json={"model": MODEL, "input": "Sure?", **behind})
+            shown = await gateway.shown(session)
+            assert (shown["branches"], len(shown["samples"])) == ({}, 1)
+            text = model.tokenizer.spell(model.asked[-1])
+            assert text.count("Be brief.") == text.count("It is 3.") == text.count("Sure?") == 1
+
+
+@in_a_loop
+async def test_a_session_that_an_earlier_version_recorded_answers_as_it_did_and_samples_nothing(tmp_path: Path) -> None:
+    """Byte for byte, in every dialect; recorded before the servers shared their dialects."""
+    recorded = json.loads((RECORDED / "replies.json").read_text())
+    opened = json.loads((RECORDED / "session.jsonl").read_text().splitlines()[0])
+    shutil.copy(RECORDED / "session.jsonl", tmp_path / f"{opened['id']}.jsonl")
+    model = ScriptedModel(lambda prompt: "something else")
+    async with served_gateway(model, tmp_path) as gateway:
+        for asked in recorded["replies"]:
+            reply = await gateway.client.post(recorded["base"] + asked["path"], json=asked["body"])
+            assert (reply.status_code, reply.text) == (200, asked["reply"])
+    assert model.asked == []

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway
 
 TOOL = {"name": "add", "description": "Add.", "input_schema": {"type": "object"}}
@@ -47,28 +45,24 @@ async def test_the_count_is_that_of_the_turn(tmp_path: Path) -> None:
         assert (await gateway.shown(session))["branches"] == {}
 
 
-@pytest.mark.parametrize(
-    ("content", "status", "kind"),
-    [
-        (b"{", 400, "invalid_request_error"),
-        (b'{"model": "scripted"}', 400, "invalid_request_error"),
-        (json.dumps({"model": "other", "messages": ASK}).encode(), 404, "not_found_error"),
-        (json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "x" * 90_000}]}).encode(), 400, ""),
-    ],
-)
+WRONG: list[tuple[bytes, int, str]] = [
+    (b"{", 400, "invalid_request_error"),
+    (b'{"model": "scripted"}', 400, "invalid_request_error"),
+    (json.dumps({"model": "other", "messages": ASK}).encode(), 404, "not_found_error"),
+    (json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "x" * 90_000}]}).encode(), 400, ""),
+]
+
+
 @in_a_loop
-async def test_a_wrong_question_is_refused_in_anthropics_form(
-    tmp_path: Path, content: bytes, status: int, kind: str
-) -> None:
+async def test_a_wrong_question_is_refused_in_anthropics_form(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path, context=400) as gateway:
-        session = await gateway.open()
+        session, path = await gateway.open(), "/v1/messages/count_tokens"
         headers = {"x-api-key": session["api_key"]}
-        refused = await gateway.client.post("/v1/messages/count_tokens", content=content, headers=headers)
-        assert (refused.status_code, refused.json()["type"]) == (status, "error")
-        assert kind in refused.json()["error"]["type"]
-        assert (await gateway.client.post("/v1/messages/count_tokens", content=content)).status_code == 401
+        for content, status, kind in WRONG:
+            refused = await gateway.client.post(path, content=content, headers=headers)
+            assert (refused.status_code, refused.json()["type"]) == (status, "error")
+            assert kind in refused.json()["error"]["type"]
+            assert (await gateway.client.post(path, content=content)).status_code == 401
         await gateway.client.post(f"/sessions/{session['id']}/end")
-        late = await gateway.client.post(
-            "/v1/messages/count_tokens", json={"model": MODEL, "messages": ASK}, headers=headers
-        )
+        late = await gateway.client.post(path, json={"model": MODEL, "messages": ASK}, headers=headers)
         assert late.status_code == 409

@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import EngineLost
-from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway
+from tests.gateway.serving import ScriptedModel, in_a_loop, served_gateway, wished
 
 COMMENT, PING = ": keep-alive", 'event: ping\ndata: {"type":"ping"}'
 DIALECTS = [("chat/completions", COMMENT), ("responses", COMMENT), ("messages", PING)]
-ASK = [{"role": "user", "content": "1+2?"}]
 
 
 def asked(path: str) -> dict[str, Any]:
-    fields = {"input": ASK} if path == "responses" else {"messages": ASK, "max_tokens": 9}
-    return {"model": MODEL, "stream": True, **fields}
+    return {"stream": True, **wished(path)}
 
 
 @pytest.mark.parametrize(("path", "alive"), DIALECTS)

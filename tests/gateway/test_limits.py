@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import resource
 from collections import deque
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,8 @@ async def test_the_limit_of_turns_counts_equal_ones_and_those_before_a_restart_b
     assert len(model.asked) == 2
 
 
-@pytest.mark.parametrize("part", ["content", "arguments", "tools"])
 @in_a_loop
-async def test_what_no_context_holds_is_refused_before_it_is_encoded(tmp_path: Path, part: str) -> None:
+async def test_what_no_context_holds_is_refused_before_it_is_encoded(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes")
     encoded: list[int] = []
     encode = type(model.tokenizer).encode
@@ -67,18 +65,19 @@ async def test_what_no_context_holds_is_refused_before_it_is_encoded(tmp_path: P
 
     tokenizer = model.tokenizer
     model.tokenizer = Counting(tokenizer.place, tokenizer.eos_token_ids, tokenizer._whole, tokenizer._backend)
-    longest = max(map(len, model.tokenizer.vocabulary))
-    text = "x" * (400 * longest)
+    text = "x" * (400 * max(map(len, model.tokenizer.vocabulary)))
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": text})}}
-    bodies: dict[str, dict[str, Any]] = {
-        "content": {"messages": [{"role": "user", "content": text + "x"}]},
-        "arguments": {"messages": [ASK[1], {"role": "assistant", "tool_calls": [call]}]},
-        "tools": {"messages": ASK, "tools": [{"type": "function", "function": {"name": "add", "description": text}}]},
-    }
+    tool = {"type": "function", "function": {"name": "add", "description": text}}
+    bodies: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": text + "x"}]},
+        {"messages": [ASK[1], {"role": "assistant", "tool_calls": [call]}]},
+        {"messages": ASK, "tools": [tool]},
+    ]
     async with served_gateway(model, tmp_path, context=400) as gateway:
-        refused = await gateway.chat(await gateway.open(), **bodies[part])
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert "characters" in refused.json()["error"]["message"]
+        for body in bodies:
+            refused = await gateway.chat(await gateway.open(), **body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert "characters" in refused.json()["error"]["message"]
     assert encoded == []
 
 
@@ -164,7 +163,7 @@ async def test_what_is_not_on_record_was_neither_given_nor_ended(tmp_path: Path)
         assert (shown["state"], shown["reward"], shown["failed"]) == ("ended", 0.25, "the agent failed: no bus")
 
 
-@pytest.mark.parametrize("order", list(permutations(("k1", "k2", "new"))))
+@pytest.mark.parametrize("order", [("new", "k2", "k1"), ("k2", "new", "k1")])
 @in_a_loop
 async def test_a_key_gets_its_own_reply_after_a_restart_whatever_is_asked_before(
     tmp_path: Path, order: tuple[str, ...]

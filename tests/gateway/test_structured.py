@@ -29,9 +29,17 @@ from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto_gateway.sampling import CallForms
 from tests.engine.serving import served
-from tests.gateway.serving import ENDS, MODEL, ServedGateway, build_chat_model, in_a_loop, served_gateway, tokenizer_of
+from tests.gateway.serving import (
+    ENDS,
+    MODEL,
+    ServedGateway,
+    build_chat_model,
+    in_a_loop,
+    served_gateway,
+    tokenizer_of,
+    wished,
+)
 
-ASK = [{"role": "user", "content": "1+2?"}]
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 SUM = {
     "type": "object",
@@ -39,40 +47,8 @@ SUM = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-FUNCTION = {"name": "add", "parameters": SUM}
-CHAT_TOOL = {"type": "function", "function": {**FUNCTION, "strict": True}}
 NEVER = {"type": "nonsense"}
-FORCED: dict[str, dict[str, Any]] = {
-    "chat/completions": {
-        "messages": ASK,
-        "tools": [CHAT_TOOL],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-    },
-    "responses": {
-        "input": ASK,
-        "tools": [{"type": "function", **FUNCTION}],
-        "tool_choice": {"type": "function", "name": "add"},
-    },
-    "messages": {
-        "messages": ASK,
-        "max_tokens": 200,
-        "tools": [{"name": "add", "input_schema": SUM}],
-        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-    },
-}
-SHAPED: dict[str, dict[str, Any]] = {
-    "chat/completions": {
-        "messages": ASK,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM}},
-    },
-    "responses": {"input": ASK, "text": {"format": {"type": "json_schema", "name": "sum", "schema": SUM}}},
-    "messages": {
-        "messages": ASK,
-        "max_tokens": 200,
-        "output_config": {"format": {"type": "json_schema", "schema": SUM}},
-    },
-}
+PATHS = ("chat/completions", "responses", "messages")
 
 
 class Sum(BaseModel):
@@ -118,10 +94,10 @@ async def test_each_dialect_gets_the_json_and_the_call_that_it_wants(folder: Pat
     async with following(folder, tmp_path) as gateway:
         session = await gateway.open()
         for shaped in (False, True):
-            bodies = SHAPED if shaped else FORCED
             told: dict[str, Any] = {}
-            for path, body in bodies.items():
-                reply = await gateway.client.post(f"{session['base_url']}/{path}", json={"model": MODEL, **body})
+            for path in PATHS:
+                body = wished(path, schema=SUM) if shaped else wished(path, tool=SUM, one=True)
+                reply = await gateway.client.post(f"{session['base_url']}/{path}", json=body)
                 assert (reply.status_code, reply.headers.get("x-stretto-unapplied")) == (200, None), reply.text
                 told[path] = reply.json()
             chat = told["chat/completions"]["choices"][0]
@@ -149,21 +125,20 @@ async def test_the_openai_package_parses_every_answer(folder: Path, tmp_path: Pa
                 assert isinstance(told.choices[0].message.parsed, Sum)
 
 
-@pytest.mark.parametrize("path", FORCED)
 @in_a_loop
-async def test_a_schema_that_cannot_be_followed_is_refused_in_the_dialects_form(
-    folder: Path, tmp_path: Path, path: str
-) -> None:
+async def test_a_schema_that_cannot_be_followed_is_refused_in_the_dialects_form(folder: Path, tmp_path: Path) -> None:
+    never = {**SUM, "properties": {"a": NEVER, "b": NEVER}}
     async with following(folder, tmp_path) as gateway:
         session = await gateway.open()
-        for bodies, field in ((FORCED, "tools"), (SHAPED, "response_format")):
-            body = json.loads(json.dumps(bodies[path]).replace(json.dumps(DIGIT), json.dumps(NEVER)))
-            reply = await gateway.client.post(f"{session['base_url']}/{path}", json={"model": MODEL, **body})
-            assert reply.status_code == 400, reply.text
-            assert f"{field}: " in reply.json()["error"]["message"]
-            assert "Invalid type" in reply.json()["error"]["message"]
-        fine = await gateway.client.post(f"{session['base_url']}/{path}", json={"model": MODEL, **SHAPED[path]})
-        assert fine.status_code == 200
+        for path in PATHS:
+            bodies = {"tools": wished(path, tool=never, one=True), "response_format": wished(path, schema=never)}
+            for field, body in bodies.items():
+                reply = await gateway.client.post(f"{session['base_url']}/{path}", json=body)
+                assert reply.status_code == 400, reply.text
+                assert f"{field}: " in reply.json()["error"]["message"]
+                assert "Invalid type" in reply.json()["error"]["message"]
+            fine = await gateway.client.post(f"{session['base_url']}/{path}", json=wished(path, schema=SUM))
+            assert fine.status_code == 200
 
 
 def walked(grammars: Grammars, grammar: str, ends: Sequence[int], seed: int) -> tuple[int, ...]:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stretto_verify import Judged, ProgramJudge, judge_math, judge_program
+from stretto_verify import Judged, ProgramJudge, judge_math, judge_program, judging
 from stretto_verify.cli import main
-from stretto_verify.judging import judged_here
+from stretto_verify.sandbox.attacks.catalogue import ATTACKS
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.probe import probe
 from stretto_verify.worker import Worker
 
 #: From Math-Verify#65, and a tower of powers.
@@ -40,25 +44,15 @@ def test_a_verdict_has_its_reason(completion: str, gold: str, verdict: str, reas
     assert judged.right == (verdict == "right")
 
 
-def in_a_thread(work: Any) -> Any:
-    """What `work()` returns in a thread other than the main one."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()))
+def test_threads_judge_as_the_main_thread_does_what_never_ends_too() -> None:
+    cases = [*((bomb, "42") for bomb in BOMBS)]
+    cases += [(rf"\boxed{{{value}}}", "1/2") for value in ("0.5", r"\frac{2}{4}", "0.51", "x")]
+    here, there = [judge_math(*case) for case in cases], list[Judged]()
+    thread = threading.Thread(target=lambda: there.extend(judge_math(*case) for case in cases))
     thread.start()
     thread.join(120)
-    return found[0]
-
-
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_what_never_ends_has_a_verdict_in_the_main_thread_and_in_others(bomb: str) -> None:
-    here, there = judge_math(bomb, "42"), in_a_thread(lambda: judge_math(bomb, "42"))
-    assert here == there
-    assert here.verdict != "right"
-
-
-def test_threads_judge_as_the_main_thread_does() -> None:
-    cases = [(rf"\boxed{{{value}}}", "1/2") for value in ("0.5", r"\frac{2}{4}", "0.51", "x")]
-    assert in_a_thread(lambda: [judge_math(*case) for case in cases]) == [judge_math(*case) for case in cases]
+    assert there == here
+    assert [judged.verdict == "right" for judged in here] == [False] * 3 + [True, True, False, False]
 
 
 def test_a_process_that_judges_too_long_or_dies_is_replaced() -> None:
@@ -78,17 +72,23 @@ def test_a_process_that_judges_too_long_or_dies_is_replaced() -> None:
         worker.close()
 
 
-def test_a_program_is_judged_by_its_tests() -> None:
-    with ProgramJudge() as judge:
+@pytest.fixture
+def quickly_probed(monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxConfig]:
+    """Limits of a program whose sandbox is attacked once, in place of all the attacks of `sandbox/test_attacks.py`."""
+    monkeypatch.setattr(judging, "probe", partial(probe, attacks=ATTACKS[:1]))
+    judging._probed.cache_clear()
+    yield SandboxConfig(seconds=0.2, completion_seconds=0.4)
+    judging._probed.cache_clear()
+
+
+def test_a_program_is_judged_by_its_tests(quickly_probed: SandboxConfig) -> None:
+    with ProgramJudge(quickly_probed) as judge:
         assert judge.judge("```python\nprint(int(input()) + 1)\n```", ADD_ONE) == Judged("right")
         assert judge.judge("print(42)", ADD_ONE) == Judged("wrong", "test 2: wrong output")
         assert judge.judge("no program", ADD_ONE).verdict == "wrong"
         assert judge.judge("print(1)", []) == Judged("undecided", "there are no tests")
         assert judge.judge("while True: pass", ADD_ONE) == Judged("wrong", "test 1: time limit")
-
-
-def test_one_call_judges_a_program_too() -> None:
-    assert judge_program("print(int(input()) + 1)", ADD_ONE).verdict == "right"
+    assert judge_program("print(int(input()) + 1)", ADD_ONE, quickly_probed).verdict == "right"
 
 
 def written(folder: Path, *rows: object) -> str:
@@ -111,6 +111,7 @@ def test_lines_come_back_with_verdict_and_reason(tmp_path: Path, capfd: pytest.C
     assert "1 of 2 lines undecided" in printed.err
 
 
+@pytest.mark.usefixtures("quickly_probed")
 def test_programs_come_back_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["code", written(tmp_path, {"completion": "print(1)", "tests": ADD_ONE})]) == 0
     printed = capfd.readouterr()
@@ -150,10 +151,6 @@ def test_a_file_without_rows_is_a_mistake(
         (tmp_path / "rows.jsonl").write_text(text)
     assert main(["code", str(tmp_path / "rows.jsonl")]) == 2
     assert told in capfd.readouterr().err
-
-
-def test_judging_here_is_what_the_face_does() -> None:
-    assert judged_here(r"\boxed{1}", "1") == judge_math(r"\boxed{1}", "1")
 
 
 def test_the_readme_s_reward_function_of_trl_leaves_out_what_is_undecided() -> None:

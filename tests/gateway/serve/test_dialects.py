@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.byte_policy import NAME
 from tests.gateway.serve.serving import Serving, serve_process
-from tests.gateway.serving import build_chat_model
+from tests.gateway.serving import build_chat_model, wished
 
 ASK = [{"role": "user", "content": "1+2?"}]
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -20,25 +20,6 @@ SUM = {
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
     "required": ["a"],
     "additionalProperties": False,
-}
-FORCED: dict[str, dict[str, Any]] = {
-    CHAT: {
-        "messages": ASK,
-        "tools": [{"type": "function", "function": {"name": "add", "parameters": SUM}}],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-    },
-    RESPONSES: {
-        "input": ASK,
-        "tools": [{"type": "function", "name": "add", "parameters": SUM}],
-        "tool_choice": {"type": "function", "name": "add"},
-    },
-    MESSAGES: {
-        "messages": ASK,
-        "max_tokens": 99,
-        "tools": [{"name": "add", "input_schema": SUM}],
-        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-    },
 }
 
 
@@ -87,15 +68,16 @@ def test_a_stop_text_is_named_to_a_client_of_anthropic(serving: Serving) -> None
     assert cut["content"][0]["text"] == text[: text.index(stop)]
 
 
-@pytest.mark.parametrize("path", FORCED)
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_a_forced_tool_is_called(roomy: Serving, path: str) -> None:
-    called = posted(roomy, path, **FORCED[path])
+    body = wished(path, tool=SUM, one=True) | {"model": NAME}
+    called = posted(roomy, path, **body)
     if path == CHAT:
         [call] = called["choices"][0]["message"]["tool_calls"]
         name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
         [delta] = [
             one["delta"]["tool_calls"]
-            for chunk in events(roomy, path, **FORCED[path])
+            for chunk in events(roomy, path, **body)
             for one in chunk["choices"]
             if "tool_calls" in one["delta"]
         ]
@@ -110,7 +92,7 @@ def test_a_forced_tool_is_called(roomy: Serving, path: str) -> None:
 
 
 def test_several_completions_may_call_tools(roomy: Serving) -> None:
-    choices = posted(roomy, CHAT, **FORCED[CHAT], n=3, seed=2)["choices"]
+    choices = posted(roomy, CHAT, **wished(CHAT, tool=SUM, one=True) | {"model": NAME, "n": 3, "seed": 2})["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2]
     assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 3
 

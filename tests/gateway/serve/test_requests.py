@@ -18,7 +18,7 @@ import pytest
 
 from stretto.core.engine import EngineHealth, Progress
 from stretto.core.records import GenerateRequest, Sampling, Segment, StopReason
-from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto_gateway.serve.app import ServeApp
 from tests.engine.byte_policy import CONTEXT, NAME, VOCABULARY
 from tests.gateway.serve.serving import served_model
@@ -124,12 +124,12 @@ class RecordingEngine:
 class Asking:
     """A server without a model."""
 
-    folder: Path
+    tokenizer: Tokenizer
 
     async def post(self, path: str, body: bytes) -> tuple[httpx.Response, list[GenerateRequest]]:
         """The reply, and the requests to the engine."""
         engine = RecordingEngine()
-        app = ServeApp(engine, served_model(load_tokenizer(self.folder)), engine)  # type: ignore[arg-type]
+        app = ServeApp(engine, served_model(self.tokenizer), engine)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return await client.post(path, content=body), engine.requests
 
@@ -155,7 +155,7 @@ def shown(value: object) -> str:
 
 @pytest.fixture(scope="module")
 def asking(byte_folder: Path) -> Asking:
-    return Asking(byte_folder)
+    return Asking(load_tokenizer(byte_folder))
 
 
 def completion(asking: Asking, **fields: Any) -> list[GenerateRequest]:
@@ -195,7 +195,7 @@ def test_what_is_no_object_is_no_request(asking: Asking, body: bytes) -> None:
 
 
 def test_a_model_without_a_chat_template_says_so(folder: Path) -> None:
-    error = Asking(folder).refused(CHAT, json.dumps({"model": NAME, "messages": HELLO}).encode())
+    error = Asking(load_tokenizer(folder)).refused(CHAT, json.dumps({"model": NAME, "messages": HELLO}).encode())
     assert error["message"].startswith("messages: the tokenizer has no chat template")
 
 
@@ -253,17 +253,12 @@ def test_answers_have_different_seeds_that_follow_from_the_requests(asking: Aski
     assert {request.seeds for request in seeded} == {first.seeds}
 
 
-def test_a_conversation_goes_through_the_folders_template(asking: Asking, byte_folder: Path) -> None:
+def test_a_conversation_goes_through_the_folders_template(asking: Asking) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    reply: dict[str, Any] = {
-        "role": "assistant",
-        "content": "Hi",
-        "refusal": None,
-        "tool_calls": None,
-        "annotations": [],
-    }
+    reply: dict[str, Any] = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None}
+    reply["annotations"] = []
     asked = chat(asking, messages=[{"role": "system", "content": "S"}, {"role": "user", "content": parts}, reply])
-    text = load_tokenizer(byte_folder).decode(asked[0].prompt_token_ids)
+    text = asking.tokenizer.decode(asked[0].prompt_token_ids)
     assert text == "<system>S<user>Hello<assistant>Hi<assistant>"
 
 

@@ -30,7 +30,7 @@ def orphan(prompt, completion, answer):
     time.sleep(600)
 """
 HOW_THEY_END = [
-    ("hang", "timeout after 3 s, with less than 0.3 s of processor time"),
+    ("hang", "timeout after 1 s, with less than 0.1 s of processor time"),
     ("exit", "worker died: exit status 3"),
 ]
 
@@ -45,7 +45,7 @@ def runs(pid: int) -> bool:
 def test_what_a_reward_started_ends_with_its_worker(tmp_path: Path, completion: str, how: str, reward: str) -> None:
     (tmp_path / "parents.py").write_text(_MODULE)
     mark = tmp_path / "mark"
-    config = RewardsConfig(function=f"parents:{reward}", path=str(tmp_path), timeout=0.3)
+    config = RewardsConfig(function=f"parents:{reward}", path=str(tmp_path), timeout=0.1)
 
     async def judged() -> list[Verdict]:
         async with RewardPool(config) as pool:

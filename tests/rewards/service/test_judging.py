@@ -1,14 +1,18 @@
 """What a reward returns becomes a verdict.
 
-Promises: a bool is worth what the recipe says; a number within ±1e6 is the reward; everything else, and every
-exception, is undecided with its reason, and never a zero.
+Promises: a bool is worth what the recipe says; a number within ±1e6 is the reward, of numpy too; everything else, and
+every exception, is undecided with its reason and place, and never a zero; what a reward writes, or does to what it was
+given, harms nobody.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import sys
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,12 +37,85 @@ def test_a_number_is_the_reward_and_right_above_the_middle(value: float) -> None
     assert (verdict.outcome is Outcome.RIGHT) == (value > 0)
 
 
-@pytest.mark.parametrize("value", [None, "1", math.nan, math.inf, -math.inf, 10**400, 1e6 + 1, -1e7, [1.0], 1j])
-def test_anything_else_is_undecided_with_its_reason(value: object) -> None:
-    verdict = verdict_of(value, PAPER)
-    assert verdict.outcome is Outcome.UNDECIDED
-    assert verdict.reward is None
-    assert verdict.reason.startswith("the reward returned ")
+class Scalar:
+    """As numpy and torch have them: no float, but one can be had."""
+
+    shape = ()
+
+    def item(self) -> float:
+        return 0.5
+
+
+NUMBERS: list[tuple[Any, float]] = [
+    *[(np.float64(0.75), 0.75), (np.float32(0.75), 0.75), (np.int64(-3), -3.0), (np.array(0.75), 0.75)],
+    *[(np.bool_(True), 5.0), (np.bool_(False), -5.0), (0, 0.0), (1e6, 1e6), (Scalar(), 0.5)],
+]
+
+
+@pytest.mark.parametrize(("value", "worth"), NUMBERS)
+def test_a_scalar_of_an_array_library_is_the_number_that_it_holds(value: Any, worth: float) -> None:
+    assert judge(lambda prompt, completion, answer: value, ITEM, PAPER).reward == worth
+
+
+class Unpicklable(Exception):
+    def __init__(self, needed: object, also: object) -> None:
+        super().__init__("cannot travel")
+        self.inside = lambda: (needed, also)
+
+
+class LikeATensor:
+    """A number with a history, as a tensor with a gradient is one."""
+
+    requires_grad = True
+
+    def __float__(self) -> float:
+        return 1.0
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def reward() -> Any:
+        raise error
+
+    return reward
+
+
+def deep(level: int = 0) -> Any:
+    return deep(level + 1)
+
+
+NO_VERDICT: dict[str, tuple[Callable[[], Any], str]] = {
+    "None": (lambda: None, "returned NoneType"),
+    "a text": (lambda: "1", "returned str"),
+    "NaN": (lambda: float("nan"), "returned nan"),
+    "infinity": (lambda: float("-inf"), "returned -inf"),
+    "a huge integer": (lambda: 10**400, "beyond any float"),
+    "a list": (lambda: [1.0, 1.0], "returned list"),
+    "a dict": (lambda: {"reward": 1.0}, "returned dict"),
+    "a complex number": (lambda: 1j, "returned complex"),
+    "an array": (lambda: np.array([1.0]), "returned ndarray"),
+    "a text of numpy": (lambda: np.str_("1"), "returned str"),
+    "a number that overflows sums": (lambda: 1e308, "returned 1e+308; it must lie between ±1e+06"),
+    "a small number that overflows sums": (lambda: -1_000_001, "returned -1e+06; it must lie between ±1e+06"),
+    "a number just beyond the bound": (lambda: 1e6 + 1, "returned 1e+06; it must lie between ±1e+06"),
+    "a NaN of numpy": (lambda: np.float64("nan"), "returned nan"),
+    "a tensor with a gradient": (LikeATensor, "returned LikeATensor"),
+    "a generator": (lambda: (number for number in (1.0,)), "returned generator"),
+    "an exception as a value": (lambda: ValueError("no"), "returned ValueError"),
+    "a division by zero": (lambda: 1 / 0, "raised ZeroDivisionError"),
+    "no end of a generator": (raising(StopIteration()), "raised StopIteration"),
+    "an exception that cannot be pickled": (raising(Unpicklable(1, 2)), ": cannot travel"),
+    "endless recursion": (deep, "raised RecursionError"),
+    "out of memory": (raising(MemoryError()), "raised MemoryError"),
+}
+
+
+@pytest.mark.parametrize("name", NO_VERDICT)
+def test_what_is_no_number_is_no_verdict_and_says_why(name: str) -> None:
+    reward, reason = NO_VERDICT[name]
+    verdict = judge(lambda prompt, completion, answer: reward(), ITEM, PAPER)
+    assert (verdict.outcome, verdict.reward) == (Outcome.UNDECIDED, None)
+    assert verdict.reason.startswith("the reward r")
+    assert reason in verdict.reason
 
 
 class Unspeakable(Exception):
@@ -81,21 +158,29 @@ def test_what_is_no_verdict_is_told_with_the_place_of_the_function() -> None:
     assert judge(forgetful, ITEM, PAPER).reason.endswith(place)  # type: ignore[arg-type]
 
 
-class Scalar:
-    """As numpy and torch have them: no float, but one can be had."""
-
-    shape = ()
-
-    def item(self) -> float:
-        return 0.5
-
-
-def test_a_scalar_of_an_array_library_is_the_number_it_holds() -> None:
-    assert judge(lambda prompt, completion, answer: Scalar(), ITEM, PAPER).reward == 0.5  # type: ignore[arg-type]
-
-
 def test_a_reason_is_never_a_whole_document() -> None:
     def raising(prompt: str, completion: str, answer: str) -> bool:
         raise ValueError("x" * 10**6)
 
     assert len(judge(raising, ITEM, PAPER).reason) == 300
+
+
+def test_megabytes_that_are_printed_are_no_part_of_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    def loud(prompt: str, completion: str, answer: str) -> bool:
+        print("x" * (2 << 20))
+        sys.stderr.write("y" * (2 << 20))
+        return completion == answer
+
+    assert judge(loud, ITEM, PAPER).outcome is Outcome.RIGHT
+    assert len(capsys.readouterr().out) > 2 << 20
+
+
+def test_a_reward_cannot_change_what_it_judges() -> None:
+    def greedy(prompt: str, completion: str, answer: str) -> bool:
+        with pytest.raises(AttributeError):
+            ITEM.answer = completion  # type: ignore[misc]
+        answer += completion
+        return answer == "1111"
+
+    assert judge(greedy, ITEM, PAPER).outcome is Outcome.RIGHT
+    assert ITEM.answer == "11"

@@ -19,35 +19,26 @@ from stretto_verify.code.reward import CodeReward, Judgement
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import probe
 from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
-from tests.verify.code.test_reward import BY_CALL, BY_INPUT, CONFIG
+from tests.verify.code.test_reward import BY_CALL, BY_INPUT, CONFIG, SPIN, judged
 from tests.verify.code.test_reward import judge as judge
 
-
-def judged(config: SandboxConfig, answer: str, tests: list[dict[str, Any]]) -> Judgement:
-    with contextlib.closing(CodeReward(config, *probe(config, []))) as judge:
-        return judge.judge(answer, parse_tests(tests))
-
-
-SPIN = "import time\ndef spin(s):\n    s += time.process_time()\n    while time.process_time() < s: pass\n"
-SLOW = SandboxConfig(seconds=0.6, completion_seconds=1.0)
+SLOW = SandboxConfig(seconds=0.25, completion_seconds=0.3)
 #: For programs that sleep: ten times as long passes by the clock.
-BRIEF = SandboxConfig(seconds=0.2, completion_seconds=0.3)
+BRIEF = SandboxConfig(seconds=0.1, completion_seconds=0.12)
+PRINT_1 = [{"stdin": "", "stdout": "1"}] * 8
+F_OF_1 = [{"call": "f", "args": [1], "expected": 1}] * 8
 
 
 @pytest.mark.parametrize(
     ("answer", "tests", "unknown"),
     [
-        (f"{SPIN}\nspin(0.2); print(1)", [{"stdin": "", "stdout": "1"}] * 8, True),
-        (f"{SPIN}\nspin(0.2); print(2)", [{"stdin": "", "stdout": "1"}] * 8, False),
-        ("import time; time.sleep(99)", [{"stdin": "", "stdout": "1"}] * 8, False),
-        (f"{SPIN}\ndef f(n): spin(0.2); return n", [{"call": "f", "args": [1], "expected": 1}] * 8, True),
-        (
-            f"{SPIN}\ndef f(n): spin(0.2); return n + 1",
-            [{"call": "f", "args": [1], "expected": 1}] * 8,
-            False,
-        ),
-        ("import time\ndef f(n): time.sleep(99); return n", [{"call": "f", "args": [1], "expected": 1}] * 8, False),
-        ("def f(n): return n\nwhile True: pass", [{"call": "f", "args": [1], "expected": 1}] * 8, False),
+        (f"{SPIN}\nspin(0.1); print(1)", PRINT_1, True),
+        (f"{SPIN}\nspin(0.1); print(2)", PRINT_1, False),
+        ("import time; time.sleep(99)", PRINT_1, False),
+        (f"{SPIN}\ndef f(n): spin(0.1); return n", F_OF_1, True),
+        (f"{SPIN}\ndef f(n): spin(0.1); return n + 1", F_OF_1, False),
+        ("import time\ndef f(n): time.sleep(99); return n", F_OF_1, False),
+        ("def f(n): return n\nwhile True: pass", F_OF_1, False),
     ],
 )
 def test_only_a_program_of_which_nothing_is_known_is_undecided_when_the_time_of_all_tests_is_over(

@@ -25,22 +25,30 @@ from stretto.rewards.service.wire import ScoreItem
 from stretto_verify.code.formats import parse_tests
 from stretto_verify.code.reward import CodeReward, Judgement, program_of
 from stretto_verify.sandbox.config import SandboxConfig
-from stretto_verify.sandbox.probe import probe
+from stretto_verify.sandbox.probe import Report, probe
 from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
 from stretto_verify.sandbox.walls import Level, Walls
 from tests.verify.sandbox.other_users import ORDINARY, as_user, delegated_groups
 
 ANY = "any problem"
-CONFIG = SandboxConfig(seconds=0.5, completion_seconds=2.0)
+CONFIG = SandboxConfig(seconds=0.2, completion_seconds=0.8)
 BY_INPUT = parse_tests([{"stdin": f"{n}\n", "stdout": f"{n * n}\n"} for n in (7, 8, 12)])
 BY_CALL = parse_tests([{"call": "f", "args": [n], "expected": [n * n, str(n)]} for n in (7, 8, 12)])
 
 
+SPIN = "import time\ndef spin(s):\n    s += time.process_time()\n    while time.process_time() < s: pass\n"
+NOTHING = {"stdin": "", "stdout": ""}
+
+
 @pytest.fixture(scope="module")
 def judge() -> Iterator[CodeReward]:
-    judge = CodeReward(CONFIG, *probe(CONFIG, []))
-    yield judge
-    judge.close()
+    with contextlib.closing(CodeReward(CONFIG, *probe(CONFIG, []))) as judge:
+        yield judge
+
+
+def judged(config: SandboxConfig, answer: str, tests: list[dict[str, Any]]) -> Judgement:
+    with contextlib.closing(CodeReward(config, *probe(config, []))) as judge:
+        return judge.judge(answer, parse_tests(tests))
 
 
 @pytest.mark.parametrize(
@@ -226,27 +234,15 @@ def test_as_a_reward_it_stops_at_the_first_failure(judge: CodeReward) -> None:
 
 
 def test_all_tests_together_have_a_time_limit_too() -> None:
-    config = SandboxConfig(seconds=0.4, completion_seconds=0.6)
-    judge = CodeReward(config, *probe(config, []))
-    tests = parse_tests([{"stdin": "", "stdout": ""}] * 20)
-    try:
-        found = judge.judge("import time\nwhile time.process_time() < 0.25: pass", tests)
-    finally:
-        judge.close()
+    found = judged(SandboxConfig(seconds=0.2, completion_seconds=0.3), f"{SPIN}spin(0.11)", [NOTHING] * 20)
     assert found.passed == 2
     assert found.problem.startswith("test 3: time limit")
 
 
 def test_calls_are_charged_to_the_time_of_an_answer() -> None:
-    config = SandboxConfig(seconds=1.5, completion_seconds=1.9)
-    judge = CodeReward(config, *probe(config, []))
-    tests = parse_tests([{"call": "f", "args": [], "expected": 1}, {"stdin": "", "stdout": ""}])
-    spin = "import time\ndef spin(s):\n    while time.process_time() < s: pass\n"
-    program = spin + "def f():\n    spin(0.8)\n    return 1\nif __name__ == '__main__': spin(1.2)"
-    try:
-        found = judge.judge(program, tests)
-    finally:
-        judge.close()
+    program = f"{SPIN}def f():\n    spin(0.3)\n    return 1\nif __name__ == '__main__': spin(0.4)"
+    tests = [{"call": "f", "args": [], "expected": 1}, NOTHING]
+    found = judged(SandboxConfig(seconds=0.5, completion_seconds=0.6), program, tests)
     assert found == Judgement(1, 2, "test 1: time limit of all tests", unknown=True)
 
 
@@ -258,18 +254,15 @@ class FailsAtFirst(Sandbox):
     def run(self, task: Mapping[str, Any], given: bytes, seconds: float, patience: float | None = None) -> ProgramEnd:
         if not self.failed:
             self.failed = True
-            time.sleep(0.7)
+            time.sleep(0.4)
             raise SandboxFailed("it was killed")
         return super().run(task, given, seconds, patience)
 
 
 def test_the_time_that_a_sandbox_loses_is_not_the_programs() -> None:
-    config = SandboxConfig(seconds=0.5, completion_seconds=0.6)
-    judge = CodeReward(config, *probe(config, []), sandbox=FailsAtFirst)
-    try:
+    config = SandboxConfig(seconds=0.2, completion_seconds=0.3)
+    with contextlib.closing(CodeReward(config, *probe(config, []), sandbox=FailsAtFirst)) as judge:
         assert judge.judge("print(int(input()) ** 2)", BY_INPUT) == Judgement(3, 3)
-    finally:
-        judge.close()
 
 
 def test_the_prelude_stands_before_a_program_of_the_public_sets(judge: CodeReward) -> None:
@@ -342,41 +335,30 @@ def test_an_answer_may_go_on_from_the_head_of_the_function(judge: CodeReward) ->
 
 def test_a_sandbox_that_fails_leaves_the_answer_undecided() -> None:
     walls = Walls(Level.C, namespaces=0x1)  # there is no such namespace
-    judge = CodeReward(CONFIG, walls, probe(CONFIG, [])[1])
-    with pytest.raises(SandboxFailed):
+    with contextlib.closing(CodeReward(CONFIG, walls, Report(rungs=()))) as judge, pytest.raises(SandboxFailed):
         judge.judge("print(49)", BY_INPUT)
-    judge.close()
 
 
-def scored(*items: tuple[str, str]) -> list[Verdict]:
-    async def main() -> list[Verdict]:
+def left_behind() -> set[Path]:
+    """The control groups whose maker, whose number is in their name, is no more."""
+    groups = {path for path in Path("/sys/fs/cgroup").glob("*/**/stretto-*") if path.is_dir()}
+    return {path for path in groups if not Path("/proc", path.name.split("-")[1]).exists()}
+
+
+def test_the_workers_of_a_run_judge_programs_and_leave_no_control_group_when_they_are_killed() -> None:
+    gold = json.dumps([{"stdin": "7", "stdout": "49"}])
+    asked = [("print(49)", gold), ("print(48)", gold), ("print(49)", "nonsense"), ("print(49)", "[]")]
+
+    async def scored() -> list[Verdict]:
         async with RewardPool(RewardsConfig(function="code", code=CONFIG)) as pool:
             assert pool.facts["sandbox"].startswith("sandbox level ")
-            return await pool.score([ScoreItem(prompt="", completion=text, answer=gold) for text, gold in items])
-
-    return asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def test_the_workers_of_a_run_judge_programs() -> None:
-    gold = json.dumps([{"stdin": "7", "stdout": "49"}])
-    verdicts = scored(("print(49)", gold), ("print(48)", gold), ("print(49)", "nonsense"), ("print(49)", "[]"))
-    assert [verdict.outcome for verdict in verdicts] == [
-        Outcome.RIGHT,
-        Outcome.WRONG,
-        Outcome.UNDECIDED,
-        Outcome.UNDECIDED,
-    ]
-    assert verdicts[3].reason == "there are no tests"
-
-
-def test_workers_that_are_killed_leave_no_control_group() -> None:
-    def left_behind() -> set[Path]:
-        """The groups whose maker, whose number is in their name, is no more."""
-        groups = {path for path in Path("/sys/fs/cgroup").glob("*/**/stretto-*") if path.is_dir()}
-        return {path for path in groups if not Path("/proc", path.name.split("-")[1]).exists()}
+            return await pool.score([ScoreItem(prompt="", completion=text, answer=gold) for text, gold in asked])
 
     before = left_behind()
-    scored(("print(49)", json.dumps([{"stdin": "7", "stdout": "49"}])))
+    verdicts = asyncio.run(asyncio.wait_for(scored(), 60))
+    undecided = [Outcome.UNDECIDED] * 2
+    assert [verdict.outcome for verdict in verdicts] == [Outcome.RIGHT, Outcome.WRONG, *undecided]
+    assert verdicts[3].reason == "there are no tests"
     end = time.monotonic() + 10.0  # others who score at the same time put away theirs
     while not left_behind() <= before and time.monotonic() < end:
         time.sleep(0.1)

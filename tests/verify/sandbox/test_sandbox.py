@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,31 +23,32 @@ from stretto_verify.sandbox.walls import Level, Walls, ladder
 
 CONFIG = SandboxConfig(memory_mib=256, output_mib=1)
 RUNS = 150
+LONG = pytest.mark.long
+LADDER = {f"{walls.level}-{'warm' if walls.warm else 'cold'}": walls for walls in ladder(True)}
+#: Daily: the strongest that can be stood on here, one that makes a new guest for each program, and one without
+#: namespaces.
+EACH = ["strongest", *(name if name in ("B-cold", "D-warm") else pytest.param(name, marks=LONG) for name in LADDER)]
 
 
-def offered(*, warm: bool) -> list[Walls]:
-    """The rungs that can be stood on here."""
-    found = []
-    for walls in ladder(warm):
-        with contextlib.suppress(SandboxFailed), Sandbox(walls, CONFIG) as sandbox:
-            sandbox.run({"source": ""}, b"", 5.0)
-            found.append(walls)
-    return found
+@cache
+def offered(walls: Walls) -> bool:
+    """Whether this rung can be stood on here."""
+    with contextlib.suppress(SandboxFailed), Sandbox(walls, CONFIG) as sandbox:
+        sandbox.run({"source": ""}, b"", 5.0)
+        return True
+    return False
 
 
-OFFERED = offered(warm=True)
-NAMES = [f"{walls.level}-{'warm' if walls.warm else 'cold'}" for walls in OFFERED]
-#: The strongest, one that makes a new guest for each program, and one without namespaces.
-DAILY = frozenset({NAMES[0], "B-cold", "D-warm"})
-EACH = [
-    pytest.param(walls, id=name, marks=[] if name in DAILY else [pytest.mark.long])
-    for walls, name in zip(OFFERED, NAMES, strict=True)
-]
+def strongest() -> Walls:
+    return next(filter(offered, LADDER.values()))
 
 
 @pytest.fixture(scope="module", params=EACH)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    with Sandbox(request.param, CONFIG) as sandbox:
+    walls = LADDER.get(request.param) or strongest()
+    if not offered(walls):
+        pytest.skip(f"{request.param} is not offered here")
+    with Sandbox(walls, CONFIG) as sandbox:
         yield sandbox
 
 
@@ -109,13 +111,6 @@ def test_what_is_run_before_and_after_a_program_is_of_its_module_and_its_first_l
     assert sandbox.run(task, b"", 5.0).output == b"4.0 __main__\n"
 
 
-def test_time_is_up_when_it_is_up(sandbox: Sandbox) -> None:
-    start = time.monotonic()
-    ended = run(sandbox, "print('begun', flush=True)\nwhile True: pass", seconds=0.2)
-    assert (ended.timed_out, ended.how, ended.output) == (True, "time limit", b"begun\n")
-    assert time.monotonic() - start >= 0.2
-
-
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_limit_is_one_of_processor_time_and_the_clock_is_a_backstop(sandbox: Sandbox, parts: int) -> None:
     """Between two numbers the program computes for `parts` of its limit of 2, and sleeps for as long as it likes."""
@@ -126,14 +121,15 @@ def test_a_limit_is_one_of_processor_time_and_the_clock_is_a_backstop(sandbox: S
     )
     ended = run(sandbox, source, seconds=0.2)
     assert (ended.how, ended.seconds > 0.25) == ("time limit" if parts == 2 else "exit status 0", True), ended
+    assert ended.timed_out == (parts == 2)
     assert ended.output.startswith(b"1\n")
 
 
 def test_what_a_program_starts_is_charged_to_it(sandbox: Sandbox) -> None:
     if sandbox.walls.level in (Level.D, Level.E):
         pytest.skip("level D allows no processes, level E promises nothing")
-    ended = run(sandbox, "import os, time\nif not os.fork():\n    while True: pass\ntime.sleep(99)", seconds=0.5)
-    assert (ended.how, ended.cpu_seconds >= 0.5) == ("time limit", True), ended
+    ended = run(sandbox, "import os, time\nif not os.fork():\n    while True: pass\ntime.sleep(99)", seconds=0.2)
+    assert (ended.how, ended.cpu_seconds >= 0.2) == ("time limit", True), ended
 
 
 def test_a_program_that_sleeps_ends_by_the_clock(sandbox: Sandbox) -> None:
@@ -198,7 +194,7 @@ def test_calls_are_made_with_the_arguments_and_their_results_come_back(sandbox: 
 
 
 def test_a_guest_that_is_killed_is_a_failure_and_the_next_run_has_a_new_one() -> None:
-    with Sandbox(OFFERED[-1], CONFIG) as sandbox:
+    with Sandbox(LADDER["E-warm"], CONFIG) as sandbox:
         assert run(sandbox, "print(1)").well
         assert sandbox._guest is not None
         os.kill(sandbox._guest.pid, signal.SIGKILL)
@@ -237,7 +233,7 @@ def traces() -> dict[str, object]:
 def test_many_runs_leave_no_zombie_file_mount_or_process() -> None:
     before = traces()
     program = "import os\nif os.fork() == 0: os._exit(0)\nopen('x', 'w').close()\nprint(1)"
-    with Sandbox(OFFERED[0], CONFIG) as sandbox:
+    with Sandbox(strongest(), CONFIG) as sandbox:
         run(sandbox, "")
         during = traces()
         for number in range(RUNS):
@@ -249,7 +245,7 @@ def test_many_runs_leave_no_zombie_file_mount_or_process() -> None:
 
 def test_cold_runs_leave_nothing_either() -> None:
     before = traces()
-    with Sandbox(OFFERED[0], CONFIG.model_copy(update={"warm": False})) as sandbox:
+    with Sandbox(strongest(), CONFIG.model_copy(update={"warm": False})) as sandbox:
         for _ in range(8):
             assert run(sandbox, "print(1)").output == b"1\n"
     assert traces() == before

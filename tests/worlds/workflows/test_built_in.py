@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from stretto.conversation.forest import way_to
 from stretto.conversation.session import MemoryRecord, Session, TurnRequest
 from stretto.core.records import Outcome, Prompt, Sampling, Segment, StopReason, Trajectory, Verdict
+from stretto.worlds.workflows.built_in import tools
 from stretto.worlds.workflows.built_in.calculator import calculate
 from stretto.worlds.workflows.built_in.tools import PythonTool, Search
 from stretto.worlds.workflows.config import WorkflowConfig
@@ -21,6 +23,7 @@ from stretto.worlds.workflows.exchange import Exchange, Services
 from stretto.worlds.workflows.pool import WorkflowPool
 from stretto.worlds.workflows.rendering import PlainRendering, TemplateRendering
 from stretto.worlds.workflows.task import WorkflowTask
+from stretto_verify.sandbox.probe import probe
 from tests.gateway.serving import ENDS, tokenizer_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "workflows"
@@ -156,7 +159,8 @@ def test_a_search_finds_the_passage_with_the_rarest_words(tmp_path: Path) -> Non
     assert search("zebra") == "nothing was found"
 
 
-def test_a_program_runs_in_the_sandbox_and_its_end_is_told() -> None:
+def test_a_program_runs_in_the_sandbox_and_its_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "probe", partial(probe, attacks=[]))  # seconds, and `tests/verify/sandbox` has them
     python = PythonTool(seconds=2.0)
     assert python("print(3+4)") == "7\n"
     assert "ZeroDivisionError" in python("1/0")
