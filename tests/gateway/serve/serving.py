@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.http.server import EngineApp
 from stretto.engine.native.engine import NativeEngine
@@ -28,6 +29,15 @@ from tests.launch.running import service
 from tests.launch.warm import WarmCommand
 
 ROOT = Path(__file__).parents[3]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def engine_of(folder: Path, slots: int = 8) -> NativeEngine:
+    return NativeEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": NAME, "prompt": "ab", "seed": 3, "max_tokens": 200, **fields}
 
 
 def served_model(tokenizer: Tokenizer) -> ServedModel:

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from stretto.engine.wire import Refusal
 from tests.engine.byte_policy import NAME
-from tests.gateway.serve.serving import Serving
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+from tests.gateway.serve.serving import CHAT, COMPLETIONS, Serving
 
 FIELDS = [
     *("model", "prompt", "messages", "n", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),

@@ -22,15 +22,12 @@ from stretto.core.engine import EngineHealth
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.backend import Stream
-from stretto.engine.config import EngineConfig
-from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import MOST_WAITING, Generation
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto_gateway.serve.app import ServeApp
 from tests.engine.byte_policy import NAME
-from tests.gateway.serve.serving import Serving, served_engine, served_model
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+from tests.gateway.serve.serving import CHAT, COMPLETIONS, Serving, asked, engine_of, served_engine, served_model
+from tests.gateway.serving import in_a_loop
 
 MISTAKES: list[tuple[str, Any]] = [
     (COMPLETIONS, b"{"),
@@ -48,32 +45,22 @@ MISTAKES: list[tuple[str, Any]] = [
 ]
 
 
-def engine_of(folder: Path, slots: int = 8) -> NativeEngine:
-    return NativeEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
-
-
-def asked(**fields: Any) -> dict[str, Any]:
-    return {"model": NAME, "prompt": "ab", "seed": 3, "max_tokens": 200, **fields}
-
-
-def test_the_mistakes_of_others_do_not_change_an_answer(byte_folder: Path) -> None:
-    async def main() -> None:
-        engine = engine_of(byte_folder)
-        async with served_engine(engine, byte_folder) as (client, _):
-            alone = (await client.post(COMPLETIONS, json=asked())).json()["choices"]
-            waiting = asyncio.create_task(client.post(COMPLETIONS, json=asked()))
-            while not engine.health().running:
-                await asyncio.sleep(0)
-            for path, body in MISTAKES:
-                content = {"content": body} if isinstance(body, bytes) else {"json": body}
-                response = await client.post(path, **content)
-                assert response.status_code in (400, 404)
-                assert response.json()["error"]["message"]
-            assert not waiting.done()
-            assert (await waiting).json()["choices"] == alone
-            assert engine.health().wasted == 0
-
-    asyncio.run(main())
+@in_a_loop
+async def test_the_mistakes_of_others_do_not_change_an_answer(byte_folder: Path) -> None:
+    engine = engine_of(byte_folder)
+    async with served_engine(engine, byte_folder) as (client, _):
+        alone = (await client.post(COMPLETIONS, json=asked())).json()["choices"]
+        waiting = asyncio.create_task(client.post(COMPLETIONS, json=asked()))
+        while not engine.health().running:
+            await asyncio.sleep(0)
+        for path, body in MISTAKES:
+            content = {"content": body} if isinstance(body, bytes) else {"json": body}
+            response = await client.post(path, **content)
+            assert response.status_code in (400, 404)
+            assert response.json()["error"]["message"]
+        assert not waiting.done()
+        assert (await waiting).json()["choices"] == alone
+        assert engine.health().wasted == 0
 
 
 async def spoken(client: httpx.AsyncClient, *parts: bytes) -> bytes:
@@ -89,45 +76,40 @@ async def spoken(client: httpx.AsyncClient, *parts: bytes) -> bytes:
     return told
 
 
-def test_bytes_that_are_no_request_end_their_connection_and_nothing_else(byte_folder: Path) -> None:
+@in_a_loop
+async def test_bytes_that_are_no_request_end_their_connection_and_nothing_else(byte_folder: Path) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: ".encode()
-
-    async def main() -> None:
-        async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
-            for parts in (
-                [b"\x16\x03\x01\x02\x00\x01\x00"],  # TLS
-                [b"SSH-2.0-OpenSSH_9.6\r\n"],
-                [head + b"-5\r\n\r\n{}"],
-                [head + b"9" * 5000 + b"\r\n\r\n{}"],
-                [head + b"500\r\n\r\n", b'{"model": '],  # leaves in the middle of its body
-                [b"GET /" + b"x" * 100_000],
-            ):
-                told = await asyncio.wait_for(spoken(client, *parts), 20)
-                assert b" 500 " not in told.split(b"\r\n")[0]
-                assert b"Traceback" not in told
-            assert (await client.post(COMPLETIONS, json=asked(max_tokens=3))).status_code == 200
-
-    asyncio.run(main())
+    async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
+        for parts in (
+            [b"\x16\x03\x01\x02\x00\x01\x00"],  # TLS
+            [b"SSH-2.0-OpenSSH_9.6\r\n"],
+            [head + b"-5\r\n\r\n{}"],
+            [head + b"9" * 5000 + b"\r\n\r\n{}"],
+            [head + b"500\r\n\r\n", b'{"model": '],  # leaves in the middle of its body
+            [b"GET /" + b"x" * 100_000],
+        ):
+            told = await asyncio.wait_for(spoken(client, *parts), 20)
+            assert b" 500 " not in told.split(b"\r\n")[0]
+            assert b"Traceback" not in told
+        assert (await client.post(COMPLETIONS, json=asked(max_tokens=3))).status_code == 200
 
 
-def test_a_client_that_does_not_listen_holds_up_nobody(byte_folder: Path) -> None:
-    async def main() -> None:
-        engine = engine_of(byte_folder, slots=64)
-        async with served_engine(engine, byte_folder) as (client, _):
-            alone = (await client.post(COMPLETIONS, json=asked())).json()["choices"]
-            body = json.dumps(asked(n=60, stream=True, logprobs=5)).encode()
-            _, deaf = await asyncio.open_connection(client.base_url.host, client.base_url.port)
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-            deaf.write(head.encode() + body)  # and never reads: some megabytes of events are waiting in the end
-            while engine.health().running < 60:
+@in_a_loop
+async def test_a_client_that_does_not_listen_holds_up_nobody(byte_folder: Path) -> None:
+    engine = engine_of(byte_folder, slots=64)
+    async with served_engine(engine, byte_folder) as (client, _):
+        alone = (await client.post(COMPLETIONS, json=asked())).json()["choices"]
+        body = json.dumps(asked(n=60, stream=True, logprobs=5)).encode()
+        _, deaf = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        deaf.write(head.encode() + body)  # and never reads: some megabytes of events are waiting in the end
+        while engine.health().running < 60:
+            await asyncio.sleep(0)
+        assert (await client.post(COMPLETIONS, json=asked())).json()["choices"] == alone
+        deaf.close()
+        async with asyncio.timeout(20):
+            while not engine.idle:
                 await asyncio.sleep(0)
-            assert (await client.post(COMPLETIONS, json=asked())).json()["choices"] == alone
-            deaf.close()
-            async with asyncio.timeout(20):
-                while not engine.idle:
-                    await asyncio.sleep(0)
-
-    asyncio.run(main())
 
 
 def test_a_fault_of_the_servers_is_told_without_its_insides(

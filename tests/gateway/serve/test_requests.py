@@ -21,9 +21,8 @@ from stretto.core.records import GenerateRequest, Sampling, Segment, StopReason
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto_gateway.serve.app import ServeApp
 from tests.engine.byte_policy import CONTEXT, NAME, VOCABULARY
-from tests.gateway.serve.serving import served_model
+from tests.gateway.serve.serving import CHAT, COMPLETIONS, served_model
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [

@@ -23,27 +23,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling
-from stretto.engine.config import EngineConfig
 from stretto.engine.http.client import HttpEngine
-from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation
 from stretto.engine.wire import Refusal
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.http.asgi import LARGEST_BODY
 from tests.engine.byte_policy import CONTEXT, NAME, generated
 from tests.engine.serving import Mailbox
-from tests.gateway.serve.serving import Serving, serve_process, served_engine
+from tests.gateway.serve.serving import CHAT, COMPLETIONS, Serving, asked, engine_of, serve_process, served_engine
+from tests.gateway.serving import in_a_loop
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKEN_BYTES = 2 * 2 * 1 * 16 * 4  # keys and values, layers, heads, width, float32
-
-
-def engine_of(folder: Path, slots: int = 8) -> NativeEngine:
-    return NativeEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
-
-
-def asked(**fields: Any) -> dict[str, Any]:
-    return {"model": NAME, "prompt": "ab", "seed": 3, "max_tokens": 200, **fields}
 
 
 async def events(client: httpx.AsyncClient, body: dict[str, Any], path: str = COMPLETIONS) -> AsyncIterator[Any]:
@@ -67,94 +57,86 @@ def assert_error(response: httpx.Response, status: int, param: str | None = None
     assert ".py" not in response.text
 
 
-def test_a_stream_delivers_each_piece_when_its_token_is_there(byte_folder: Path) -> None:
-    async def main() -> None:
-        engine = engine_of(byte_folder)
-        async with served_engine(engine, byte_folder) as (client, _):
-            seen, text = [], ""
-            async for event in events(client, asked()):
-                text += event["choices"][0]["text"]
-                seen.append(engine.health().generated)
-            assert len(seen) > 50
-            assert seen[len(seen) // 2] < 150  # of 200: the middle came long before the end
-            whole = (await client.post(COMPLETIONS, json=asked())).json()["choices"][0]
-            assert (text, event["choices"][0]["finish_reason"]) == (whole["text"], whole["finish_reason"])
-
-    asyncio.run(main())
+@in_a_loop
+async def test_a_stream_delivers_each_piece_when_its_token_is_there(byte_folder: Path) -> None:
+    engine = engine_of(byte_folder)
+    async with served_engine(engine, byte_folder) as (client, _):
+        seen, text = [], ""
+        async for event in events(client, asked()):
+            text += event["choices"][0]["text"]
+            seen.append(engine.health().generated)
+        assert len(seen) > 50
+        assert seen[len(seen) // 2] < 150  # of 200: the middle came long before the end
+        whole = (await client.post(COMPLETIONS, json=asked())).json()["choices"][0]
+        assert (text, event["choices"][0]["finish_reason"]) == (whole["text"], whole["finish_reason"])
 
 
-def test_stop_texts_end_answers_wherever_they_are_cut(byte_folder: Path) -> None:
-    async def main() -> None:
-        tokenizer = load_tokenizer(byte_folder)
-        engine = engine_of(byte_folder)
-        async with served_engine(engine, byte_folder) as (client, _):
-            plain = (await client.post(COMPLETIONS, json=asked(logprobs=0))).json()["choices"][0]
-            text, offsets = plain["text"], plain["logprobs"]["text_offset"]
-            for begin, length in ((20, 1), (31, 3), (40, 7)):
-                # U+FFFD stands for bytes that are no character, which a stop text cannot ask for.
-                start = next(k for k in range(begin, len(text)) if "\ufffd" not in text[k : k + length])
-                stop = text[start : start + length]
-                at = text.index(stop)
-                body = asked(stop=[stop, "never written"])
-                whole = (await client.post(COMPLETIONS, json=body)).json()
-                assert whole["choices"][0]["text"] == text[:at] == await text_of(client, body)
-                assert whole["choices"][0]["finish_reason"] == "stop"
-                # The tokens that complete the stop text are sampled, and counted; those after them are not.
-                sampled = sum(offset < at + length for offset in offsets)
-                assert abs(whole["usage"]["completion_tokens"] - sampled) <= 3  # a character has up to four tokens
-            assert tokenizer.decode(tokenizer.encode(text, special_tokens=False)) == text
-
-    asyncio.run(main())
+@in_a_loop
+async def test_stop_texts_end_answers_wherever_they_are_cut(byte_folder: Path) -> None:
+    tokenizer = load_tokenizer(byte_folder)
+    engine = engine_of(byte_folder)
+    async with served_engine(engine, byte_folder) as (client, _):
+        plain = (await client.post(COMPLETIONS, json=asked(logprobs=0))).json()["choices"][0]
+        text, offsets = plain["text"], plain["logprobs"]["text_offset"]
+        for begin, length in ((20, 1), (31, 3), (40, 7)):
+            # U+FFFD stands for bytes that are no character, which a stop text cannot ask for.
+            start = next(k for k in range(begin, len(text)) if "\ufffd" not in text[k : k + length])
+            stop = text[start : start + length]
+            at = text.index(stop)
+            body = asked(stop=[stop, "never written"])
+            whole = (await client.post(COMPLETIONS, json=body)).json()
+            assert whole["choices"][0]["text"] == text[:at] == await text_of(client, body)
+            assert whole["choices"][0]["finish_reason"] == "stop"
+            # The tokens that complete the stop text are sampled, and counted; those after them are not.
+            sampled = sum(offset < at + length for offset in offsets)
+            assert abs(whole["usage"]["completion_tokens"] - sampled) <= 3  # a character has up to four tokens
+        assert tokenizer.decode(tokenizer.encode(text, special_tokens=False)) == text
 
 
-def test_requests_during_an_update_are_served_and_later_ones_by_the_new_weights(byte_folder: Path) -> None:
+@in_a_loop
+async def test_requests_during_an_update_are_served_and_later_ones_by_the_new_weights(byte_folder: Path) -> None:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(byte_folder)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.02)
-
-    async def main() -> None:
-        engine, mailbox = engine_of(byte_folder), Mailbox({})
-        async with served_engine(engine, byte_folder, mailbox) as (client, _):
-            old = (await client.post(COMPLETIONS, json=asked(seed=0))).json()
-            before = asyncio.create_task(client.post(COMPLETIONS, json=asked()))
-            while engine.health().running == 0:
-                await asyncio.sleep(0)
-            mailbox.publications[1] = dict(other.named_parameters())
-            update = asyncio.create_task(client.post("/update_weights", content=msgspec.msgpack.encode({"version": 1})))
-            during = [asyncio.create_task(client.post(COMPLETIONS, json=asked(seed=k))) for k in range(4)]
-            assert (await update).status_code == 200
-            replies = await asyncio.gather(before, *during)
-            assert [reply.status_code for reply in replies] == [200] * 5
-            assert engine.health().interrupted >= 1
-            new = [(await client.post(COMPLETIONS, json=asked(seed=0))).json()["choices"] for _ in range(2)]
-            assert new[0] == new[1] != old["choices"]
-
-    asyncio.run(main())
+    engine, mailbox = engine_of(byte_folder), Mailbox({})
+    async with served_engine(engine, byte_folder, mailbox) as (client, _):
+        old = (await client.post(COMPLETIONS, json=asked(seed=0))).json()
+        before = asyncio.create_task(client.post(COMPLETIONS, json=asked()))
+        while engine.health().running == 0:
+            await asyncio.sleep(0)
+        mailbox.publications[1] = dict(other.named_parameters())
+        update = asyncio.create_task(client.post("/update_weights", content=msgspec.msgpack.encode({"version": 1})))
+        during = [asyncio.create_task(client.post(COMPLETIONS, json=asked(seed=k))) for k in range(4)]
+        assert (await update).status_code == 200
+        replies = await asyncio.gather(before, *during)
+        assert [reply.status_code for reply in replies] == [200] * 5
+        assert engine.health().interrupted >= 1
+        new = [(await client.post(COMPLETIONS, json=asked(seed=0))).json()["choices"] for _ in range(2)]
+        assert new[0] == new[1] != old["choices"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_rows(byte_folder: Path, stream: bool) -> None:
-    async def main() -> None:
-        engine = engine_of(byte_folder, slots=2)
-        async with served_engine(engine, byte_folder) as (client, _):
-            body = asked(n=6, max_tokens=250, stream=stream)
-            leaver = asyncio.create_task(client.post(COMPLETIONS, json=body))
-            while engine.health().running < 2:
+@in_a_loop
+async def test_a_client_that_leaves_frees_its_rows(byte_folder: Path, stream: bool) -> None:
+    engine = engine_of(byte_folder, slots=2)
+    async with served_engine(engine, byte_folder) as (client, _):
+        body = asked(n=6, max_tokens=250, stream=stream)
+        leaver = asyncio.create_task(client.post(COMPLETIONS, json=body))
+        while engine.health().running < 2:
+            await asyncio.sleep(0)
+        leaver.cancel()
+        await asyncio.gather(leaver, return_exceptions=True)
+        async with asyncio.timeout(20):
+            while engine.health().running or engine.health().waiting:
                 await asyncio.sleep(0)
-            leaver.cancel()
-            await asyncio.gather(leaver, return_exceptions=True)
-            async with asyncio.timeout(20):
-                while engine.health().running or engine.health().waiting:
-                    await asyncio.sleep(0)
-            engine.check_integrity()
-            assert (await client.post(COMPLETIONS, json=asked(max_tokens=5))).status_code == 200
-
-    asyncio.run(main())
+        engine.check_integrity()
+        assert (await client.post(COMPLETIONS, json=asked(max_tokens=5))).status_code == 200
 
 
-def test_a_thousand_connections_at_once_are_all_served(byte_folder: Path) -> None:
+@in_a_loop
+async def test_a_thousand_connections_at_once_are_all_served(byte_folder: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # both ends of every connection are in this process
 
@@ -167,103 +149,90 @@ def test_a_thousand_connections_at_once_are_all_served(byte_folder: Path) -> Non
         writer.close()
         return reply
 
-    async def main() -> None:
-        engine = engine_of(byte_folder, slots=64)
-        async with served_engine(engine, byte_folder) as (client, _):
-            gate = asyncio.Event()
-            bodies = [json.dumps(asked(max_tokens=3, stream=bool(number % 2))).encode() for number in range(1000)]
-            host, port = client.base_url.host, int(client.base_url.port or 0)
-            waiting = [asyncio.create_task(one(host, port, body, gate)) for body in bodies]
-            await asyncio.sleep(0.5)
-            gate.set()
-            replies = await asyncio.gather(*waiting)
-            assert {reply.split(b"\r\n")[0] for reply in replies} == {b"HTTP/1.1 200 OK"}
-            texts = {json.loads(reply.split(b"\r\n\r\n")[1])["choices"][0]["text"] for reply in replies[::2]}
-            assert len(texts) == 1
-            assert all(reply.count(b"data: [DONE]") == 1 for reply in replies[1::2])
-
-    asyncio.run(main())
+    engine = engine_of(byte_folder, slots=64)
+    async with served_engine(engine, byte_folder) as (client, _):
+        gate = asyncio.Event()
+        bodies = [json.dumps(asked(max_tokens=3, stream=bool(number % 2))).encode() for number in range(1000)]
+        host, port = client.base_url.host, int(client.base_url.port or 0)
+        waiting = [asyncio.create_task(one(host, port, body, gate)) for body in bodies]
+        await asyncio.sleep(0.5)
+        gate.set()
+        replies = await asyncio.gather(*waiting)
+        assert {reply.split(b"\r\n")[0] for reply in replies} == {b"HTTP/1.1 200 OK"}
+        texts = {json.loads(reply.split(b"\r\n\r\n")[1])["choices"][0]["text"] for reply in replies[::2]}
+        assert len(texts) == 1
+        assert all(reply.count(b"data: [DONE]") == 1 for reply in replies[1::2])
 
 
-def test_a_server_that_stops_finishes_what_is_open_and_begins_nothing(byte_folder: Path) -> None:
-    async def main() -> None:
-        engine = engine_of(byte_folder)
-        async with served_engine(engine, byte_folder, patience=20.0) as (client, server):
-            stream = asyncio.create_task(text_of(client, asked(max_tokens=200)))
-            await client.get("/health")  # a second connection, from before the end
-            while engine.health().generated < 5:
-                await asyncio.sleep(0)
-            server.handle_exit(15, None)
-            refused = await client.post(COMPLETIONS, json=asked())
-            assert_error(refused, 503)
-            assert refused.headers["retry-after"] == "1"
-            health = await client.get("/health")
-            assert (health.status_code, health.headers["retry-after"]) == (503, "1")
-            request = GenerateRequest(id="a", prompt_token_ids=(5,), seeds=(1,), sampling=Sampling(max_tokens=2))
-            told = await client.post("/generate", content=msgspec.msgpack.encode([request]))
-            assert (told.status_code, told.headers["retry-after"]) == (503, "1")
-            assert msgspec.msgpack.decode(told.content, type=Refusal).error == "EngineLost"
-            assert len(await stream) > 20
-            assert engine.health().generated == 200
-
-    asyncio.run(main())
+@in_a_loop
+async def test_a_server_that_stops_finishes_what_is_open_and_begins_nothing(byte_folder: Path) -> None:
+    engine = engine_of(byte_folder)
+    async with served_engine(engine, byte_folder, patience=20.0) as (client, server):
+        stream = asyncio.create_task(text_of(client, asked(max_tokens=200)))
+        await client.get("/health")  # a second connection, from before the end
+        while engine.health().generated < 5:
+            await asyncio.sleep(0)
+        server.handle_exit(15, None)
+        refused = await client.post(COMPLETIONS, json=asked())
+        assert_error(refused, 503)
+        assert refused.headers["retry-after"] == "1"
+        health = await client.get("/health")
+        assert (health.status_code, health.headers["retry-after"]) == (503, "1")
+        request = GenerateRequest(id="a", prompt_token_ids=(5,), seeds=(1,), sampling=Sampling(max_tokens=2))
+        told = await client.post("/generate", content=msgspec.msgpack.encode([request]))
+        assert (told.status_code, told.headers["retry-after"]) == (503, "1")
+        assert msgspec.msgpack.decode(told.content, type=Refusal).error == "EngineLost"
+        assert len(await stream) > 20
+        assert engine.health().generated == 200
 
 
-def test_patience_ends_and_a_second_signal_ends_it_at_once(byte_folder: Path) -> None:
-    async def main() -> None:
-        engine = engine_of(byte_folder, slots=1)
-        async with served_engine(engine, byte_folder, patience=60.0) as (client, server):
-            whole = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=100, max_tokens=250)))
-            stream = asyncio.create_task(collected(client, asked(n=100, max_tokens=250)))
-            while engine.health().generated < 5:
-                await asyncio.sleep(0)
-            server.handle_exit(15, None)
-            server.handle_exit(15, None)
-            assert_error(await whole, 503)
-            assert (await stream)[-1]["error"]["type"] == "server_error"
-
-    asyncio.run(main())
+@in_a_loop
+async def test_patience_ends_and_a_second_signal_ends_it_at_once(byte_folder: Path) -> None:
+    engine = engine_of(byte_folder, slots=1)
+    async with served_engine(engine, byte_folder, patience=60.0) as (client, server):
+        whole = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=100, max_tokens=250)))
+        stream = asyncio.create_task(collected(client, asked(n=100, max_tokens=250)))
+        while engine.health().generated < 5:
+            await asyncio.sleep(0)
+        server.handle_exit(15, None)
+        server.handle_exit(15, None)
+        assert_error(await whole, 503)
+        assert (await stream)[-1]["error"]["type"] == "server_error"
 
 
 async def collected(client: httpx.AsyncClient, body: dict[str, Any]) -> list[Any]:
     return [event async for event in events(client, body)]
 
 
-def test_an_engine_that_fails_is_told_to_its_clients(byte_folder: Path) -> None:
+@in_a_loop
+async def test_an_engine_that_fails_is_told_to_its_clients(byte_folder: Path) -> None:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(byte_folder)
     broken = {name: torch.full_like(tensor, math.nan) for name, tensor in model.named_parameters()}
-
-    async def main() -> None:
-        engine = engine_of(byte_folder, slots=2)
-        async with served_engine(engine, byte_folder, Mailbox({1: broken}), kind=Generation) as (client, _):
-            whole = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=8)))
-            stream = asyncio.create_task(collected(client, asked(n=8)))
-            while engine.health().waiting < 10:
-                await asyncio.sleep(0)
-            await client.post("/update_weights", content=msgspec.msgpack.encode({"version": 1}))
-            assert_error(await whole, 503)
-            assert "engine-0 ended before the completion did" in (await stream)[-1]["error"]["message"]
-
-    asyncio.run(main())
+    engine = engine_of(byte_folder, slots=2)
+    async with served_engine(engine, byte_folder, Mailbox({1: broken}), kind=Generation) as (client, _):
+        whole = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=8)))
+        stream = asyncio.create_task(collected(client, asked(n=8)))
+        while engine.health().waiting < 10:
+            await asyncio.sleep(0)
+        await client.post("/update_weights", content=msgspec.msgpack.encode({"version": 1}))
+        assert_error(await whole, 503)
+        assert "engine-0 ended before the completion did" in (await stream)[-1]["error"]["message"]
 
 
-def test_the_token_interface_is_on_the_same_server(byte_folder: Path, serving: Serving) -> None:
+@in_a_loop
+async def test_the_token_interface_is_on_the_same_server(byte_folder: Path, serving: Serving) -> None:
     request = GenerateRequest(
         id="a", prompt_token_ids=(5, 12), seeds=(1, 2, 3), sampling=Sampling(max_tokens=20, stop_token_ids=(2,))
     )
-
-    async def main() -> None:
-        client = HttpEngine("engine-0", serving.url.removeprefix("http://"))
-        completions = sorted([c async for c in client.generate(request)], key=lambda completion: completion.member)
-        assert completions == generated(engine_of(byte_folder), request)
-        assert (await client.health()).version == 0
-        assert await client.partials({"a": [0, 0, 0]}) == {}  # it has ended
-        hot = msgspec.structs.replace(request, sampling=Sampling(max_tokens=2, temperature=math.nan))
-        with pytest.raises(RefusedRequest, match="temperature"):
-            await anext(client.generate(hot))
-        await client.close()
-
-    asyncio.run(main())
+    client = HttpEngine("engine-0", serving.url.removeprefix("http://"))
+    completions = sorted([c async for c in client.generate(request)], key=lambda completion: completion.member)
+    assert completions == generated(engine_of(byte_folder), request)
+    assert (await client.health()).version == 0
+    assert await client.partials({"a": [0, 0, 0]}) == {}  # it has ended
+    hot = msgspec.structs.replace(request, sampling=Sampling(max_tokens=2, temperature=math.nan))
+    with pytest.raises(RefusedRequest, match="temperature"):
+        await anext(client.generate(hot))
+    await client.close()
 
 
 def test_what_is_asked_for_by_get(serving: Serving) -> None:
@@ -282,24 +251,22 @@ def test_what_is_asked_for_by_get(serving: Serving) -> None:
 TOKEN_PATHS = ["/generate", "/abort", "/partials", "/spans", "/update_weights"]
 
 
-def test_without_its_key_a_server_serves_its_health_alone(byte_folder: Path) -> None:
-    async def main() -> None:
-        async with served_engine(engine_of(byte_folder), byte_folder, api_key="s3cret") as (client, _):
-            assert (await client.get("/health")).status_code == 200
-            assert (await client.get("/health", headers={"accept": "application/msgpack"})).status_code == 200
-            for key in ("", "Bearer", "Bearer s3cre", "Bearer s3crets", "Basic s3cret", "s3cret", "Bearer \xe9"):
-                given = [(b"authorization", key.encode("latin-1"))] if key else []
-                refused = await client.post(COMPLETIONS, json=asked(), headers=given)
-                assert_error(refused, 401)
-                assert refused.json()["error"]["code"] == "invalid_api_key"
-            for path in [*TOKEN_PATHS, "/v1/models", "/metrics", "/openapi.json", "/nowhere"]:
-                assert (await client.get(path)).status_code == 401
-                assert (await client.post(path)).status_code == 401
-            client.headers["authorization"] = "Bearer s3cret"
-            assert len(await text_of(client, asked(max_tokens=5))) > 0
-            assert (await client.get("/v1/models")).status_code == 200
-
-    asyncio.run(main())
+@in_a_loop
+async def test_without_its_key_a_server_serves_its_health_alone(byte_folder: Path) -> None:
+    async with served_engine(engine_of(byte_folder), byte_folder, api_key="s3cret") as (client, _):
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/health", headers={"accept": "application/msgpack"})).status_code == 200
+        for key in ("", "Bearer", "Bearer s3cre", "Bearer s3crets", "Basic s3cret", "s3cret", "Bearer \xe9"):
+            given = [(b"authorization", key.encode("latin-1"))] if key else []
+            refused = await client.post(COMPLETIONS, json=asked(), headers=given)
+            assert_error(refused, 401)
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        for path in [*TOKEN_PATHS, "/v1/models", "/metrics", "/openapi.json", "/nowhere"]:
+            assert (await client.get(path)).status_code == 401
+            assert (await client.post(path)).status_code == 401
+        client.headers["authorization"] = "Bearer s3cret"
+        assert len(await text_of(client, asked(max_tokens=5))) > 0
+        assert (await client.get("/v1/models")).status_code == 200
 
 
 @pytest.mark.parametrize("key", ["", "s3cret"])
@@ -313,25 +280,23 @@ def test_a_server_that_other_machines_reach_has_a_key_or_warns(
         assert models.status_code == (401 if key else 200)
 
 
-def test_metrics_count_what_was_served(byte_folder: Path) -> None:
-    async def main() -> None:
-        async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
-            await client.post(COMPLETIONS, json=asked(max_tokens=7, prompt=[[5, 6, 7], [8]]))
-            await text_of(client, asked(max_tokens=5))
-            await client.post(COMPLETIONS, json={})
-            response = await client.get("/metrics")
-            assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-            lines = [line for line in response.text.splitlines() if not line.startswith("#")]
-            values = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-            assert values["stretto_prompt_tokens_total"] == 6
-            assert values["stretto_completion_tokens_total"] == 19 == values["stretto_engine_generated_total"]
-            assert values[f'stretto_http_requests_total{{path="{COMPLETIONS}",status="200"}}'] == 2
-            assert values[f'stretto_http_requests_total{{path="{COMPLETIONS}",status="400"}}'] == 1
-            assert values["stretto_first_token_seconds_count"] == 1
-            assert values["stretto_last_token_seconds_count"] == 2
-            assert len(response.text.splitlines()) == len({*response.text.splitlines()})
-
-    asyncio.run(main())
+@in_a_loop
+async def test_metrics_count_what_was_served(byte_folder: Path) -> None:
+    async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
+        await client.post(COMPLETIONS, json=asked(max_tokens=7, prompt=[[5, 6, 7], [8]]))
+        await text_of(client, asked(max_tokens=5))
+        await client.post(COMPLETIONS, json={})
+        response = await client.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        lines = [line for line in response.text.splitlines() if not line.startswith("#")]
+        values = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+        assert values["stretto_prompt_tokens_total"] == 6
+        assert values["stretto_completion_tokens_total"] == 19 == values["stretto_engine_generated_total"]
+        assert values[f'stretto_http_requests_total{{path="{COMPLETIONS}",status="200"}}'] == 2
+        assert values[f'stretto_http_requests_total{{path="{COMPLETIONS}",status="400"}}'] == 1
+        assert values["stretto_first_token_seconds_count"] == 1
+        assert values["stretto_last_token_seconds_count"] == 2
+        assert len(response.text.splitlines()) == len({*response.text.splitlines()})
 
 
 def test_a_body_over_the_limit_is_refused_with_413(serving: Serving) -> None:
@@ -379,20 +344,18 @@ def test_a_cache_that_holds_no_answer_ends_the_command_with_a_message(byte_folde
         pass
 
 
-def test_a_lost_engine_is_an_error_of_its_own_for_the_client(byte_folder: Path) -> None:
-    async def main() -> None:
-        engine = engine_of(byte_folder)
-        async with served_engine(engine, byte_folder, patience=20.0) as (http, server):
-            open_request = asyncio.create_task(text_of(http, asked()))
-            while not engine.health().generated:
-                await asyncio.sleep(0)
-            client = HttpEngine("engine-0", f"{http.base_url.host}:{http.base_url.port}")
-            await client.health()
-            server.handle_exit(15, None)
-            request = GenerateRequest(id="a", prompt_token_ids=(5,), seeds=(1,), sampling=Sampling(max_tokens=2))
-            with pytest.raises(EngineLost, match="engine-0 is stopping"):
-                await anext(client.generate(request))
-            await open_request
-            await client.close()
-
-    asyncio.run(main())
+@in_a_loop
+async def test_a_lost_engine_is_an_error_of_its_own_for_the_client(byte_folder: Path) -> None:
+    engine = engine_of(byte_folder)
+    async with served_engine(engine, byte_folder, patience=20.0) as (http, server):
+        open_request = asyncio.create_task(text_of(http, asked()))
+        while not engine.health().generated:
+            await asyncio.sleep(0)
+        client = HttpEngine("engine-0", f"{http.base_url.host}:{http.base_url.port}")
+        await client.health()
+        server.handle_exit(15, None)
+        request = GenerateRequest(id="a", prompt_token_ids=(5,), seeds=(1,), sampling=Sampling(max_tokens=2))
+        with pytest.raises(EngineLost, match="engine-0 is stopping"):
+            await anext(client.generate(request))
+        await open_request
+        await client.close()

@@ -14,8 +14,6 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from stretto.core.records import Completion, GenerateRequest, Sampling
-from stretto.engine.config import EngineConfig
-from stretto.engine.native.engine import NativeEngine
 from stretto_gateway.dialects.token_ids import TokenIdsDialect, spans
 from stretto_servers.http import JsonServer
 from stretto_servers.make import Continuation
@@ -23,16 +21,12 @@ from stretto_servers.vllm import VllmServer
 from tests.engine.answering import weights
 from tests.engine.byte_policy import NAME, generated
 from tests.engine.serving import Mailbox
-from tests.gateway.serve.serving import served_engine
+from tests.gateway.serve.serving import engine_of, served_engine
 from tests.gateway.serving import in_a_loop
 
 PATH = TokenIdsDialect.path
 PROMPT = (5, 12, 8)
 TOKENS = 40
-
-
-def engine_of(folder: Path) -> NativeEngine:
-    return NativeEngine.load(folder, EngineConfig(slots=8), name="engine-0")
 
 
 def body(**sampling: Any) -> dict[str, Any]:
