@@ -80,21 +80,16 @@ def scored(config: RewardsConfig, work: Callable[[RewardPool], Awaitable[Result]
     return run(main())
 
 
-def test_verdicts_come_back_in_order_for_many_callers_at_once(config: Make) -> None:
+def test_verdicts_come_back_in_order_for_many_callers_at_once_for_a_group_and_for_nothing(config: Make) -> None:
     async def work(pool: RewardPool) -> list[list[Verdict]]:
-        return await asyncio.gather(*[pool.score(items(*["ok", "no"] * 4)) for _ in range(50)])
+        assert await pool.score([]) == []
+        group = pool.score_group("3+8=", ["ok", "no"], "ok")
+        unspeakable = pool.score(items("ok", "\ud800", "no"))  # a text that no wire can carry
+        return await asyncio.gather(group, unspeakable, *[pool.score(items(*["ok", "no"] * 4)) for _ in range(50)])
 
-    expected = ["right", "wrong"] * 4
-    assert all(outcomes(verdicts) == expected for verdicts in scored(config(workers=2), work))
-
-
-def test_a_call_for_nothing_is_answered_with_nothing(config: Make) -> None:
-    assert scored(config("exact_match"), lambda pool: pool.score([])) == []
-
-
-def test_a_group_is_scored_against_one_answer(config: Make) -> None:
-    verdicts = scored(config("final_answer"), lambda pool: pool.score_group("3+8=", ["3+8=11", "3+8=12"], "11"))
-    assert [verdict.reward for verdict in verdicts] == [1.0, 0.0]
+    group, unspeakable, *others = map(outcomes, scored(config(workers=2), work))
+    assert (group, unspeakable) == (["right", "wrong"], ["right", "undecided", "wrong"])
+    assert others == [["right", "wrong"] * 4] * 50
 
 
 def test_an_answer_that_hangs_is_undecided_and_the_others_are_scored(config: Make) -> None:
@@ -134,11 +129,11 @@ def test_a_worker_is_replaced_before_what_its_reward_leaks_does_harm(config: Mak
         return [verdict for _ in range(10) for verdict in await pool.score(items("", answer="4"))]
 
     async def together(pool: RewardPool) -> list[list[Verdict]]:
-        return await asyncio.gather(*[pool.score(items("ok", "no")) for _ in range(20)])
+        return await asyncio.gather(*[pool.score(items("ok", "no")) for _ in range(6)])
 
     assert outcomes(scored(leaks, one_by_one)) == ["right"] * 10
     worn = config(workers=2, recycle_after=3)
-    assert [outcomes(verdicts) for verdicts in scored(worn, together)] == [["right", "wrong"]] * 20
+    assert [outcomes(verdicts) for verdicts in scored(worn, together)] == [["right", "wrong"]] * 6
 
 
 def test_hanging_answers_never_use_up_the_slots(config: Make) -> None:
@@ -159,8 +154,10 @@ def test_an_answer_whose_worker_died_by_accident_is_scored_again(config: Make, t
     assert verdict.outcome is Outcome.WRONG
 
 
-def test_what_a_reward_raises_or_returns_wrongly_is_undecided(config: Make) -> None:
-    verdicts = scored(config(), lambda pool: pool.score(items("leave", "none", "ok")))
+def test_what_a_reward_raises_or_returns_wrongly_is_undecided(config: Make, tmp_path: Path) -> None:
+    log = tmp_path / "rewards.txt"
+    verdicts = scored(config(), lambda pool: pool.score(items("leave", "none", "ok")), log=log)
+    assert log.read_text() == "noise on stdout\n" * 3
     raised, returned, none = [verdict.reason for verdict in verdicts]
     assert re.fullmatch(r"the reward raised SystemExit in \S+pool_rewards\.py:\d+: 1", raised)
     assert re.fullmatch(r"the reward returned NoneType, not a number or a bool \(\S+pool_rewards\.py:\d+\)", returned)
@@ -236,11 +233,6 @@ def test_a_reward_that_floods_its_log_does_not_fill_the_disk(config: Make, tmp_p
     assert text.endswith("[output cut after 4 MiB]\nlast None\n")
 
 
-def test_text_that_no_wire_can_carry_is_undecided(config: Make) -> None:
-    verdicts = scored(config("exact_match"), lambda pool: pool.score(items("ok", "\ud800", "no")))
-    assert outcomes(verdicts) == ["right", "undecided", "wrong"]
-
-
 def test_too_many_undecided_in_a_row_end_the_run(config: Make) -> None:
     async def work(pool: RewardPool) -> None:
         await pool.score(items("none", "none", "ok", "none", "none"))
@@ -250,28 +242,19 @@ def test_too_many_undecided_in_a_row_end_the_run(config: Make) -> None:
         scored(config(max_consecutive_undecided=3), work)
 
 
-def test_slow_answers_are_shared_among_the_workers(config: Make) -> None:
-    async def work(pool: RewardPool) -> tuple[float, int]:
+def test_slow_answers_are_shared_among_the_workers_and_spans_say_when_each_scored(config: Make) -> None:
+    async def work(pool: RewardPool) -> float:
         await pool.score(items(*["slow"] * 8))
         pool.drain_spans()
-        await pool.score(items(*["slow"] * 8))
-        return pool.busy_seconds, len({span.role for span in pool.drain_spans()})
-
-    busy, roles = scored(config(workers=2, timeout=5.0), work)
-    assert busy >= 16 * 0.05
-    assert roles == 2
-
-
-def test_spans_say_when_workers_scored(config: Make) -> None:
-    async def work(pool: RewardPool) -> None:
         before = time.monotonic()
-        await pool.score(items("ok"))
-        [span] = pool.drain_spans()
-        assert (span.role, span.name) == ("rewards-0", "score")
-        assert before <= span.start <= span.end <= time.monotonic()
+        await pool.score(items(*["slow"] * 8))
+        spans = pool.drain_spans()
+        assert {(span.role, span.name) for span in spans} == {("rewards-0", "score"), ("rewards-1", "score")}
+        assert all(before <= span.start <= span.end <= time.monotonic() for span in spans)
         assert pool.drain_spans() == []
+        return pool.busy_seconds
 
-    scored(config(), work)
+    assert scored(config(workers=2, timeout=5.0), work) >= 16 * 0.05
 
 
 @pytest.mark.parametrize(
@@ -373,12 +356,3 @@ def test_workers_die_with_the_process_that_started_them(config: Make) -> None:
     while runs(worker):
         assert time.monotonic() < until, "the worker outlived its parent"
         time.sleep(0.01)
-
-
-def test_what_a_reward_prints_is_in_the_log(config: Make, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with RewardPool(config(), log=tmp_path / "rewards.txt") as pool:
-            await pool.score(items("ok", "ok"))
-
-    run(main())
-    assert (tmp_path / "rewards.txt").read_text() == "noise on stdout\n" * 2
