@@ -47,6 +47,12 @@ def engine(byte_folder: Path) -> NativeEngine:
     return NativeEngine.load(byte_folder, EngineConfig())
 
 
+def prompt_of(tokenizer: Tokenizer, kind: str) -> tuple[int, ...]:
+    if kind == "chat":
+        return tokenizer.encode("<system>Be brief.<user>Say é.<assistant>", special_tokens=False)
+    return tokenizer.encode(PROMPT)
+
+
 def expected(
     engine: NativeEngine, prompt: tuple[int, ...], answers: int, likeliest: int = 0, **sampling: Any
 ) -> list[Completion]:
@@ -57,6 +63,18 @@ def expected(
     return generated(engine, request)
 
 
+def ask(client: openai.OpenAI, kind: str, likeliest: int | None = None, **fields: Any) -> Any:
+    """With log-probabilities, and the `likeliest` tokens, if that is given; a list of chunks, if it is streamed."""
+    fields = {"model": NAME, "seed": SEED, **fields}
+    told: Any
+    if kind == "text":
+        told = client.completions.create(prompt=PROMPT, logprobs=likeliest, **fields)
+    else:
+        asked = {} if likeliest is None else {"logprobs": True, "top_logprobs": likeliest}
+        told = client.chat.completions.create(messages=MESSAGES, **asked, **fields)
+    return list(told) if fields.get("stream") else told
+
+
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).owned_by == "stretto"
@@ -64,82 +82,50 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
         client.models.retrieve("other")
 
 
-def test_completions_are_the_engines(client: openai.OpenAI, engine: NativeEngine, tokenizer: Tokenizer) -> None:
-    prompt = tokenizer.encode(PROMPT)
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_answers_are_the_engines(client: openai.OpenAI, engine: NativeEngine, tokenizer: Tokenizer, kind: str) -> None:
+    prompt = prompt_of(tokenizer, kind)
     answers = expected(engine, prompt, 3, max_tokens=60, temperature=0.8)
-    reply = client.completions.create(
-        model=NAME, prompt=PROMPT, n=3, seed=SEED, max_tokens=60, temperature=0.8, logprobs=0
-    )
-    assert [choice.text for choice in reply.choices] == [tokenizer.decode(answer.token_ids) for answer in answers]
+    reply = ask(client, kind, 0, n=3, max_tokens=60, temperature=0.8)
+    texts = [choice.text if kind == "text" else choice.message.content for choice in reply.choices]
+    assert texts == [tokenizer.decode(answer.token_ids) for answer in answers]
+    assert len(set(texts)) == 3
     assert [choice.finish_reason for choice in reply.choices] == [answer.stop_reason for answer in answers]
-    assert len({choice.text for choice in reply.choices}) == 3
     for choice, answer in zip(reply.choices, answers, strict=True):
-        assert choice.logprobs is not None
-        assert choice.logprobs.token_logprobs == pytest.approx(list(answer.behavior_logprobs), abs=EXACT)
-        assert choice.logprobs.tokens == [tokenizer.name(token) for token in answer.token_ids]
-        assert choice.logprobs.text_offset is not None
-        assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
-    assert reply.usage is not None
+        if kind == "text":
+            logprobs = choice.logprobs.token_logprobs
+            assert choice.logprobs.tokens == [tokenizer.name(token) for token in answer.token_ids]
+            assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
+        else:
+            logprobs = [token.logprob for token in choice.logprobs.content]
+            assert choice.message.role == "assistant"
+        assert logprobs == pytest.approx(list(answer.behavior_logprobs), abs=EXACT)
     assert reply.usage.prompt_tokens == len(prompt)
     assert reply.usage.completion_tokens == sum(len(answer.token_ids) for answer in answers)
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
-@pytest.mark.parametrize("logprobs", [None, 0])
-def test_a_streamed_completion_says_the_same(client: openai.OpenAI, logprobs: int | None) -> None:
-    fields: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "n": 2, "seed": SEED, "max_tokens": 80}
-    whole = client.completions.create(**fields, logprobs=logprobs)
-    chunks: list[Reply] = list(
-        client.completions.create(**fields, logprobs=logprobs, stream=True, stream_options={"include_usage": True})
-    )
+@pytest.mark.parametrize("kind", ["text", "chat"])
+@pytest.mark.parametrize("likeliest", [None, 0, 3])
+def test_a_streamed_answer_says_the_same(client: openai.OpenAI, kind: str, likeliest: int | None) -> None:
+    whole = ask(client, kind, likeliest, n=2, max_tokens=60)
+    chunks = ask(client, kind, likeliest, n=2, max_tokens=60, stream=True, stream_options={"include_usage": True})
     assert len(chunks) > 20
     for choice in whole.choices:
         parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
-        assert "".join(part.text for part in parts) == choice.text
-        assert list(filter(None, (part.finish_reason for part in parts))) == [choice.finish_reason]
-        if choice.logprobs is not None and choice.logprobs.token_logprobs is not None:
-            told = [part.logprobs for part in parts if part.logprobs is not None]
-            assert [x for each in told for x in each.token_logprobs or ()] == choice.logprobs.token_logprobs
-            assert [x for each in told for x in each.text_offset or ()] == choice.logprobs.text_offset
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
-    assert all(chunk.usage is None for chunk in chunks[:-1])
-
-
-def test_chats_are_the_engines(client: openai.OpenAI, engine: NativeEngine, tokenizer: Tokenizer) -> None:
-    prompt = tokenizer.encode("<system>Be brief.<user>Say é.<assistant>", special_tokens=False)
-    answers = expected(engine, prompt, 2, max_tokens=50)
-    reply = client.chat.completions.create(
-        model=NAME, messages=MESSAGES, n=2, seed=SEED, max_completion_tokens=50, logprobs=True
-    )
-    assert [choice.message.content for choice in reply.choices] == [
-        tokenizer.decode(answer.token_ids) for answer in answers
-    ]
-    assert {choice.message.role for choice in reply.choices} == {"assistant"}
-    for choice, answer in zip(reply.choices, answers, strict=True):
-        assert choice.logprobs is not None
-        told = [token.logprob for token in choice.logprobs.content or ()]
-        assert told == pytest.approx(list(answer.behavior_logprobs), abs=EXACT)
-    assert reply.usage is not None
-    assert reply.usage.prompt_tokens == len(prompt)
-    assert reply.usage.completion_tokens == sum(len(answer.token_ids) for answer in answers)
-
-
-def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "n": 2, "seed": SEED, "max_tokens": 60}
-    whole = client.chat.completions.create(**fields, logprobs=True)
-    chunks = list(
-        client.chat.completions.create(**fields, logprobs=True, stream=True, stream_options={"include_usage": True})
-    )
-    for choice in whole.choices:
-        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
-        assert parts[0].delta.role == "assistant"
-        assert "".join(part.delta.content or "" for part in parts) == choice.message.content
         assert [part.finish_reason for part in parts if part.finish_reason] == [choice.finish_reason]
-        assert choice.logprobs is not None
-        told = [token for part in parts if part.logprobs for token in part.logprobs.content or ()]
-        assert told == choice.logprobs.content
-    assert chunks[-1].usage == whole.usage
+        told = [part.logprobs for part in parts if part.logprobs is not None]
+        assert bool(told) == (likeliest is not None)
+        if kind == "text":
+            assert "".join(part.text for part in parts) == choice.text
+            for name in ("token_logprobs", "text_offset", "top_logprobs") if told else ():
+                assert [x for each in told for x in getattr(each, name) or ()] == (getattr(choice.logprobs, name) or [])
+        else:
+            assert parts[0].delta.role == "assistant"
+            assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+            assert not told or [x for each in told for x in each.content or ()] == choice.logprobs.content
+    assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
+    assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
 @pytest.mark.parametrize(
@@ -149,46 +135,25 @@ def test_completions_tell_the_likeliest_tokens(
     client: openai.OpenAI, tokenizer: Tokenizer, engine: NativeEngine, sampling: dict[str, Any]
 ) -> None:
     plain = sampling.get("extra_body", sampling)
-    (answer,) = expected(engine, tokenizer.encode(PROMPT), 1, likeliest=3, max_tokens=30, **plain)
-    fields: dict[str, Any] = {
-        "model": NAME,
-        "prompt": PROMPT,
-        "seed": SEED,
-        "max_tokens": 30,
-        "logprobs": 3,
-        **sampling,
-    }
-    told = client.completions.create(**fields).choices[0].logprobs
-    assert told is not None
-    assert told.top_logprobs is not None
+    (answer,) = expected(engine, prompt_of(tokenizer, "text"), 1, likeliest=3, max_tokens=30, **plain)
+    told = ask(client, "text", 3, max_tokens=30, **sampling).choices[0].logprobs
     sampled = zip(answer.token_ids, answer.behavior_logprobs, strict=True)
     ranked = [{*ranks, token} for ranks, token in zip(answer.top_logprobs, sampled, strict=True)]
     for texts, ranks in zip(told.top_logprobs, ranked, strict=True):
         assert len({token for token, _ in ranks}) <= (2 if "top_k" in plain else 4)
         assert set(texts) == {tokenizer.name(token) for token, _ in ranks}
         assert max(texts.values()) == max(logprob for _, logprob in ranks)
-    chunks = client.completions.create(**fields, stream=True)
-    streamed = [part.logprobs for chunk in chunks for part in chunk.choices if part.logprobs is not None]
-    assert [texts for each in streamed for texts in each.top_logprobs or ()] == told.top_logprobs
 
 
 def test_chats_tell_the_likeliest_tokens(client: openai.OpenAI, tokenizer: Tokenizer, engine: NativeEngine) -> None:
-    prompt = tokenizer.encode("<system>Be brief.<user>Say é.<assistant>", special_tokens=False)
-    answers = expected(engine, prompt, 2, likeliest=4, max_tokens=30, top_p=0.9)
-    fields: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "n": 2, "seed": SEED, "max_tokens": 30, "top_p": 0.9}
-    reply = client.chat.completions.create(**fields, logprobs=True, top_logprobs=4)
+    answers = expected(engine, prompt_of(tokenizer, "chat"), 2, likeliest=4, max_tokens=30, top_p=0.9)
+    reply = ask(client, "chat", 4, n=2, max_tokens=30, top_p=0.9)
     for choice, answer in zip(reply.choices, answers, strict=True):
-        assert choice.logprobs is not None
-        for told, ranks in zip(choice.logprobs.content or (), answer.top_logprobs, strict=True):
+        for told, ranks in zip(choice.logprobs.content, answer.top_logprobs, strict=True):
             assert [each.token for each in told.top_logprobs] == [tokenizer.name(token) for token, _ in ranks]
             logprobs = [logprob for _, logprob in ranks]
             assert [each.logprob for each in told.top_logprobs] == pytest.approx(logprobs, abs=EXACT)
             assert all(each.bytes in (None, list(each.token.encode())) for each in told.top_logprobs)
-    chunks = list(client.chat.completions.create(**fields, logprobs=True, top_logprobs=4, stream=True))
-    for choice in reply.choices:
-        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index and part.logprobs]
-        assert choice.logprobs is not None
-        assert [t for part in parts if part.logprobs for t in part.logprobs.content or ()] == choice.logprobs.content
 
 
 def test_the_helper_for_streams_understands_ours(client: openai.OpenAI) -> None:
@@ -251,31 +216,22 @@ def test_extensions_travel_in_the_extra_body(client: openai.OpenAI) -> None:
     assert text(top_k=1) == text(min_p=1) == greedy != text()
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "param"),
-    [
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_is_the_clients_own_exception(client: openai.OpenAI, stream: bool) -> None:
+    """`test_requests.py` has the others; these need the tokenizer of the model, or the package's own field."""
+    cases: list[tuple[dict[str, Any], type[openai.APIStatusError], str]] = [
         ({"model": "gpt-5"}, openai.NotFoundError, "model"),
-        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
-        ({"max_tokens": CONTEXT}, openai.BadRequestError, "max_tokens"),
-        ({"n": 0}, openai.BadRequestError, "n"),
-        ({"echo": True}, openai.BadRequestError, "echo"),
-        ({"logprobs": 21}, openai.BadRequestError, "logprobs"),
         ({"prompt": [1, -1]}, openai.BadRequestError, "prompt"),
         ({"prompt": [1, 10**9]}, openai.BadRequestError, "prompt"),
         ({"temperature": 1e-30}, openai.BadRequestError, "temperature"),
         ({"stop": ["a", "\ufffd"]}, openai.BadRequestError, "stop"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_is_the_clients_own_exception(
-    client: openai.OpenAI, fields: dict[str, Any], error: type[openai.APIStatusError], param: str, stream: bool
-) -> None:
-    with pytest.raises(error) as refused:
-        client.completions.create(**{"model": NAME, "prompt": PROMPT, "stream": stream, **fields})
-    assert refused.value.param == param
-    assert param in refused.value.message
+    ]
+    for fields, error, param in cases:
+        with pytest.raises(error) as refused:
+            client.completions.create(**{"model": NAME, "prompt": PROMPT, "stream": stream, **fields})
+        assert refused.value.param == param
+        assert param in refused.value.message
 
 
 def test_a_stream_that_is_left_does_not_disturb_others(client: openai.OpenAI, serving: Serving) -> None:
