@@ -72,18 +72,14 @@ GOOD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 @pytest.mark.parametrize(
     ("form", "text"),
     [
-        (HermesForm(), GOOD.removesuffix("</tool_call>")),
-        (HermesForm(), f"{GOOD}<tool_call>"),
+        *[(HermesForm(), GOOD.removesuffix("</tool_call>")), (HermesForm(), f"{GOOD}<tool_call>")],
         (HermesForm(), f'{GOOD}<tool_call>{{"name": "add", "arguments": "1+2"}}</tool_call>'),
         (HermesForm(), '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
         (HermesForm(), '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'),
         (HermesForm(), '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
-        (HermesForm(), "<tool_call>add(1, 2)</tool_call>"),
-        (LlamaForm(), 'I say {"name": "add", "parameters": {}}'),
-        (LlamaForm(), '{"name": "add", "parameters": {}} and more'),
-        (LlamaForm(), '{"answer": 3}'),
-        (MistralForm(), "[TOOL_CALLS]"),
-        (MistralForm(), '[TOOL_CALLS][{"name": "add"'),
+        *[(HermesForm(), "<tool_call>add(1, 2)</tool_call>"), (LlamaForm(), 'I say {"name": "add", "parameters": {}}')],
+        *[(LlamaForm(), '{"name": "add", "parameters": {}} and more'), (LlamaForm(), '{"answer": 3}')],
+        *[(MistralForm(), "[TOOL_CALLS]"), (MistralForm(), '[TOOL_CALLS][{"name": "add"')],
         (HermesForm(), "<tool_call>" + '{"name": "a", "arguments": {"b": ' + "[" * 5000 + "</tool_call>"),
     ],
 )

@@ -113,12 +113,9 @@ def test_the_turns_of_a_server_of_another_make_are_on_record_as_it_sampled_them(
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"host": "0.0.0.0"}, "give --api-key"),
-        ({"api_key": "two words"}, "cannot be sent"),
-        ({"overrides": ["engine.slot=1"]}, "slots"),
-        ({"overrides": ["engine.kind=vllm"]}, "engine.python: missing"),
-        ({"overrides": ["engine.port=1"]}, "engine.port"),
-        ({"overrides": ["engine.base_port=1"]}, "give --port"),
+        *[({"host": "0.0.0.0"}, "give --api-key"), ({"api_key": "two words"}, "cannot be sent")],
+        *[({"overrides": ["engine.slot=1"]}, "slots"), ({"overrides": ["engine.kind=vllm"]}, "engine.python: missing")],
+        *[({"overrides": ["engine.port=1"]}, "engine.port"), ({"overrides": ["engine.base_port=1"]}, "give --port")],
         ({"overrides": ["trainer.steps=1"]}, "is no setting here"),
     ],
 )

@@ -124,19 +124,14 @@ def test_the_choice_of_a_tool_is_read(choice: object, read: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"content": "hi"}]}, "input[0].role"),
+        *[({"input": []}, "input"), ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type")],
+        *[({"input": [{"role": "user"}]}, "input[0].content"), ({"input": [{"content": "hi"}]}, "input[0].role")],
         ({"input": [{"type": "function_call", "name": "add", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"previous_response_id": "chatcmpl-1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"conversation": "c"}, "conversation"),
-        ({"frobnicate": 1}, "frobnicate"),
+        *[({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"max_output_tokens": 0}, "max_output_tokens")],
+        *[({"previous_response_id": "chatcmpl-1"}, "previous_response_id"), ({"background": True}, "background")],
+        *[({"conversation": "c"}, "conversation"), ({"frobnicate": 1}, "frobnicate")],
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:

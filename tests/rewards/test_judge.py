@@ -40,13 +40,8 @@ def judge(server: ReplyServer, **settings: Any) -> Judge:
 @pytest.mark.parametrize(
     ("said", "reward"),
     [
-        ("Good.\nScore: 10", 1.0),
-        ("Score: 0", 0.0),
-        ("It says Score: 10, which is an order. Score: 2", 0.2),
-        ("**Score: 7.5**", 0.75),
-        ("Score: 7/10.", 0.7),
-        ("Score: 4/5", 0.8),
-        ("Score: 1.5 / 2.0", 0.75),
+        *[("Good.\nScore: 10", 1.0), ("Score: 0", 0.0), ("It says Score: 10, which is an order. Score: 2", 0.2)],
+        *[("**Score: 7.5**", 0.75), ("Score: 7/10.", 0.7), ("Score: 4/5", 0.8), ("Score: 1.5 / 2.0", 0.75)],
         ("score = 3\n", 0.3),
     ],
 )
@@ -58,20 +53,10 @@ def test_the_reward_is_the_score_that_the_reply_ends_with(server: ReplyServer, s
 @pytest.mark.parametrize(
     "reply",
     [
-        (200, "Fine."),
-        (200, ""),
-        (200, "Score: 11"),
-        (200, "Score: -1"),
-        (200, "Score: 10 would be too much"),
-        (200, b"no JSON"),
-        (200, b"{}"),
-        (200, b'{"choices": []}'),
-        (200, b'{"choices": [{"message": {"content": null}}]}'),
-        (400, "bad"),
-        (401, "no key"),
-        (404, "no such model"),
-        (500, "broken"),
-        (503, "busy"),
+        *[(200, "Fine."), (200, ""), (200, "Score: 11"), (200, "Score: -1"), (200, "Score: 10 would be too much")],
+        *[(200, b"no JSON"), (200, b"{}"), (200, b'{"choices": []}')],
+        *[(200, b'{"choices": [{"message": {"content": null}}]}'), (400, "bad"), (401, "no key")],
+        *[(404, "no such model"), (500, "broken"), (503, "busy")],
     ],
 )
 def test_a_judge_without_a_score_leaves_the_completion_undecided(server: ReplyServer, reply: Reply) -> None:

@@ -43,12 +43,9 @@ def test_what_follows_a_thought_is_the_answer(text: str) -> None:
 def _prompts(begin: str) -> list[tuple[str, bool]]:
     """Prompts, and whether they have begun a thought."""
     return [
-        ("How many?", False),
-        (f"Think between {begin} and its end.", False),
-        (f"How many? Think behind '{begin}'", False),
-        (f"{begin}", True),
-        (f"<|im_start|>assistant\n{begin}\n", True),
-        (f"Think behind {begin}.\nAssistant: {begin} ", True),
+        *[("How many?", False), (f"Think between {begin} and its end.", False)],
+        *[(f"How many? Think behind '{begin}'", False), (f"{begin}", True)],
+        *[(f"<|im_start|>assistant\n{begin}\n", True), (f"Think behind {begin}.\nAssistant: {begin} ", True)],
     ]
 
 

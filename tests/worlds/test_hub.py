@@ -95,12 +95,8 @@ def rows(name: str, count: int) -> list[list[str]]:
 
 def test_a_dataset_is_found_by_its_name_and_afterwards_in_the_cache(gsm8k: Path, tmp_path: Path) -> None:
     asked = [
-        SUMS,
-        {**SUMS, "subset": "socratic", "revision": COMMIT},
-        {**SUMS, "split": "test"},
-        {**SUMS, "streaming": True, "rows": 2},
-        {**SUMS, "split": "tset"},
-        {**SUMS, "subset": "mian"},
+        *[SUMS, {**SUMS, "subset": "socratic", "revision": COMMIT}, {**SUMS, "split": "test"}],
+        *[{**SUMS, "streaming": True, "rows": 2}, {**SUMS, "split": "tset"}, {**SUMS, "subset": "mian"}],
         {**SUMS, "data": "openai/gsm9k"},
     ]
     with ExitStack() as serving, ExitStack() as reading:

@@ -30,18 +30,13 @@ from tests.gateway.serve.serving import CHAT, COMPLETIONS, Serving, asked, engin
 from tests.gateway.serving import in_a_loop
 
 MISTAKES: list[tuple[str, Any]] = [
-    (COMPLETIONS, b"{"),
-    (COMPLETIONS, {}),
-    (COMPLETIONS, {"model": NAME, "prompt": [-1]}),
-    (COMPLETIONS, {"model": NAME, "prompt": [10**6]}),
-    (COMPLETIONS, {"model": NAME, "prompt": [1.5]}),
+    *[(COMPLETIONS, b"{"), (COMPLETIONS, {}), (COMPLETIONS, {"model": NAME, "prompt": [-1]})],
+    *[(COMPLETIONS, {"model": NAME, "prompt": [10**6]}), (COMPLETIONS, {"model": NAME, "prompt": [1.5]})],
     (COMPLETIONS, {"model": NAME, "prompt": "a", "max_tokens": 0}),
     (COMPLETIONS, {"model": NAME, "prompt": ["a", "a" * 300], "n": 2}),
     (COMPLETIONS, b'{"model": "bytes", "prompt": "a", "temperature": NaN}'),
-    (COMPLETIONS, {"model": NAME, "prompt": "a", "stop": ["x"] * 100_000}),
-    (CHAT, {"model": NAME, "messages": []}),
-    (CHAT, {"model": "other", "messages": [{"role": "user", "content": "a"}]}),
-    ("/nowhere", {}),
+    *[(COMPLETIONS, {"model": NAME, "prompt": "a", "stop": ["x"] * 100_000}), (CHAT, {"model": NAME, "messages": []})],
+    *[(CHAT, {"model": "other", "messages": [{"role": "user", "content": "a"}]}), ("/nowhere", {})],
 ]
 
 

@@ -136,14 +136,9 @@ def test_a_packed_pickle_runs_nothing() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (None, "tests are NoneType, not a list"),
-        (3, "tests are int, not a list"),
-        ("", "broken JSON"),
-        ("nonsense", "broken JSON"),
-        ("[" * 100_000, "broken JSON"),
-        ([], "there are no tests"),
-        ({}, "an object with nothing"),
-        ({"foo": 1}, "an object with 'foo', of no form that is known"),
+        *[(None, "tests are NoneType, not a list"), (3, "tests are int, not a list"), ("", "broken JSON")],
+        *[("nonsense", "broken JSON"), ("[" * 100_000, "broken JSON"), ([], "there are no tests")],
+        *[({}, "an object with nothing"), ({"foo": 1}, "an object with 'foo', of no form that is known")],
         ([3], "test 1 has int"),
         ([{"stdin": "1", "stdout": "2"}, {"stdin": "1"}], "test 2 has 'stdin'; needed are 'stdin' and 'stdout'"),
         ([{"stdin": 1, "stdout": "2"}], "test 1 has 'stdin', 'stdout'"),
@@ -155,8 +150,7 @@ def test_a_packed_pickle_runs_nothing() -> None:
         ({"fn_name": "f", "inputs": ["1"], "outputs": ["1"]}, "not lists of arguments"),
         ({"inputs": [1], "outputs": ["1"]}, "inputs is int, not a text"),
         ({"public_test_cases": "[]", "private_test_cases": "!!"}, "packed tests cannot be read"),
-        (HUMANEVAL | {"test": "x = 1"}, "defines no function check"),
-        (HUMANEVAL | {"test": "def f(:"}, "no Python"),
+        *[(HUMANEVAL | {"test": "x = 1"}, "defines no function check"), (HUMANEVAL | {"test": "def f(:"}, "no Python")],
         (
             HUMANEVAL | {"test": "def check(candidate):\n  for i in range(3): assert candidate(i) == i"},
             "does more than",

@@ -19,15 +19,12 @@ from stretto_verify.code.program import defines, extract_program, helpers
 @pytest.mark.parametrize(
     ("answer", "program"),
     [
-        ("print(1)", "print(1)"),
-        ("```python\nprint(1)\n```", "print(1)\n"),
+        *[("print(1)", "print(1)"), ("```python\nprint(1)\n```", "print(1)\n")],
         ("```py\nprint(1)\n```\nthen\n```Python3\nprint(2)\n```\nbye", "print(2)\n"),
-        ("```\nprint(1)\n```", "print(1)\n"),
-        ("~~~python\nprint(1)\n~~~", "print(1)\n"),
+        *[("```\nprint(1)\n```", "print(1)\n"), ("~~~python\nprint(1)\n~~~", "print(1)\n")],
         ("  ```python\n  x\n  ```", "x\n"),
         ("1. First\n\n   ```python\n   if 1:\n     print(1)\n\n   ```\n2. Done", "if 1:\n  print(1)\n\n"),
-        ("- ```python\n  print(1)\n  ```", "print(1)\n"),
-        ("10) ~~~py\n    print(1)\n    ~~~", "print(1)\n"),
+        *[("- ```python\n  print(1)\n  ```", "print(1)\n"), ("10) ~~~py\n    print(1)\n    ~~~", "print(1)\n")],
         ("\t```python\n\tx = 1\n\tprint(x)\n\t```", "x = 1\nprint(x)\n"),
         ("  ```python\nprint(1)\n if 0: pass\n  ```", "print(1)\nif 0: pass\n"),
         ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", "print(1)\n"),
@@ -37,11 +34,8 @@ from stretto_verify.code.program import defines, extract_program, helpers
         ("```python title=a.py\nprint(1)\n```", "print(1)\n"),
         ("```python\nprint(1)\n```\n```bash\npip install x\n```", "print(1)\n"),
         ("<think>```python\nprint(1)\n```</think>\n```python\nprint(2)\n```", "print(2)\n"),
-        ("```python\nprint(1)\n```\nor\n```python\nprint(2)", "print(1)\n"),
-        ("```python\nprint(1)", None),
-        ("```c\nint main() {}\n```", None),
-        ("<think>```python\nprint(1)\n```</think>", None),
-        ("", None),
+        *[("```python\nprint(1)\n```\nor\n```python\nprint(2)", "print(1)\n"), ("```python\nprint(1)", None)],
+        *[("```c\nint main() {}\n```", None), ("<think>```python\nprint(1)\n```</think>", None), ("", None)],
         ("```python\n\n```", None),
     ],
 )
@@ -72,16 +66,12 @@ HELPER = "import math\n\ndef half(n):\n    return n / 2\n"
 @pytest.mark.parametrize(
     ("preamble", "beside"),
     [
-        ("", ""),
-        (HEAD, ""),
-        ("def add(a, b):", ""),
-        ("def add(a, b):\n    '''Both.'''\n", ""),
+        *[("", ""), (HEAD, ""), ("def add(a, b):", ""), ("def add(a, b):\n    '''Both.'''\n", "")],
         (HELPER, "import math\ndef half(n):\n    return n / 2"),
         (HELPER + HEAD, "import math\ndef half(n):\n    return n / 2"),
         (f"{HELPER}\n@functools.cache\ndef add(a, b):\n  '''Both.'''\n", "import math\ndef half(n):\n    return n / 2"),
         (f"from __future__ import annotations\n{HELPER}{HEAD}", "import math\ndef half(n):\n    return n / 2"),
-        ("import math\nclass Solution:\n    def add(self, a, b):", "import math"),
-        ("Add two numbers.", ""),
+        *[("import math\nclass Solution:\n    def add(self, a, b):", "import math"), ("Add two numbers.", "")],
     ],
 )
 def test_the_helpers_of_a_preamble_are_all_of_it_but_the_function_that_is_asked_for(preamble: str, beside: str) -> None:

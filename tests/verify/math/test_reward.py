@@ -31,22 +31,13 @@ def test_no_public_case_is_accepted_falsely_and_under_two_percent_are_rejected_f
 
 
 FRAMES = [
-    "{}",
-    "${}$",
-    r"\boxed{{{}}}",
-    r"$\boxed{{{}}}$",
-    r"The final answer is ${}$. I hope it is correct.",
-    r"With $x_1 = 7$ and 12 things: \[ {} \]",
-    "Answer: ${}$",
-    "**Answer:** ${}$",
-    r"Therefore, the answer is \({}\).",
-    "<answer>{}</answer>",
-    r"<think>It may be \boxed{{99}}.</think> So it is \boxed{{{}}}.",
-    "**Final Answer**\n\\boxed{{{}}}",
+    *["{}", "${}$", r"\boxed{{{}}}", r"$\boxed{{{}}}$", r"The final answer is ${}$. I hope it is correct."],
+    *[r"With $x_1 = 7$ and 12 things: \[ {} \]", "Answer: ${}$", "**Answer:** ${}$"],
+    *[r"Therefore, the answer is \({}\).", "<answer>{}</answer>"],
+    *[r"<think>It may be \boxed{{99}}.</think> So it is \boxed{{{}}}.", "**Final Answer**\n\\boxed{{{}}}"],
     "\\boxed{{{}}}\n\nThese are 17 more words.",
     r"\boxed{{99}} looked right, but there was a sign missing in the second of the steps, so \boxed{{{}}}",
-    "${}$<|im_end|>\n<|im_start|>user\nAnd 5?",
-    "It is ${}$, not $99$.",
+    *["${}$<|im_end|>\n<|im_start|>user\nAnd 5?", "It is ${}$, not $99$."],
 ]
 
 

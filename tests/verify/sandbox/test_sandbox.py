@@ -66,19 +66,14 @@ def test_a_program_reads_its_input_and_writes_its_output(sandbox: Sandbox) -> No
 @pytest.mark.parametrize(
     ("source", "status", "how"),
     [
-        ("", 0, "exit status 0"),
-        ("import sys; sys.exit(3)", 3, "exit status 3"),
-        ("import sys; sys.exit('no')", 1, "exit status 1: no"),
-        ("exit()", 0, "exit status 0"),
-        ("print(1)\nquit(4)", 4, "exit status 4"),
-        ("def main(): exit('no')\nmain()", 1, "exit status 1: no"),
+        *[("", 0, "exit status 0"), ("import sys; sys.exit(3)", 3, "exit status 3")],
+        *[("import sys; sys.exit('no')", 1, "exit status 1: no"), ("exit()", 0, "exit status 0")],
+        *[("print(1)\nquit(4)", 4, "exit status 4"), ("def main(): exit('no')\nmain()", 1, "exit status 1: no")],
         ("1 / 0", 1, "exit status 1: ZeroDivisionError: division by zero"),
         ("raise KeyboardInterrupt", 1, "exit status 1: KeyboardInterrupt"),
-        ("def f(:", 1, "exit status 1: SyntaxError: invalid syntax"),
-        ("import os; os._exit(5)", 5, "exit status 5"),
+        *[("def f(:", 1, "exit status 1: SyntaxError: invalid syntax"), ("import os; os._exit(5)", 5, "exit status 5")],
         ("import ctypes; ctypes.string_at(0)", -11, "signal 11"),
-        ("x = b'x' * (1 << 30)", 1, "exit status 1: MemoryError"),
-        ("import sys; sys.stdout.close()", 0, None),
+        *[("x = b'x' * (1 << 30)", 1, "exit status 1: MemoryError"), ("import sys; sys.stdout.close()", 0, None)],
     ],
 )
 def test_how_a_program_ends_is_told(sandbox: Sandbox, source: str, status: int, how: str | None) -> None:
