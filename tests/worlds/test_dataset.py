@@ -19,74 +19,51 @@ from stretto.core.errors import DataError
 from stretto.worlds.data.dataset import JsonlTask, read_rows
 
 GOOD = '{"prompt": "3+8=", "answer": "11"}'
+
+
+def row(prompt: str, answer: str = '"11"') -> str:
+    return f'{{"prompt": {prompt}, "answer": {answer}}}'
+
+
 BROKEN: list[tuple[str, str, Sequence[str]]] = [
     ("broken JSON", '{"prompt": "3+8=", ', ["broken JSON", "one object a line"]),
     ("a key twice", '{"prompt": "3", "answer": "4", "answer": "5"}', ["key 'answer' appears twice"]),
-    ("a key twice within", '{"prompt": "3", "answer": "4", "x": [{"a": 1, "a": 1}]}', ["key 'a' appears twice"]),
+    ("a key twice within", row('"3"', '"4", "x": [{"a": 1, "a": 1}]'), ["key 'a' appears twice"]),
     ("half a line", '{"prompt": "3', ["broken JSON"]),
     ("an array", '["3+8=", "11"]', ['["3+8=", "11"] in place of an object']),
-    ("a number", "17", ["17 in place of an object"]),
-    ("null", "null", ["null in place of an object"]),
+    *[("a number", "17", ["17 in place of an object"]), ("null", "null", ["null in place of an object"])],
     ("an empty object", "{}", ["no field 'prompt'", "the object is empty"]),
     ("a missing prompt", '{"promt": "3+8=", "answer": "11"}', ["no field 'prompt'", "did you mean 'promt'?"]),
     ("a missing answer", '{"prompt": "3+8="}', ["no field 'answer'", "allowed: prompt"]),
-    ("a null prompt", '{"prompt": null, "answer": "11"}', ["prompt: null", "a text is needed"]),
-    ("an empty prompt", '{"prompt": " ", "answer": "11"}', ['prompt: " "', "a text is needed"]),
-    ("a number as prompt", '{"prompt": 3, "answer": "11"}', ["prompt: 3", "a text is needed"]),
-    ("a null answer", '{"prompt": "3+8=", "answer": null}', ["answer: null", "a text is needed"]),
-    ("an empty answer", '{"prompt": "3+8=", "answer": ""}', ['answer: ""', "a text is needed"]),
-    ("a list as answer", '{"prompt": "3+8=", "answer": ["11"]}', ['answer: ["11"]', "a text is needed"]),
-    ("a bool as answer", '{"prompt": "3+8=", "answer": true}', ["answer: true", "a text is needed"]),
-    ("no number as answer", '{"prompt": "3+8=", "answer": NaN}', ["broken JSON", "NaN"]),
-    ("an answer beyond floats", '{"prompt": "3+8=", "answer": 1e999}', ["answer: Infinity", "a text is needed"]),
-    ("a number of 5000 digits", '{"prompt": "3", "answer": ' + "1" * 5000 + "}", ["broken JSON"]),
-    ("a nest of lists", "[" * 100_000, ["broken JSON"]),
-    ("a number as demonstration", '{"prompt": "3", "answer": "3", "demonstration": 3}', ["demonstration: 3", "a text"]),
-    ("half a surrogate pair", '{"prompt": "\\ud800", "answer": "11"}', ["prompt", "surrogate"]),
-    ("a NUL", '{"prompt": "3+8=", "answer": "1\\u0000"}', ["answer", "NUL"]),
-    ("no messages", '{"prompt": [], "answer": "11"}', ["prompt: an empty list of messages"]),
-    (
-        "a bad role",
-        '{"prompt": [{"role": "asistant", "content": "3+8="}], "answer": "11"}',
-        ['prompt[0].role: "asistant"', "did you mean 'assistant'?"],
-    ),
-    ("a role that is a list", '{"prompt": [{"role": [], "content": "3"}], "answer": "11"}', ["prompt[0].role: []"]),
-    ("no content", '{"prompt": [{"role": "user"}], "answer": "11"}', ["prompt[0]", "a message is"]),
-    ("a message that is a text", '{"prompt": ["3+8="], "answer": "11"}', ['prompt[0]: "3+8="', "a message is"]),
-    (
-        "an empty content",
-        '{"prompt": [{"role": "user", "content": null}], "answer": "11"}',
-        ["prompt[0].content: null"],
-    ),
-    ("two objects in a line", GOOD + GOOD, ["broken JSON"]),
-    ("a comma at the end", GOOD[:-1] + ",}", ["broken JSON"]),
+    ("a null prompt", row("null"), ["prompt: null", "a text is needed"]),
+    ("an empty prompt", row('" "'), ['prompt: " "', "a text is needed"]),
+    ("a number as prompt", row("3"), ["prompt: 3", "a text is needed"]),
+    ("a null answer", row('"3"', "null"), ["answer: null", "a text is needed"]),
+    ("an empty answer", row('"3"', '""'), ['answer: ""', "a text is needed"]),
+    ("a list as answer", row('"3"', '["11"]'), ['answer: ["11"]', "a text is needed"]),
+    ("a bool as answer", row('"3"', "true"), ["answer: true", "a text is needed"]),
+    ("no number as answer", row('"3"', "NaN"), ["broken JSON", "NaN"]),
+    ("an answer beyond floats", row('"3"', "1e999"), ["answer: Infinity", "a text is needed"]),
+    *[("a number of 5000 digits", row('"3"', "1" * 5000), ["broken JSON"]), ("lists", "[" * 100_000, ["broken JSON"])],
+    ("a number as demonstration", row('"3"', '"3", "demonstration": 3'), ["demonstration: 3", "a text"]),
+    ("half a surrogate pair", row(r'"\ud800"'), ["prompt", "surrogate"]),
+    *[
+        ("a NUL", row('"3"', r'"1\u0000"'), ["answer", "NUL"]),
+        ("no messages", row("[]"), ["an empty list of messages"]),
+    ],
+    ("a bad role", row('[{"role": "asistant", "content": "3"}]'), ['prompt[0].role: "asistant"', "mean 'assistant'?"]),
+    ("a role that is a list", row('[{"role": [], "content": "3"}]'), ["prompt[0].role: []"]),
+    ("no content", row('[{"role": "user"}]'), ["prompt[0]", "a message is"]),
+    ("a message that is a text", row('["3+8="]'), ['prompt[0]: "3+8="', "a message is"]),
+    ("an empty content", row('[{"role": "user", "content": null}]'), ["prompt[0].content: null"]),
+    *[("two objects in a line", GOOD + GOOD, ["broken JSON"]), ("a last comma", GOOD[:-1] + ",}", ["broken JSON"])],
     ("single quotes", "{'prompt': '3', 'answer': '3'}", ["broken JSON"]),
-    ("an object as prompt", '{"prompt": {"text": "3+8="}, "answer": "11"}', ["prompt: ", "a text is needed"]),
-    (
-        "an object as answer",
-        '{"prompt": "3+8=", "answer": {"value": 11}}',
-        ['answer: {"value": 11}', "a text is needed"],
-    ),
-    (
-        "a content in parts",
-        '{"prompt": [{"role": "user", "content": [{"text": "3"}]}], "answer": "3"}',
-        ["[0].content: "],
-    ),
-    (
-        "a message with a name",
-        '{"prompt": [{"role": "user", "content": "3", "name": "x"}], "answer": "3"}',
-        ["prompt[0]", "a message is"],
-    ),
-    (
-        "a NUL in a message",
-        '{"prompt": [{"role": "user", "content": "3\\u0000"}], "answer": "3"}',
-        ["[0].content", "NUL"],
-    ),
-    (
-        "a prompt of a million",
-        '{"prompt": "' + "3" * ((1 << 20) + 1) + '", "answer": "3"}',
-        ["prompt: a text of 1,048,577 characters", "at most 1,048,576"],
-    ),
+    ("an object as prompt", row('{"text": "3+8="}'), ["prompt: ", "a text is needed"]),
+    ("an object as answer", row('"3"', '{"value": 11}'), ['answer: {"value": 11}', "a text is needed"]),
+    ("a content in parts", row('[{"role": "user", "content": [{"text": "3"}]}]'), ["[0].content: "]),
+    ("a message with a name", row('[{"role": "user", "content": "3", "name": "x"}]'), ["prompt[0]", "a message is"]),
+    ("a NUL in a message", row(r'[{"role": "user", "content": "3\u0000"}]'), ["[0].content", "NUL"]),
+    ("a million", row(f'"{"3" * ((1 << 20) + 1)}"'), ["a text of 1,048,577 characters", "at most 1,048,576"]),
 ]
 
 
@@ -107,9 +84,9 @@ def message(path: Path, **settings: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("row", "expected"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
-def test_a_broken_row_is_named_with_its_line(tmp_path: Path, row: str, expected: Sequence[str]) -> None:
-    path = write(tmp_path, GOOD, "", row, GOOD)
+@pytest.mark.parametrize(("broken", "expected"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
+def test_a_broken_row_is_named_with_its_line(tmp_path: Path, broken: str, expected: Sequence[str]) -> None:
+    path = write(tmp_path, GOOD, "", broken, GOOD)
     told = message(path)
     assert told.startswith(f"{path}:3: ")
     assert len(told.splitlines()) == 1
@@ -249,9 +226,9 @@ def test_a_chat_keeps_its_messages_and_reads_as_text(tmp_path: Path) -> None:
 
 
 def test_fields_have_the_names_that_the_recipe_gives_them(tmp_path: Path) -> None:
-    row = json.dumps({"question": "3+8=", "gold": 2.5, "solution": "11", "id": 3})
+    other = json.dumps({"question": "3+8=", "gold": 2.5, "solution": "11", "id": 3})
     names = {"prompt_field": "question", "answer_field": "gold", "demonstration_field": "solution"}
-    (question,) = read_rows(write(tmp_path, row), task(tmp_path, **names))
+    (question,) = read_rows(write(tmp_path, other), task(tmp_path, **names))
     assert (question.text, question.answer, question.demonstration) == ("3+8=", "2.5", "11")
 
 
@@ -270,7 +247,6 @@ def test_windows_ends_a_mark_at_the_start_and_a_last_line_without_an_end_are_rea
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(str.strip))
 def test_any_text_survives(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    row = json.dumps({"prompt": text, "answer": text}, ensure_ascii=False)
-    path.write_bytes(row.encode())
+    path.write_bytes(json.dumps({"prompt": text, "answer": text}, ensure_ascii=False).encode())
     (question,) = read_rows(path, task(path))
     assert (question.text, question.answer) == (text, text)

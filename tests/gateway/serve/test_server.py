@@ -169,7 +169,8 @@ async def test_a_server_that_stops_finishes_what_is_open_and_begins_nothing(byte
     engine = engine_of(byte_folder)
     async with served_engine(engine, byte_folder, patience=20.0) as (client, server):
         stream = asyncio.create_task(text_of(client, asked(max_tokens=200)))
-        await client.get("/health")  # a second connection, from before the end
+        lost = HttpEngine("engine-0", f"{client.base_url.host}:{client.base_url.port}")
+        await asyncio.gather(lost.health(), client.get("/health"))  # connections from before the end
         while engine.health().generated < 5:
             await asyncio.sleep(0)
         server.handle_exit(15, None)
@@ -182,6 +183,9 @@ async def test_a_server_that_stops_finishes_what_is_open_and_begins_nothing(byte
         told = await client.post("/generate", content=msgspec.msgpack.encode([request]))
         assert (told.status_code, told.headers["retry-after"]) == (503, "1")
         assert msgspec.msgpack.decode(told.content, type=Refusal).error == "EngineLost"
+        with pytest.raises(EngineLost, match="engine-0 is stopping"):
+            await anext(lost.generate(request))
+        await lost.close()
         assert len(await stream) > 20
         assert engine.health().generated == 200
 
@@ -342,20 +346,3 @@ def test_a_cache_that_holds_no_answer_ends_the_command_with_a_message(byte_folde
     told = r"engine\.cache_gib: 1e-06 is too small a KV cache for any prompt with a completion"
     with pytest.raises(AssertionError, match=told), serve_process(byte_folder, "engine.cache_gib=1e-6"):
         pass
-
-
-@in_a_loop
-async def test_a_lost_engine_is_an_error_of_its_own_for_the_client(byte_folder: Path) -> None:
-    engine = engine_of(byte_folder)
-    async with served_engine(engine, byte_folder, patience=20.0) as (http, server):
-        open_request = asyncio.create_task(text_of(http, asked()))
-        while not engine.health().generated:
-            await asyncio.sleep(0)
-        client = HttpEngine("engine-0", f"{http.base_url.host}:{http.base_url.port}")
-        await client.health()
-        server.handle_exit(15, None)
-        request = GenerateRequest(id="a", prompt_token_ids=(5,), seeds=(1,), sampling=Sampling(max_tokens=2))
-        with pytest.raises(EngineLost, match="engine-0 is stopping"):
-            await anext(client.generate(request))
-        await open_request
-        await client.close()

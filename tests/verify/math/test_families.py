@@ -1,7 +1,7 @@
 """Families of answers, generated: however an answer is written it is right, and a neighbour of it never is.
 
-Promises: amounts with units, sums of money, times of day, dates, ratios, periodic
-solutions, systems of equations, roots with both signs, complex numbers and polynomials are told from their neighbours;
+Promises: amounts with units, sums of money, times of day, dates, ratios, periodic solutions, systems of equations,
+roots with both signs, complex numbers and polynomials are told from their neighbours;
 values with names by their names, pairs from sets; what is denied, exceeded or multiplied in words is not the answer,
 nor is one of several boxes, nor the right side of an equation that is written back.
 """
@@ -11,11 +11,13 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stretto_verify.math.reward import math
 from tests.verify.math.judged import boxed, right
+from tests.verify.tables import cases
 
 numbers = st.integers(1, 999_999)
 small = st.integers(-40, 40)
@@ -23,89 +25,59 @@ positive = st.integers(1, 40)
 few = settings(max_examples=6)
 
 
+#: In the form of `tables.cases`: «a» to «d» are different numbers, «n» is a negative one, «a2» has two digits at least,
+#: and «h» is an hour of a clock.
+FAMILIES = {
+    "amounts of two units": r"""
+«a» hours «b» minutes ☑ «a»\text{ hours }«b»\text{ minutes} ✗ «a» hours «c» minutes ☒ «b» minutes ☒ «a» hours
+«b» ✗ It takes «a» hours «b» minutes.
+""",
+    "an amount has its own unit or none": r"""
+«a» m ☑ «a» ☒ «a» cm ☒ «a»00 m ¦ «a» ☑ «a» m ☑ «a» kg ☑ «a» m^2 ☑ «a» dollars ¦ «a» kg ☑ «a» ☒ «a» grams ☒ «a»000 kg
+«a» m^2 ☑ «a» ☒ «a» cm^2 ☒ «a»0000 m^2 ¦ «a» dollars ☑ «a» ☒ «a» cents ☒ «a»00 dollars
+""",
+    "sums of money": r"""
+«a»0«b2».«c2» ☑ \$«a»,0«b2».«c2» ☒ \$«a»0«b2».«d2» ¦ \$«a».«b2» ✓ It costs $«a».«b2».
+""",
+    "times of day": r"""
+«h»:«b2» a.m. ☑ «h»\!:\!«b2»\text{ AM} ✓ The train leaves at «h»:«b2» AM. ☒ «h»:«b2» pm ☒ «h»:«c2» am
+«h»:«b2» p.m. ☑ «h»\!:\!«b2»\text{ PM} ✓ The train leaves at «h»:«b2» PM. ☒ «h»:«b2» am ☒ «h»:«c2» pm
+""",
+    "dates": r"""
+May «a» ☑ \text{May «a»} ✓ The answer is May «a». ☒ \text{May «b»} ☒ \text{July «a»} ☒ «a»
+October «a» ☑ \text{October «a»} ✓ The answer is October «a». ☒ \text{October «b»} ☒ \text{July «a»} ☒ «a»
+""",
+    "ratios": r"""
+«a»:«b» ☑ «a» : «b» ☑ \frac{«a»}{«b»} ☒ «b»:«a» ¦ 1:«a»:«b» ☑ 10:«a»0:«b»0 ☒ 10:«a»0:«b»1
+""",
+    "periodic solutions have a parameter without a name": r"""
+$x=\frac{«a»\pi}{29}+k\pi, k \in \mathbb{Z}$ ☑ x=\frac{«a»\pi}{29}+n\pi,\ n\in\mathbb{Z}
+☑ \frac{«a»\pi}{29}+m\pi \text{ for all integers } m ☒ \frac{«b»\pi}{29}+k\pi ☒ \frac{«a»\pi}{29}+2k\pi
+☒ \frac{«a»\pi}{29}
+""",
+    "a system of equations names its values": r"""
+$(«n», «b»)$ ☑ \begin{cases} x = «n» \\ y = «b» \end{cases} ✓ We find $x = «n»$ and $y = «b»$. ☒ x=«n», y=«c»
+x=«n», y=«b» ☑ \begin{cases} x = «n» \\ y = «b» \end{cases} ✓ We find $x = «n»$ and $y = «b»$. ☒ x=«n», y=«c» ☒ «b», «n»
+$(x,y)=(«n»,«b»)$ ☑ \begin{cases} x = «n» \\ y = «b» \end{cases} ✓ We find $x = «n»$ and $y = «b»$. ☒ x=«n», y=«c»
+""",
+    "both signs are two answers": r"""
+$«n» \pm \sqrt{«b»}$ ☑ «n»-\sqrt{«b»}, «n»+\sqrt{«b»} ✓ x = «n» + √«b» or x = «n» - √«b» ☒ «n»+\sqrt{«b»}
+☒ «n» \pm \sqrt{«c»}
+""",
+    "complex numbers": r"""
+$\frac{«n»+«b»i}{«d»}$ ☑ \frac{«b»}{«d»}i + \frac{«n»}{«d»} ☒ \frac{«n»-«b»i}{«d»} ☒ \frac{«b»+«n»i}{«d»}
+""",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @few
-@given(st.integers(1, 30), st.integers(1, 59), st.integers(1, 59))
-def test_amounts_of_two_units_are_the_same_amounts_only(hours: int, minutes: int, other: int) -> None:
-    gold = f"{hours} hours {minutes} minutes"
-    assert right(gold, boxed(rf"{hours}\text{{ hours }}{minutes}\text{{ minutes}}"))
-    assert right(gold, f"{hours} hours {other} minutes") == (minutes == other)
-    assert not right(gold, boxed(f"{minutes} minutes"))
-    assert not right(gold, boxed(f"{hours} hours"))
-    assert not right(minutes, f"It takes {gold}.")
-
-
-UNITS = [("m", "cm", 100), ("kg", "grams", 1000), ("m^2", "cm^2", 10_000), ("dollars", "cents", 100)]
-
-
-@few
-@given(numbers, st.sampled_from(UNITS))
-def test_an_amount_has_its_own_unit_or_none(amount: int, units: tuple[str, str, int]) -> None:
-    large, little, factor = units
-    assert right(f"{amount} {large}", boxed(amount))
-    assert right(amount, boxed(f"{amount} {large}"))
-    assert not right(f"{amount} {large}", boxed(f"{amount} {little}"))
-    assert not right(f"{amount} {large}", boxed(f"{amount * factor} {large}"))
-
-
-@few
-@given(st.integers(0, 99_999), st.integers(0, 99), st.integers(0, 99))
-def test_sums_of_money(dollars: int, cents: int, other: int) -> None:
-    gold = f"{dollars}.{cents:02}"
-    assert right(gold, boxed(rf"\${dollars:,}.{cents:02}"))
-    assert right(rf"\${gold}", f"It costs ${dollars}.{cents:02}.")
-    assert right(gold, boxed(rf"\${dollars}.{other:02}")) == (cents == other)
-
-
-@few
-@given(st.integers(1, 12), st.integers(0, 59), st.sampled_from("ap"), st.integers(1, 59))
-def test_times_of_day(hour: int, minute: int, half: str, later: int) -> None:
-    gold = f"{hour}:{minute:02} {half}.m."
-    assert right(gold, boxed(rf"{hour}\!:\!{minute:02}\text{{ {half.upper()}M}}"))
-    assert right(gold, f"The train leaves at {hour}:{minute:02} {half.upper()}M.")
-    assert not right(gold, boxed(f"{hour}:{minute:02} {'p' if half == 'a' else 'a'}m"))
-    assert not right(gold, boxed(f"{hour}:{(minute + later) % 60:02} {half}m"))
-
-
-@few
-@given(st.integers(1, 28), st.integers(1, 28), st.sampled_from(["May", "June", "October"]))
-def test_dates(day: int, other: int, month: str) -> None:
-    assert right(f"{month} {day}", boxed(rf"\text{{{month} {day}}}"))
-    assert right(f"{month} {day}", f"The answer is {month} {day}.")
-    assert right(f"{month} {day}", boxed(rf"\text{{{month} {other}}}")) == (day == other)
-    assert not right(f"{month} {day}", boxed(rf"\text{{July {day}}}"))
-    assert not right(f"{month} {day}", boxed(day))
-
-
-@few
-@given(positive, positive, st.integers(2, 9), positive)
-def test_ratios(one: int, two: int, factor: int, third: int) -> None:
-    assert right(f"{one}:{two}", boxed(rf"{one} : {two}"))
-    assert right(f"{one}:{two}", boxed(rf"\frac{{{one}}}{{{two}}}"))
-    assert right(f"{one}:{two}", boxed(f"{two}:{one}")) == (one == two)
-    assert right(f"1:{one + 100}:{third}", boxed(f"{factor}:{(one + 100) * factor}:{third * factor}"))
-    assert not right(f"1:{one + 100}:{third}", boxed(f"{factor}:{(one + 100) * factor}:{third * factor + 1}"))
-
-
-@few
-@given(st.integers(1, 11), st.integers(2, 12), st.sampled_from(["n", "m", "k"]), st.integers(1, 11))
-def test_periodic_solutions_have_a_parameter_without_a_name(a: int, b: int, name: str, other: int) -> None:
-    gold = rf"$x=\frac{{{a}\pi}}{{{b}}}+k\pi, k \in \mathbb{{Z}}$"
-    assert right(gold, boxed(rf"x=\frac{{{a}\pi}}{{{b}}}+{name}\pi,\ {name}\in\mathbb{{Z}}"))
-    assert right(gold, boxed(rf"\frac{{{a}\pi}}{{{b}}}+{name}\pi \text{{ for all integers }} {name}"))
-    assert right(gold, boxed(rf"\frac{{{other}\pi}}{{{b}}}+k\pi")) == (a == other)
-    assert not right(gold, boxed(rf"\frac{{{a}\pi}}{{{b}}}+2k\pi"))
-    assert not right(gold, boxed(rf"\frac{{{a}\pi}}{{{b}}}"))
-
-
-@few
-@given(small, small, small)
-def test_a_system_of_equations_names_its_values(x: int, y: int, other: int) -> None:
-    system = rf"\begin{{cases}} x = {x} \\ y = {y} \end{{cases}}"
-    for gold in (f"$({x}, {y})$", f"x={x}, y={y}", f"$(x,y)=({x},{y})$"):
-        assert right(gold, boxed(system))
-        assert right(gold, f"We find $x = {x}$ and $y = {y}$.")
-        assert right(gold, boxed(f"x={x}, y={other}")) == (y == other)
-    assert right(f"x={x}, y={y}", boxed(f"{y}, {x}")) == (x == y)
+@given(st.lists(st.integers(2, 28), min_size=5, max_size=5, unique=True), st.integers(1, 12))
+def test_an_answer_is_told_from_its_neighbours(family: str, numbers: list[int], hour: int) -> None:
+    values = dict(zip("abcdn", numbers, strict=True)) | {"h": hour}
+    values["n"] *= -1
+    table = re.sub("«(.)(2?)»", lambda found: f"{values[found[1]]:0{found[2] or 1}}", FAMILIES[family])
+    assert [case for case in cases(table) if right(*case[:2]) != case[2]] == []
 
 
 NAMES = [("x", "y"), ("a", "b"), ("m", "n"), ("p", "q"), ("x_1", "x_2")]
@@ -219,25 +191,6 @@ def test_a_set_is_no_tuple_and_no_interval(members: list[int]) -> None:
     assert right(rf"$\{{{inside}\}}$", boxed(" or ".join(f"x = {member}" for member in members)))
     assert right(f"$({inside})$", boxed(inside))
     assert not right(rf"$\{{{low}, {high}\}}$", boxed(rf"x \in ({low}, {high})"))
-
-
-@few
-@given(small, st.integers(2, 50), st.integers(2, 50))
-def test_both_signs_are_two_answers(a: int, radicand: int, other: int) -> None:
-    gold = rf"${a} \pm \sqrt{{{radicand}}}$"
-    assert right(gold, boxed(rf"{a}-\sqrt{{{radicand}}}, {a}+\sqrt{{{radicand}}}"))
-    assert right(gold, rf"x = {a} + √{radicand} or x = {a} - √{radicand}")
-    assert not right(gold, boxed(rf"{a}+\sqrt{{{radicand}}}"))
-    assert right(gold, boxed(rf"{a} \pm \sqrt{{{other}}}")) == (radicand == other)
-
-
-@few
-@given(small, st.integers(1, 40), positive)
-def test_complex_numbers(a: int, b: int, d: int) -> None:
-    gold = rf"$\frac{{{a}+{b}i}}{{{d}}}$"
-    assert right(gold, boxed(rf"\frac{{{b}}}{{{d}}}i + {Fraction(a, d)}"))
-    assert not right(gold, boxed(rf"\frac{{{a}-{b}i}}{{{d}}}"))
-    assert right(gold, boxed(rf"\frac{{{b}+{a}i}}{{{d}}}")) == (a == b)
 
 
 @few
