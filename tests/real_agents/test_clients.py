@@ -33,16 +33,11 @@ def thinking(prompt: str) -> str:
 @pytest.mark.parametrize(
     ("program", "words", "branches", "as_json"),
     [
-        ("openai_agents", ["chat"], {}, 0),
-        ("openai_agents", ["chat", "stream"], {}, 0),
-        ("openai_agents", ["responses"], {}, 0),
-        ("openai_agents", ["responses", "stream"], {}, 0),
-        ("openai_agents", ["responses", "ids"], {}, 0),
-        ("pydantic_agent", ["whole"], {}, 1),
-        ("pydantic_agent", ["stream"], {}, 1),
-        ("langgraph_agent", ["whole"], {}, 1),
-        ("langgraph_agent", ["stream"], {}, 1),
-        ("smolagents_agent", [], {"history_rewritten": 1}, 0),
+        *[("openai_agents", ["chat"], {}, 0), ("openai_agents", ["chat", "stream"], {}, 0)],
+        *[("openai_agents", ["responses"], {}, 0), ("openai_agents", ["responses", "stream"], {}, 0)],
+        *[("openai_agents", ["responses", "ids"], {}, 0), ("pydantic_agent", ["whole"], {}, 1)],
+        *[("pydantic_agent", ["stream"], {}, 1), ("langgraph_agent", ["whole"], {}, 1)],
+        *[("langgraph_agent", ["stream"], {}, 1), ("smolagents_agent", [], {"history_rewritten": 1}, 0)],
         ("claude_agent", ["plain"], {}, 1),
     ],
 )
@@ -66,14 +61,10 @@ async def test_an_agent_calls_tools(
 @pytest.mark.parametrize(
     ("program", "words", "branches"),
     [
-        ("openai_agents", ["chat"], {"reasoning_stripped": 1}),
-        ("openai_agents", ["responses"], {}),
-        ("openai_agents", ["responses", "ids"], {}),
-        ("openai_agents", ["responses", "stream"], {}),
-        ("pydantic_agent", ["whole"], {}),
-        ("langgraph_agent", ["whole"], {"reasoning_stripped": 1}),
-        ("smolagents_agent", [], {"history_rewritten": 1}),
-        ("claude_agent", ["plain"], {}),
+        *[("openai_agents", ["chat"], {"reasoning_stripped": 1}), ("openai_agents", ["responses"], {})],
+        *[("openai_agents", ["responses", "ids"], {}), ("openai_agents", ["responses", "stream"], {})],
+        *[("pydantic_agent", ["whole"], {}), ("langgraph_agent", ["whole"], {"reasoning_stripped": 1})],
+        *[("smolagents_agent", [], {"history_rewritten": 1}), ("claude_agent", ["plain"], {})],
     ],
 )
 @in_a_loop
