@@ -6,7 +6,6 @@ not; whatever goes wrong with it leaves the completion undecided, in time, and n
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
 from stretto.rewards.judge import Judge, JudgeConfig
-from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
 from tests.rewards.replying import Question, Reply, ReplyServer, serving
+from tests.rewards.scoring import scored
 
 
 def chat(question: Question, said: str) -> bytes:
@@ -115,31 +114,12 @@ def test_nobody_at_the_address_is_undecided(server: ReplyServer) -> None:
         nobody("q", "c", "a")
 
 
-def test_the_workers_of_a_run_ask_it(server: ReplyServer) -> None:
-    server.replies = [(200, "Score: 8"), (200, "Score: 2"), (200, "no score")]
-
-    async def scored() -> list[tuple[Outcome, float | None]]:
-        settings = {"address": f"{server.address}/v1", "model": "m", "tries": 1}
-        config = RewardsConfig.model_validate({"function": "judge", "judge": settings})
-        async with RewardPool(config) as pool:
-            verdicts = await pool.score([ScoreItem(prompt="q", completion=c, answer="a") for c in "xyz"])
-        return [(verdict.outcome, verdict.reward) for verdict in verdicts]
-
-    found = asyncio.run(asyncio.wait_for(scored(), 60))
-    assert found == [(Outcome.RIGHT, 0.8), (Outcome.WRONG, 0.2), (Outcome.UNDECIDED, None)]
-
-
 def test_it_can_be_one_of_several_rewards_and_is_asked_where_those_before_it_decided(server: ReplyServer) -> None:
     server.replies = [(200, "Score: 5"), (200, "no score")]
     functions = [{"function": "last_number"}, {"function": "judge", "name": "tone", "weight": 0.5}]
     judged = {"address": f"{server.address}/v1", "model": "m", "tries": 1}
-    items = [("one 1", "1"), ("one 2", "1"), ("one 3", "no number")]
-
-    async def scored() -> list[Verdict]:
-        async with RewardPool(RewardsConfig.model_validate({"functions": functions, "judge": judged})) as pool:
-            return await pool.score([ScoreItem(prompt="q", completion=text, answer=gold) for text, gold in items])
-
-    first, *others = asyncio.run(asyncio.wait_for(scored(), 60))
+    items = [ScoreItem("q", text, gold) for text, gold in (("one 1", "1"), ("one 2", "1"), ("one 3", "no number"))]
+    first, *others = scored({"functions": functions, "judge": judged}, *items)
     assert first == Verdict(Outcome.RIGHT, 1.25, rewards={"last_number": 1.0, "tone": 0.5})
     assert [(verdict.outcome, verdict.reward, verdict.reason.partition(":")[0]) for verdict in others] == [
         (Outcome.UNDECIDED, None, "tone"),

@@ -3,7 +3,6 @@ a question that is not the same when it is made again is not judged."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from dataclasses import asdict
@@ -18,10 +17,10 @@ from stretto.rewards import reasoning
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
 from stretto.rewards.reasoning import floor_of, gold, reasoning_gym
-from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.gym_source import GymSource
+from tests.rewards.scoring import scored
 
 
 def asked(task: str, **settings: Any) -> Question:
@@ -105,13 +104,9 @@ def test_without_the_package_the_reason_says_what_to_install(monkeypatch: pytest
 
 def test_a_reward_worker_judges_by_it() -> None:
     question = asked("chain_sum")
-
-    async def judged() -> list[Outcome]:
-        async with RewardPool(RewardsConfig(function="reasoning_gym")) as pool:
-            items = [ScoreItem(question.text, text, question.answer) for text in (own(question), "x")]
-            return [verdict.outcome for verdict in await pool.score(items)]
-
-    assert asyncio.run(judged()) == [Outcome.RIGHT, Outcome.WRONG]
+    items = [ScoreItem(question.text, text, question.answer) for text in (own(question), "x")]
+    verdicts = scored(RewardsConfig(function="reasoning_gym"), *items)
+    assert [verdict.outcome for verdict in verdicts] == [Outcome.RIGHT, Outcome.WRONG]
 
 
 def test_the_gold_answer_holds_all_that_makes_the_question_again() -> None:

@@ -6,7 +6,6 @@ with the reason, never a zero; what cannot work is refused before a run.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -19,9 +18,9 @@ from stretto.launch.preflight.checks import check_reward_addresses
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
 from stretto.rewards.reward_model import RewardModel, RewardModelConfig
-from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
 from tests.rewards.replying import Question, ReplyServer, serving
+from tests.rewards.scoring import scored
 
 
 def length(question: Question, said: str) -> bytes:
@@ -107,16 +106,14 @@ def test_any_other_reply_leaves_the_completion_undecided(
 def test_a_busy_server_is_asked_again_and_the_workers_of_a_run_ask_it(server: ReplyServer) -> None:
     server.replies = [(503, ""), (200, '{"data": [{"probs": [0.8]}]}'), (200, '{"data": [{"probs": [0.2]}]}')]
     server.replies += [(200, '{"data": [{"probs": [NaN]}]}')]
-
-    async def scored() -> list[tuple[Outcome, float | None]]:
-        section = {"address": server.address, "model": "rm", "wait": 0.01}
-        config = RewardsConfig.model_validate({"function": "reward_model", "reward_model": section})
-        async with RewardPool(config) as pool:
-            verdicts = await pool.score([ScoreItem(prompt="q", completion=c, answer="a") for c in "xyz"])
-        return [(verdict.outcome, verdict.reward) for verdict in verdicts]
-
-    found = asyncio.run(asyncio.wait_for(scored(), 60))
-    assert found == [(Outcome.RIGHT, 0.8), (Outcome.WRONG, 0.2), (Outcome.UNDECIDED, None)]
+    section = {"address": server.address, "model": "rm", "wait": 0.01}
+    items = [ScoreItem(prompt="q", completion=c, answer="a") for c in "xyz"]
+    verdicts = scored({"function": "reward_model", "reward_model": section}, *items)
+    assert [(verdict.outcome, verdict.reward) for verdict in verdicts] == [
+        (Outcome.RIGHT, 0.8),
+        (Outcome.WRONG, 0.2),
+        (Outcome.UNDECIDED, None),
+    ]
 
 
 def test_an_address_that_nothing_answers_at_is_named_before_a_run(server: ReplyServer) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from stretto.core.records import Verdict
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
+from tests.rewards.scoring import scored
+from tests.rewards.service.test_pool import runs
 
 _MODULE = """
 import os, subprocess, time
@@ -35,23 +34,13 @@ HOW_THEY_END = [
 ]
 
 
-def runs(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/status")
-    return status.exists() and "State:\tZ" not in status.read_text()
-
-
 @pytest.mark.parametrize("reward", ["child", "orphan"])
 @pytest.mark.parametrize(("completion", "how"), HOW_THEY_END)
 def test_what_a_reward_started_ends_with_its_worker(tmp_path: Path, completion: str, how: str, reward: str) -> None:
     (tmp_path / "parents.py").write_text(_MODULE)
     mark = tmp_path / "mark"
     config = RewardsConfig(function=f"parents:{reward}", path=str(tmp_path), timeout=0.1)
-
-    async def judged() -> list[Verdict]:
-        async with RewardPool(config) as pool:
-            return await pool.score([ScoreItem(prompt="", completion=completion, answer=str(mark))])
-
-    [verdict] = asyncio.run(asyncio.wait_for(judged(), 60))
+    [verdict] = scored(config, ScoreItem(prompt="", completion=completion, answer=str(mark)))
     assert verdict.reason == how
     started = mark.read_text().split()
     assert [runs(int(pid)) for pid in started] == [False] * len(started) != []

@@ -7,7 +7,6 @@ single `function` is a sum of one without a name.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from pathlib import Path
 from typing import cast
@@ -22,8 +21,8 @@ from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rewards.functions import RewardFunction, Undecided
 from stretto.rewards.service.parts import LoadedPart, judge_all
-from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import PartSettings, ScoreItem, Worth
+from tests.rewards.scoring import scored
 
 WORTH = Worth(right=1.0, wrong=0.0)
 ITEM = ScoreItem(prompt="3+8=", completion="11", answer="11", source="sums")
@@ -99,14 +98,6 @@ def raises(prompt, completion, answer):
 def module(tmp_path: Path) -> str:
     (tmp_path / "rewards_in_parts.py").write_text(MODULE)
     return str(tmp_path)
-
-
-def scored(config: RewardsConfig, *items: ScoreItem) -> list[Verdict]:
-    async def score() -> list[Verdict]:
-        async with RewardPool(config) as pool:
-            return await pool.score(items)
-
-    return asyncio.run(asyncio.wait_for(score(), 60))
 
 
 def test_workers_judge_with_all_rewards_and_a_single_function_has_no_parts(module: str) -> None:
