@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pytest
 
 from stretto.conversation.forest import way_to
 from stretto.conversation.session import MemoryRecord, Session, TurnRequest
-from stretto.core.records import Outcome, Prompt, Sampling, Segment, StopReason, Trajectory, Verdict
+from stretto.core.records import Prompt, Sampling, Segment, StopReason, Trajectory
 from stretto.worlds.workflows.built_in import tools
 from stretto.worlds.workflows.built_in.calculator import calculate
 from stretto.worlds.workflows.built_in.tools import PythonTool, Search
@@ -25,6 +25,7 @@ from stretto.worlds.workflows.rendering import PlainRendering, TemplateRendering
 from stretto.worlds.workflows.task import WorkflowTask
 from stretto_verify.sandbox.probe import probe
 from tests.gateway.serving import ENDS, tokenizer_of
+from tests.worlds.workflows.benches import score, verdict
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "workflows"
 TOKENIZER = tokenizer_of("qwen3")
@@ -32,14 +33,6 @@ MESSAGES = ({"role": "user", "content": "3+4="},)
 
 #: What the model says behind the text of a prompt.
 Script = Callable[[str], str]
-
-
-async def score(prompt: str, completions: Sequence[str], answer: str) -> list[Verdict]:
-    return [verdict(float(text == answer)) for text in completions]
-
-
-def verdict(value: float) -> Verdict:
-    return Verdict(Outcome.RIGHT if value > 0.5 else Outcome.WRONG, value)
 
 
 def spelt(text: str, *, end: bool = True) -> tuple[int, ...]:
