@@ -57,11 +57,7 @@ def test_a_run_of_parts_of_ones_own(laboratory: Laboratory, tmp_path: Path) -> N
     folder = RunFolder(run_dir)
     recorded = load_recipe(folder.recipe)
     assert recorded.path == str(EXAMPLES)
-    assert recorded.algorithm.loss.model_dump() == {
-        "kind": "my_losses:quadratic",
-        "anchor": "recomputed",
-        "width": 0.3,
-    }
+    assert recorded.algorithm.loss.model_dump() == {"kind": "my_losses:quadratic", "anchor": "recomputed", "width": 0.3}
     steps, _ = read_metrics(folder.metrics)
     assert [step.step for step in steps] == [1, 2, 3]
     assert all(step.trainer["clip_fraction"] == 0 for step in steps)  # this loss has no clip

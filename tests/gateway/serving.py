@@ -174,10 +174,7 @@ class ScriptedModel:
 
 
 def model_of(
-    tokenizer: Tokenizer,
-    config: GatewayConfig | None = None,
-    context: int = CONTEXT,
-    forms: CallForms | None = None,
+    tokenizer: Tokenizer, config: GatewayConfig | None = None, context: int = CONTEXT, forms: CallForms | None = None
 ) -> ServedModel:
     rule = SamplingRule(Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids), context, forms=forms)
     return ServedModel(MODEL, tokenizer, rule, config or GatewayConfig())

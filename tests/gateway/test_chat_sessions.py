@@ -14,15 +14,7 @@ import pytest
 
 from stretto.core.errors import EngineLost
 from stretto.launch.recipe.agents import GatewayConfig
-from tests.gateway.serving import (
-    MODEL,
-    ScriptedModel,
-    ServedGateway,
-    in_a_loop,
-    served_gateway,
-    tokenizer_of,
-    wished,
-)
+from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway, in_a_loop, served_gateway, tokenizer_of, wished
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'

@@ -66,9 +66,7 @@ BODIES: dict[Dialect, dict[str, Any]] = {
             },
             {
                 "role": "user",
-                "content": [
-                    {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "3"}]},
-                ],
+                "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "3"}]}],
             },
         ],
         "tools": [{"name": "add", "input_schema": SCHEMA}],

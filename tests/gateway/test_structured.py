@@ -41,12 +41,7 @@ from tests.gateway.serving import (
 )
 
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
-SUM = {
-    "type": "object",
-    "properties": {"a": DIGIT, "b": DIGIT},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+SUM = {"type": "object", "properties": {"a": DIGIT, "b": DIGIT}, "required": ["a", "b"], "additionalProperties": False}
 NEVER = {"type": "nonsense"}
 PATHS = ("chat/completions", "responses", "messages")
 

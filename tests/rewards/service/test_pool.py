@@ -258,8 +258,7 @@ def test_slow_answers_are_shared_among_the_workers_and_spans_say_when_each_score
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
-    [("finalanswer", "did you mean 'final_answer'"), ("broken_rewards:f", "nothing_of_the_kind")],
+    ("function", "words"), [("finalanswer", "did you mean 'final_answer'"), ("broken_rewards:f", "nothing_of_the_kind")]
 )
 def test_a_reward_that_cannot_be_used_is_refused_before_the_run(config: Make, function: str, words: str) -> None:
     with pytest.raises(RewardFunctionError, match=words):

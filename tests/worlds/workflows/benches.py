@@ -11,16 +11,7 @@ from typing import Any
 
 from stretto.conversation.session import MemoryRecord, Session, TurnRequest
 from stretto.core.errors import Problem, RewardFunctionError
-from stretto.core.records import (
-    NOTHING,
-    Outcome,
-    Prompt,
-    Sampling,
-    Segment,
-    StopReason,
-    Trajectory,
-    Verdict,
-)
+from stretto.core.records import NOTHING, Outcome, Prompt, Sampling, Segment, StopReason, Trajectory, Verdict
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.worlds.single_turn import Score
 from stretto.worlds.workflows.config import WorkflowConfig

@@ -73,13 +73,7 @@ class SimulatedPool(WorkflowPool):
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    st.integers(1, 24),
-    st.sets(st.integers(0, 23)),
-    st.integers(1, 4),
-    st.integers(1, 9),
-    st.integers(0, 2**32),
-)
+@given(st.integers(1, 24), st.sets(st.integers(0, 23)), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2**32))
 def test_in_any_mix_every_culprit_fails_and_every_innocent_completes(
     members: int, culprits: set[int], workers: int, concurrency: int, seed: int
 ) -> None:

@@ -19,9 +19,7 @@ import pytest
 
 from stretto.conversation.session import TurnRequest
 from stretto.core.errors import RefusedRequest, RewardFunctionError, WorkflowError
-from stretto.core.records import (
-    Outcome,
-)
+from stretto.core.records import Outcome
 from stretto.worlds.workflows.wire import RUN_MARK, CallOrder, MemberEnded
 from tests.launch.running import wait_until
 from tests.worlds.workflows.benches import PROMPT, Bench, asks, decode, lives, unusable
