@@ -17,63 +17,39 @@ from stretto_gateway.dialects.chat import ChatDialect
 from stretto_gateway.dialects.dialect import Dialect
 from stretto_gateway.dialects.messages import MessagesDialect
 from stretto_gateway.dialects.responses import ResponsesDialect
+from tests.gateway.serving import wished
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, 1], "default": None}}, "x": None}
 OWN = {"parameters", "input_schema", "schema", "input_json", "metadata"}  # JSON of the client's own
-FUNCTION = {"name": "add", "description": "adds", "parameters": SCHEMA}
-BODIES: dict[Dialect, dict[str, Any]] = {
+ASK = {"role": "user", "content": [{"type": "text", "text": "1+2?"}]}
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": null}'}}
+THOUGHT, USE = (
+    {"type": "thinking", "thinking": "hm"},
+    {"type": "tool_use", "id": "c", "name": "add", "input": {"a": None}},
+)
+TOLD = {"role": "tool", "tool_call_id": "c", "content": "3"}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "3"}]}
+FURTHER: dict[Dialect, dict[str, Any]] = {
     ChatDialect(): {
-        "model": "m",
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "1+2?"}]},
-            {
-                "role": "assistant",
-                "tool_calls": [
-                    {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": null}'}}
-                ],
-            },
-            {"role": "tool", "tool_call_id": "c", "content": "3"},
-        ],
-        "tools": [{"type": "function", "function": FUNCTION}],
+        "messages": [ASK, {"role": "assistant", "tool_calls": [CALL]}, TOLD],
         "tool_choice": {"type": "function", "function": {"name": "add"}},
-        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
         "stream_options": {"include_usage": True},
     },
     ResponsesDialect(): {
-        "model": "m",
         "input": [
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "1+2?"}]},
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
             {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": null}'},
             {"type": "function_call_output", "call_id": "c", "output": "3"},
         ],
-        "tools": [{"type": "function", **FUNCTION}],
-        "tool_choice": {"type": "function", "name": "add"},
-        "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}},
     },
     MessagesDialect(): {
-        "model": "m",
-        "max_tokens": 9,
         "system": [{"type": "text", "text": "be brief"}],
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "1+2?"}]},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "hm"},
-                    {"type": "tool_use", "id": "c", "name": "add", "input": {"a": None}},
-                ],
-            },
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "3"}]}],
-            },
-        ],
-        "tools": [{"name": "add", "input_schema": SCHEMA}],
+        "messages": [ASK, {"role": "assistant", "content": [THOUGHT, USE]}, {"role": "user", "content": [RESULT]}],
         "tool_choice": {"type": "tool", "name": "add"},
-        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
     },
 }
+BODIES = {dialect: wished(dialect.path, tool=SCHEMA, schema=SCHEMA) | further for dialect, further in FURTHER.items()}
 #: Fields that clients' libraries tell as null: unknown ones, and known ones that take no null.
 NULLS = ("toolset_name", "parsed", "signature", "annotations", "refusal", "index", "stop", "name_of_the_future")
 
