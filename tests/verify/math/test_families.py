@@ -48,7 +48,7 @@ May «a» ☑ \text{May «a»} ✓ The answer is May «a». ☒ \text{May «b»}
 October «a» ☑ \text{October «a»} ✓ The answer is October «a». ☒ \text{October «b»} ☒ \text{July «a»} ☒ «a»
 """,
     "ratios": r"""
-«a»:«b» ☑ «a» : «b» ☑ \frac{«a»}{«b»} ☒ «b»:«a» ¦ 1:«a»:«b» ☑ 10:«a»0:«b»0 ☒ 10:«a»0:«b»1
+«a»:«b» ☑ «a» : «b» ☑ \frac{«a»}{«b»} ☒ «b»:«a» ¦ 1:1«a2»:«b» ☑ 10:1«a2»0:«b»0 ☒ 10:1«a2»0:«b»1
 """,
     "periodic solutions have a parameter without a name": r"""
 $x=\frac{«a»\pi}{29}+k\pi, k \in \mathbb{Z}$ ☑ x=\frac{«a»\pi}{29}+n\pi,\ n\in\mathbb{Z}
