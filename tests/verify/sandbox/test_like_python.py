@@ -169,8 +169,8 @@ ENDING = {
 }
 IDIOMS = READING | WRITING | ENDING
 CONFIG = SandboxConfig()
-# Levels A and B differ by a control group, and level E has no walls.
-LADDER = [walls for walls in ladder(True) if walls.level not in (Level.B, Level.E)]
+# Levels A and B differ by a control group, level E has no walls, and a cold guest is a warm one that has run nothing.
+LADDER = [walls for walls in ladder(True) if walls.warm and walls.level not in (Level.B, Level.E)]
 
 
 #: Forks a process for each program, which it runs and ends as the interpreter itself would: to start one for each takes
