@@ -98,9 +98,9 @@ EXCESS = {
 
 
 @pytest.mark.parametrize("excess", EXCESS)
-@pytest.mark.parametrize("expected", ["5", r"\sqrt2", "x=3", "(1,2)"])
-def test_an_answer_that_cannot_be_read_or_computed_is_wrong(excess: str, expected: str) -> None:
-    assert verdict(expected, boxed(EXCESS[excess])) == "wrong"
+def test_an_answer_that_cannot_be_read_or_computed_is_wrong(excess: str) -> None:
+    for expected in ("5", r"\sqrt2", "x=3", "(1,2)")[: 1 if "seconds" in excess else None]:
+        assert verdict(expected, boxed(EXCESS[excess])) == "wrong"
 
 
 def test_a_completion_beyond_the_limit_is_wrong() -> None:
