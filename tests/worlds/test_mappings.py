@@ -90,27 +90,23 @@ def test_humaneval_is_read_whole() -> None:
     assert (len(tests.calls), tests.entry_point, tests.preamble) == (7, "has_close_elements", first.text)
 
 
-BAD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a solution without a mark": (
-        "gsm8k",
-        {"question": "?", "answer": "72"},
-        'a:1: answer: "72"; a solution that ends',
-    ),
-    "nothing behind the mark": ("gsm8k", {"question": "?", "answer": "#### "}, "a solution that ends"),
-    "another dataset": ("gsm8k", {"problem": "?", "answer": "72"}, "a:1: no field 'question'"),
-    "no box": ("math", {"problem": "?", "solution": "It is 7."}, "a solution with a \\boxed{} is needed"),
-    "a box that never ends": ("math", {"problem": "?", "solution": r"\boxed{7"}, "a solution with a \\boxed{}"),
-    "no ground truth": ("dapo", {"prompt": [], "reward_model": {}}, "a:1: reward_model: {}"),
-    "an answer of AIME that is none": ("aime", {"problem": "?", "answer": "1000"}, "from 0 to 999"),
-    "a text in place of a number": ("aime", {"Problem": "?", "Answer": "nine"}, "from 0 to 999"),
-    "no question": ("aime", {"answer": 3}, "none of the fields problem, Problem, question"),
-    "no tests": ("deepcoder", {"problem": "?"}, "no field 'tests'"),
-    "no public tests": ("livecodebench", {"question_content": "?"}, "no field 'public_test_cases'"),
-    "no entry point": ("humaneval", {"prompt": "def f():", "test": ""}, "no field 'entry_point'"),
-}
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("gsm8k", {"question": "?", "answer": "72"}, 'a:1: answer: "72"; a solution that ends'),
+    ("gsm8k", {"question": "?", "answer": "#### "}, "a solution that ends"),
+    ("gsm8k", {"problem": "?", "answer": "72"}, "a:1: no field 'question'"),
+    ("math", {"problem": "?", "solution": "It is 7."}, "a solution with a \\boxed{} is needed"),
+    ("math", {"problem": "?", "solution": r"\boxed{7"}, "a solution with a \\boxed{}"),
+    ("dapo", {"prompt": [], "reward_model": {}}, "a:1: reward_model: {}"),
+    ("aime", {"problem": "?", "answer": "1000"}, "from 0 to 999"),
+    ("aime", {"Problem": "?", "Answer": "nine"}, "from 0 to 999"),
+    ("aime", {"answer": 3}, "none of the fields problem, Problem, question"),
+    ("deepcoder", {"problem": "?"}, "no field 'tests'"),
+    ("livecodebench", {"question_content": "?"}, "no field 'public_test_cases'"),
+    ("humaneval", {"prompt": "def f():", "test": ""}, "no field 'entry_point'"),
+]
 
 
-@pytest.mark.parametrize(("name", "row", "expected"), BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize(("name", "row", "expected"), BAD)
 def test_a_row_of_another_shape_is_named(name: str, row: dict[str, Any], expected: str) -> None:
     with pytest.raises(DataError) as caught:
         mapped(name, row, "a:1")
