@@ -80,6 +80,7 @@ def test_the_model_tries_again_behind_exactly_what_it_said(tmp_path: Path) -> No
     trajectory, asked = played(config, lambda text: "7" if "No: " in text else "12", tmp_path)
     assert trajectory.verdict.reward == pytest.approx(0.9)
     assert [one.reward for one in trajectory.segments] == [0.0, None, pytest.approx(0.9)]
+    assert trajectory.verdict.rewards == {"tries": 2.0, "first": 0.0}
     assert asked[1] == asked[0] + trajectory.segments[0].token_ids + trajectory.segments[1].token_ids
     told = "\n<|im_start|>user\nNo: 3+4=<|im_end|>\n<|im_start|>assistant\n"
     assert TOKENIZER.spell(trajectory.segments[1].token_ids).startswith(told)

@@ -273,12 +273,3 @@ def test_a_workflow_that_cannot_be_used_is_refused_before_the_run(
 ) -> None:
     with pytest.raises(WorkflowError, match=message):
         bench(kind, settings).run()
-
-
-def test_the_built_in_retry_tells_of_each_wrong_try(bench: Callable[..., Bench]) -> None:
-    made = bench("multi_turn", {"tries": 2, "feedback": "-"})
-    for trajectory in made.run():
-        sampled = [segment for segment in trajectory.segments if segment.sampled]
-        assert [segment.reward for segment in sampled] == [0.0, 0.0]
-        assert trajectory.verdict.rewards == {"tries": 2.0, "first": 0.0}
-        assert "-" in trajectory.text
