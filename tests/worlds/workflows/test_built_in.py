@@ -25,6 +25,7 @@ from stretto.worlds.workflows.rendering import PlainRendering, TemplateRendering
 from stretto.worlds.workflows.task import WorkflowTask
 from stretto_verify.sandbox.probe import probe
 from tests.gateway.serving import ENDS, tokenizer_of
+from tests.launch.warm import session_server
 from tests.worlds.workflows.benches import score, verdict
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "workflows"
@@ -63,7 +64,7 @@ def played(
         session = Session("0.17.0/0", tokens, 1, sample, record)
         services = Services(score, TOKENIZER.decode, plain, rendering, Sampling(64), 4096, verdict, config)
         task = WorkflowTask("17", "3+4=", "7", MESSAGES)
-        async with WorkflowPool(config, tmp_path / "log.txt") as pool:
+        async with WorkflowPool(config, tmp_path / "log.txt", spawner=session_server()) as pool:
             return await pool.run(Exchange(session, prompt, task, services, rendering if chat else None))
 
     return asyncio.run(run()), asked
@@ -82,6 +83,8 @@ def test_the_model_tries_again_behind_exactly_what_it_said(tmp_path: Path) -> No
     assert [one.reward for one in trajectory.segments] == [0.0, None, pytest.approx(0.9)]
     assert trajectory.verdict.rewards == {"tries": 2.0, "first": 0.0}
     assert asked[1] == asked[0] + trajectory.segments[0].token_ids + trajectory.segments[1].token_ids
+    lost, _ = played(config, lambda text: "12", tmp_path)
+    assert [one.reward for one in lost.segments if one.sampled] == [0.0, 0.0, 0.0]
     told = "\n<|im_start|>user\nNo: 3+4=<|im_end|>\n<|im_start|>assistant\n"
     assert TOKENIZER.spell(trajectory.segments[1].token_ids).startswith(told)
 
