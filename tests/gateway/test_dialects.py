@@ -138,7 +138,7 @@ def claude(**fields: Any) -> ChatRequest:
 
 
 def events_of_claude(said: SampledTurn) -> list[dict[str, Any]]:
-    lines = b"".join(MESSAGES.events_of_claude(claude(), [said])).split(b"\n")
+    lines = b"".join(MESSAGES.events(claude(), [said])).split(b"\n")
     told = [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
     assert [line[7:].decode() for line in lines if line.startswith(b"event: ")] == [event["type"] for event in told]
     return told
