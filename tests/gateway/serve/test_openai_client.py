@@ -70,7 +70,7 @@ def ask(client: openai.OpenAI, kind: str, likeliest: int | None = None, **fields
     if kind == "text":
         told = client.completions.create(prompt=PROMPT, logprobs=likeliest, **fields)
     else:
-        asked = {} if likeliest is None else {"logprobs": True, "top_logprobs": likeliest}
+        asked: dict[str, Any] = {} if likeliest is None else {"logprobs": True, "top_logprobs": likeliest}
         told = client.chat.completions.create(messages=MESSAGES, **asked, **fields)
     return list(told) if fields.get("stream") else told
 

@@ -25,7 +25,7 @@ from tests.gateway.serve.serving import CHAT, COMPLETIONS, served_model
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
-WRONG: list[tuple[dict[str, Any], str, str]] = [
+WRONG: list[Any] = [  # what is said otherwise, the field that is named, and words of the message
     ({"model": "gpt-5"}, "model", "'gpt-5' is not served here"),
     *[({"model": 3}, "model", "Expected `str`, got `int`"), ({"n": 0}, "n", "Expected `int` >= 1")],
     *[({"n": 1.5}, "n", "got `float`"), ({"n": True}, "n", "got `bool`"), ({"n": 129}, "n", "Expected `int` <= 128")],
@@ -49,7 +49,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"presence_penalty": 0.5}, "presence_penalty", "0.5; only 0 or null"),
     *[({"logit_bias": {"5": 1}}, "logit_bias", "only {} or null"), ({"temprature": 1}, "temprature", "unknown field")],
 ]
-WRONG_PROMPTS: list[tuple[dict[str, Any], str, str]] = [
+WRONG_PROMPTS: list[Any] = [
     *[({"prompt": None}, "prompt", "missing"), ({"prompt": []}, "prompt", "an empty list")],
     ({"prompt": ["a", 1]}, "prompt", "a list of different kinds"),
     ({"prompt": [[1], "a"]}, "prompt", "a list of different kinds"),
@@ -60,7 +60,7 @@ WRONG_PROMPTS: list[tuple[dict[str, Any], str, str]] = [
     *[({"best_of": 4}, "best_of", "4; only 1 or null"), ({"logprobs": 21}, "logprobs", "<= 20")],
     *[({"logprobs": True}, "logprobs", "got `bool`"), ({"messages": HELLO}, "messages", "unknown field")],
 ]
-WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
+WRONG_CHATS: list[Any] = [
     ({"messages": []}, "messages", "length >= 1"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
     ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role", "Invalid enum value 'boss'"),

@@ -241,7 +241,7 @@ def test_all_tests_together_have_a_time_limit_too() -> None:
 
 def test_calls_are_charged_to_the_time_of_an_answer() -> None:
     program = f"{SPIN}def f():\n    spin(0.3)\n    return 1\nif __name__ == '__main__': spin(0.4)"
-    tests = [{"call": "f", "args": [], "expected": 1}, NOTHING]
+    tests: list[dict[str, Any]] = [{"call": "f", "args": [], "expected": 1}, NOTHING]
     found = judged(SandboxConfig(seconds=0.5, completion_seconds=0.6), program, tests)
     assert found == Judgement(1, 2, "test 1: time limit of all tests", unknown=True)
 
