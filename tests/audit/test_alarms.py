@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -16,7 +15,7 @@ from stretto.store.series.metrics import EvaluationLine
 from stretto_report.audit.alarms import AlarmWatch, findings_of, mismatch_of
 from stretto_report.audit.symptoms.evidence import Alarm, Disk, Evidence
 from stretto_report.audit.symptoms.windows import WINDOW
-from tests.watch.runs import step_line
+from tests.store.lines import evaluation_line, step_line
 
 N = 60
 GIB = 1 << 30
@@ -45,22 +44,17 @@ def _from(place: int, before: float, after: float) -> np.ndarray[tuple[int], np.
     return np.where(np.arange(1, N + 1) <= place, before, after)
 
 
-def _evaluation(step: int, accuracy: float) -> EvaluationLine:
-    interval = (accuracy - 0.04, accuracy + 0.04)
-    return EvaluationLine(
-        step=step, version=step, wall_seconds=0.0, rl_seconds=0.0, accuracy=accuracy, prompts=500, ci95=interval
-    )
+STALE = _from(20, 1.0, 4.0)
 
 
-def _few(step: int, right: int) -> EvaluationLine:
-    """Of four questions."""
-    share = right / 4
-    return EvaluationLine(step=step, version=step, wall_seconds=0.0, rl_seconds=0.0, accuracy=share, prompts=4)
-
-
-def _without_verdict(step: int, undecided: int) -> EvaluationLine:
+def _evaluation(step: int, accuracy: float, **further: int) -> EvaluationLine:
     """Of 500 completions."""
-    return msgspec.structs.replace(_evaluation(step, 0.5), undecided=undecided)
+    return evaluation_line(step, accuracy, prompts=500, ci95=(accuracy - 0.04, accuracy + 0.04), **further)
+
+
+def _few(step: int, right: int, **further: int) -> EvaluationLine:
+    """Of four questions."""
+    return evaluation_line(step, right / 4, prompts=4, **further)
 
 
 LEAKS = np.arange(400)
@@ -97,22 +91,14 @@ def test_a_healthy_run_has_no_alarm() -> None:
         # 0.06 k >= 0.25 from k = 5 on
         (_evidence(undecided=_from(40, 0.0, 0.6)), "undecided", 45),
         # training has not measured ten steps
-        (_evidence([_without_verdict(60, 125)], undecided=_from(9, 0.6, np.nan)), "undecided", 60),
+        (_evidence([_evaluation(60, 0.5, undecided=125)], undecided=_from(9, 0.6, np.nan)), "undecided", 60),
         (_evidence(busy__trainer=_from(40, 0.5, 0.0)), "idle_role", 41),
         # 1 + 0.3 k >= 3.6 from k = 9 on
-        (_evidence(staleness_mean=_from(20, 1.0, 4.0)), "staleness_at_bound", 29),
+        (_evidence(staleness_mean=STALE), "staleness_at_bound", 29),
         # 1 + 0.3 k >= 0.9 * 2 from k = 3 on: the bound is 2 in the end, whatever it was, and was in the recipe
-        (
-            _evidence(bound=None, staleness_mean=_from(20, 1.0, 4.0), max_staleness=_from(9, 8, 2)),
-            "staleness_at_bound",
-            23,
-        ),
-        (_evidence(staleness_mean=_from(20, 1.0, 4.0), max_staleness=_from(59, 2, np.nan)), "staleness_at_bound", 23),
-        (
-            _evidence([_evaluation(10, 0.6), _evaluation(30, 0.59), _evaluation(60, 0.45)]),
-            "reward_without_accuracy",
-            60,
-        ),
+        (_evidence(bound=None, staleness_mean=STALE, max_staleness=_from(9, 8, 2)), "staleness_at_bound", 23),
+        (_evidence(staleness_mean=STALE, max_staleness=_from(59, 2, np.nan)), "staleness_at_bound", 23),
+        (_evidence([_evaluation(*at) for at in ((10, 0.6), (30, 0.59), (60, 0.45))]), "reward_without_accuracy", 60),
         # 3 GiB in 60 steps: the 60 that are left write 3 GiB more
         (_evidence(disk=Disk(free=2 * GIB, written=3 * GIB)), "disk_filling", 60),
         (_evidence(disk=Disk(free=GIB // 2, written=1)), "disk_filling", 60),
@@ -132,17 +118,18 @@ def test_an_alarm_holds_since_its_step(found: Evidence, name: str, since: int) -
         _evidence(canary__one=_from(40, 0.01, 0.2)),  # twenty times as far, and still far from the tolerance
         _evidence(canary__one=np.where(np.arange(N) // 20 == 1, 0.9, 0.05)),  # it has come back
         _evidence(undecided=np.full(N, 0.2)),
-        _evidence([_without_verdict(60, 400)], undecided=np.full(N, 0.0)),  # training decides, where it is measured
-        _evidence([_without_verdict(60, 124)]),
-        _evidence([msgspec.structs.replace(_few(60, 1), undecided=3)]),  # of four questions
+        _evidence(
+            [_evaluation(60, 0.5, undecided=400)], undecided=np.full(N, 0.0)
+        ),  # training decides, where it is measured
+        _evidence([_evaluation(60, 0.5, undecided=124)]),
+        _evidence([_few(60, 1, undecided=3)]),  # of four questions
         _evidence(trainer__entropy=np.full(N, np.nan)),  # it is not measured
         _evidence(busy__trainer=_from(40, 0.5, np.nan)),
         _evidence(bound=None, staleness_mean=np.full(N, 50.0)),
         _evidence(staleness_mean=np.full(N, 4.0), max_staleness=_from(40, 4, 8)),  # the bound was raised
         _evidence(bound=0.0, staleness_mean=np.zeros(N)),  # a synchronous run
-        _evidence(
-            [_evaluation(30, 0.6), _evaluation(60, 0.5)], reward=np.linspace(0.8, 0.2, N)
-        ),  # by a sixth, by chance
+        # by a sixth, by chance
+        _evidence([_evaluation(30, 0.6), _evaluation(60, 0.5)], reward=np.linspace(0.8, 0.2, N)),
         _evidence(busy__rewards=np.zeros(N)),  # agents bring their own rewards
         _evidence([_few(0, 3), _few(1, 4), _few(2, 2)]),  # of four questions
         _evidence(busy__trainer=_from(40, 0.5, 0.0), rl_seconds=np.linspace(0, 1, N)),  # steps of milliseconds
@@ -237,15 +224,13 @@ def test_an_alarm_says_the_numbers_and_where_to_look() -> None:
 
 def test_an_alarm_of_undecided_completions_names_the_most_frequent_reason_live_and_afterwards(tmp_path: Path) -> None:
     why = "the reward raised KeyError in my_reward.py:7: 'level'"
-    lines = [msgspec.structs.replace(step_line(step), undecided=0.5, undecided_reason=why) for step in range(1, 21)]
+    lines = [step_line(step, undecided=0.5, undecided_reason=why) for step in range(1, 21)]
     live = AlarmWatch(tmp_path, bound=4.0, last_step=20)
     for line in lines:
         live.step(line)
-    told = [alarm for alarm in live.alarms() if alarm.name == "undecided"]
-    assert told == [alarm for alarm in findings_of(Evidence.of(lines)).alarms if alarm.name == "undecided"]
-    assert [alarm.message for alarm in told] == [
-        f"50% of the completions have no verdict and are not trained on, most often: {why}"
-    ]
+    told = f"50% of the completions have no verdict and are not trained on, most often: {why}"
+    for alarms in (live.alarms(), findings_of(Evidence.of(lines)).alarms):
+        assert [alarm.message for alarm in alarms if alarm.name == "undecided"] == [told]
 
 
 @pytest.mark.parametrize(

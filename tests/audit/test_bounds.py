@@ -9,31 +9,27 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from stretto.core.admission import BoundChange
-from stretto.core.records import Prompt
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
 from stretto.store.inspection import inspect_run
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto_report.audit.bounds import RecordedChange
 from stretto_report.audit.check import check_run
 from stretto_report.audit.history import in_force
-from tests.audit.test_check import RECIPE, steps, train, trajectories
+from tests.audit.runs import RECIPE, steps, train, trajectories
+from tests.store.make import ledger_at, prompts, sql
 
 AUTO = RECIPE.replace("max_staleness = 1.0", 'max_staleness = "auto"\nstaleness_min = 1\nstaleness_max = 3')
 CONFIG = RolloutConfig(batch_size=2, group_size=2, max_in_flight=3, max_staleness="auto", staleness_max=3)
-PROMPTS = [Prompt(id=f"p.{i}", token_ids=(i,), text="", answer="") for i in range(40)]
+PROMPTS = prompts(40)
 
 
 @pytest.fixture
@@ -41,7 +37,7 @@ def run_dir(tmp_path: Path) -> Path:
     """Four steps of two groups; after the third the bound goes from 1 to 2. The group that waits then was admitted
     under 1; two are in flight, one of each bound."""
     (tmp_path / "recipe.toml").write_text(AUTO)
-    with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
+    with ledger_at(tmp_path / "ledger.sqlite") as ledger:
         control = Controller(CONFIG, PromptStream(PROMPTS, seed=1), ledger, seed=1)
         ledger.watch("standing", control.state)
         steps(control, ledger, 3)
@@ -63,15 +59,14 @@ def test_each_group_is_judged_by_the_bound_of_its_admission(run_dir: Path) -> No
     told = inspect_run(run_dir).bounds
     assert [(one.step, one.name, one.before, one.after) for one in told] == [(3, "max_staleness", 1, 2)]
     assert told[0].reason == "mismatch 0.00 of its limit (kl_behavior 0)"
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
-        [(detail,)] = connection.execute("SELECT detail FROM events WHERE name = 'bound'").fetchall()
+    [(detail,)] = sql(run_dir / "ledger.sqlite", "SELECT detail FROM events WHERE name = 'bound'")
     assert detail.startswith("max_staleness 1 -> 2 after step 3: mismatch")
 
 
 def test_a_resume_finds_the_bounds_of_its_groups_and_the_state_of_the_controller(run_dir: Path) -> None:
     unfinished = read_unfinished(run_dir / "ledger.sqlite")
     assert [group.max_staleness for group in unfinished] == [None, 2]
-    with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
+    with ledger_at(run_dir / "ledger.sqlite") as ledger:
         state = ledger.get("standing", ControllerState)
         assert state is not None
         control = Controller(CONFIG, PromptStream(PROMPTS, 1, state.position), ledger, 1, version=4, state=state)
@@ -96,75 +91,47 @@ class Counted(int):
 def test_the_bound_of_a_group_is_looked_up_among_many_changes() -> None:
     """Change i of 1,024 holds from key 2 i on."""
     changes = [RecordedChange(i, "max_staleness", i - 1, i, "", 2 * i) for i in range(1, 1025)]
-    assert [in_force(changes, key, 0.5) for key in (0, 1, 2, 3, 4, 2047, 2048, 9999)] == [
-        0.5,
-        0.5,
-        1,
-        1,
-        2,
-        1023,
-        1024,
-        1024,
-    ]
+    found = [in_force(changes, key, 0.5) for key in (0, 1, 2, 3, 4, 2047, 2048, 9999)]
+    assert found == [0.5, 0.5, 1, 1, 2, 1023, 1024, 1024]
     Counted.compared = 0
     assert in_force(changes, Counted(700), 0.5) == 350
     assert 0 < Counted.compared <= 11
 
 
-PLANTED: dict[str, tuple[Callable[[list[BoundChange]], object], str]] = {
-    "a change that never was": (lambda changes: changes.clear(), "no group starts before its turn"),
-    "a bound above the recipe's": (
-        lambda changes: changes.append(BoundChange(4, "max_staleness", 2, 9, "", 99)),
-        "bounds change as recorded",
-    ),
-    "a bound that was another one before": (
-        lambda changes: changes.append(BoundChange(4, "max_staleness", 3, 1, "", 99)),
-        "bounds change as recorded",
-    ),
-    "two changes after one step": (
-        lambda changes: changes.append(BoundChange(3, "max_staleness", 2, 3, "", 99)),
-        "bounds change as recorded",
-    ),
-    "a key that the recipe fixes": (
-        lambda changes: changes.append(BoundChange(4, "batch_size", 2, 3, "", 99)),
-        "bounds change as recorded",
-    ),
+PLANTED: dict[str, Callable[[list[BoundChange]], object]] = {
+    "a bound above the recipe's": lambda changes: changes.append(BoundChange(4, "max_staleness", 2, 9, "", 99)),
+    "one that was another before": lambda changes: changes.append(BoundChange(4, "max_staleness", 3, 1, "", 99)),
+    "two changes after one step": lambda changes: changes.append(BoundChange(3, "max_staleness", 2, 3, "", 99)),
+    "a key that the recipe fixes": lambda changes: changes.append(BoundChange(4, "batch_size", 2, 3, "", 99)),
 }
 
 
-def change_record(run_dir: Path, change: Callable[[list[BoundChange]], object]) -> None:
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
-        [(text,)] = connection.execute("SELECT value FROM meta WHERE name = 'bounds'")
-        changes = msgspec.json.decode(text, type=list[BoundChange])
-        change(changes)
-        connection.execute("UPDATE meta SET value = ? WHERE name = 'bounds'", (msgspec.json.encode(changes).decode(),))
-        connection.commit()
+@pytest.mark.parametrize("change", PLANTED.values(), ids=PLANTED)
+def test_a_planted_change_is_named(run_dir: Path, change: Callable[[list[BoundChange]], object]) -> None:
+    [(text,)] = sql(run_dir / "ledger.sqlite", "SELECT value FROM meta WHERE name = 'bounds'")
+    change(changes := msgspec.json.decode(text, type=list[BoundChange]))
+    written = msgspec.json.encode(changes).decode()
+    sql(run_dir / "ledger.sqlite", "UPDATE meta SET value = ? WHERE name = 'bounds'", written)
+    assert check_run(run_dir).breaches["bounds change as recorded"]
 
 
-@pytest.mark.parametrize(("change", "law"), PLANTED.values(), ids=PLANTED)
-def test_a_planted_breach_is_named_by_its_law(
-    run_dir: Path, change: Callable[[list[BoundChange]], object], law: str
-) -> None:
-    if law == "no group starts before its turn":  # under the bound of 1 the last group could not have started
-        with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
-            connection.execute("UPDATE groups SET admitted_version = 2 WHERE key = (SELECT max(key) FROM groups)")
-            connection.commit()
-        assert "behind" not in str(check_run(run_dir).breaches[law])
-    change_record(run_dir, change)
+def test_a_group_that_starts_under_a_bound_that_never_was_is_named(run_dir: Path) -> None:
+    """Under the bound of 1 the last group could not have started."""
+    ledger, law = run_dir / "ledger.sqlite", "no group starts before its turn"
+    sql(ledger, "UPDATE groups SET admitted_version = 2 WHERE key = (SELECT max(key) FROM groups)")
+    assert "behind" not in str(check_run(run_dir).breaches[law])
+    sql(ledger, "UPDATE meta SET value = '[]' WHERE name = 'bounds'")
     assert check_run(run_dir).breaches[law]
 
 
 def test_a_token_beyond_the_bound_of_its_group_is_named(run_dir: Path) -> None:
     """The groups of step 4 are taken for ones that were admitted, and sampled, two versions before."""
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
-        connection.executescript(
-            "UPDATE trajectories SET oldest_version = 1 WHERE trained_step = 4; DELETE FROM payloads;"
-            "UPDATE steps SET oldest_trainable = 0"
-        )
-        [(text,)] = connection.execute("SELECT batch FROM steps WHERE step = 4").fetchall()
-        batch = [(name, members) for name, members, *_ in json.loads(text)]
-        connection.execute("UPDATE steps SET batch = ? WHERE step = 4", (json.dumps(batch),))
-        connection.commit()
+    ledger = run_dir / "ledger.sqlite"
+    sql(ledger, "UPDATE trajectories SET oldest_version = 1 WHERE trained_step = 4; DELETE FROM payloads;")
+    sql(ledger, "UPDATE steps SET oldest_trainable = 0")
+    [(text,)] = sql(ledger, "SELECT batch FROM steps WHERE step = 4")
+    batch = [(name, members) for name, members, *_ in json.loads(text)]
+    sql(ledger, "UPDATE steps SET batch = ? WHERE step = 4", json.dumps(batch))
     (younger, _), (older, _) = batch
     found = check_run(run_dir).breaches["no bound is broken"]
     assert [line.split("/")[0] for line in found] == [younger, younger]

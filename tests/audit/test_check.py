@@ -8,88 +8,31 @@ from __future__ import annotations
 
 import ast
 import re
-import sqlite3
-from contextlib import closing
+import shutil
 from pathlib import Path
 
 import pytest
 
 from stretto.core.errors import RunFolderError, StoreError
-from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
-from stretto.core.records import trajectory_id as name_of
+from stretto.core.records import Group
 from stretto.launch.commands.train import _MAY_CHANGE
 from stretto.rollout.config import RolloutConfig
-from stretto.rollout.controller import Controller, Ticket
+from stretto.rollout.controller import Controller
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.checkpoints import seal_files
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto.store.totals import Membership
 from stretto_report.audit import check, checksums, forest, history, laws
 from stretto_report.audit.check import check_run, print_balance, print_findings
-
-RECIPE = """
-[rollout]
-batch_size = 2
-group_size = 2
-min_group_size = 1
-max_staleness = 1.0
-beyond_bound = "mask"
-max_attempts = 3
-"""
+from tests.audit.runs import RECIPE, flip_a_bit, steps, trajectories
+from tests.store.make import buffered, judged, ledger_at, prompts, sampled, sql
 
 
-def trajectories(ticket: Ticket, version: int, engine: str = "") -> list[Trajectory]:
-    """Those of a ticket, sampled by an engine, or by one that is not on record."""
-    segment = Segment.of((5, 6), (-0.5, -0.25), (version, version), stop_reason=StopReason.STOP)
-    return [
-        Trajectory(
-            id=name_of(ticket.group_id, member),
-            segments=(segment.written_by(engine) if engine else segment,),
-            verdict=Verdict(outcome=Outcome.RIGHT, reward=1.0),
-            text="",
-        )
-        for member in ticket.members
-    ]
-
-
-def train(control: Controller, ledger: Ledger) -> Batch:
-    batch = control.take()
-    assert batch is not None
-    ledger.record_update(Update(step=batch.step, version=batch.step, trained_tokens=8, masked_tokens=0, metrics={}))
-    control.publish(batch.step)
-    control.load(batch.step)
-    return batch
-
-
-def steps(control: Controller, ledger: Ledger, count: int, engine: str = "") -> None:
-    """The first `count` steps of a run, of two groups each, in the order of their admission."""
-    for version in range(count):
-        for _ in range(2):
-            ticket = control.admit()
-            assert ticket is not None
-            control.finish(ticket, trajectories(ticket, version, engine))
-        train(control, ledger)
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def written(folder: Path, engine: str) -> Path:
     """Three steps over two epochs of five prompts; one group failed and was asked again, one waits, two are open."""
-    return written(tmp_path, "")
-
-
-@pytest.fixture
-def proven_dir(tmp_path: Path) -> Path:
-    """The same, with the engine that has sampled the tokens."""
-    return written(tmp_path, "engine-0")
-
-
-def written(tmp_path: Path, engine: str) -> Path:
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    prompts = [Prompt(id=f"p.{i}", token_ids=(i,), text="", answer="") for i in range(5)]
+    (folder / "recipe.toml").write_text(RECIPE)
     config = RolloutConfig(batch_size=2, group_size=2, max_in_flight=3, max_staleness=1)
-    with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
-        control = Controller(config, PromptStream(prompts, seed=1), ledger, seed=1)
+    with ledger_at(folder / "ledger.sqlite") as ledger:
+        control = Controller(config, PromptStream(prompts(5), seed=1), ledger, seed=1)
         ledger.watch("standing", control.state)
         ledger.put("engines", [Membership("engine-0", "native", "here", version=3, joined_step=0)])
         ledger.put("canary", {"since": 0, "proven": [{"engine": "engine-0", "ranges": [[0, 3]]}]})
@@ -99,6 +42,19 @@ def written(tmp_path: Path, engine: str) -> Path:
         steps(control, ledger, 3, engine)
         tickets = [ticket for ticket in (control.admit() for _ in range(3)) if ticket is not None]
         control.finish(tickets[0], trajectories(tickets[0], 3, engine))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("template"), "engine-0")
+
+
+@pytest.fixture
+def run_dir(template: Path, tmp_path: Path) -> Path:
+    """A copy of the template."""
+    for name in ("recipe.toml", "ledger.sqlite"):
+        shutil.copy(template / name, tmp_path)
     return tmp_path
 
 
@@ -121,115 +77,78 @@ def test_a_run_that_kept_every_law_is_clean(run_dir: Path, capsys: pytest.Captur
 
 
 BREACHES = {
-    "a trajectory without a row": ("DELETE FROM trajectories WHERE key = 0", "everything issued has one state"),
-    "a state that is none": (
-        "UPDATE trajectories SET state = 'lost' WHERE key = 19",
-        "everything issued has one state",
-    ),
-    "an end without a reason": ("UPDATE trajectories SET reason = '' WHERE key = 0", "everything issued has one state"),
-    "trained without a step": (
-        "UPDATE trajectories SET trained_step = NULL WHERE key = 2",
-        "everything issued has one state",
-    ),
-    "trained in two batches": (
-        "UPDATE steps SET batch = (SELECT batch FROM steps WHERE step = 1) WHERE step = 2",
-        "nothing is trained twice",
-    ),
-    "trained in another step": (
-        "UPDATE trajectories SET trained_step = 3 WHERE key IN (2, 3)",
-        "nothing is trained twice",
-    ),
-    "a prompt trained twice in an epoch": (
-        "UPDATE groups SET id = '0.' || (SELECT prompt_id FROM groups WHERE key = 2) || '.7',"
-        " prompt_id = (SELECT prompt_id FROM groups WHERE key = 2) WHERE key = 4",
-        "nothing is trained twice",
-    ),
-    "a step that is missing": ("DELETE FROM steps WHERE step = 2", "versions grow by one"),
-    "a version that was skipped": ("UPDATE steps SET version = 7 WHERE step = 3", "versions grow by one"),
-    "a step that was never published": (
-        "UPDATE steps SET published_version = NULL WHERE step = 2",
-        "versions grow by one",
-    ),
-    "published as another version": ("UPDATE steps SET published_version = 9 WHERE step = 2", "versions grow by one"),
-    "sampled by a version to come": (
-        "UPDATE trajectories SET newest_version = 9 WHERE key = 2",
-        "versions grow by one",
-    ),
-    "admitted too early": (
-        "UPDATE groups SET admitted_version = 0; UPDATE trajectories SET oldest_version = 0, newest_version = 0",
-        "no group starts before its turn",
-    ),
-    "admitted at an older version than a group before it": (
-        "UPDATE groups SET admitted_version = 1 WHERE key = 2",
-        "no group starts before its turn",
-    ),
-    "a token from before its group was admitted": (
-        "UPDATE trajectories SET oldest_version = 0 WHERE trained_step = 3",
-        "no group starts before its turn",
-    ),
-    "trained beyond the bound": (
-        "UPDATE trajectories SET oldest_version = 0 WHERE trained_step = 3; DELETE FROM payloads;"
-        "UPDATE steps SET oldest_trainable = 0",
-        "no bound is broken",
-    ),
-    "trained by an older version": (
-        "UPDATE trajectories SET newest_version = 2 WHERE trained_step = 1",
-        "no bound is broken",
-    ),
-    "a batch that is too small": (
-        "UPDATE steps SET batch = json_remove(batch, '$[0]') WHERE step = 2",
-        "batches are complete",
-    ),
-    "trained without a verdict": ("UPDATE trajectories SET reward = NULL WHERE key = 2", "batches are complete"),
-    "tokens that nobody wrote": ("UPDATE steps SET trained_tokens = 99 WHERE step = 1", "batches are complete"),
-    "tokens that are lost": ("UPDATE trajectories SET tokens = 5 WHERE key = 2", "batches are complete"),
-    "a prompt that was skipped": (
-        "DELETE FROM trajectories WHERE group_key = 18; DELETE FROM groups WHERE key = 18",
-        "no prompt is skipped or repeated",
-    ),
-    "a prompt that was given up": (
-        "UPDATE trajectories SET state = 'failed', reason = 'lost' WHERE group_key = 16",
-        "no prompt is skipped or repeated",
-    ),
-    "an attempt that was left out": (
-        "UPDATE groups SET id = substr(id, 1, length(id) - 1) || '2' WHERE key = 2",
-        "no prompt is skipped or repeated",
-    ),
-    "asked again although it was trained": (
-        "UPDATE groups SET prompt_id = (SELECT prompt_id FROM groups WHERE key = 4),"
-        " id = '0.' || (SELECT prompt_id FROM groups WHERE key = 4) || '.1' WHERE key = 6",
-        "no prompt is skipped or repeated",
-    ),
-    "unproven": ("UPDATE meta SET value = replace(value, '0,3]', '0,1]')", "every token was sampled by proven weights"),
+    "everything issued has one state": {
+        "a trajectory without a row": "DELETE FROM trajectories WHERE key = 0",
+        "a state that is none": "UPDATE trajectories SET state = 'lost' WHERE key = 19",
+        "an end without a reason": "UPDATE trajectories SET reason = '' WHERE key = 0",
+        "trained without a step": "UPDATE trajectories SET trained_step = NULL WHERE key = 2",
+    },
+    "nothing is trained twice": {
+        "trained in two batches": "UPDATE steps SET batch = (SELECT batch FROM steps WHERE step = 1) WHERE step = 2",
+        "trained in another step": "UPDATE trajectories SET trained_step = 3 WHERE key IN (2, 3)",
+        "a prompt trained twice in an epoch": (
+            "UPDATE groups SET id = '0.' || (SELECT prompt_id FROM groups WHERE key = 2) || '.7',"
+            " prompt_id = (SELECT prompt_id FROM groups WHERE key = 2) WHERE key = 4"
+        ),
+    },
+    "versions grow by one": {
+        "a step that is missing": "DELETE FROM steps WHERE step = 2",
+        "a version that was skipped": "UPDATE steps SET version = 7 WHERE step = 3",
+        "a step that was never published": "UPDATE steps SET published_version = NULL WHERE step = 2",
+        "published as another version": "UPDATE steps SET published_version = 9 WHERE step = 2",
+        "sampled by a version to come": "UPDATE trajectories SET newest_version = 9 WHERE key = 2",
+    },
+    "no group starts before its turn": {
+        "admitted too early": (
+            "UPDATE groups SET admitted_version = 0; UPDATE trajectories SET oldest_version = 0, newest_version = 0"
+        ),
+        "admitted at an older version than a group before it": "UPDATE groups SET admitted_version = 1 WHERE key = 2",
+        "a token from before its group was admitted": (
+            "UPDATE trajectories SET oldest_version = 0 WHERE trained_step = 3"
+        ),
+    },
+    "no bound is broken": {
+        "trained beyond the bound": (
+            "UPDATE trajectories SET oldest_version = 0 WHERE trained_step = 3; DELETE FROM payloads;"
+            "UPDATE steps SET oldest_trainable = 0"
+        ),
+        "trained by an older version": "UPDATE trajectories SET newest_version = 2 WHERE trained_step = 1",
+    },
+    "batches are complete": {
+        "a batch that is too small": "UPDATE steps SET batch = json_remove(batch, '$[0]') WHERE step = 2",
+        "trained without a verdict": "UPDATE trajectories SET reward = NULL WHERE key = 2",
+        "tokens that nobody wrote": "UPDATE steps SET trained_tokens = 99 WHERE step = 1",
+        "tokens that are lost": "UPDATE trajectories SET tokens = 5 WHERE key = 2",
+    },
+    "no prompt is skipped or repeated": {
+        "a prompt that was skipped": (
+            "DELETE FROM trajectories WHERE group_key = 18; DELETE FROM groups WHERE key = 18"
+        ),
+        "a prompt that was given up": (
+            "UPDATE trajectories SET state = 'failed', reason = 'lost' WHERE group_key = 16"
+        ),
+        "an attempt that was left out": "UPDATE groups SET id = substr(id, 1, length(id) - 1) || '2' WHERE key = 2",
+        "asked again although it was trained": (
+            "UPDATE groups SET prompt_id = (SELECT prompt_id FROM groups WHERE key = 4),"
+            " id = '0.' || (SELECT prompt_id FROM groups WHERE key = 4) || '.1' WHERE key = 6"
+        ),
+    },
+    "every token was sampled by proven weights": {"unproven": "UPDATE meta SET value = replace(value, '0,3]', '0,1]')"},
 }
 
 
-@pytest.mark.parametrize(("statements", "law"), BREACHES.values(), ids=BREACHES)
+@pytest.mark.parametrize(
+    ("law", "statements"),
+    [pytest.param(law, told, id=name) for law, breaches in BREACHES.items() for name, told in breaches.items()],
+)
 def test_a_breach_is_found_by_its_law(
-    proven_dir: Path, capsys: pytest.CaptureFixture[str], statements: str, law: str
+    run_dir: Path, capsys: pytest.CaptureFixture[str], law: str, statements: str
 ) -> None:
-    with closing(sqlite3.connect(proven_dir / "ledger.sqlite")) as connection:
-        connection.executescript(statements)
-    findings = check_run(proven_dir)
+    sql(run_dir / "ledger.sqlite", statements)
+    findings = check_run(run_dir)
     assert findings.breaches[law], findings
     assert print_findings(findings) == 1
     assert f"BROKEN  {law}" in capsys.readouterr().out
-
-
-def flip_a_bit(ledger: Path, state: str) -> str:
-    """In the middle of the payload of the first trajectory in a state; its name."""
-    with closing(sqlite3.connect(ledger)) as connection:
-        name, key, payload = connection.execute(
-            "SELECT id || '/' || member, payloads.key, payload FROM payloads"
-            " JOIN trajectories ON trajectories.key = payloads.key JOIN groups ON groups.key = group_key"
-            " WHERE state = ? ORDER BY payloads.key LIMIT 1",
-            (state,),
-        ).fetchone()
-        place = len(payload) // 2
-        bent = payload[:place] + bytes([payload[place] ^ 1]) + payload[place + 1 :]
-        connection.execute("UPDATE payloads SET payload = ? WHERE key = ?", (bent, key))
-        connection.commit()
-    return str(name)
 
 
 UNFIT = " is not what was written: its checksum does not fit"
@@ -245,16 +164,13 @@ def test_a_bit_that_is_flipped_in_a_trajectory_is_named(run_dir: Path, state: st
 
 
 SEALED = {
-    "a group": ("UPDATE groups SET admitted_version = 1 WHERE key = 18", r"group 1\.p\.\d\.0"),
-    "a reward": ("UPDATE trajectories SET reward = 0.5 WHERE state = 'buffered'", r"trajectory 1\.p\.\d\.0/0"),
+    "a group": ("UPDATE groups SET admitted_version = 1 WHERE key = 18", r"group 1\.\d\.0"),
+    "a reward": ("UPDATE trajectories SET reward = 0.5 WHERE state = 'buffered'", r"trajectory 1\.\d\.0/0"),
     "a step": ("UPDATE steps SET oldest_trainable = -1 WHERE step = 2", "the batch of step 2"),
-    "the tokens of a prompt": (
-        "UPDATE groups SET prompt_token_ids = x'9109' WHERE key = 2",
-        r"group 0\.p\.\d\.\d",
-    ),
+    "the tokens of a prompt": ("UPDATE groups SET prompt_token_ids = x'9109' WHERE key = 2", r"group 0\.\d\.\d"),
     "the tokens of a trajectory that ended untrained": (
         "UPDATE trajectories SET tokens = 9 WHERE state = 'failed'",
-        r"the row of trajectory 0\.p\.\d\.0/0",
+        r"the row of trajectory 0\.\d\.0/0",
     ),
     "a count of a step": ("UPDATE steps SET committed = 5 WHERE step = 2", "the row of step 2"),
     "a fact": ("UPDATE meta SET value = json_set(value, '$.x', 1) WHERE name = 'standing'", "the fact 'standing'"),
@@ -263,8 +179,7 @@ SEALED = {
 
 @pytest.mark.parametrize(("statement", "what"), SEALED.values(), ids=SEALED)
 def test_a_number_that_is_changed_in_a_sealed_row_is_named(run_dir: Path, statement: str, what: str) -> None:
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
-        connection.executescript(statement)
+    sql(run_dir / "ledger.sqlite", statement)
     found = check_run(run_dir).breaches["every checksum fits"]
     assert found
     assert re.fullmatch(what + UNFIT, found[0])
@@ -272,30 +187,23 @@ def test_a_number_that_is_changed_in_a_sealed_row_is_named(run_dir: Path, statem
 
 def test_a_bit_that_is_flipped_in_a_piece_of_a_trajectory_in_flight_is_named(run_dir: Path) -> None:
     path = run_dir / "ledger.sqlite"
-    with closing(sqlite3.connect(path)) as connection:
-        (name,) = connection.execute("SELECT id FROM groups ORDER BY key DESC LIMIT 1").fetchone()
-    with closing(Ledger(path, StoreConfig())) as ledger:
-        ledger.journal(f"{name}/1", Segment.of(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
+    [(name,)] = sql(path, "SELECT id FROM groups ORDER BY key DESC LIMIT 1")
+    with ledger_at(path) as ledger:
+        ledger.journal(f"{name}/1", sampled((1, 1), stop=None))
     assert check_run(run_dir).kept
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(
-            "UPDATE partials SET payload = CAST(substr(payload, 1, 8) || x'94' || substr(payload, 10) AS BLOB)"
-        )
+    sql(path, "UPDATE partials SET payload = CAST(substr(payload, 1, 8) || x'94' || substr(payload, 10) AS BLOB)")
     assert check_run(run_dir).breaches["every checksum fits"] == (f"a piece of trajectory {name}/1{UNFIT}",)
 
 
 @pytest.mark.parametrize("name", ["index", "given_back", "position"])
 def test_a_position_that_lost_a_name_is_refused(run_dir: Path, name: str) -> None:
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
-        connection.execute("UPDATE meta SET value = replace(value, ?, ?)", (f'"{name}"', '"other"'))
-        connection.commit()
+    sql(run_dir / "ledger.sqlite", "UPDATE meta SET value = replace(value, ?, ?)", f'"{name}"', '"other"')
     with pytest.raises(StoreError, match=r"ledger\.sqlite: cannot be read: the position or a batch"):
         check_run(run_dir)
 
 
 def test_a_buffered_trajectory_without_its_tokens_is_named(run_dir: Path) -> None:
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
-        connection.executescript("DELETE FROM payloads")
+    sql(run_dir / "ledger.sqlite", "DELETE FROM payloads")
     found = check_run(run_dir).breaches["every checksum fits"]
     assert [sentence.partition(" is ")[2] for sentence in found] == ["buffered and its tokens are missing"] * 2
 
@@ -335,7 +243,7 @@ def test_a_file_of_the_start_that_is_not_what_it_was_is_named_by_its_law(run_dir
     weights = policy / "model.safetensors"
     weights.write_bytes(b"weights")
     (policy / "config.json").write_text("{}")
-    with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
+    with ledger_at(run_dir / "ledger.sqlite") as ledger:
         ledger.put("start", {"policy/v000000": seal_files(policy), "/elsewhere/reference": {}})
     findings = check_run(run_dir)
     assert findings.kept
@@ -352,7 +260,7 @@ def test_a_file_of_the_start_that_is_not_what_it_was_is_named_by_its_law(run_dir
 
 def test_a_recipe_that_was_edited_is_found_by_its_law_unless_a_resume_might_change_the_key(run_dir: Path) -> None:
     recipe = RECIPE + "[trainer]\nsteps = 3\nlearning_rate = 0.1\n[store]\nkeep_checkpoints = 2\n"
-    with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
+    with ledger_at(run_dir / "ledger.sqlite") as ledger:
         ledger.put("recipe", recipe)
     (run_dir / "recipe.toml").write_text(recipe.replace("steps = 3", "steps = 9").replace("checkpoints = 2", "n = 2"))
     assert check_run(run_dir).kept
@@ -391,15 +299,10 @@ def test_the_checker_shares_only_the_states_and_the_check_of_the_log_with_the_wr
 
 def test_tokens_of_an_engine_that_is_not_on_the_roster_and_tokens_of_nobody_are_found(run_dir: Path) -> None:
     path, law = run_dir / "ledger.sqlite", "every token has its engine"
-    prompt = Prompt(id="p.9", token_ids=(9,), text="", answer="")
-    segment = Segment.of(
-        (5, 6), (-0.5, -0.25), (3, 3), stop_reason=StopReason.STOP, engines=(("engine-0", 1), ("spot", 2))
-    )
-    verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
-    with closing(Ledger(path, StoreConfig())) as ledger:
-        ledger.issue("9.p.9.0", prompt, 1, 3)
-        ledger.buffer(Group("9.p.9.0", prompt, 3, (Trajectory("9.p.9.0/0", (segment,), verdict, ""),)))
+    one = judged("9.9.0/0", versions=(3, 3), engines=(("engine-0", 1), ("spot", 2)))
+    with ledger_at(path) as ledger:
+        buffered(ledger, Group("9.9.0", prompts(10)[9], 3, (one,)))
     assert check_run(run_dir).breaches[law] == (
-        "9.p.9.0/0 has tokens of spot, which is not on the roster",
-        "9.p.9.0/0 has 2 sampled tokens, its engines wrote (('engine-0', 1), ('spot', 2))",
+        "9.9.0/0 has tokens of spot, which is not on the roster",
+        "9.9.0/0 has 2 sampled tokens, its engines wrote (('engine-0', 1), ('spot', 2))",
     )

@@ -6,6 +6,7 @@ that are committed. What nothing was measured for is said.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from stretto.store.series.metrics import EvaluationLine
 from stretto_report.audit.alarms import CHECKS, findings_of, findings_of_run
 from stretto_report.audit.symptoms.evidence import Evidence
 from stretto_report.audit.symptoms.windows import WINDOW, Numbers
+from tests.store.lines import evaluation_line
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = sorted(path.parent for place in ("tests", "benchmarks") for path in (ROOT / place).rglob("metrics.jsonl"))
@@ -68,19 +70,16 @@ def histories(draw: st.DrawFn) -> Made:
 
 
 def evaluation(step: int, accuracy: float, prompts: int) -> EvaluationLine:
-    return EvaluationLine(
-        step=step, version=step, wall_seconds=0.0, rl_seconds=0.0, accuracy=accuracy, prompts=prompts, samples=prompts
-    )
+    return evaluation_line(step, accuracy, prompts=prompts, samples=prompts)
 
 
-def ill(made: Made, **series: float) -> Evidence:
-    """The run with other values from its step `begin` on (a point of a name is written as __)."""
-    healthy = made.evidence.series
-    changed: dict[str, Numbers] = {}
-    for name, value in series.items():
-        dotted = name.replace("__", ".")
-        before = healthy.get(dotted, np.zeros(made.steps))
-        changed[dotted] = np.where(np.arange(1, made.steps + 1) < made.begin, before, value)
+def ill(made: Made, series: Mapping[str, float]) -> Evidence:
+    """The run with other values from its step `begin` on."""
+    healthy, steps = made.evidence.series, np.arange(1, made.steps + 1)
+    changed: dict[str, Numbers] = {
+        name: np.where(steps < made.begin, healthy.get(name, np.zeros(made.steps)), value)
+        for name, value in series.items()
+    }
     return dataclasses.replace(made.evidence, series={**healthy, **changed})
 
 
@@ -94,41 +93,28 @@ def test_a_healthy_run_raises_no_alarm(made: Made) -> None:
     assert names(made.evidence) == set()
 
 
-@settings(max_examples=25)
-@given(histories(), st.floats(0.0, 1e-6))
-def test_a_gradient_that_dies_is_an_alarm(made: Made, left: float) -> None:
-    assert "dead_gradient" in names(ill(made, trainer__grad_norm=left, accuracy=0.0))
+#: What is destroyed in a run, by the alarm.
+DESTROYED: dict[str, dict[str, st.SearchStrategy[float]]] = {
+    "dead_gradient": {"trainer.grad_norm": st.floats(0.0, 1e-6), "accuracy": st.just(0.0)},
+    "exploding_gradient": {"trainer.grad_norm": st.floats(1e4, 1e9)},
+    "policy_apart": {"trainer.kl_behavior": st.floats(5.0, 100.0)},
+    "policy_apart from its reference": {"trainer.kl_reference": st.floats(5.0, 100.0)},
+    "bad_steps": {"trainer.bad_steps": st.integers(1, 8)},
+    "truncated": {"truncated": st.floats(0.6, 1.0), "accuracy": st.just(0.1)},
+}
 
 
-@settings(max_examples=25)
-@given(histories(), st.floats(1e4, 1e9))
-def test_a_gradient_that_explodes_is_an_alarm(made: Made, norm: float) -> None:
-    assert "exploding_gradient" in names(ill(made, trainer__grad_norm=norm))
+@pytest.mark.parametrize("what", DESTROYED)
+@given(made=histories(), data=st.data())
+def test_a_run_that_is_destroyed_raises_its_alarm(what: str, made: Made, data: st.DataObject) -> None:
+    found = ill(made, data.draw(st.fixed_dictionaries(DESTROYED[what])))
+    assert what.split()[0] in names(found)
 
 
-@settings(max_examples=25)
-@given(histories(), st.floats(5.0, 100.0), st.sampled_from(["trainer__kl_behavior", "trainer__kl_reference"]))
-def test_a_policy_that_runs_away_is_an_alarm(made: Made, nats: float, series: str) -> None:
-    assert "policy_apart" in names(ill(made, **{series: nats}))
-
-
-@settings(max_examples=25)
-@given(histories(), st.integers(1, 8))
-def test_steps_that_are_left_out_are_an_alarm(made: Made, steps: int) -> None:
-    assert "bad_steps" in names(ill(made, trainer__bad_steps=steps))
-
-
-@settings(max_examples=25)
-@given(histories(), st.floats(0.6, 1.0))
-def test_completions_that_do_not_end_are_an_alarm(made: Made, share: float) -> None:
-    assert "truncated" in names(ill(made, truncated=share, accuracy=0.1))
-
-
-@settings(max_examples=25)
 @given(histories(), st.sampled_from([64, 500]))
 def test_accuracy_and_reward_that_fall_together_are_an_alarm(made: Made, prompts: int) -> None:
     lowest = float(np.min(made.evidence.series["reward"]))
-    fallen = ill(made, accuracy=0.0, reward=lowest)
+    fallen = ill(made, {"accuracy": 0.0, "reward": lowest})
     evaluations = [evaluation(0, 0.6, prompts), evaluation(made.begin - 1, 0.9, prompts)]
     evaluations.append(evaluation(made.steps, 0.05, prompts))
     assert "accuracy_falling" in names(dataclasses.replace(fallen, evaluations=evaluations))
@@ -138,10 +124,8 @@ def test_without_held_out_questions_the_completions_of_the_training_say_it() -> 
     accuracy = np.where(np.arange(60) < 30, 0.8, 0.1) + 0.02 * (np.arange(60) % 2)
     found = Evidence(np.arange(1, 61), {"accuracy": accuracy, "reward": accuracy})
     assert names(found) == {"accuracy_falling"}
-    later = [
-        evaluation(0, 0.8, 500),
-        evaluation(60, 0.8, 500),
-    ]  # the questions have become harder, and not the policy worse
+    # the questions have become harder, and not the policy worse
+    later = [evaluation(0, 0.8, 500), evaluation(60, 0.8, 500)]
     assert names(dataclasses.replace(found, evaluations=later)) == set()
 
 
@@ -161,9 +145,6 @@ def test_gradients_of_zero_where_all_is_solved_are_no_alarm() -> None:
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_the_committed_runs_raise_none(run: Path) -> None:
     assert findings_of_run(run).alarms == []
-
-
-def test_there_are_committed_runs() -> None:
     assert {"synchronous_run", "watch_run"} <= {run.name for run in RUNS}
 
 
@@ -174,8 +155,7 @@ def test_what_is_not_measured_is_said_and_is_not_called_well() -> None:
     some = findings_of(Evidence(steps, {"trainer.grad_norm": np.ones(30), "length_mean": np.ones(30)}))
     assert {"dead gradient", "exploding gradient", "length explosion"}.isdisjoint(some.not_measured)
     assert "entropy collapse" in some.not_measured
-    assert str(some).startswith(
-        f"none of {len(CHECKS)} alarms fired, {len(CHECKS) - 4} not measured: accuracy falling, "
-    )
+    told = f"none of {len(CHECKS)} alarms fired, {len(CHECKS) - 4} not measured: accuracy falling, "
+    assert str(some).startswith(told)
     dead = findings_of(Evidence(steps, {"trainer.grad_norm": np.zeros(30)}))
     assert str(dead).startswith(f"1 of {len(CHECKS)} alarms fired, ")

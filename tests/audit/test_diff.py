@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto_report.audit.diff import diff_runs
-from tests.store.make import Make
+from tests.store.make import Make, ledger_at, trained
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -18,17 +15,12 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Path, Path]:
     """Two runs of two steps that trained on the same."""
-    make, folders = Make(), (tmp_path / "a", tmp_path / "b")
-    for folder in folders:
+    for folder in (first := tmp_path / "a", second := tmp_path / "b"):
         folder.mkdir()
-        with closing(Ledger(folder / "ledger.sqlite", StoreConfig())) as ledger:
+        with ledger_at(folder / "ledger.sqlite") as ledger:
             for step in (1, 2):
-                group = make.group(f"0.{step}.0", make.trajectory(f"0.{step}.0"))
-                ledger.issue(group.id, make.prompt, 1, 0)
-                ledger.buffer(group)
-                ledger.commit_batch(make.batch(step, group))
-                ledger.record_update(make.update(step))
-    return folders
+                trained(ledger, Make.batch(step, Make.group(f"0.{step}.0", Make.trajectory(f"0.{step}.0"))))
+    return first, second
 
 
 def keep(folder: Path, version: int, files: dict[str, bytes]) -> None:

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,10 @@ from stretto.rollout.controller import Controller, ControllerState, Ticket
 from stretto.rollout.pressure import AdaptiveInFlight, Pressure
 from stretto.rollout.prompts import PromptStream
 from stretto.store.inspection import inspect_run
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto_report.audit.check import check_run
+from tests.audit.runs import RECIPE, train, trajectories
 from tests.audit.test_bounds import PROMPTS
-from tests.audit.test_check import RECIPE, train, trajectories
+from tests.store.make import ledger_at, sql
 
 KEYS = 'max_staleness = 8.0\nmax_in_flight = "auto"\nmax_in_flight_min = 2\nmax_in_flight_max = 6'
 AUTO = RECIPE.replace("max_staleness = 1.0", KEYS)
@@ -47,7 +44,7 @@ def run_dir(tmp_path: Path) -> Path:
     """Two groups at a time, then four, on an engine of which a tenth is needed; one step; then three, because all that
     ended were preempted. At the end four are in flight, that were issued before."""
     (tmp_path / "recipe.toml").write_text(AUTO)
-    with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
+    with ledger_at(tmp_path / "ledger.sqlite") as ledger:
         control = Controller(CONFIG, PromptStream(PROMPTS, seed=1), ledger, seed=1)
         ledger.watch("standing", control.state)
         tickets = admitted(control)
@@ -82,13 +79,12 @@ def test_each_change_is_on_record_and_the_run_keeps_its_laws(run_dir: Path) -> N
         (2, "max_in_flight", 4, 3),
     ]
     assert told[1].reason == "0.90 of the fullest engine needed, 8 completions preempted"
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
-        [(counted,)] = connection.execute("SELECT value FROM meta WHERE name = 'in_flight'").fetchall()
+    [(counted,)] = sql(run_dir / "ledger.sqlite", "SELECT value FROM meta WHERE name = 'in_flight'")
     assert counted == "[[0,2],[12,4]]"  # by the key of the first group; none was issued after the last change
 
 
 def test_a_resume_finds_the_number_and_the_window_that_was_being_measured(run_dir: Path) -> None:
-    with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
+    with ledger_at(run_dir / "ledger.sqlite") as ledger:
         state = ledger.get("standing", ControllerState)
         assert state is not None
         assert state.in_flight == AdaptiveInFlight(
@@ -102,12 +98,10 @@ def test_a_resume_finds_the_number_and_the_window_that_was_being_measured(run_di
 @pytest.mark.parametrize("still_there", [True, False])
 def test_more_groups_in_flight_than_the_number_allows_are_named(run_dir: Path, *, still_there: bool) -> None:
     """The change from two to four never was. The run has counted four; four are in flight still."""
-    removed = "in_flight" if still_there else "no fact"
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
-        connection.execute("UPDATE meta SET value = '[]' WHERE name IN ('bounds', ?)", (removed,))
-        if not still_there:
-            connection.execute("UPDATE trajectories SET state = 'failed', reason = 'x' WHERE state = 'in_flight'")
-        connection.commit()
+    removed, ledger = "in_flight" if still_there else "no fact", run_dir / "ledger.sqlite"
+    sql(ledger, "UPDATE meta SET value = '[]' WHERE name IN ('bounds', ?)", removed)
+    if not still_there:
+        sql(ledger, "UPDATE trajectories SET state = 'failed', reason = 'x' WHERE state = 'in_flight'")
     found = check_run(run_dir).breaches[LAW]
     assert [int(line.split()[0]) for line in found] == ([3, 4] if still_there else [4])
     assert found[-1].startswith("4 groups were in flight when ")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -14,24 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from stretto.core.records import Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
+from stretto.core.records import Prompt
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller
 from stretto.rollout.prompts import PromptSource, PromptStream
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto_report.audit.check import check_run
+from tests.audit.runs import RECIPE
+from tests.store.make import judged, ledger_at
 
 LAW = "prompts come in their order"
-RECIPE = """
-[rollout]
-batch_size = 2
-group_size = 2
-min_group_size = 1
-max_staleness = inf
-beyond_bound = "mask"
-max_attempts = 3
-"""
+UNBOUNDED = RECIPE.replace("max_staleness = 1.0", "max_staleness = inf")
+
+
 WEIGHTED = (PromptSource("a", 3, 1.0), PromptSource("b", 8, 1.0))
 EASY_AND_HARD = {"a:0": 2, "b:1": 0}  # right ones of 2; the others have 1
 
@@ -47,7 +42,7 @@ def asked(sources: Sequence[PromptSource]) -> list[Prompt]:
 def record(folder: Path, sources: Sequence[PromptSource], groups: int, rests: bool = False) -> Path:
     """The ledger of a run that has issued `groups` groups, all of them judged."""
     folder.mkdir(exist_ok=True)
-    (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "recipe.toml").write_text(UNBOUNDED)
     prompts, whole = asked(sources), hashlib.blake2b(digest_size=16)
     lines = [{"id": one.id, "prompt": one.text, "answer": one.answer} for one in prompts]
     (folder / "questions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -55,12 +50,9 @@ def record(folder: Path, sources: Sequence[PromptSource], groups: int, rests: bo
         for text in line.values():
             whole.update(f"{len(text)}:{text}".encode())
     bounds = {"easy": 1.0, "hard": 0.0} if rests else {"easy": None, "hard": None}
-    config = RolloutConfig(
-        batch_size=2, group_size=2, max_in_flight=1, max_staleness=float("inf"), beyond_bound="train"
-    )
-    with closing(Ledger(folder / "ledger.sqlite", StoreConfig())) as ledger:
-        given = {"digest": whole.hexdigest(), "seed": 4, "sources": sources} | bounds
-        ledger.put("data", given)
+    config = RolloutConfig(batch_size=2, group_size=2, max_in_flight=1, max_staleness=math.inf, beyond_bound="train")
+    with ledger_at(folder / "ledger.sqlite") as ledger:
+        ledger.put("data", {"digest": whole.hexdigest(), "seed": 4, "sources": sources} | bounds)
         stream = PromptStream(prompts, 4, None, sources, lambda rate: rests and rate in (0.0, 1.0))
         control = Controller(config, stream, ledger, seed=4)
         ledger.watch("standing", control.state)
@@ -68,14 +60,9 @@ def record(folder: Path, sources: Sequence[PromptSource], groups: int, rests: bo
             ticket = control.admit()
             assert ticket is not None
             right = EASY_AND_HARD.get(ticket.draw.prompt.id, 1)
-            control.finish(ticket, [judged(ticket.group_id, member, member < right) for member in range(2)])
+            rewards = [float(member < right) for member in range(2)]
+            control.finish(ticket, [judged(f"{ticket.group_id}/{at}", one) for at, one in enumerate(rewards)])
     return folder
-
-
-def judged(group: str, member: int, right: bool) -> Trajectory:
-    segment = Segment.of((5, 6), (-0.5, -0.5), (0, 0), 0, StopReason.STOP)
-    verdict = Verdict(outcome=Outcome.RIGHT if right else Outcome.WRONG, reward=float(right))
-    return Trajectory(id=trajectory_id(group, member), segments=(segment,), verdict=verdict, text="")
 
 
 def breaches(folder: Path) -> Sequence[str]:

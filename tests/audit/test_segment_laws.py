@@ -6,7 +6,6 @@ Segments are written by the ledger itself, so that every checksum fits.
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -23,21 +22,17 @@ from stretto.core.records import (
     Segment,
     StopReason,
     Trajectory,
-    Update,
     Verdict,
 )
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto_report.audit.check import check_run
 from stretto_report.audit.diff import diff_runs
-from tests.audit.test_check import RECIPE
+from tests.audit.runs import RECIPE_OF_ONE
+from tests.store.make import RIGHT, buffered, ledger_at
+from tests.store.make import trained as train
 
 ASKED = Prompt(id="a", token_ids=(3, 4), text="", answer="")
-PLACE, ONCE, VERSIONS = (
-    "every segment has its place",
-    "every sampled token is trained once",
-    "versions grow by one",
-)
+PLACE, ONCE = "every segment has its place", "every sampled token is trained once"
+VERSIONS = "versions grow by one"
 
 
 def sampled(*versions: int, parent: int | None = None, tokens: int | None = None) -> Segment:
@@ -61,19 +56,16 @@ FOREST = (
 )
 
 
-def run_of(folder: Path, *segments: Segment, trained: bool = True, verdict: Verdict | None = None) -> Path:
+def run_of(folder: Path, *segments: Segment, trained: bool = True, verdict: Verdict = RIGHT) -> Path:
     """A run of one step, on one trajectory of these segments."""
     folder.mkdir(exist_ok=True)
-    (folder / "recipe.toml").write_text(RECIPE.replace("batch_size = 2", "batch_size = 1"))
-    verdict = verdict or Verdict(outcome=Outcome.RIGHT, reward=1.0)
+    (folder / "recipe.toml").write_text(RECIPE_OF_ONE)
     group = Group("0.a.0", ASKED, 0, (Trajectory("0.a.0/0", segments, verdict, ""),))
-    with closing(Ledger(folder / "ledger.sqlite", StoreConfig())) as ledger:
-        ledger.issue(group.id, group.prompt, 1, 0)
-        ledger.buffer(group)
+    with ledger_at(folder / "ledger.sqlite") as ledger:
         if trained:
-            tokens = sum(len(segment.versions) for segment in segments)
-            ledger.commit_batch(Batch(step=1, version=0, groups=(group,)))
-            ledger.record_update(Update(step=1, version=1, trained_tokens=tokens, masked_tokens=0, metrics={}))
+            train(ledger, Batch(step=1, version=0, groups=(group,)), sum(len(one.versions) for one in segments))
+        else:
+            buffered(ledger, group)
     return folder
 
 
@@ -87,10 +79,7 @@ BREACHES = {
     "behind itself": ((sampled(0), given(9, parent=1)), "segment 1 is behind segment 1"),
     "behind what there is not": ((sampled(0), given(9, parent=-3)), "segment 1 is behind segment -3"),
     "sampled behind nothing": ((sampled(0, parent=NOTHING),), "segment 0 was sampled behind nothing"),
-    "a token without a version": (
-        (sampled(0, tokens=2),),
-        "segment 0 has 2 tokens, 2 log-probabilities and 1 versions",
-    ),
+    "without a version": ((sampled(0, tokens=2),), "segment 0 has 2 tokens, 2 log-probabilities and 1 versions"),
     "a given token with a log-probability": (
         (sampled(0), Segment.sealed(pack((9,), (-0.5,)), 1, ())),
         "segment 1 has 1 tokens, 1 log-probabilities and 0 versions",
@@ -109,21 +98,17 @@ def test_a_segment_without_its_place_is_named(tmp_path: Path, segments: tuple[Se
         ((sampled(0, 2, 1),), (0, 2, 1)),
         ((sampled(0, 2), given(9), sampled(1, 3)), (2, 1, 3)),
         ((sampled(0, 1), given(9), given(9), sampled(1), sampled(0, parent=0)), (1, 0)),
+        ((sampled(0, 3), sampled(0, 2, parent=PROMPT), sampled(2, parent=1)), None),
     ],
-    ids=["in a segment", "behind an older turn", "in a branch"],
+    ids=["in a segment", "behind an older turn", "in a branch", "parallel turns"],
 )
 def test_versions_that_go_back_are_named(
-    tmp_path: Path, segments: tuple[Segment, ...], backward: tuple[int, ...]
+    tmp_path: Path, segments: tuple[Segment, ...], backward: tuple[int, ...] | None
 ) -> None:
+    """Of parallel turns the second was begun before the first ended: it is behind the prompt, not behind the first."""
     breaches = check_run(run_of(tmp_path, *segments, trained=False)).breaches[VERSIONS]
-    assert [one for one in breaches if "go back" in one] == [f"0.a.0/0: its versions go back: {backward}"]
-
-
-def test_parallel_turns_may_be_of_versions_in_any_order(tmp_path: Path) -> None:
-    """The second was begun before the first ended: it is behind the prompt, and not behind the first."""
-    parallel = sampled(0, 3), sampled(0, 2, parent=PROMPT), sampled(2, parent=1)
-    breaches = check_run(run_of(tmp_path, *parallel, trained=False)).breaches[VERSIONS]
-    assert not [one for one in breaches if "go back" in one]
+    told = [f"0.a.0/0: its versions go back: {backward}"] if backward else []
+    assert [one for one in breaches if "go back" in one] == told
 
 
 @pytest.mark.parametrize(("told", "masked"), [(7, 0), (5, 1), (5, 0)], ids=["twice", "masked", "left out"])
@@ -173,7 +158,7 @@ CHANGES = {
     "where a branch begins": (given(8, parent=2, cause="history_rewritten"), "parent of segment 3 of 0.a.0/0"),
     "why it does": (given(8, parent=0, cause="compaction"), "cause of segment 3 of 0.a.0/0"),
     "what was given": (given(6, parent=0, cause="history_rewritten"), "token_ids of segment 3 of 0.a.0/0"),
-    "the reward of a turn": (
+    "a reward": (
         Segment.of((8,), parent=0, cause="history_rewritten", reward=0.5),
         "reward of segment 3 of 0.a.0/0",
     ),

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import io
 import json
-from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,39 +20,26 @@ from rich.console import Console
 
 from stretto.core.events import SupervisedProgress
 from stretto.measures.selection import SELECTION, Bias, SelectionBias
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import CanaryProof, inspect_run
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import TOTALS, Totals
 from stretto_report.dashboard.terminal.panel import panel, sparkline
 from stretto_report.dashboard.terminal.progress import Display, LineDisplay, PanelDisplay, open_display
 from stretto_report.dashboard.terminal.snapshot import Snapshot
 from stretto_report.dashboard.terminal.summary import bar, print_inspection, print_summary
+from tests.store.lines import evaluation_line, step_line
+from tests.store.make import run_at
 
 
-def metrics(step: int) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        version=step,
-        wall_seconds=step + 5.0,
-        rl_seconds=0.1 * step,
-        accuracy=0.712,
-        reward=0.712,
-        length_mean=31.25,
-        length_max=120,
-        staleness_mean=1.5,
-        staleness_max=3,
-        trained_tokens=100,
-        generated_tokens=150 * step,
-        trainer={"loss": -0.01234, "kl_behavior": 0.002, "grad_norm": 0.5, "learning_rate": 8e-5, "entropy": 1.0},
-        queues={"in_flight": 24.0, "buffered": 7.0},
-        busy={"trainer": 0.9, "engine-0": 1.0, "conductor": None},
-    )
+def metrics(step: int, **changed: Any) -> StepMetrics:
+    numbers: dict[str, Any] = {"rl_seconds": 0.1 * step, "accuracy": 0.712, "reward": 0.712, "length_mean": 31.25}
+    numbers |= {"length_max": 120, "staleness_max": 3, "generated_tokens": 150 * step}
+    trainer = {"loss": -0.01234, "kl_behavior": 0.002, "grad_norm": 0.5, "learning_rate": 8e-5, "entropy": 1.0}
+    numbers |= {"queues": {"in_flight": 24.0, "buffered": 7.0}, "trainer": trainer}
+    return step_line(step, **(numbers | {"busy": {"trainer": 0.9, "engine-0": 1.0, "conductor": None}} | changed))
 
 
-EVALUATION = EvaluationLine(step=0, version=0, wall_seconds=5, rl_seconds=0, accuracy=0.415, prompts=512)
+EVALUATION = evaluation_line(0, 0.415)
 
 
 def play(display: Display) -> None:
@@ -107,14 +94,8 @@ def test_a_terminal_gets_a_panel_that_ends_with_the_last_step() -> None:
     shown = output.getvalue()
     assert "policy/v000000 [8 MB]" in shown
     last = " ".join(shown[shown.rindex("╭") :].split())
-    for words in (
-        "training 40/600",
-        "0:04 elapsed, about 0:56 left",
-        "held-out 41.5% (v0)",
-        "learning rate 8e-05",
-        "1,500 tokens/s",
-        "engine-0",
-    ):
+    told = ("training 40/600", "0:04 elapsed, about 0:56 left", "held-out 41.5% (v0)", "learning rate 8e-05")
+    for words in (*told, "1,500 tokens/s", "engine-0"):
         assert words in last
 
 
@@ -163,7 +144,7 @@ def test_the_proofs_of_engines_stand_below_with_version_distance_and_tolerance()
     proofs = (PROOF, msgspec.structs.replace(PROOF, version=4, distance=0.5, proven=False, which="worst"))
     console = Console(file=output, force_terminal=True, width=100, color_system=None)
     with open_display(600, console, proofs=lambda: proofs) as display:
-        display.step(msgspec.structs.replace(metrics(1), canary={"one": 0.04, "engine-3": 0.125}))
+        display.step(metrics(1, canary={"one": 0.04, "engine-3": 0.125}))
     shown = " ".join(output.getvalue().split())
     assert "canary 12% of its tolerance (engine-3)" in shown
     assert "canary, newest engine-3 proven: version 7, 2.5e-08 nats from the trainer, 2.0e-07 allowed" in shown
@@ -208,7 +189,7 @@ def finished_run(tmp_path: Path) -> Path:
         final_accuracy=0.96,
     )
     bias = {"length": Bias(0.62, 3e-8), "difficulty": Bias(), "latency": Bias(0.71, 2e-9)}
-    with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+    with run_at(tmp_path / "run") as (_, ledger):
         ledger.put(TOTALS, totals)
         ledger.put(SELECTION, SelectionBias(windows=1, newest=bias))
     return tmp_path / "run"

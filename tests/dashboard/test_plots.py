@@ -6,7 +6,6 @@ and the timeline are what their names say.
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,22 +15,7 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RunFolderError
 from stretto.core.events import Span
-from stretto.core.records import (
-    Batch,
-    Completion,
-    Group,
-    Outcome,
-    Prompt,
-    Segment,
-    StopReason,
-    Trajectory,
-    Update,
-    Verdict,
-)
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
-from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
+from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.series.spans import SpanLog
 from stretto.store.totals import TOTALS, Totals
 from stretto_report.dashboard.plots.curves import smooth
@@ -39,24 +23,10 @@ from stretto_report.dashboard.plots.planned import draw_splits
 from stretto_report.dashboard.plots.plots import plot_run
 from stretto_report.dashboard.plots.style import canvas
 from stretto_report.dashboard.plots.timeline import Window, busy_fraction, middle_window, plot_timeline
+from tests.store.lines import evaluation_line, step_line, write_lines
+from tests.store.make import Make, run_at, trained
 
 NAMES = ["accuracy.png", "response_length.png", "reward.png", "staleness.png", "timeline.png"]
-
-
-def metrics(step: int) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        version=step,
-        wall_seconds=step + 5.0,
-        rl_seconds=float(step),
-        accuracy=min(1.0, 0.4 + 0.02 * step),
-        reward=0.4,
-        length_mean=30.0,
-        length_max=120,
-        staleness_mean=1.0,
-        staleness_max=3,
-        trained_tokens=100,
-    )
 
 
 def spans_of(steps: int) -> list[Span]:
@@ -72,58 +42,32 @@ def spans_of(steps: int) -> list[Span]:
     return spans
 
 
-def train_once(ledger: Ledger) -> None:
-    prompt = Prompt(id="1", token_ids=(1,), text="", answer="")
-    completion = Completion(
-        "0.1.0",
-        0,
-        Segment.of(token_ids=(1, 2), behavior_logprobs=(-1.0, -1.0), versions=(0, 3), stop_reason=StopReason.STOP),
-    )
-    verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
-    trajectory = Trajectory(id="0.1.0/0", segments=(completion.segment,), verdict=verdict, text="")
-    group = Group(id="0.1.0", prompt=prompt, admitted_version=0, trajectories=(trajectory,))
-    ledger.issue("0.1.0", prompt, 1, 0)
-    ledger.buffer(group)
-    ledger.commit_batch(Batch(step=1, version=3, groups=(group,)))
-    ledger.record_update(Update(step=1, version=1, trained_tokens=2, masked_tokens=0, metrics={}))
-
-
-@pytest.mark.parametrize("bound", [1.0, None])
-def test_a_run_is_drawn_completely(tmp_path: Path, bound: float | None) -> None:
-    with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
-        train_once(ledger)
-        ledger.put(TOTALS, Totals(max_staleness=bound))
-        log = MetricsLog(folder.metrics)
-        log.append(EvaluationLine(step=0, version=0, wall_seconds=5, rl_seconds=0, accuracy=0.4, prompts=512))
-        for step in range(1, 30):
-            log.append(metrics(step))
-        log.append(EvaluationLine(step=29, version=29, wall_seconds=40, rl_seconds=29, accuracy=0.9, prompts=512))
+def test_a_run_is_drawn_completely(tmp_path: Path) -> None:
+    with run_at(tmp_path / "run") as (folder, ledger):
+        trained(ledger, Make.batch(1, Make.group("0.1.0", Make.trajectory("0.1.0", 0, (0, 3))), version=3))
+        ledger.put(TOTALS, Totals(max_staleness=1.0))
+        lines = [step_line(step, accuracy=min(1.0, 0.4 + 0.02 * step)) for step in range(1, 30)]
+        write_lines(folder.metrics, [evaluation_line(0, 0.4), *lines, evaluation_line(29, 0.9)])
         SpanLog(folder.spans).append(spans_of(30))
     files = plot_run(tmp_path / "run")
     assert sorted(file.name for file in files) == NAMES == sorted(file.name for file in folder.plots.iterdir())
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
-def test_a_run_with_nothing_in_it_can_be_drawn(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path) as folder:
-        Ledger(folder.ledger, StoreConfig()).close()
+@pytest.mark.parametrize(
+    ("lines", "spans"),
+    [([], 0), ([evaluation_line(0)], 0), ([step_line(1)], 1)],
+    ids=["nothing", "stopped before its first step", "one step"],
+)
+def test_a_run_of_which_little_is_on_record_can_be_drawn(
+    tmp_path: Path, lines: list[StepMetrics | EvaluationLine], spans: int
+) -> None:
+    """It has no bound either."""
+    with run_at(tmp_path) as (folder, ledger):
+        ledger.put(TOTALS, Totals(max_staleness=None))
+        write_lines(folder.metrics, lines)
+        SpanLog(folder.spans).append(spans_of(spans))
     assert sorted(file.name for file in plot_run(tmp_path)) == NAMES
-
-
-def test_a_run_that_was_measured_and_stopped_before_its_first_step_can_be_drawn(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path) as folder:
-        Ledger(folder.ledger, StoreConfig()).close()
-        log = MetricsLog(folder.metrics)
-        log.append(EvaluationLine(step=0, version=0, wall_seconds=5, rl_seconds=0, accuracy=0.4, prompts=512))
-    assert sorted(file.name for file in plot_run(tmp_path)) == NAMES
-
-
-def test_a_run_of_one_step_can_be_drawn(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path) as folder:
-        Ledger(folder.ledger, StoreConfig()).close()
-        MetricsLog(folder.metrics).append(metrics(1))
-        SpanLog(folder.spans).append(spans_of(1))
-    assert len(plot_run(tmp_path)) == 5
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -10,42 +10,31 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto.store.series.metrics import StepMetrics
 from stretto_report.audit.alarms import AlarmWatch, findings_of
 from stretto_report.audit.symptoms.evidence import Evidence
 from stretto_report.dashboard.terminal import progress
 from stretto_report.dashboard.terminal.characters import AsciiConsole, harmless, is_ascii, is_ascii_locale, open_console
 from stretto_report.dashboard.terminal.progress import LineDisplay, open_display
 from stretto_report.dashboard.terminal.trend import Trend
+from tests.store.lines import evaluation_line, step_line
 
 HOSTILE = "[/]evil\x1b[2J\x07\u202e\x9b31m"
 
 
-def step(number: int, entropy: float = 1.0, name: str = "format") -> StepMetrics:
-    return StepMetrics(
-        step=number,
-        version=number,
-        wall_seconds=float(number),
-        rl_seconds=float(number),
-        accuracy=number / 100,
-        reward=number / 200,
-        length_mean=30.0,
-        length_max=40,
-        staleness_mean=0.5,
-        staleness_max=1,
-        trained_tokens=10,
-        trainer={"entropy": entropy, "loss": 0.1},
-        busy={name: 0.5, "trainer": 1.0},
-        rewards={name: 0.25},
-        queues={"in_flight": 4.0},
-    )
+def step(number: int, entropy: float | None = None, name: str = "format", **changed: Any) -> StepMetrics:
+    """The entropy collapses at step 11, unless another one is given."""
+    entropy = (1.0 if number <= 10 else 0.01) if entropy is None else entropy
+    maps: dict[str, Any] = {"trainer": {"entropy": entropy, "loss": 0.1}, "busy": {name: 0.5, "trainer": 1.0}}
+    maps |= {"rewards": {name: 0.25}, "queues": {"in_flight": 4.0}, "accuracy": number / 100, "reward": number / 200}
+    return step_line(number, **(maps | {"staleness_mean": 0.5, "staleness_max": 1} | changed))
 
 
 def drawn(console: Console, name: str, alarms: AlarmWatch | None = None, steps: int = 50) -> str:
@@ -53,8 +42,8 @@ def drawn(console: Console, name: str, alarms: AlarmWatch | None = None, steps: 
     with open_display(100, console, alarms, title=name) as display:
         display.say(name)
         for number in range(1, steps + 1):
-            display.step(step(number, name=name, entropy=1.0 if number <= 10 else 0.01))
-        display.evaluated(EvaluationLine(50, 50, 50.0, 50.0, 0.5, 64))
+            display.step(step(number, name=name))
+        display.evaluated(evaluation_line(50))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -94,7 +83,7 @@ def test_lines_have_an_alarm_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     output = io.StringIO()
     with LineDisplay(100, Console(file=output), seconds=0.0, alarms=AlarmWatch(tmp_path, 4.0, 100)) as display:
         for number in range(1, 31):
-            display.step(step(number, entropy=1.0 if number <= 10 else 0.01))
+            display.step(step(number))
     lines = output.getvalue().splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("alarm")]
     # twenty steps make two windows; by then the newer one is below a fifth of the older
@@ -104,8 +93,8 @@ def test_lines_have_an_alarm_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_an_alarm_watch_finds_what_the_alarms_of_the_whole_run_find(tmp_path: Path) -> None:
     steps = [
-        msgspec.structs.replace(
-            step(number, entropy=1.0 if number <= 15 else 0.01),
+        step(
+            number,
             length_mean=10.0 if number <= 20 else 50.0,
             busy={"trainer": 1.0} | ({"engine-0": 0.0} if number > 5 else {}),
             staleness_mean=4.0,

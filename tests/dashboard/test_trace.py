@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sqlite3
-from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,12 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.events import Span
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
-from stretto.store.series.metrics import MetricsLog, StepMetrics
+from stretto.store.series.metrics import StepMetrics
 from stretto.store.series.spans import SpanLog
 from stretto.store.totals import ENGINES, Membership
 from stretto_report.dashboard.trace import export_trace
-from tests.store.make import Make
+from tests.store.lines import step_line, write_lines
+from tests.store.make import Make, buffered, run_at, sql
 
 SPANS = (  # as the roles reported them: not in the order of time
     Span("trainer", "proximal", 100.5, 101.0, version=0),
@@ -47,38 +43,20 @@ SPANS = (  # as the roles reported them: not in the order of time
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One step, whose batch was taken at 100.5, and an engine that died half a second later."""
     make = Make()
-    with RunFolder.create(tmp_path_factory.mktemp("trace") / 'a"run') as folder:
-        with closing(Ledger(folder.ledger, StoreConfig())) as ledger:
-            ledger.put(ENGINES, (Membership("engine-0", "native", "node-3", 1, 0),))
-            ledger.issue("0.1.0", make.prompt, 1, 0)
-            group = make.group("0.1.0", make.trajectory("0.1.0", 0))
-            ledger.buffer(group)
-            ledger.commit_batch(make.batch(1, group))
-            ledger.event("role", "engine-1 ended with signal 9\x1b[2J\u202e")
-        with closing(sqlite3.connect(folder.ledger)) as connection, connection:
-            connection.execute("UPDATE steps SET committed = 5000.0")
-            connection.execute("UPDATE events SET at = 5000.5")
+    with run_at(tmp_path_factory.mktemp("trace") / 'a"run') as (folder, ledger):
+        ledger.put(ENGINES, (Membership("engine-0", "native", "node-3", 1, 0),))
+        group = make.group("0.1.0", make.trajectory("0.1.0", 0))
+        buffered(ledger, group)
+        ledger.commit_batch(make.batch(1, group))
+        ledger.event("role", "engine-1 ended with signal 9\x1b[2J\u202e")
         SpanLog(folder.spans).append(SPANS)
-        MetricsLog(folder.metrics).append(step(1))
-        MetricsLog(folder.metrics).append(step(2))  # whose span is not on record
-        return folder.path
+        write_lines(folder.metrics, [step(1), step(2)])  # the span of the second is not on record
+    sql(folder.ledger, "UPDATE steps SET committed = 5000.0; UPDATE events SET at = 5000.5")
+    return folder.path
 
 
 def step(number: int) -> StepMetrics:
-    return StepMetrics(
-        step=number,
-        version=number,
-        wall_seconds=1.0,
-        rl_seconds=1.0,
-        accuracy=0.5,
-        reward=0.5,
-        length_mean=2.0,
-        length_max=2,
-        staleness_mean=0.5,
-        staleness_max=3,
-        trained_tokens=2,
-        queues={"in_flight": 24.0, "buffered": None},
-    )
+    return step_line(number, staleness_mean=0.5, staleness_max=3, queues={"in_flight": 24.0, "buffered": None})
 
 
 def exported(run: Path, file: Path) -> list[dict[str, Any]]:
@@ -159,7 +137,7 @@ def test_events_are_in_order_and_those_of_a_lane_nested_whatever_the_spans(run: 
 
 
 def test_a_run_without_spans_has_a_trace_without_events(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())):
+    with run_at(tmp_path / "run"):
         pass
     assert export_trace(tmp_path / "run", tmp_path / "trace.json") == 0
     assert [e["ph"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]] == ["M", "M"]
@@ -167,7 +145,7 @@ def test_a_run_without_spans_has_a_trace_without_events(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["{bad", '{"role":"a","name":"b","start":1,"end":2,"version":99999999999999999999}'])
 def test_spans_that_cannot_be_read_leave_the_file_as_it_was(tmp_path: Path, line: str) -> None:
-    with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())):
+    with run_at(tmp_path / "run") as (folder, _):
         folder.write("spans.jsonl", f"{line}\n")
     (tmp_path / "trace.json").write_text("as it was")
     with pytest.raises(StoreError, match=r"spans.jsonl: line 1|more than 64 bits"):

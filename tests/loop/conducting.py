@@ -16,12 +16,8 @@ from stretto.core.records import (
     Batch,
     Completion,
     GenerateRequest,
-    Outcome,
     Partials,
-    Prompt,
     Sampling,
-    Segment,
-    StopReason,
     Update,
     Verdict,
 )
@@ -48,9 +44,10 @@ from stretto.store.ledger.reading import read_unfinished
 from stretto.store.totals import Totals
 from stretto.trainer.config import TrainerConfig
 from stretto.worlds.single_turn import SingleTurn
+from tests.store.make import RIGHT, WRONG, completion, prompts, sampled
 
-PROMPTS = [Prompt(id=str(i), token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(20)]
-OUTCOMES = (Verdict(outcome=Outcome.RIGHT, reward=1.0), Verdict(outcome=Outcome.WRONG, reward=0.0))
+PROMPTS = prompts(20)
+OUTCOMES = (RIGHT, WRONG)
 
 
 @dataclass
@@ -81,16 +78,7 @@ class ToyFleet:
         if self.ills:
             raise self.ills.pop()
         for member, _ in enumerate(request.seeds):
-            yield Completion(
-                request.id,
-                member,
-                Segment.of(
-                    token_ids=(1, 2),
-                    behavior_logprobs=(-0.1, -0.2),
-                    versions=(version, version),
-                    stop_reason=StopReason.STOP,
-                ),
-            )
+            yield completion(request.id, member, (version, version))
 
     open = frozenset[str]()
     absence = ""
@@ -102,7 +90,7 @@ class ToyFleet:
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         """One token of the first completion of each group, once."""
         self.written_for.append(len(known))
-        piece = Segment.of(token_ids=(1,), behavior_logprobs=(-0.1,), versions=(self.version,))
+        piece = sampled((self.version,), stop=None)
         return {id: {0: piece} for id, counts in known.items() if counts and not counts[0]}
 
     def publish(self, version: int) -> None:

@@ -123,16 +123,8 @@ class SimulatedClient:
                     parts[member] = parts[member] + Segment.of((number,), (-0.5,), (self.version,))
                     self.generated += 1
                     self.fresh[request.id] += 1
-                yield Completion(
-                    request.id,
-                    member,
-                    Segment.of(
-                        token_ids=parts[member].token_ids,
-                        behavior_logprobs=parts[member].behavior_logprobs,
-                        versions=parts[member].versions,
-                        stop_reason=StopReason.STOP,
-                    ),
-                )
+                whole = msgspec.structs.replace(parts[member], stop_reason=StopReason.STOP)
+                yield Completion(request.id, member, whole)
             self.fresh[request.id] = 0
         finally:
             self.wasted += self.fresh.pop(request.id)

@@ -22,7 +22,7 @@ from stretto.loop.evaluation import Evaluations, PeriodicEvaluation
 from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.recorder import Recorder
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.series.metrics import EvaluationLine
+from tests.store.lines import evaluation_line
 
 
 @pytest.fixture
@@ -56,12 +56,8 @@ def test_the_policy_of_the_best_evaluation_is_kept(folder: RunFolder) -> None:
     for step, accuracy, kept in [(0, 0.1, 0), (5, 0.4, 5), (10, 0.3, 5), (15, 0.4, 5), (20, 0.5, 20)]:
         evaluate(best, folder, step, accuracy)
         assert best_weights(folder) == f"weights {kept}"
-    assert json.loads((folder.path / "best.json").read_text()) == {
-        "step": 20,
-        "version": 21,
-        "accuracy": 0.5,
-        "policy": "policy/best",
-    }
+    found = json.loads((folder.path / "best.json").read_text())
+    assert found == {"step": 20, "version": 21, "accuracy": 0.5, "policy": "policy/best"}
     assert not (folder.policies / "candidate").exists()
 
 
@@ -86,7 +82,7 @@ def test_a_run_ends_when_its_goal_is_reached_and_holds(folder: RunFolder) -> Non
         enough.append(best.enough)
     assert enough == [False, False, False, True, True]
     assert said == ["stops early: accuracy 0.9 reached in 2 evaluations in a row (evaluation.goal)"]
-    lines = [EvaluationLine(step, step, 0.0, 0.0, accuracy, 100) for step, accuracy in ((2, 0.91), (3, 0.95), (4, 0.1))]
+    lines = [evaluation_line(step, accuracy) for step, accuracy in ((2, 0.91), (3, 0.95), (4, 0.1))]
     assert BestPolicy(folder, print, keeps=False, goal=0.9, goal_holds=2, earlier=lines).enough
     assert not BestPolicy(folder, print, keeps=False, goal=0.93, goal_holds=2, earlier=lines).enough
     assert not BestPolicy(folder, print, keeps=False, earlier=lines).enough
@@ -96,7 +92,7 @@ def test_a_resumed_run_remembers_and_drops_what_it_will_do_again(folder: RunFold
     first = BestPolicy(folder, print, keeps=True)
     evaluate(first, folder, 4, 0.5)
     evaluate(first, folder, 8, 0.9)
-    lines = [EvaluationLine(step, step, 0.0, 0.0, accuracy, 100) for step, accuracy in ((4, 0.5), (8, 0.9))]
+    lines = [evaluation_line(step, accuracy) for step, accuracy in ((4, 0.5), (8, 0.9))]
     again = BestPolicy(folder, print, keeps=True, patience=1, earlier=lines)
     again.measured(12, measured(0.7))
     assert again.enough

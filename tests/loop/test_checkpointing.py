@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -24,83 +23,23 @@ import pytest
 
 from stretto.core.errors import CheckpointLost, RoleDied, StoreError
 from stretto.core.records import (
-    Batch,
     Completion,
-    Group,
-    Outcome,
-    Prompt,
     Segment,
     StopReason,
-    Trajectory,
     Update,
-    Verdict,
 )
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.evaluation import Evaluation
-from stretto.loop.records.recorder import Recorder
-from stretto.loop.records.reporter import SilentReporter
-from stretto.loop.records.totals import RunClock, Work
+from stretto.loop.records.totals import Work
 from stretto.rollout.controller import Controller
 from stretto.store.folder.checkpoints import Checkpoints
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics
-from stretto.store.totals import Totals
 from stretto.trainer.config import TrainerConfig
-
-PROMPT = Prompt(id="17", token_ids=(5,), text="3+8=", answer="11")
-UPDATE = Update(step=1, version=1, trained_tokens=2, masked_tokens=0, metrics={})
-
-
-def batch() -> Batch:
-    completion = Completion(
-        "0.17.0",
-        0,
-        Segment.of(token_ids=(1, 2), behavior_logprobs=(-0.1, -0.2), versions=(0, 0), stop_reason=StopReason.STOP),
-    )
-    verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
-    trajectory = Trajectory(id="0.17.0/0", segments=(completion.segment,), verdict=verdict, text="11")
-    return Batch(
-        step=1, version=0, groups=(Group(id="0.17.0", prompt=PROMPT, admitted_version=0, trajectories=(trajectory,)),)
-    )
-
-
-class Counters:
-    """What the roles have done; a test sets it."""
-
-    def __init__(self) -> None:
-        self.work = Work()
-
-    def __call__(self) -> Work:
-        return self.work
-
-
-class Desk:
-    """A recorder with its folder and its ledger."""
-
-    def __init__(self, folder: RunFolder, ledger: Ledger) -> None:
-        self.folder, self.ledger, self.counters = folder, ledger, Counters()
-        earlier = Totals(max_staleness=None)
-        clock = RunClock(earlier, time.monotonic())
-        self.recorder = Recorder(folder, ledger, SilentReporter(), self.counters, 1, earlier, clock)
-
-    def one_step(self) -> None:
-        (group,) = batch().groups
-        self.ledger.issue(group.id, PROMPT, 1, 0)
-        self.ledger.buffer(group)
-        self.ledger.commit_batch(batch())
-        self.recorder.updated(batch(), UPDATE)
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
-        yield Desk(folder, ledger)
+from tests.loop.desk import UPDATE, Desk
 
 
 def evaluation(tokens: int = 8) -> Evaluation:
@@ -122,14 +61,14 @@ def test_the_last_evaluation_is_dated_by_the_last_update(desk: Desk) -> None:
 
 def test_tokens_of_an_evaluation_are_never_counted_as_generated_for_training(desk: Desk) -> None:
     desk.recorder.rl_begins()
-    desk.counters.work = Work(generated=100)
+    desk.work = Work(generated=100)
     desk.recorder.polled()
     assert desk.recorder.totals().generated == 100
     tokens = Segment.of((7,) * 20, stop_reason=StopReason.STOP)
     evaluated = Completion("evaluation.1", 0, tokens)
     desk.recorder.evaluation_sampled(evaluated)  # sampled after that poll: not among the 100
     assert desk.recorder.totals().generated == 100
-    desk.counters.work = Work(generated=130)
+    desk.work = Work(generated=130)
     desk.recorder.polled()
     assert desk.recorder.totals().generated == 110  # while it goes on, and if it is cut short
     desk.recorder.evaluated(evaluation(tokens=20), 1)
@@ -138,21 +77,18 @@ def test_tokens_of_an_evaluation_are_never_counted_as_generated_for_training(des
 
 def test_tokens_of_answers_that_were_stopped_at_the_end_are_wasted(desk: Desk) -> None:
     desk.recorder.rl_begins()
-    desk.counters.work = Work(generated=2)
+    desk.work = Work(generated=2)
     desk.one_step()
-    desk.counters.work = Work(generated=9, stopped=7)  # the answers in flight were cut off
-    desk.recorder.rl_ends()
-    desk.recorder.conclude()
-    desk.ledger.flush()
-    tokens = inspect_run(desk.folder.path).tokens
+    desk.work = Work(generated=9, stopped=7)  # the answers in flight were cut off
+    tokens = desk.concluded().tokens
     assert (tokens.generated, tokens.trained, tokens.wasted) == (9, 2, 7)
 
 
 def test_a_role_is_busy_between_nothing_and_all_of_the_time(desk: Desk) -> None:
     desk.recorder.rl_begins()
-    desk.counters.work = Work(busy={"trainer": 100.0, "engine-0": 0.0})
+    desk.work = Work(busy={"trainer": 100.0, "engine-0": 0.0})
     desk.recorder.polled()
-    desk.counters.work = Work(busy={"trainer": 99.9, "engine-0": 0.0})
+    desk.work = Work(busy={"trainer": 99.9, "engine-0": 0.0})
     desk.one_step()
     desk.recorder.polled()
     (step,), _ = read_metrics(desk.folder.metrics)
@@ -203,15 +139,15 @@ class SlowDisk(Checkpoints):
         return super().save(step, slowly)
 
 
-def checkpointing_of(
-    desk: Desk, trainer: ToyTrainer, controller: Published, checkpoints: Checkpoints | None = None
-) -> Checkpointing:
+def checkpointing_of(desk: Desk, trainer: ToyTrainer, published: int, disk: Checkpoints | None = None) -> Checkpointing:
+    """Of a run that has published this version, and has a first policy."""
+    desk.folder.policy(0).mkdir()
     return Checkpointing(
         desk.folder,
-        checkpoints or Checkpoints(desk.folder.checkpoints),
+        disk or Checkpoints(desk.folder.checkpoints),
         TrainerConfig(keep_versions=1, checkpoint_every=2),
         cast(TrainerLink, trainer),
-        cast(Controller, controller),
+        cast(Controller, Published(published)),
         desk.ledger,
         DeadlinesConfig(),
     )
@@ -221,108 +157,83 @@ def updated(step: int) -> Update:
     return msgspec.structs.replace(UPDATE, step=step, version=step)
 
 
-def test_the_update_goes_on_while_a_checkpoint_is_on_its_way_to_disk(desk: Desk) -> None:
-    desk.folder.policy(0).mkdir()
-    trainer, controller, disk = ToyTrainer(), Published(2), SlowDisk(desk.folder.checkpoints)
-    checkpointing = checkpointing_of(desk, trainer, controller, disk)
+async def test_the_update_goes_on_while_a_checkpoint_is_on_its_way_to_disk(desk: Desk) -> None:
+    trainer, disk = ToyTrainer(), SlowDisk(desk.folder.checkpoints)
+    checkpointing = checkpointing_of(desk, trainer, 2, disk)
 
-    async def keep() -> None:
-        await checkpointing.after(updated(2))  # the disk does not let anything through yet
-        assert trainer.saved == [".step-000002.part", "v000002"]
-        assert (checkpointing.saved_step, disk.steps()) == (0, [])
-        controller.published = 4
-        following = asyncio.create_task(checkpointing.after(updated(4)))
-        await asyncio.sleep(0.05)
-        assert len(trainer.saved) == 2, "one checkpoint at a time"
-        disk.let.set()
-        await following
-        await checkpointing.save_checkpoint()
-        assert (checkpointing.saved_step, disk.steps()) == (4, [2, 4])
-
-    asyncio.run(keep())
+    await checkpointing.after(updated(2))  # the disk does not let anything through yet
+    assert trainer.saved == [".step-000002.part", "v000002"]
+    assert (checkpointing.saved_step, disk.steps()) == (0, [])
+    cast(Published, checkpointing._controller).published = 4
+    following = asyncio.create_task(checkpointing.after(updated(4)))
+    await asyncio.sleep(0.05)
+    assert len(trainer.saved) == 2, "one checkpoint at a time"
+    disk.let.set()
+    await following
+    await checkpointing.save_checkpoint()
+    assert (checkpointing.saved_step, disk.steps()) == (4, [2, 4])
 
 
-def test_a_checkpoint_that_does_not_come_to_disk_ends_the_run_at_the_next_step(desk: Desk) -> None:
-    desk.folder.policy(0).mkdir()
-    trainer, controller, disk = ToyTrainer(), Published(2), SlowDisk(desk.folder.checkpoints)
-    checkpointing, disk.full = checkpointing_of(desk, trainer, controller, disk), True
+async def test_a_checkpoint_that_does_not_come_to_disk_ends_the_run_at_the_next_step(desk: Desk) -> None:
+    disk = SlowDisk(desk.folder.checkpoints)
+    checkpointing, disk.full = checkpointing_of(desk, ToyTrainer(), 2, disk), True
 
-    async def keep() -> None:
-        await checkpointing.after(updated(2))
-        disk.let.set()
-        await asyncio.sleep(0.2)
-        with pytest.raises(StoreError, match=r"step-000002: the checkpoint cannot be written: No space left on device"):
-            await checkpointing.after(updated(3))
-        assert checkpointing.saved_step == 0
-
-    asyncio.run(keep())
+    await checkpointing.after(updated(2))
+    disk.let.set()
+    await asyncio.sleep(0.2)
+    with pytest.raises(StoreError, match=r"step-000002: the checkpoint cannot be written: No space left on device"):
+        await checkpointing.after(updated(3))
+    assert checkpointing.saved_step == 0
 
 
-def test_a_step_whose_checkpoint_is_lost_with_the_trainer_has_none_and_the_next_one_has(desk: Desk) -> None:
-    desk.folder.policy(0).mkdir()
-    trainer, controller, disk = ToyTrainer(dies=1), Published(2), Checkpoints(desk.folder.checkpoints)
-    checkpointing = checkpointing_of(desk, trainer, controller, disk)
+async def test_a_step_whose_checkpoint_is_lost_with_the_trainer_has_none_and_the_next_one_has(desk: Desk) -> None:
+    disk = Checkpoints(desk.folder.checkpoints)
+    checkpointing = checkpointing_of(desk, ToyTrainer(dies=1), 2, disk)
 
-    async def keep() -> None:
-        await checkpointing.after(updated(2))
-        await checkpointing.end()
-        assert (checkpointing.saved_step, disk.steps()) == (0, [])
-        controller.published = 3
-        await checkpointing.after(updated(3))  # which would have none of its own
-        await checkpointing.end()
-        assert (checkpointing.saved_step, disk.steps()) == (3, [3])
-
-    asyncio.run(keep())
+    await checkpointing.after(updated(2))
+    await checkpointing.end()
+    assert (checkpointing.saved_step, disk.steps()) == (0, [])
+    cast(Published, checkpointing._controller).published = 3
+    await checkpointing.after(updated(3))  # which would have none of its own
+    await checkpointing.end()
+    assert (checkpointing.saved_step, disk.steps()) == (3, [3])
 
 
-def test_a_trainer_that_dies_of_every_checkpoint_ends_the_run(desk: Desk) -> None:
-    desk.folder.policy(0).mkdir()
+async def test_a_trainer_that_dies_of_every_checkpoint_ends_the_run(desk: Desk) -> None:
     often = DeadlinesConfig().trainer_restarts
-    checkpointing = checkpointing_of(desk, ToyTrainer(dies=99), Published(2))
+    checkpointing = checkpointing_of(desk, ToyTrainer(dies=99), 2)
 
-    async def keep() -> None:
-        for step in range(2, 2 + often):
-            await checkpointing.after(updated(step))
-            await checkpointing.end()
-        await checkpointing.after(updated(2 + often))
-        with pytest.raises(CheckpointLost, match=r"was not written: trainer was killed"):
-            await checkpointing.end()
-
-    asyncio.run(keep())
+    for step in range(2, 2 + often):
+        await checkpointing.after(updated(step))
+        await checkpointing.end()
+    await checkpointing.after(updated(2 + often))
+    with pytest.raises(CheckpointLost, match=r"was not written: trainer was killed"):
+        await checkpointing.end()
 
 
 def test_the_last_checkpoint_is_written_by_the_trainer_that_takes_the_place_of_a_dead_one(desk: Desk) -> None:
-    desk.folder.policy(0).mkdir()
-    trainer, disk = ToyTrainer(dies=2), Checkpoints(desk.folder.checkpoints)
-    checkpointing = checkpointing_of(desk, trainer, Published(3), disk)
+    disk = Checkpoints(desk.folder.checkpoints)
+    checkpointing = checkpointing_of(desk, ToyTrainer(dies=2), 3, disk)
     asyncio.run(checkpointing.save_checkpoint())
     assert (checkpointing.saved_step, disk.steps()) == (3, [3])
 
 
-def test_a_checkpoint_on_its_way_is_put_away_when_the_run_ends(desk: Desk) -> None:
-    desk.folder.policy(0).mkdir()
+async def test_a_checkpoint_on_its_way_is_put_away_when_the_run_ends(desk: Desk) -> None:
     disk = SlowDisk(desk.folder.checkpoints)
-    checkpointing = checkpointing_of(desk, ToyTrainer(), Published(2), disk)
+    checkpointing = checkpointing_of(desk, ToyTrainer(), 2, disk)
 
-    async def keep() -> None:
-        await checkpointing.after(updated(2))
-        await checkpointing.close()
-        assert checkpointing.saved_step == 0
-        disk.let.set()  # its thread ends by itself
-
-    asyncio.run(keep())
+    await checkpointing.after(updated(2))
+    await checkpointing.close()
+    assert checkpointing.saved_step == 0
+    disk.let.set()  # its thread ends by itself
 
 
-def test_a_policy_that_is_missing_is_written_when_the_run_goes_on(desk: Desk) -> None:
-    desk.folder.policy(0).mkdir()
+async def test_a_policy_that_is_missing_is_written_when_the_run_goes_on(desk: Desk) -> None:
     trainer = ToyTrainer()
-    checkpointing = checkpointing_of(desk, trainer, Published(4))
+    checkpointing = checkpointing_of(desk, trainer, 4)
 
-    async def twice() -> None:
-        await checkpointing.save_policy(4)
-        await checkpointing.save_policy(4)
-
-    asyncio.run(twice())
+    await checkpointing.save_policy(4)
+    await checkpointing.save_policy(4)
     assert trainer.saved == ["v000004"]
 
 
@@ -354,21 +265,11 @@ def test_an_evaluation_under_way_is_put_away(desk: Desk) -> None:
     assert cut_off == [True]
 
 
-def test_an_order_under_way_counts_as_work(tmp_path: Path) -> None:
-    start = time.monotonic()
-
-    async def main() -> AsyncIterator[float]:
-        link = TrainerLink(tmp_path / "log.txt", DeadlinesConfig())
-        yield link.busy_seconds
-        async with link._order():
-            await asyncio.sleep(0.02)
-            yield link.busy_seconds
-        yield link.busy_seconds
-        link._channel.close()
-
-    async def collected() -> list[float]:
-        return [seconds async for seconds in main()]
-
-    before, under_way, after = asyncio.run(collected())
-    assert (before, after) == (0.0, 0.0)
-    assert 0.02 <= under_way <= time.monotonic() - start
+async def test_an_order_under_way_counts_as_work(tmp_path: Path) -> None:
+    link, start = TrainerLink(tmp_path / "log.txt", DeadlinesConfig()), time.monotonic()
+    assert link.busy_seconds == 0.0
+    async with link._order():
+        await asyncio.sleep(0.02)
+        assert 0.02 <= link.busy_seconds <= time.monotonic() - start
+    assert link.busy_seconds == 0.0
+    link._channel.close()

@@ -15,6 +15,8 @@ import asyncio
 import itertools
 import random
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -29,11 +31,12 @@ from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
 from stretto.processes.supervisor import RestartBudget
+from tests.asynchronous import Test, run_by
 from tests.faults.simulation import VirtualLoop
 from tests.loop.simulated_guests import Machine, SimulatedClient, SimulatedProcess, length
 
 LAG, SLACK = 20.0, 10.0  # who looks may be held up by a journal that waits for an engine
-SECONDS = 250.0
+SECONDS = 120.0
 DEADLINES = DeadlinesConfig(start=60.0, answer=100.0, load=60.0, hung=8.0, engine_restarts=1000)
 
 
@@ -194,15 +197,15 @@ class Story:
         self.join()
         beside = [asyncio.create_task(work) for work in (self.publishing(), self.looking(), self.pool.supervise())]
         beside.append(asyncio.create_task(self.pool.keep_loaded()))
-        told = asyncio.gather(self.happenings(), self.groups())
+        story = asyncio.gather(self.happenings(), self.groups())
         try:
-            await first_of(told, *beside)
+            await first_of(story, *beside)
             for task in beside:
                 if task.done():
                     task.result()
-            await told
+            await story
         finally:
-            await cancel_and_wait([told, *beside])
+            await cancel_and_wait([story, *beside])
         assert len(self.done) + len(self.failed) == len(self.admitted) > 50
         if not self.kills:
             assert self.failed == set(), "a departure has cost a group"
@@ -212,11 +215,37 @@ def spent(health: EngineHealth) -> float:
     return health.wasted + health.unfinished
 
 
-def play(seed: int) -> Story:
+def told(seed: int, kills: bool, work: Callable[[Story], Awaitable[object]]) -> Story:
+    """A story on the clock that jumps."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        story = Story(seed, kills=seed % 2 == 0)
-        runner.run(asyncio.wait_for(story.play(), 10_000))
+        story = Story(seed, kills)
+
+        async def main() -> None:
+            await asyncio.wait_for(work(story), 10_000)
+
+        runner.run(main())
         return story
+
+
+def play(seed: int) -> Story:
+    return told(seed, seed % 2 == 0, Story.play)
+
+
+def in_story(kills: bool = False) -> Callable[[Test], Callable[..., None]]:
+    """For a test that plays a story of its own."""
+    return run_by(lambda work: told(7, kills, work))
+
+
+@asynccontextmanager
+async def begun(story: Story, engines: int = 1) -> AsyncIterator[None]:
+    """The engines of the story are supervised, and serve version 0."""
+    supervising = asyncio.create_task(story.pool.supervise())
+    story.pool.publish(0)
+    for _ in range(engines):
+        story.join()
+    await story.pool.until_up(60)
+    yield
+    supervising.cancel()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 8))])
@@ -225,12 +254,9 @@ def test_the_laws_hold_however_engines_come_and_go(seed: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["leave", "drain"])
-def test_a_group_whose_engines_depart_six_times_comes_whole(how: str) -> None:
-    async def work(story: Story) -> None:
-        supervising = asyncio.create_task(story.pool.supervise())
-        story.pool.publish(0)
-        story.join()
-        await story.pool.until_up(60)
+@in_story()
+async def test_a_group_whose_engines_depart_six_times_comes_whole(story: Story, how: str) -> None:
+    async with begun(story):
         group = asyncio.create_task(story.group(0, seeds=(8, 8, 8)))
         for _ in range(6):
             await asyncio.sleep(0.3)  # a token or two
@@ -241,21 +267,13 @@ def test_a_group_whose_engines_depart_six_times_comes_whole(how: str) -> None:
             while not story.pool.open and not group.done():
                 await asyncio.sleep(0.05)
         await group
-        assert story.done == {"0.0.0"}
-        supervising.cancel()
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(work(Story(7, kills=False)))
+    assert story.done == {"0.0.0"}
 
 
-def test_what_a_drained_engine_had_sampled_is_journaled_before_it_leaves() -> None:
+@in_story()
+async def test_what_a_drained_engine_had_sampled_is_journaled_before_it_leaves(story: Story) -> None:
     """Nobody has asked for it before: the journal is written once a second, and this is half of one."""
-
-    async def work(story: Story) -> None:
-        supervising = asyncio.create_task(story.pool.supervise())
-        story.pool.publish(0)
-        story.join()
-        await story.pool.until_up(60)
+    async with begun(story):
         group = asyncio.create_task(story.group(0, seeds=(8, 8, 8)))
         await asyncio.sleep(0.5)
         client = story.pool._engines["engine-0"].client
@@ -267,20 +285,14 @@ def test_what_a_drained_engine_had_sampled_is_journaled_before_it_leaves() -> No
         kept = [len(story.journal.pieces.get(f"0.0.0/{member}", Segment()).token_ids) for member in range(3)]
         assert all(ours >= theirs for ours, theirs in zip(kept, sampled, strict=True)), (kept, sampled)
         await group
-        supervising.cancel()
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(work(Story(7, kills=False)))
 
 
-def test_an_engine_that_is_killed_at_the_moment_its_machine_is_reached_again_samples_nothing_more() -> None:
+@in_story(kills=True)
+async def test_an_engine_that_is_killed_at_the_moment_its_machine_is_reached_again_samples_nothing_more(
+    story: Story,
+) -> None:
     """Of the engines of these stories: a token of no version would be nobody's fault but theirs."""
-
-    async def work(story: Story) -> None:
-        story.pool.publish(0)
-        supervising = asyncio.create_task(story.pool.supervise())
-        story.join()
-        await story.pool.until_up(60)
+    async with begun(story):
         (machine,) = story.machines.values()
         group = asyncio.create_task(story.group(0, seeds=(0, 9, 18)))  # of one token each
         await asyncio.sleep(0)
@@ -289,52 +301,36 @@ def test_an_engine_that_is_killed_at_the_moment_its_machine_is_reached_again_sam
         story.pool._engines["engine-0"].process.kill()
         machine.reached.set()
         await group
-        assert story.done == {"0.0.0"}
-        supervising.cancel()
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(work(Story(7, kills=True)))
+    assert story.done == {"0.0.0"}
 
 
-def test_a_run_without_engines_says_which_one_left_last_and_why() -> None:
-    async def work(story: Story) -> None:
-        supervising = asyncio.create_task(story.pool.supervise())
-        assert story.pool.absence == "; no engine serves"
-        story.pool.publish(0)
-        for _ in range(2):
-            story.join()
-        await story.pool.until_up(60)
+@in_story()
+async def test_a_run_without_engines_says_which_one_left_last_and_why(story: Story) -> None:
+    assert story.pool.absence == "; no engine serves"
+    async with begun(story, engines=2):
         assert story.pool.absence == ""
         for name in ("engine-1", "engine-0"):
             await story.leave(name)
         assert story.pool.absence == "; no engine serves, engine-0 has left: its machine has gone"
-        supervising.cancel()
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(work(Story(7, kills=False)))
 
 
-def test_a_guest_that_joined_before_the_start_is_started_once_and_its_loss_ends_no_run() -> None:
+@in_story()
+async def test_a_guest_that_joined_before_the_start_is_started_once_and_its_loss_ends_no_run(story: Story) -> None:
     """As after a resume with steps to do again: the gate is open while the trainer does them."""
-
-    async def work(story: Story) -> None:
-        story.join()
-        process = story.pool._engines["engine-0"].process
-        await asyncio.sleep(0)  # it is being started
-        starting = asyncio.create_task(story.pool.start(0))
-        await asyncio.sleep(0)
-        await story.leave("engine-0")
-        await starting
-        assert story.pool.names == []
-        assert isinstance(process, SimulatedProcess)
-        assert process.starts == 1
-        await story.pool.stop(1.0)
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(work(Story(7, kills=False)))
+    story.join()
+    process = story.pool._engines["engine-0"].process
+    await asyncio.sleep(0)  # it is being started
+    starting = asyncio.create_task(story.pool.start(0))
+    await asyncio.sleep(0)
+    await story.leave("engine-0")
+    await starting
+    assert story.pool.names == []
+    assert isinstance(process, SimulatedProcess)
+    assert process.starts == 1
+    await story.pool.stop(1.0)
 
 
 if __name__ == "__main__":
     for number in range(int(sys.argv[1]), int(sys.argv[-1]) + 1):
-        told = play(number)
-        print(number, len(told.done), len(told.failed), len(told.out), flush=True)
+        played = play(number)
+        print(number, len(played.done), len(played.failed), len(played.out), flush=True)

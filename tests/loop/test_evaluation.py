@@ -1,4 +1,6 @@
-"""Held-out accuracy: one answer per prompt with a seed of its own, whatever happens to the engines."""
+"""Held-out accuracy: one answer per prompt with a seed of its own, whatever happens to the engines; avg@n, pass@k,
+maj@n and their interval, against numbers worked by hand and by counting all draws.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,23 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.core.errors import DeadlineExceeded, EngineLost
-from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, Segment, StopReason, Verdict
+from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, StopReason, Verdict
 from stretto.loop.evaluation import Evaluator
-from stretto.loop.records.evaluation import Evaluation, QuestionResult, interval
+from stretto.loop.records.evaluation import Evaluation, QuestionResult, interval, majority, pass_at, sizes
 from stretto.store.series.samples import SampledCompletion
+from tests.store.make import RIGHT, WRONG, completion, prompts
 
-PROMPTS = [Prompt(id=f"h{i}", token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(4)]
-VERDICTS = {
-    "0": Verdict(outcome=Outcome.RIGHT, reward=1.0),
-    "1": Verdict(outcome=Outcome.WRONG, reward=0.0),
-    "2": Verdict(outcome=Outcome.UNDECIDED, reward=None, reason="timeout"),
-    "3": Verdict(outcome=Outcome.RIGHT, reward=1.0),
-}
+PROMPTS = [msgspec.structs.replace(prompt, id=f"h{prompt.id}") for prompt in prompts(4)]
+VERDICTS = {"0": RIGHT, "1": WRONG, "2": Verdict(outcome=Outcome.UNDECIDED, reward=None, reason="timeout"), "3": RIGHT}
 
 
 @dataclass
@@ -38,16 +41,7 @@ class Engine:
             raise EngineLost("engine-0", "broke off")
         for request in requests:
             self.seeds[request.id] = request.seeds
-            yield Completion(
-                request.id,
-                0,
-                Segment.of(
-                    token_ids=(1, 2, 3),
-                    behavior_logprobs=(0.0, 0.0, 0.0),
-                    versions=(4, 4, 5),
-                    stop_reason=StopReason.STOP,
-                ),
-            )
+            yield completion(request.id, versions=(4, 4, 5))
 
 
 async def score(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
@@ -64,7 +58,7 @@ def test_the_completions_are_kept_with_prompt_and_verdict_under_the_evaluations_
         ("h2", "2?", "2", "undecided", 5),
         ("h3", "3?", "3", "right", 5),
     ]
-    assert {(s.completion, s.versions) for s in kept} == {("(1, 2, 3)", (4, 5))}
+    assert {(s.completion, s.versions) for s in kept} == {("(4, 5, 6)", (4, 5))}
 
 
 def evaluated(engine: Engine, seed: int = 7) -> Evaluation:
@@ -74,16 +68,8 @@ def evaluated(engine: Engine, seed: int = 7) -> Evaluation:
 
 def test_right_answers_are_counted_and_undecided_ones_apart() -> None:
     evaluation = evaluated(Engine())
-    assert evaluation == Evaluation(
-        version=5,
-        prompts=4,
-        right=2,
-        undecided=1,
-        tokens=12,
-        length_max=3,
-        pass_at={1: 0.5},
-        ci95=interval([1, 0, 0, 1]),
-    )
+    numbers: dict[str, Any] = {"version": 5, "prompts": 4, "right": 2, "undecided": 1, "tokens": 12, "length_max": 3}
+    assert evaluation == Evaluation(**numbers, pass_at={1: 0.5}, ci95=interval([1, 0, 0, 1]))
     assert evaluation.accuracy == 0.5
     assert str(evaluation) == "accuracy 0.5000: 2 of 4 right, 1 undecided"
     assert json.loads(evaluation.as_json())["accuracy"] == 0.5
@@ -138,18 +124,8 @@ class Drawing:
         self.asked += requests
         for request in requests:
             for member in reversed(range(len(request.seeds))):  # in any order
-                tokens = (1,) * (member + 1)
                 stop = StopReason.LENGTH if member == 3 else StopReason.STOP
-                yield Completion(
-                    request.id,
-                    member,
-                    Segment.of(
-                        token_ids=tokens,
-                        behavior_logprobs=(0.0,) * len(tokens),
-                        versions=(2,) * len(tokens),
-                        stop_reason=stop,
-                    ),
-                )
+                yield completion(request.id, member, (2,) * (member + 1), stop=stop)
 
 
 async def score_lengths(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
@@ -174,13 +150,8 @@ def test_several_completions_of_each_question_give_avg_pass_at_and_majority() ->
     found = asyncio.run(evaluator())
     # Question 0: the first of four is right, its majority is split between 1, 2, 3, 4. Question 1: none is right.
     assert [result.right for result in results] == [1, 0]
-    assert (found.accuracy, found.samples, found.truncated, found.length_mean, found.length_max) == (
-        1 / 8,
-        8,
-        2,
-        2.5,
-        4,
-    )
+    assert (found.accuracy, found.samples, found.truncated) == (1 / 8, 8, 2)
+    assert (found.length_mean, found.length_max) == (2.5, 4)
     assert found.pass_at == {1: 1 / 8, 2: 1 / 4, 4: 1 / 2}
     assert found.maj == 1 / 8  # (1/4 + 0) / 2
     assert results[0].completions == ("1", "2", "3", "4")
@@ -200,3 +171,67 @@ def test_the_first_completion_of_a_prompt_is_the_one_of_an_evaluation_with_a_sin
     many = Evaluator(PROMPTS, Sampling(max_tokens=3), 7, several.generate, score_lengths, str, samples=3)
     asyncio.run(many())
     assert [request.seeds[0] for request in several.asked] == [seeds[0] for seeds in one.seeds.values()]
+
+
+R, W, U = Outcome
+
+
+@given(st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(drawn: tuple[int, int, int]) -> None:
+    samples, right, k = drawn
+    draws = list(combinations(range(samples), k))
+    with_right = sum(any(one < right for one in draw) for draw in draws)
+    assert pass_at(k, right, samples) == pytest.approx(with_right / len(draws), abs=1e-12)
+
+
+def test_pass_at_more_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass@5 needs 5 completions or more of each question, there are 4"):
+        pass_at(5, 1, 4)
+
+
+def test_the_k_that_are_shown_are_powers_of_two_and_all() -> None:
+    assert [sizes(n) for n in (1, 2, 3, 8, 32)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 16, 32]]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "finals", "expected"),
+    [
+        ([R, R, W], ["0.5", "1/2", "3"], 1.0),  # two spellings of the gold answer are one answer
+        ([R, W, W], ["1", "3", "3"], 0.0),
+        ([R, W, W], ["1", "3", "4"], 1 / 3),  # three answers, once each
+        ([R, W], ["1", None], 1.0),  # no answer has no vote
+        ([R, U, U], ["1", "3", "3"], 1.0),
+        ([W, W], [None, None], 0.0),
+        ([U], [None], 0.0),
+        ([R, R, W, W, W, W], ["1", "1", "3", "3", "4", "4"], 1 / 3),
+    ],
+)
+def test_majority_by_hand(outcomes: list[Outcome], finals: list[str | None], expected: float) -> None:
+    assert majority(outcomes, finals) == pytest.approx(expected)
+
+
+def test_the_interval_of_single_completions_is_wilsons() -> None:
+    # Wilson for 8 of 10, z = 1.96: (0.8 + 0.19208 +- 1.96 * sqrt(0.016 + 0.0096040)) / 1.38416 = 0.4902, 0.9433
+    assert interval([1.0] * 8 + [0.0] * 2) == pytest.approx((0.4902, 0.9433), abs=5e-5)
+    # 0 of 4: z^2 / (4 + z^2) = 3.8415 / 7.8415; of 997: 3.8415 / 1000.8415. Where none or all are right it ends there.
+    (_, most), (least, _) = interval([0.0] * 4), interval([1.0] * 997)
+    assert most == pytest.approx(0.48989, abs=5e-5)
+    assert least == pytest.approx(1 - 0.0038383, abs=5e-7)
+    for questions in (1, 3, 16, 100, 997):  # exactly, whatever is rounded
+        assert (interval([0.0] * questions)[0], interval([1.0] * questions)[1]) == (0.0, 1.0)
+    assert interval([]) == (0.0, 1.0)
+
+
+def test_completions_that_differ_within_questions_narrow_the_interval_and_equal_ones_do_not() -> None:
+    low, high = interval([0.5] * 10)  # each question half right: nothing but the number of questions is known to vary
+    assert (low, high) == pytest.approx(interval([1.0] * 5 + [0.0] * 5))
+    mixed_low, mixed_high = interval([0.4, 0.6] * 5)  # variance 0.01 in place of 0.25: 25 times as many questions
+    assert mixed_high - mixed_low < (high - low) / 3
+    assert interval([1.0, 1.0, 0.0, 0.0]) == pytest.approx(interval([0.0, 1.0, 0.0, 1.0]))
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=1, max_size=50))
+def test_the_interval_holds_the_mean_and_stays_within_0_and_1(shares: list[float]) -> None:
+    low, high = interval(shares)
+    assert 0.0 <= low <= sum(shares) / len(shares) + 1e-12
+    assert sum(shares) / len(shares) - 1e-12 <= high <= 1.0

@@ -21,8 +21,13 @@ from stretto.loop.engines.sessions import sessions_of_evaluation
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_unfinished
+from tests.store.make import completion
 
 ANSWER = tuple(range(100, 110))
+
+
+SAMPLING = Sampling(max_tokens=20)
+REQUEST = GenerateRequest(id="7", prompt_token_ids=(1,), seeds=(0,), sampling=SAMPLING)
 
 
 class SlowToTell:
@@ -30,14 +35,11 @@ class SlowToTell:
 
     async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
         await asyncio.get_running_loop().create_future()
-        yield Completion(
-            request.id, 0, Segment.of(token_ids=(), behavior_logprobs=(), versions=(), stop_reason=StopReason.STOP)
-        )
+        yield completion(request.id)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         await asyncio.sleep(0.01)
-        whole = Segment.of(ANSWER, tuple(-0.5 for _ in ANSWER), tuple(0 for _ in ANSWER))
-        return {id: {0: whole.after(count)} for id, (count,) in known.items() if count < len(ANSWER)}
+        return {id: {0: written(count, 10)} for id, (count,) in known.items() if count < len(ANSWER)}
 
 
 class Journal:
@@ -53,18 +55,15 @@ class Journal:
         raise AssertionError("an engine that was killed has told the truth")
 
 
-def test_two_who_look_at_the_same_time_journal_a_token_once() -> None:
+async def test_two_who_look_at_the_same_time_journal_a_token_once() -> None:
     journal = Journal()
 
-    async def main() -> None:
-        answers = InFlight(SlowToTell(), journal, {})
-        request = GenerateRequest(id="7", prompt_token_ids=(1,), seeds=(0,), sampling=Sampling(max_tokens=20))
-        answering = asyncio.ensure_future(anext(answers.generate(request)))
-        await asyncio.sleep(0)
-        await asyncio.gather(answers.keep(), answers.keep(1.0), answers.keep())
-        answering.cancel()
+    answers = InFlight(SlowToTell(), journal, {})
 
-    asyncio.run(main())
+    answering = asyncio.ensure_future(anext(answers.generate(REQUEST)))
+    await asyncio.sleep(0)
+    await asyncio.gather(answers.keep(), answers.keep(1.0), answers.keep())
+    answering.cancel()
     assert journal.tokens == list(ANSWER)
 
 
@@ -81,7 +80,7 @@ class LostAfterFour:
         self.go_on.clear()
         if first:
             raise EngineLost("a", "was killed")
-        segment = msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP)
+        segment = written(0, 10, StopReason.STOP)
         yield Completion(request.id, 0, segment).written_by("b", request.prefixes[0])
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
@@ -89,35 +88,32 @@ class LostAfterFour:
         return {id: {0: written(count, self.told).written_by(name)} for id, (count,) in known.items()}
 
 
-def written(begin: int, end: int) -> Segment:
-    return Segment.of(ANSWER[begin:end], tuple(-0.5 for _ in ANSWER[begin:end]), tuple(0 for _ in ANSWER[begin:end]))
+def written(begin: int, end: int, stop: StopReason | None = None) -> Segment:
+    length = end - begin
+    return Segment.of(ANSWER[begin:end], (-0.5,) * length, (0,) * length, stop_reason=stop)
 
 
-def test_a_completion_that_moves_after_a_kill_is_journaled_under_both_names() -> None:
+async def test_a_completion_that_moves_after_a_kill_is_journaled_under_both_names() -> None:
     journal = Journal()
 
-    async def main() -> list[Completion]:
-        engines = LostAfterFour()
-        in_flight = InFlight(engines, journal, {})
-        request = GenerateRequest(id="7", prompt_token_ids=(1,), seeds=(0,), sampling=Sampling(max_tokens=20))
+    engines = LostAfterFour()
+    in_flight = InFlight(engines, journal, {})
 
-        async def answered() -> list[Completion]:
-            return [completion async for completion in in_flight.generate(request)]
+    async def answered() -> list[Completion]:
+        return [completion async for completion in in_flight.generate(REQUEST)]
 
-        answering = asyncio.ensure_future(answered())
-        for told in (4, 7):
-            await engines.begun.wait()
-            engines.begun.clear()
-            engines.told = told
-            await in_flight.keep()
-            assert (in_flight.sampled("7"), in_flight.sampled("8")) == (told, 0)
-            engines.go_on.set()
-        completions = await answering
-        assert in_flight.sampled("7") == 10
+    answering = asyncio.ensure_future(answered())
+    for told in (4, 7):
+        await engines.begun.wait()
+        engines.begun.clear()
+        engines.told = told
         await in_flight.keep()
-        return completions
-
-    (completion,) = asyncio.run(main())
+        assert (in_flight.sampled("7"), in_flight.sampled("8")) == (told, 0)
+        engines.go_on.set()
+    completions = await answering
+    assert in_flight.sampled("7") == 10
+    await in_flight.keep()
+    (completion,) = completions
     assert completion.engines == (("a", 4), ("b", 6))
     assert journal.whole == completion.segment
 
@@ -136,7 +132,7 @@ class LiesAfterFour(LostAfterFour):
         self.go_on.clear()
         if len(self.asked) < 3:
             raise (EngineLost if len(self.asked) == 1 else EngineLied)("an engine", "is gone")
-        segment = msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP)
+        segment = written(0, 10, StopReason.STOP)
         yield Completion(request.id, 0, segment).written_by("c", request.prefixes[0])
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
@@ -151,8 +147,8 @@ def test_what_a_server_told_of_a_request_of_which_it_lied_is_in_no_journal_and_n
     async def main(ledger: Ledger) -> Completion:
         engines = LiesAfterFour()
         in_flight = InFlight(engines, ledger, {})
-        request = GenerateRequest(id="7", prompt_token_ids=(1,), seeds=(0,), sampling=Sampling(max_tokens=20))
-        answering = asyncio.ensure_future(anext(in_flight.generate(request)))
+
+        answering = asyncio.ensure_future(anext(in_flight.generate(REQUEST)))
         for told in (2, 4, 6, 3):
             if told != 6:
                 await engines.begun.wait()
@@ -174,7 +170,7 @@ def test_what_a_server_told_of_a_request_of_which_it_lied_is_in_no_journal_and_n
     assert completion.engines == (("a", 2), ("c", 8))
 
 
-def test_a_turn_whose_engine_is_killed_goes_on_behind_its_tokens_and_is_journaled_as_its_segment() -> None:
+async def test_a_turn_whose_engine_is_killed_goes_on_behind_its_tokens_and_is_journaled_as_its_segment() -> None:
     pieces: list[tuple[str, Segment, int]] = []
 
     class Pieces:
@@ -184,51 +180,45 @@ def test_a_turn_whose_engine_is_killed_goes_on_behind_its_tokens_and_is_journale
         def retract(self, id: str, count: int, node: int = 0) -> None:
             raise AssertionError("an engine that was killed has told the truth")
 
-    async def main() -> Segment:
-        engines = LostAfterFour()
-        in_flight = InFlight(engines, Pieces(), {})
-        in_flight.begin("0.17.0/3")
-        asked = TurnRequest(4, (1, 2), Sampling(max_tokens=20), seed=0, prefix=Segment.of(parent=3, cause="fork"))
-        turn = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
-        for told in (4, 7):
-            await engines.begun.wait()
-            engines.begun.clear()
-            engines.told = told
-            await in_flight.keep()
-            engines.go_on.set()
-        whole = await turn
-        assert [(id, node) for id, _, node in pieces] == [("0.17.0/3", 4)] * 3  # on record before it returns
-        in_flight.forget("0.17.0")
-        assert in_flight.unjudged == 0
-        return whole
+    engines = LostAfterFour()
+    in_flight = InFlight(engines, Pieces(), {})
+    in_flight.begin("0.17.0/3")
+    asked = TurnRequest(4, (1, 2), SAMPLING, seed=0, prefix=Segment.of(parent=3, cause="fork"))
+    turn = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
+    for told in (4, 7):
+        await engines.begun.wait()
+        engines.begun.clear()
+        engines.told = told
+        await in_flight.keep()
+        engines.go_on.set()
+    whole = await turn
+    assert [(id, node) for id, _, node in pieces] == [("0.17.0/3", 4)] * 3  # on record before it returns
+    in_flight.forget("0.17.0")
+    assert in_flight.unjudged == 0
 
-    whole = asyncio.run(main())
     assert whole.engines == (("a", 4), ("b", 6))
     assert sum((piece for _, piece, _ in pieces), start=Segment()) == whole
 
 
 @pytest.mark.parametrize("late", ["before", "during"])
-def test_a_turn_of_a_group_that_was_given_up_is_refused_and_leaves_nothing(late: str) -> None:
+async def test_a_turn_of_a_group_that_was_given_up_is_refused_and_leaves_nothing(late: str) -> None:
     journal = Journal()
 
-    async def main() -> None:
-        engines = LostAfterFour()
-        in_flight = InFlight(engines, journal, {})
-        in_flight.begin("0.17.0/3")
-        prefix = msgspec.structs.replace(written(0, 4), parent=0)
-        asked = TurnRequest(1, (1, 2), Sampling(max_tokens=20), seed=0, prefix=prefix)
-        if late == "before":
-            in_flight.forget("0.17.0")
-        turn = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
-        if late == "during":
-            await engines.begun.wait()
-            in_flight.forget("0.17.0")
-            engines.go_on.set()
-        with pytest.raises(RefusedRequest, match=r"0\.17\.0/3 was given up"):
-            await turn
-        await in_flight.keep()
-
-    asyncio.run(main())
+    engines = LostAfterFour()
+    in_flight = InFlight(engines, journal, {})
+    in_flight.begin("0.17.0/3")
+    prefix = msgspec.structs.replace(written(0, 4), parent=0)
+    asked = TurnRequest(1, (1, 2), SAMPLING, seed=0, prefix=prefix)
+    if late == "before":
+        in_flight.forget("0.17.0")
+    turn = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
+    if late == "during":
+        await engines.begun.wait()
+        in_flight.forget("0.17.0")
+        engines.go_on.set()
+    with pytest.raises(RefusedRequest, match=r"0\.17\.0/3 was given up"):
+        await turn
+    await in_flight.keep()
     assert journal.tokens == []
 
 
@@ -237,7 +227,7 @@ def test_what_the_turns_of_a_group_have_and_its_trajectories_have_not_is_left_ov
         """Says ten tokens, behind those that are known."""
 
         async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
-            yield Completion(request.id, 0, msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP))
+            yield Completion(request.id, 0, written(0, 10, StopReason.STOP))
 
     async def left_over(kept: int) -> int:
         in_flight = InFlight(AtOnce(), Journal(), {})
@@ -249,14 +239,14 @@ def test_what_the_turns_of_a_group_have_and_its_trajectories_have_not_is_left_ov
             ("0.17.0/3", 3, Segment()),
             ("0.17.0/4", 0, Segment()),
         ):
-            await in_flight.turn(session, TurnRequest(node, (1, 2), Sampling(max_tokens=20), seed=0, prefix=known))
+            await in_flight.turn(session, TurnRequest(node, (1, 2), SAMPLING, seed=0, prefix=known))
         return in_flight.forget("0.17.0", kept)
 
     assert [asyncio.run(left_over(kept)) for kept in (0, 20, 35)] == [35, 15, 0]
     assert InFlight(AtOnce(), Journal(), {}).forget("0.17.0", 10) == 0  # a group of single turns, which has no sessions
 
 
-def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it_is_a_request_of_its_own() -> None:
+async def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it_is_a_request_of_its_own() -> None:
     class SlowToLetGo(LostAfterFour):
         """Has four tokens of the first request, of which it hears late that nobody waits."""
 
@@ -271,7 +261,7 @@ def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it_is_a_
             self.begun.set()
             if len(self.open) == 1:
                 await asyncio.get_running_loop().create_future()
-            segment = msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP)
+            segment = written(0, 10, StopReason.STOP)
             yield Completion(request.id, 0, segment).written_by("a", request.prefixes[0])
 
         async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
@@ -280,19 +270,16 @@ def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it_is_a_
 
     journal = Journal()
 
-    async def main() -> Segment:
-        engines = SlowToLetGo()
-        in_flight = InFlight(engines, journal, {})
-        in_flight.begin("0.17.0/3")
-        asked = TurnRequest(0, (1, 2), Sampling(max_tokens=20), seed=0, prefix=Segment())
-        first = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
-        await engines.begun.wait()
-        await in_flight.keep()
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        return await in_flight.turn("0.17.0/3", asked)
-
-    whole = asyncio.run(main())
+    engines = SlowToLetGo()
+    in_flight = InFlight(engines, journal, {})
+    in_flight.begin("0.17.0/3")
+    asked = TurnRequest(0, (1, 2), SAMPLING, seed=0, prefix=Segment())
+    first = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
+    await engines.begun.wait()
+    await in_flight.keep()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    whole = await in_flight.turn("0.17.0/3", asked)
     assert whole.token_ids == ANSWER
     assert journal.whole == whole
 
@@ -305,14 +292,14 @@ def test_a_turn_of_an_evaluation_that_is_asked_for_again_is_a_request_of_its_own
         asked.append(request.id)
         if len(asked) == 1:
             await asyncio.get_running_loop().create_future()
-        yield Completion(request.id, 0, msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP))
+        yield Completion(request.id, 0, written(0, 10, StopReason.STOP))
 
     async def main() -> Segment:
         session = sessions_of_evaluation(generate, lambda completion: None)("evaluation..7/0", (1, 2), 0)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.01):
-                await session.turn((1, 2), Sampling(max_tokens=20))
-        return (await session.turn((1, 2), Sampling(max_tokens=20))).segment
+                await session.turn((1, 2), SAMPLING)
+        return (await session.turn((1, 2), SAMPLING)).segment
 
     assert asyncio.run(main()).token_ids == ANSWER
     assert len(set(asked)) == 2

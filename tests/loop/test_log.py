@@ -10,22 +10,10 @@ import msgspec
 from stretto.core.events import SupervisedProgress
 from stretto.loop.records.log import RunLog
 from stretto.loop.records.reporter import SilentReporter
-from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from tests.store.lines import evaluation_line, step_line
 
-STEP = StepMetrics(
-    step=3,
-    version=3,
-    wall_seconds=9.0,
-    rl_seconds=4.0,
-    accuracy=0.5,
-    reward=0.25,
-    length_mean=12.0,
-    length_max=30,
-    staleness_mean=1.5,
-    staleness_max=2,
-    trained_tokens=640,
-)
-EVALUATION = EvaluationLine(step=3, version=3, wall_seconds=9.0, rl_seconds=4.0, accuracy=0.75, prompts=512)
+STEP = step_line(3, rl_seconds=4.0, reward=0.25, length_mean=12.0)
+EVALUATION = evaluation_line(3, 0.75)
 
 
 class Broken(SilentReporter):

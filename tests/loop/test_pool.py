@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied
+from stretto.core.errors import DataError, DeadlineExceeded, EngineLost, Problem, RoleDied, RoleFailed
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.core.tasks import run_beside
@@ -27,6 +27,7 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.pool import EnginePool
+from tests.asynchronous import Test, run_by
 from tests.launch.running import wait_until
 from tests.launch.warm import children_of
 from tests.loop.forking import ENGINE, toys
@@ -44,7 +45,7 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def in_fleet(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], None] = print, **deadlines: float) -> T:
+def played(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], None] = print, **deadlines: float) -> T:
     """Start a fleet, supervise it while `work` goes on, stop it; nothing is left."""
     specs = [
         EngineSpec(
@@ -78,6 +79,15 @@ def in_fleet(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], N
         wait_until(lambda: engines() == before, "the end of the engines")  # a start that was cancelled ends by itself
 
 
+def in_fleet(count: int = 2, **deadlines: float) -> Callable[[Test], Callable[..., None]]:
+    """For a test beside a supervised fleet, whose reports are in `said`."""
+
+    def run(work: Work[None], folder: Path, said: list[str]) -> None:
+        played(folder, work, count, said.append, **deadlines)
+
+    return run_by(run)
+
+
 def engines() -> list[int]:
     """The processes of engines."""
     return sorted(children_of(toys().pid))
@@ -92,127 +102,110 @@ async def answers(fleet: EnginePool, asked: GenerateRequest) -> list[Completion]
     return [completion async for completion in fleet.generate(asked)]
 
 
-def test_groups_are_spread_over_the_engines(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> list[int]:
-        groups = await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(8)))
-        assert all([completion.token_ids for completion in group] == [(0,), (1,)] for group in groups)
-        await fleet.poll()
-        return [round(fleet.counted(lambda health: health.generated)), *map(round, fleet.busy().values())]
-
-    assert in_fleet(folder, work) == [16, 1, 1]
+@in_fleet()
+async def test_groups_are_spread_over_the_engines(fleet: EnginePool) -> None:
+    groups = await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(8)))
+    assert all([completion.token_ids for completion in group] == [(0,), (1,)] for group in groups)
+    await fleet.poll()
+    assert [round(fleet.counted(lambda health: health.generated)), *map(round, fleet.busy().values())] == [16, 1, 1]
 
 
-def test_begun_answers_wait_for_an_engine_that_serves_the_version_of_their_last_token(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> tuple[bool, int]:
-        prefixes = (Segment.of(token_ids=(3,), behavior_logprobs=(-0.5,), versions=(7,)),)
-        asked = msgspec.structs.replace(request("0", answers=1), prefixes=prefixes)
-        answering = asyncio.ensure_future(answers(fleet, asked))
-        await asyncio.sleep(0.3)
-        early = answering.done()
-        await fleet.reach(7)
-        (completion,) = await answering
-        return early, completion.versions[-1]
-
-    assert in_fleet(folder, work) == (False, 7)
+@in_fleet()
+async def test_begun_answers_wait_for_an_engine_that_serves_the_version_of_their_last_token(fleet: EnginePool) -> None:
+    prefixes = (Segment.of(token_ids=(3,), behavior_logprobs=(-0.5,), versions=(7,)),)
+    asked = msgspec.structs.replace(request("0", answers=1), prefixes=prefixes)
+    answering = asyncio.ensure_future(answers(fleet, asked))
+    await asyncio.sleep(0.3)
+    early = answering.done()
+    await fleet.reach(7)
+    (completion,) = await answering
+    assert (early, completion.versions[-1]) == (False, 7)
 
 
-def test_a_completion_names_the_engines_that_wrote_it_in_their_order(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> None:
-        before = Segment.of((3, 4), (-0.5, -0.5), (0, 0)).written_by("a spot machine")
-        asked = msgspec.structs.replace(request("0", answers=2), prefixes=(before, Segment()))
-        moved, fresh = await answers(fleet, asked)
-        assert moved.engines == (("a spot machine", 2), ("engine-0", 1))
-        assert fresh.engines == (("engine-0", 1),)
-
-    in_fleet(folder, work, count=1)
+@in_fleet(count=1)
+async def test_a_completion_names_the_engines_that_wrote_it_in_their_order(fleet: EnginePool) -> None:
+    before = Segment.of((3, 4), (-0.5, -0.5), (0, 0)).written_by("a spot machine")
+    asked = msgspec.structs.replace(request("0", answers=2), prefixes=(before, Segment()))
+    moved, fresh = await answers(fleet, asked)
+    assert moved.engines == (("a spot machine", 2), ("engine-0", 1))
+    assert fresh.engines == (("engine-0", 1),)
 
 
-def test_pieces_have_the_name_of_the_engine_that_tells_them(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> None:
-        waiting = [asyncio.ensure_future(answers(fleet, request(id, STAY_SILENT, answers=1))) for id in "ab"]
-        while len(fleet.open) < 2:
-            await asyncio.sleep(0.01)
-        found = await fleet.partials({"a": [0], "b": [0]})
-        told = {id: piece.engines for id, members in found.items() for piece in members.values()}
-        assert sorted(told) == ["a", "b"]
-        assert sorted(told.values()) == [(("engine-0", 1),), (("engine-1", 1),)]
-        for one in waiting:
-            one.cancel()
-
-    in_fleet(folder, work)
+@in_fleet()
+async def test_pieces_have_the_name_of_the_engine_that_tells_them(fleet: EnginePool) -> None:
+    waiting = [asyncio.ensure_future(answers(fleet, request(id, STAY_SILENT, answers=1))) for id in "ab"]
+    while len(fleet.open) < 2:
+        await asyncio.sleep(0.01)
+    found = await fleet.partials({"a": [0], "b": [0]})
+    told = {id: piece.engines for id, members in found.items() for piece in members.values()}
+    assert sorted(told) == ["a", "b"]
+    assert sorted(told.values()) == [(("engine-0", 1),), (("engine-1", 1),)]
+    for one in waiting:
+        one.cancel()
 
 
-def test_a_published_version_reaches_every_engine(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> list[int]:
-        live: list[int] = []
-        fleet.listen(live.append)
-        loading = asyncio.ensure_future(fleet.keep_loaded())
-        fleet.publish(7)
-        while fleet.live < 7:
-            await asyncio.sleep(0.01)
-        loading.cancel()
-        await fleet.reach(9)
-        (completion,) = await answers(fleet, request("0", answers=1))
-        return [live[0], live[-1], fleet.live, completion.versions[0]]
-
-    assert in_fleet(folder, work) == [0, 9, 9, 9]
+@in_fleet()
+async def test_a_published_version_reaches_every_engine(fleet: EnginePool) -> None:
+    live: list[int] = []
+    fleet.listen(live.append)
+    loading = asyncio.ensure_future(fleet.keep_loaded())
+    fleet.publish(7)
+    while fleet.live < 7:
+        await asyncio.sleep(0.01)
+    loading.cancel()
+    await fleet.reach(9)
+    (completion,) = await answers(fleet, request("0", answers=1))
+    assert [live[0], live[-1], fleet.live, completion.versions[0]] == [0, 9, 9, 9]
 
 
-def test_when_the_engine_with_the_oldest_version_dies_the_others_are_live_at_once(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> None:
-        newer, older = fleet._engines.values()
-        await newer.reach(7)
-        live: list[int] = []
-        fleet.listen(live.append)
-        (folder / "newest").write_text("broken")  # no replacement comes up
-        older.process.kill()
-        while 7 not in live:
-            await asyncio.sleep(0.01)
-
-    in_fleet(folder, work)
-
-
-def test_an_engine_may_wait_for_the_first_publication_longer_than_for_its_own_start(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> int:
-        return fleet.live
-
-    assert in_fleet(folder, work, count=1, start=0.01) == 0
+@in_fleet()
+async def test_when_the_engine_with_the_oldest_version_dies_the_others_are_live_at_once(
+    fleet: EnginePool, folder: Path
+) -> None:
+    newer, older = fleet._engines.values()
+    await newer.reach(7)
+    live: list[int] = []
+    fleet.listen(live.append)
+    (folder / "newest").write_text("broken")  # no replacement comes up
+    older.process.kill()
+    while 7 not in live:
+        await asyncio.sleep(0.01)
 
 
-def test_an_engine_that_dies_is_replaced_with_the_newest_version(folder: Path) -> None:
-    said: list[str] = []
+@in_fleet(count=1, start=0.01)
+async def test_an_engine_may_wait_for_the_first_publication_longer_than_for_its_own_start(fleet: EnginePool) -> None:
+    assert fleet.live == 0
 
-    async def work(fleet: EnginePool) -> int:
-        fleet.report_to(said.append)
-        await fleet.reach(3)
-        (folder / "newest").write_text("4")  # published while it is dead
-        with pytest.raises(EngineLost, match="engine-0 "):
-            await answers(fleet, request("0", DIE))
-        (completion,) = await answers(fleet, request("0", answers=1))
-        await fleet.reach(4)
-        await fleet.poll()
-        assert fleet.busy() == {"engine-0": 1.0}
-        return completion.versions[0]
 
-    assert in_fleet(folder, work, count=1) == 4
+@in_fleet(count=1)
+async def test_an_engine_that_dies_is_replaced_with_the_newest_version(
+    fleet: EnginePool, folder: Path, said: list[str]
+) -> None:
+    await fleet.reach(3)
+    (folder / "newest").write_text("4")  # published while it is dead
+    with pytest.raises(EngineLost, match="engine-0 "):
+        await answers(fleet, request("0", DIE))
+    (completion,) = await answers(fleet, request("0", answers=1))
+    await fleet.reach(4)
+    await fleet.poll()
+    assert fleet.busy() == {"engine-0": 1.0}
+    assert completion.versions[0] == 4
     assert said == ["engine-0 ended with exit code 9: a new one is started"]
 
 
-def test_an_engine_that_comes_back_serves_what_was_published_while_it_started(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> list[int]:
-        with pytest.raises(EngineLost):
-            await answers(fleet, request("0", DIE))
-        live: list[int] = []
-        fleet.listen(live.append)
-        loading = asyncio.ensure_future(fleet.keep_loaded())
-        fleet.publish(5)  # the replacement will have found version 0
-        await joined(fleet, 2)
-        groups = await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(8)))
-        loading.cancel()
-        assert {completion.versions for group in groups for completion in group} == {(5,)}
-        return live
+@in_fleet()
+async def test_an_engine_that_comes_back_serves_what_was_published_while_it_started(fleet: EnginePool) -> None:
+    with pytest.raises(EngineLost):
+        await answers(fleet, request("0", DIE))
+    live: list[int] = []
+    fleet.listen(live.append)
+    loading = asyncio.ensure_future(fleet.keep_loaded())
+    fleet.publish(5)  # the replacement will have found version 0
+    await joined(fleet, 2)
+    groups = await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(8)))
+    loading.cancel()
+    assert {completion.versions for group in groups for completion in group} == {(5,)}
 
-    live = in_fleet(folder, work)
     assert live[-1] == 5
     assert live == sorted(live)
 
@@ -226,100 +219,86 @@ async def joined(fleet: EnginePool, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_what_a_dead_engine_had_begun_is_wasted(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> list[float]:
-        await answers(fleet, request("0"))
-        await fleet.poll()
-        with pytest.raises(EngineLost):
-            await answers(fleet, request("1", DIE))
-        await joined(fleet, 2)  # the dead one, and the one in its place
-        return [fleet.counted(lambda health: health.wasted), fleet.counted(lambda health: health.unfinished)]
-
-    assert in_fleet(folder, work, count=1) == [UNFINISHED, UNFINISHED]
-
-
-def test_an_engine_that_does_not_reply_in_time_stays_as_it_was_looked_at(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> float:
-        await fleet.poll()
-        (process,) = engines()
-        os.kill(process, signal.SIGSTOP)
-        assert await fleet.poll(0.1) == []  # it would never reply
-        return fleet.counted(lambda health: health.busy_seconds)
-
-    assert in_fleet(folder, work, count=1) == 1.0
+@in_fleet(count=1)
+async def test_what_a_dead_engine_had_begun_is_wasted(fleet: EnginePool) -> None:
+    await answers(fleet, request("0"))
+    await fleet.poll()
+    with pytest.raises(EngineLost):
+        await answers(fleet, request("1", DIE))
+    await joined(fleet, 2)  # the dead one, and the one in its place
+    assert fleet.counted(lambda health: health.wasted) == UNFINISHED
+    assert fleet.counted(lambda health: health.unfinished) == UNFINISHED
 
 
-def test_every_span_is_handed_out_once_however_impatient_the_polls_are(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> list[float]:
-        spans: list[Span] = []
-        for _ in range(5):
-            spans += await fleet.poll(0.02)
-            await asyncio.sleep(0.1)  # they come meanwhile
-        return [span.start for span in [*spans, *await fleet.poll()]]
+@in_fleet(count=1)
+async def test_an_engine_that_does_not_reply_in_time_stays_as_it_was_looked_at(fleet: EnginePool) -> None:
+    await fleet.poll()
+    (process,) = engines()
+    os.kill(process, signal.SIGSTOP)
+    assert await fleet.poll(0.1) == []  # it would never reply
+    os.kill(process, signal.SIGCONT)
+    assert fleet.counted(lambda health: health.busy_seconds) == 1.0
 
-    found = in_fleet(folder, work, count=1)
+
+@in_fleet(count=1)
+async def test_every_span_is_handed_out_once_however_impatient_the_polls_are(fleet: EnginePool) -> None:
+    spans: list[Span] = []
+    for _ in range(5):
+        spans += await fleet.poll(0.02)
+        await asyncio.sleep(0.1)  # they come meanwhile
+    found = [span.start for span in [*spans, *await fleet.poll()]]
     assert found == list(range(1, len(found) + 1))
 
 
-def test_an_engine_that_is_slow_to_reply_is_heard_when_it_does(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> list[float]:
-        await answers(fleet, request("0"))
-        (process,) = engines()
-        os.kill(process, signal.SIGSTOP)
-        await fleet.poll(0.05)
-        before = fleet.counted(lambda health: health.generated)
-        os.kill(process, signal.SIGCONT)
-        await fleet.poll()  # the same question, and its answer
-        return [before, fleet.counted(lambda health: health.generated)]
-
-    assert in_fleet(folder, work, count=1) == [0, 2]
+@in_fleet(count=1)
+async def test_an_engine_that_is_slow_to_reply_is_heard_when_it_does(fleet: EnginePool) -> None:
+    await answers(fleet, request("0"))
+    (process,) = engines()
+    os.kill(process, signal.SIGSTOP)
+    await fleet.poll(0.05)
+    before = fleet.counted(lambda health: health.generated)
+    os.kill(process, signal.SIGCONT)
+    await fleet.poll()  # the same question, and its answer
+    assert [before, fleet.counted(lambda health: health.generated)] == [0, 2]
 
 
-def test_while_one_engine_is_away_the_other_answers_everything(folder: Path) -> None:
+@in_fleet()
+async def test_while_one_engine_is_away_the_other_answers_everything(fleet: EnginePool) -> None:
+    with pytest.raises(EngineLost):
+        await answers(fleet, request("0", DIE))
+    groups = await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(20)))
+    assert len(groups) == 20
+
+
+def answers_after(folder: Path, what: int, **deadlines: float) -> list[str]:
+    """What is said when the only engine misbehaves once, and has answered the next request."""
+    said: list[str] = []
+
     async def work(fleet: EnginePool) -> int:
         with pytest.raises(EngineLost):
-            await answers(fleet, request("0", DIE))
-        groups = await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(20)))
-        return len(groups)
+            await answers(fleet, request("0", what))
+        return len(await answers(fleet, request("1")))
 
-    assert in_fleet(folder, work) == 20
+    assert played(folder, work, count=1, say=said.append, **deadlines) == 2
+    return said
+
+
+KILLED = "engine-0 was killed by SIGKILL (out of memory?): a new one is started"
 
 
 def test_an_engine_that_hangs_up_and_is_well_gets_work_again(folder: Path) -> None:
-    said: list[str] = []
-
-    async def work(fleet: EnginePool) -> int:
-        fleet.report_to(said.append)
-        with pytest.raises(EngineLost):
-            await answers(fleet, request("0", HANG_UP))
-        return len(await answers(fleet, request("1")))
-
-    assert in_fleet(folder, work, count=1) == 2
-    assert said == []
+    assert answers_after(folder, HANG_UP) == []
 
 
 def test_an_engine_that_nobody_can_reach_is_replaced_though_its_process_goes_on(folder: Path) -> None:
-    said: list[str] = []
-
-    async def work(fleet: EnginePool) -> int:
-        fleet.report_to(said.append)
-        with pytest.raises(EngineLost):
-            await answers(fleet, request("0", TURN_DEAF))
-        return len(await answers(fleet, request("1")))
-
-    assert in_fleet(folder, work, count=1, hung=0.3) == 2
-    assert said == ["engine-0 was killed by SIGKILL (out of memory?): a new one is started"]
+    assert answers_after(folder, TURN_DEAF, hung=0.3) == [KILLED]
 
 
 def test_a_suspected_engine_that_accepts_a_probe_and_does_not_reply_is_replaced_when_it_counts_as_hung(
     folder: Path,
 ) -> None:
-    async def work(fleet: EnginePool) -> int:
-        with pytest.raises(EngineLost):
-            await answers(fleet, request("0", TURN_MUTE))
-        return len(await answers(fleet, request("1")))
-
-    assert in_fleet(folder, work, count=1, hung=2.0, answer=600.0) == 2  # its heartbeats, one a second, go on
+    """Its heartbeats, one a second, go on."""
+    assert answers_after(folder, TURN_MUTE, hung=1.5, answer=600.0) == [KILLED]
 
 
 def test_an_engine_that_dies_too_often_ends_the_run_with_its_name(folder: Path) -> None:
@@ -329,28 +308,34 @@ def test_an_engine_that_dies_too_often_ends_the_run_with_its_name(folder: Path) 
                 await answers(fleet, request("0", DIE))
 
     with pytest.raises(RoleDied, match=r"engine-0 ended with exit code 9, 3 times; see the end of .*engine-0\.txt"):
-        in_fleet(folder, work, count=1, engine_restarts=2)
+        played(folder, work, count=1, engine_restarts=2)
 
 
-def test_a_replacement_that_does_not_start_is_counted_as_well(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> None:
-        (folder / "newest").write_text("broken")
-        with pytest.raises(EngineLost):
-            await answers(fleet, request("0", DIE))
-        await answers(fleet, request("1"))
-
-    with pytest.raises(RoleDied, match="engine-0 ended with exit code 1, 3 times"):
-        in_fleet(folder, work, count=1, engine_restarts=2)
+async def never(fleet: EnginePool) -> None:
+    raise AssertionError("it has not started")
 
 
-def test_an_engine_that_does_not_start_is_named(folder: Path) -> None:
-    (folder / "newest").write_text("broken")
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        ("broken", r"engine-\d ended with exit code 1; see the end of"),
+        ("killed 4", r"engine-\d was killed by SIGKILL .*, 1 times"),
+    ],
+)
+def test_an_engine_that_does_not_start_is_named(folder: Path, start: str, told: str) -> None:
+    (folder / "newest").write_text(start)
+    with pytest.raises(RoleDied, match=told):
+        played(folder, never, engine_restarts=0)
 
-    async def work(fleet: EnginePool) -> None:
-        raise AssertionError("it has not started")
 
-    with pytest.raises(RoleDied, match=r"engine-\d ended with exit code 1; see the end of"):
-        in_fleet(folder, work)
+def test_a_users_mistake_that_an_engine_finds_first_is_one(folder: Path) -> None:
+    """The cause decides about exit code and message, not which role ends first."""
+    (folder / "newest").write_text("mistaken")
+    with pytest.raises(RoleFailed) as caught:
+        played(folder, never)
+    problems = [Problem(str(folder / "newest"), "lacks a weight", "mend it"), Problem("a: b", "another one")]
+    assert (caught.value.exit_code, caught.value.role[:-1]) == (2, "engine-")
+    assert caught.value.problem == str(DataError(problems))
 
 
 def test_an_engine_that_is_killed_while_it_starts_is_replaced(folder: Path) -> None:
@@ -360,30 +345,19 @@ def test_an_engine_that_is_killed_while_it_starts_is_replaced(folder: Path) -> N
     async def work(fleet: EnginePool) -> int:
         return fleet.live
 
-    assert in_fleet(folder, work, count=1, say=said.append) == 4
-    assert said == ["engine-0 was killed by SIGKILL (out of memory?): a new one is started"]
+    assert played(folder, work, count=1, say=said.append) == 4
+    assert said == [KILLED]
 
 
-def test_an_engine_that_is_killed_too_often_while_it_starts_ends_the_run(folder: Path) -> None:
-    (folder / "newest").write_text("killed 4")
-
-    async def work(fleet: EnginePool) -> None:
-        raise AssertionError("it has not started")
-
-    with pytest.raises(RoleDied, match=r"engine-0 was killed by SIGKILL .*, 1 times"):
-        in_fleet(folder, work, count=1, engine_restarts=0)
-
-
-def test_a_replacement_that_is_never_ready_is_replaced_as_well(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> int:
-        (folder / "newest").write_text("hangs 4")
-        with pytest.raises(EngineLost):
-            await answers(fleet, request("0", DIE))
-        (completion,) = await answers(fleet, request("1", answers=1))
-        return completion.versions[0]
-
-    said: list[str] = []
-    assert in_fleet(folder, work, count=1, say=said.append, start=2.0) == 4
+@in_fleet(count=1, start=1.0)
+async def test_a_replacement_that_is_never_ready_is_replaced_as_well(
+    fleet: EnginePool, folder: Path, said: list[str]
+) -> None:
+    (folder / "newest").write_text("hangs 4")
+    with pytest.raises(EngineLost):
+        await answers(fleet, request("0", DIE))
+    (completion,) = await answers(fleet, request("1", answers=1))
+    assert completion.versions[0] == 4
     assert "engine-0 to be ready" in said[1]
 
 
@@ -392,4 +366,4 @@ def test_an_engine_that_stays_silent_is_named_after_its_deadline(folder: Path) -
         return await answers(fleet, request("0", STAY_SILENT))
 
     with pytest.raises(DeadlineExceeded, match=r"the client of engine-0 waited 0\.2 s for the next completion to 0"):
-        in_fleet(folder, work, count=1, answer=0.2)
+        played(folder, work, count=1, answer=0.2)

@@ -1,17 +1,20 @@
-"""What the recorder counts for the goodput budget: tokens that are lost and tokens that go on, seconds by activity; and
-the bound that it notes of a step which a resume records."""
+"""What the recorder counts.
+
+- For the goodput budget: tokens that are lost and tokens that go on, seconds by activity; and the bound that it notes
+  of a step which a resume records.
+- The accuracy of a training step counts every completion judged since the step before, by an earlier process of the run
+  too; where there is none, the accuracy before it stands.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import cast
 
 import msgspec
 import pytest
 
 from stretto.core.events import Span
+from stretto.core.records import Outcome, Trajectory, Verdict
 from stretto.launch.assemble.run import RunContext
 from stretto.launch.assemble.run import _record_again as record_again
 from stretto.loop.records.totals import Work, carried_over
@@ -19,49 +22,34 @@ from stretto.rollout.adaptive import AdaptiveBound
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import inspect_run
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
+from stretto.store.inspection import Inspection
 from stretto.store.series.metrics import read_metrics
 from stretto.store.totals import Totals
-from tests.loop.test_checkpointing import PROMPT, UPDATE, Desk, batch
+from tests.loop.desk import BATCH, PROMPT, UPDATE, Desk
+from tests.store.make import buffered
 
 
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
-        yield Desk(folder, ledger)
+def counted(found: Inspection) -> dict[str, int]:
+    """The tokens by category, of those that have any."""
+    return {name: category.tokens for name, category in found.goodput.items() if category.tokens}
 
 
 def test_what_the_end_of_a_run_cuts_off_waits_and_what_was_aborted_before_has_failed(desk: Desk) -> None:
     desk.recorder.rl_begins()
-    desk.counters.work = Work(generated=6, stopped=3)  # lost with an engine
+    desk.work = Work(generated=6, stopped=3)  # lost with an engine
     desk.one_step()  # two tokens
     desk.recorder.gives_up()
-    desk.counters.work = Work(generated=9, stopped=7)
-    desk.recorder.rl_ends()
-    desk.recorder.conclude()
-    desk.ledger.flush()
-    tokens = {name: category.tokens for name, category in inspect_run(desk.folder.path).goodput.items()}
-    assert {name: count for name, count in tokens.items() if count} == {
-        "trained": 2,
-        "generated_and_waiting": 4,
-        "failed": 3,
-    }
+    desk.work = Work(generated=9, stopped=7)
+    assert counted(desk.concluded()) == {"trained": 2, "generated_and_waiting": 4, "failed": 3}
 
 
 def test_turns_that_no_trajectory_has_are_wasted_and_have_failed(desk: Desk) -> None:
     desk.recorder.rl_begins()
-    desk.counters.work = Work(generated=9, stopped=3)
+    desk.work = Work(generated=9, stopped=3)
     desk.recorder.left_over(4)
     desk.one_step()  # two tokens
-    desk.recorder.rl_ends()
-    desk.recorder.conclude()
-    desk.ledger.flush()
-    found = inspect_run(desk.folder.path)
-    tokens = {name: category.tokens for name, category in found.goodput.items() if category.tokens}
-    assert tokens == {"trained": 2, "failed": 7}
+    found = desk.concluded()
+    assert counted(found) == {"trained": 2, "failed": 7}
     assert found.tokens.wasted == 7
 
 
@@ -81,10 +69,8 @@ def test_work_that_comes_before_the_first_prompt_is_in_no_activity(desk: Desk) -
 
 def test_a_step_that_a_resume_records_has_the_bound_under_which_it_was_trained(desk: Desk) -> None:
     """Its measurements raise the bound from 1 to 2, for the steps behind it."""
-    (group,) = batch().groups
-    desk.ledger.issue(group.id, PROMPT, 1, 0)
-    desk.ledger.buffer(group)
-    desk.ledger.commit_batch(batch())
+    buffered(desk.ledger, *BATCH.groups)
+    desk.ledger.commit_batch(BATCH)
     config = RolloutConfig(batch_size=1, group_size=2, max_in_flight=3, max_staleness="auto", staleness_max=3)
     state = ControllerState(staleness=AdaptiveBound(1), starved=True)
     controller = Controller(config, PromptStream([PROMPT], seed=1), desk.ledger, seed=1, version=1, state=state)
@@ -92,3 +78,66 @@ def test_a_step_that_a_resume_records_has_the_bound_under_which_it_was_trained(d
     record_again(cast(RunContext, desk), [PROMPT], [update], controller, desk.recorder)
     (step,), _ = read_metrics(desk.folder.metrics)
     assert (step.max_staleness, controller.max_staleness) == (1, 2)
+
+
+def judged(desk: Desk, *outcomes: Outcome, reason: str = "") -> None:
+    rewards = {Outcome.RIGHT: 1.0, Outcome.WRONG: 0.0, Outcome.UNDECIDED: None}
+    trajectories = [
+        Trajectory(f"0.17.1/{member}", (), Verdict(outcome, rewards[outcome], reason), "")
+        for member, outcome in enumerate(outcomes)
+    ]
+    desk.recorder.judged(PROMPT, trajectories)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "accuracy"),
+    [
+        ((Outcome.WRONG, Outcome.WRONG, Outcome.RIGHT), (Outcome.RIGHT, Outcome.UNDECIDED), 0.5),
+        ((Outcome.WRONG, Outcome.RIGHT, Outcome.RIGHT, Outcome.RIGHT), (), 0.75),
+    ],
+)
+def test_the_accuracy_of_a_step_counts_what_an_earlier_process_has_judged(
+    desk: Desk, before: tuple[Outcome, ...], after: tuple[Outcome, ...], accuracy: float
+) -> None:
+    judged(desk, *before)
+    desk.ledger.event("a flush", "of whatever changed")
+    desk.ledger.flush()
+    resumed = Desk(desk.folder, desk.ledger)
+    judged(resumed, *after)
+    resumed.one_step()
+    (step,), _ = read_metrics(desk.folder.metrics)
+    assert step.accuracy == accuracy
+
+
+def test_the_accuracy_stands_where_nothing_was_judged_since_also_over_a_resume(desk: Desk) -> None:
+    judged(desk, Outcome.RIGHT, Outcome.WRONG)
+    desk.one_step()
+    desk.ledger.flush()
+    resumed = Desk(desk.folder, desk.ledger)
+    resumed.recorder.updated(BATCH, UPDATE)
+    steps, _ = read_metrics(desk.folder.metrics)
+    assert [step.accuracy for step in steps] == [0.5, 0.5]
+
+
+def test_a_step_has_the_share_of_undecided_completions_and_the_most_frequent_reason(desk: Desk) -> None:
+    judged(desk, Outcome.UNDECIDED, Outcome.RIGHT, reason="timeout after 1 s")
+    desk.ledger.event("a flush", "of whatever changed")
+    desk.ledger.flush()
+    resumed = Desk(desk.folder, desk.ledger)
+    judged(resumed, Outcome.UNDECIDED, reason="timeout after 1 s")
+    judged(resumed, Outcome.UNDECIDED, Outcome.WRONG, Outcome.UNDECIDED, reason="the reward raised KeyError: 'a'")
+    judged(resumed, Outcome.UNDECIDED, Outcome.UNDECIDED, reason="the reward raised KeyError: 'b'")
+    resumed.one_step()
+    resumed.recorder.updated(BATCH, UPDATE)
+    (step, _), _ = read_metrics(desk.folder.metrics)
+    assert step.undecided == 6 / 8  # those that the process before has judged count too
+    assert step.undecided_reason == "the reward raised KeyError: 'b'"
+    assert step.accuracy == 0.5
+
+
+def test_a_step_without_any_verdict_since_the_one_before_counts_nothing_twice(desk: Desk) -> None:
+    judged(desk, Outcome.UNDECIDED, Outcome.UNDECIDED, reason="no number")
+    desk.one_step()
+    desk.recorder.updated(BATCH, UPDATE)
+    steps, _ = read_metrics(desk.folder.metrics)
+    assert [(step.undecided, step.undecided_reason) for step in steps] == [(1.0, "no number"), (None, "")]

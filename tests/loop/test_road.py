@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import cast
@@ -28,12 +27,10 @@ from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.roster import EngineState
 from stretto.model.hf.build import build_policy
 from stretto.rollout.controller import Controller
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from tests.engine.answering import engine_of
 from tests.engine.serving import served
 from tests.loop.conducting import Stage, ToyFleet
+from tests.store.make import run_at
 from tests.tiny_policy import TINY
 
 FUNCTIONS, FILES = 12, 10
@@ -108,7 +105,7 @@ def test_from_admission_to_an_engines_queue_there_are_few_functions_and_files(tm
         async with served(engine, tmp_path / "s"):
             pool = OneEngine([spec], tmp_path, DeadlinesConfig())
             pool.up()
-            with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+            with run_at(tmp_path / "run") as (folder, ledger):
                 sys.setprofile(road)
                 try:
                     await Stage(folder, ledger, fleet=cast(ToyFleet, pool))._play(None, 1, {})

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from stretto.core.errors import EngineLost, RefusedRequest
-from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, Segment, StopReason, Trajectory
+from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, Trajectory
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.rounds import Rounds
 from stretto.rollout.controller import Ticket
 from stretto.rollout.prompts import Draw
+from tests.store.make import completion
 
 NAMES = ["0.5.0", "0.3.0", "0.9.0"]
 
@@ -47,11 +48,7 @@ class Engines:
                 if ill is not None and whole == 0:
                     raise ill
                 whole -= 1
-                yield Completion(
-                    request.id,
-                    member,
-                    Segment.of(token_ids=(7,), behavior_logprobs=(-0.1,), versions=(0,), stop_reason=StopReason.STOP),
-                )
+                yield completion(request.id, member)
 
 
 def played(engines: Engines, portions: int, slow: str = "", stop: str = "") -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from stretto.core.errors import CheckpointLost, RoleDied, RoleFailed
-from stretto.core.records import Batch, Sampling, Update
+from stretto.core.records import Batch, Sampling
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.learner.recovery import Recovery
@@ -27,6 +27,7 @@ from stretto.processes import fork_server
 from stretto.processes.spawn import Spawner
 from stretto.store.folder.run_folder import RunFolder
 from stretto.trainer.spec import TrainerSpec
+from tests.asynchronous import Test, run_by
 from tests.launch.running import children, wait_until
 from tests.launch.warm import children_of
 from tests.loop.forking import TRAINER, toys
@@ -36,7 +37,13 @@ BATCH = Batch(step=1, version=0, groups=(), oldest_trainable=0)
 NEXT = Batch(step=2, version=1, groups=(), oldest_trainable=0)
 
 
-def linked(
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers that wait for a reply have a tenth of a second to get the error first."""
+    monkeypatch.setattr("stretto.loop.learner.link._LAST_REPLY_SECONDS", 0.1)
+
+
+def played(
     folder: Path,
     parts: list[str],
     work: Callable[[TrainerLink], Awaitable[T]],
@@ -76,19 +83,38 @@ def linked(
         wait_until(lambda: children_of(server.pid) == played, "the end of the trainers")
 
 
+def linked(parts: list[str], **deadlines: float) -> Callable[[Test], Callable[..., None]]:
+    """For a test with a link to a trainer that plays these parts; its reports are in `said`."""
+
+    def run(work: Callable[[TrainerLink], Awaitable[None]], tmp_path: Path, said: list[str]) -> None:
+        played(tmp_path, parts, work, said.append, None, **deadlines)
+
+    return run_by(run)
+
+
 def still_to_play(folder: Path) -> list[str]:
     return (folder / "script").read_text().splitlines()
 
 
-def test_a_trainer_that_dies_in_a_step_is_replaced(tmp_path: Path) -> None:
+def replaced(folder: Path, parts: list[str], spawner: Spawner | None = None, hung: float = 10.0) -> list[str]:
+    """What is said of a first step that the last of these trainers does."""
     said: list[str] = []
+    done = played(folder, parts, lambda link: link.train(BATCH), said.append, spawner, hung=hung)
+    assert (done.step, still_to_play(folder)) == (1, [])
+    return said
 
-    async def work(link: TrainerLink) -> Update:
-        link.report_to(said.append)
-        return await link.train(BATCH)
 
-    assert linked(tmp_path, ["dies", "works"], work).step == 1
-    assert said == ["trainer ended with exit code 9: a new one is started at version 0"]
+DIED = "trainer ended with exit code 9: a new one is started at version 0"
+KILLED = "trainer was killed by SIGKILL (out of memory?): a new one is started at version 0"
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"), [(["dies", "works"], [DIED]), (["is killed", "is killed", "works"], [KILLED] * 2)]
+)
+def test_a_trainer_that_dies_in_a_step_or_before_it_is_ready_is_replaced(
+    tmp_path: Path, parts: list[str], said: list[str]
+) -> None:
+    assert replaced(tmp_path, parts) == said
 
 
 def test_a_trainer_that_dies_is_replaced_although_the_fork_server_hangs(
@@ -97,54 +123,37 @@ def test_a_trainer_that_dies_is_replaced_although_the_fork_server_hangs(
     """The trainer that it did not fork is one with an interpreter of its own; its end of the wire lies in the server's
     queue as well."""
     monkeypatch.setattr(fork_server, "_STALL_SECONDS", 0.3)
-    said: list[str] = []
-
-    async def work(link: TrainerLink) -> Update:
-        link.report_to(said.append)
-        return await link.train(BATCH)
-
     server = fork_server.ForkServer([])
     try:
         os.kill(server.pid, signal.SIGSTOP)
-        assert linked(tmp_path, ["dies", "works"], work, spawner=server).step == 1
+        assert replaced(tmp_path, ["dies", "works"], server) == [DIED]
     finally:
         server.close()
-    assert said == ["trainer ended with exit code 9: a new one is started at version 0"]
 
 
 def test_a_replacement_that_hangs_before_it_is_ready_is_replaced_as_well(tmp_path: Path) -> None:
-    said: list[str] = []
-
-    async def work(link: TrainerLink) -> Update:
-        link.report_to(said.append)
-        return await link.train(BATCH)
-
-    assert linked(tmp_path, ["dies", "hangs", "works"], work, hung=1.5).step == 1
-    assert "sent no heartbeat for 2 s and was killed" in said[1]
+    _, hung = replaced(tmp_path, ["dies", "hangs", "works"], hung=1.5)
+    assert "sent no heartbeat for 2 s and was killed" in hung
 
 
-def test_steps_go_on_while_a_version_is_written(tmp_path: Path) -> None:
-    async def work(link: TrainerLink) -> tuple[bool, bool, bool]:
-        await link.published(0)
-        await link.train(BATCH)
-        first = asyncio.create_task(link.published(1))
-        await asyncio.sleep(0.05)
-        early = first.done()
-        second = await link.train(NEXT)
-        await asyncio.wait_for(asyncio.gather(first, link.published(2)), 5)
-        return early, first.done(), second.version == 2
-
-    assert linked(tmp_path, ["lags"], work) == (False, True, True)
+@linked(["lags"])
+async def test_steps_go_on_while_a_version_is_written(link: TrainerLink) -> None:
+    await link.published(0)
+    await link.train(BATCH)
+    first = asyncio.create_task(link.published(1))
+    await asyncio.sleep(0.05)
+    early = first.done()
+    second = await link.train(NEXT)
+    await asyncio.wait_for(asyncio.gather(first, link.published(2)), 5)
+    assert (early, first.done(), second.version == 2) == (False, True, True)
 
 
-def test_a_version_that_is_written_is_forgotten_once_there_is_a_newer_one(tmp_path: Path) -> None:
-    async def work(link: TrainerLink) -> set[str]:
-        for batch in (BATCH, NEXT):
-            await link.train(batch)
-        await link.published(2)
-        return set(cast(Any, link)._replies._writing)
-
-    assert linked(tmp_path, ["lags"], work) <= {"version 2"}
+@linked(["lags"])
+async def test_a_version_that_is_written_is_forgotten_once_there_is_a_newer_one(link: TrainerLink) -> None:
+    for batch in (BATCH, NEXT):
+        await link.train(batch)
+    await link.published(2)
+    assert set(cast(Any, link)._replies._writing) <= {"version 2"}
 
 
 def test_a_version_that_a_dead_trainer_had_not_written_is_written_by_its_replacement(tmp_path: Path) -> None:
@@ -165,7 +174,7 @@ def test_a_version_that_a_dead_trainer_had_not_written_is_written_by_its_replace
         await link.published(2)
         return early, len(still_to_play(tmp_path))
 
-    assert linked(tmp_path, ["keeps", "goes on"], work) == (False, 0)
+    assert played(tmp_path, ["keeps", "goes on"], work) == (False, 0)
 
 
 def test_a_version_that_cannot_be_written_ends_the_run_with_the_reason(tmp_path: Path) -> None:
@@ -179,51 +188,37 @@ def test_a_version_that_cannot_be_written_ends_the_run_with_the_reason(tmp_path:
 
     for work in (in_the_next_step, without_one):
         with pytest.raises(RoleFailed, match="version 1 cannot be published: no space left"):
-            linked(tmp_path, ["fails"], work)
+            played(tmp_path, ["fails"], work)
         shutil.rmtree(tmp_path / "run")
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
-    async def work(link: TrainerLink) -> tuple[bool, int]:
-        copied = asyncio.Event()
-        saving = asyncio.create_task(link.save_checkpoint(tmp_path / "step-000001", copied.set))
-        await copied.wait()
-        await asyncio.sleep(0.05)
-        early = saving.done()
-        update = await link.train(BATCH)  # the toy writes when it has this order, and says so before it answers
-        await saving
-        return early, update.step
-
-    assert linked(tmp_path, ["writes"], work) == (False, 1)
+@linked(["writes"])
+async def test_steps_go_on_while_a_checkpoint_is_written(link: TrainerLink, tmp_path: Path) -> None:
+    copied = asyncio.Event()
+    saving = asyncio.create_task(link.save_checkpoint(tmp_path / "step-000001", copied.set))
+    await copied.wait()
+    await asyncio.sleep(0.05)
+    early = saving.done()
+    update = await link.train(BATCH)  # the toy writes when it has this order, and says so before it answers
+    await saving
+    assert (early, update.step) == (False, 1)
 
 
-def test_a_checkpoint_whose_trainer_dies_is_lost_and_the_run_goes_on(tmp_path: Path) -> None:
-    async def work(link: TrainerLink) -> int:
-        with pytest.raises(CheckpointLost, match="the checkpoint step-000001 was not written: trainer"):
-            await link.save_checkpoint(tmp_path / "step-000001")
+@linked(["writes nothing", "works"])
+async def test_a_checkpoint_whose_trainer_dies_is_lost_and_the_run_goes_on(link: TrainerLink, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointLost, match="the checkpoint step-000001 was not written: trainer"):
         await link.save_checkpoint(tmp_path / "step-000001")
-        return (await link.train(BATCH)).step
-
-    assert linked(tmp_path, ["writes nothing", "works"], work) == 1
-
-
-def test_a_checkpoint_that_cannot_be_written_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
-    async def work(link: TrainerLink) -> None:
-        with pytest.raises(RoleFailed, match="trainer: no space left") as caught:
-            await link.save_checkpoint(tmp_path / "step-000001")
-        assert caught.value.exit_code == 1
-
-    linked(tmp_path, ["cannot write"], work)
+    await link.save_checkpoint(tmp_path / "step-000001")
+    assert (await link.train(BATCH)).step == 1
 
 
-def test_a_trainer_that_is_killed_before_it_is_ready_is_replaced(tmp_path: Path) -> None:
-    said: list[str] = []
-
-    async def work(link: TrainerLink) -> Update:
-        return await link.train(BATCH)
-
-    assert linked(tmp_path, ["is killed", "is killed", "works"], work, said.append).step == 1
-    assert said == ["trainer was killed by SIGKILL (out of memory?): a new one is started at version 0"] * 2
+@linked(["cannot write"])
+async def test_a_checkpoint_that_cannot_be_written_is_an_error_with_its_exit_code(
+    link: TrainerLink, tmp_path: Path
+) -> None:
+    with pytest.raises(RoleFailed, match="trainer: no space left") as caught:
+        await link.save_checkpoint(tmp_path / "step-000001")
+    assert caught.value.exit_code == 1
 
 
 def test_a_trainer_that_dies_too_often_before_it_is_ready_ends_the_run(tmp_path: Path) -> None:
@@ -231,37 +226,32 @@ def test_a_trainer_that_dies_too_often_before_it_is_ready_ends_the_run(tmp_path:
         raise AssertionError("it has not started")
 
     with pytest.raises(RoleDied, match=r"trainer was killed by SIGKILL"):
-        linked(tmp_path, ["is killed", "is killed", "works"], work, trainer_restarts=1)
+        played(tmp_path, ["is killed", "is killed", "works"], work, trainer_restarts=1)
     assert still_to_play(tmp_path) == ["works"]
 
 
-def test_a_trainer_that_ends_while_nobody_wants_anything_is_replaced(tmp_path: Path) -> None:
-    async def work(link: TrainerLink) -> Update:
-        watch = asyncio.create_task(link.supervise())
-        link.process.kill()
-        while still_to_play(tmp_path):
-            await asyncio.sleep(0.01)
-        update = await link.train(BATCH)
-        watch.cancel()
-        return update
-
-    assert linked(tmp_path, ["works", "works"], work).step == 1
+@linked(["works", "works"])
+async def test_a_trainer_that_ends_while_nobody_wants_anything_is_replaced(link: TrainerLink, tmp_path: Path) -> None:
+    watch = asyncio.create_task(link.supervise())
+    link.process.kill()
+    while still_to_play(tmp_path):
+        await asyncio.sleep(0.01)
+    update = await link.train(BATCH)
+    watch.cancel()
+    assert update.step == 1
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_a_trainer_that_ends_with_one_of_its_ranks_names_it(tmp_path: Path, idle: bool) -> None:
-    said: list[str] = []
-
-    async def work(link: TrainerLink) -> Update:
-        link.report_to(said.append)
-        watch = asyncio.create_task(link.supervise())
-        while idle and still_to_play(tmp_path):
-            await asyncio.sleep(0.01)
-        update = await link.train(BATCH)
-        watch.cancel()
-        return update
-
-    assert linked(tmp_path, ["loses", "works"], work).step == 1
+@linked(["loses", "works"])
+async def test_a_trainer_that_ends_with_one_of_its_ranks_names_it(
+    link: TrainerLink, tmp_path: Path, idle: bool, said: list[str]
+) -> None:
+    watch = asyncio.create_task(link.supervise())
+    while idle and still_to_play(tmp_path):
+        await asyncio.sleep(0.01)
+    update = await link.train(BATCH)
+    watch.cancel()
+    assert update.step == 1
     assert said == ["trainer lost rank 1, which was killed by SIGKILL: a new one is started at version 0"]
 
 
@@ -274,23 +264,21 @@ def test_an_order_that_outlives_the_stop_starts_no_other_trainer(tmp_path: Path,
         with pytest.raises(RoleDied):
             await order
 
-    linked(tmp_path, [part, "works"], work)
+    played(tmp_path, [part, "works"], work)
     assert still_to_play(tmp_path) == ["works"]
 
 
 @pytest.mark.parametrize("moment", [0.0, 0.02, 0.1, 0.3])
-def test_a_stop_in_the_middle_of_a_replacement_leaves_no_process(tmp_path: Path, moment: float) -> None:
-    async def work(link: TrainerLink) -> None:
-        order = asyncio.create_task(link.train(BATCH))
-        while link.process.running:
-            await asyncio.sleep(0)
-        await asyncio.sleep(moment)
-        await link.stop(0.1)
-        with pytest.raises(RoleDied):
-            await order
-        assert not link.process.running
-
-    linked(tmp_path, ["dies", *["lingers"] * 3], work)
+@linked(["dies", *["lingers"] * 3])
+async def test_a_stop_in_the_middle_of_a_replacement_leaves_no_process(link: TrainerLink, moment: float) -> None:
+    order = asyncio.create_task(link.train(BATCH))
+    while link.process.running:
+        await asyncio.sleep(0)
+    await asyncio.sleep(moment)
+    await link.stop(0.1)
+    with pytest.raises(RoleDied):
+        await order
+    assert not link.process.running
 
 
 def test_a_step_that_hangs_is_no_progress_and_one_that_computes_is(tmp_path: Path) -> None:
@@ -303,6 +291,6 @@ def test_a_step_that_hangs_is_no_progress_and_one_that_computes_is(tmp_path: Pat
         order.cancel()
         return link.progress != before
 
-    assert not linked(tmp_path, ["sleeps"], lambda link: moved(link, 1.5))
+    assert not played(tmp_path, ["sleeps"], lambda link: moved(link, 1.2))  # it sends a heartbeat meanwhile
     (tmp_path / "other").mkdir()
-    assert linked(tmp_path / "other", ["computes"], lambda link: moved(link, 30))
+    assert played(tmp_path / "other", ["computes"], lambda link: moved(link, 30))

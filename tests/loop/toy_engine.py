@@ -94,23 +94,10 @@ class ToyEngine:
                 self.mute = True
                 return None
         self.generated += len(request.seeds)
-        return b"".join(
-            frame(
-                Completion(
-                    request.id,
-                    member,
-                    Segment.of(
-                        token_ids=(*prefix.token_ids, seed),
-                        behavior_logprobs=(*prefix.behavior_logprobs, -0.1),
-                        versions=(*prefix.versions, self.version),
-                        stop_reason=StopReason.STOP,
-                    ),
-                )
-            )
-            for member, (seed, prefix) in enumerate(
-                zip(request.seeds, request.prefixes or (Segment(),) * len(request.seeds), strict=True)
-            )
-        )
+        prefixes = request.prefixes or (Segment(),) * len(request.seeds)
+        last = [Segment.of((seed,), (-0.1,), (self.version,), 0, StopReason.STOP) for seed in request.seeds]
+        whole = [prefix + end for prefix, end in zip(prefixes, last, strict=True)]
+        return b"".join(frame(Completion(request.id, member, segment)) for member, segment in enumerate(whole))
 
     def _health(self) -> EngineHealth:
         zeros = ("running", "waiting", "prefilled", "recomputed", "interrupted", "preempted", "wasted", "updates")

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from stretto.core.records import Outcome
 from stretto.store.folder.run_folder import RunFolder
@@ -16,29 +17,20 @@ from stretto_report.audit.symptoms.evidence import Alarm
 from stretto_report.outlets.follower import Cursor, How, RunFollower, read_cursor
 from stretto_report.outlets.points import MetricsPoint
 from stretto_report.outlets.role import FollowerSpec, follow
+from tests.store.lines import evaluation_line, step_line
 
 
 def step(number: int, reward: float = 0.5, entropy: float | None = None) -> StepMetrics:
-    return StepMetrics(
-        step=number,
-        version=number,
-        wall_seconds=10.0 + number,
-        rl_seconds=float(number),
-        accuracy=0.25,
-        reward=reward,
-        length_mean=30.0,
-        length_max=90,
-        staleness_mean=1.5,
-        staleness_max=4,
-        trained_tokens=960,
-        trainer={"loss": 0.25, "entropy": entropy},
-        queues={"buffered": 3.0},
-        busy={"engine-0": 0.75},
-    )
+    maps: dict[str, Any] = {
+        "trainer": {"loss": 0.25, "entropy": entropy},
+        "queues": {"buffered": 3.0},
+        "busy": {"engine-0": 0.75},
+    }
+    return step_line(number, reward=reward, trained_tokens=960, **maps)
 
 
 def evaluation(number: int, accuracy: float = 0.125, prompts: int = 8) -> EvaluationLine:
-    return EvaluationLine(number, number, 10.0 + number, float(number), accuracy, prompts=prompts)
+    return evaluation_line(number, accuracy, prompts=prompts)
 
 
 def sample(version: int) -> SampledCompletion:
@@ -49,11 +41,22 @@ class RecordedRun:
     """The folder of a run that has written no line yet."""
 
     def __init__(self, path: Path) -> None:
-        path.mkdir(exist_ok=True)
+        (path / "logs").mkdir(parents=True, exist_ok=True)
         (path / "recipe.toml").write_text("seed = 1\n[trainer]\nsteps = 6\n")
         self.folder = RunFolder(path)
         self.metrics = MetricsLog(self.folder.metrics)
         self.samples: LineWriter[SampledCompletion] = LineWriter(self.folder.samples)
+
+    def append(self, *lines: StepMetrics | EvaluationLine) -> None:
+        for line in lines:
+            self.metrics.append(line)
+
+    def steps(self, first: int, last: int, reward: float = 0.5) -> None:
+        self.append(*(step(number, reward) for number in range(first, last + 1)))
+
+    def sent(self, tool: str = "tensorboard") -> int:
+        """The newest step that a tool has noted."""
+        return read_cursor(self.folder.outlets / f"{tool}.json").sent.get("step", 0)
 
 
 def collapsing(run: RecordedRun, first: int, last: int) -> None:

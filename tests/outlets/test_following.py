@@ -51,21 +51,8 @@ def test_the_recipe_is_flat(tmp_path: Path) -> None:
     assert flat_recipe(recipe) == {"seed": 1, "trainer.lora.rank": 8, "logging.to": '["wandb"]'}
 
 
-def test_each_line_is_handed_on_once_though_the_process_dies_between(followed: Followed) -> None:
-    run = followed.run
-    run.metrics.append(evaluation(0))
-    run.metrics.append(step(1))
-    followed.follower.advance()
-    followed.restart()
-    run.metrics.append(step(2))
-    followed.follower.advance()
-    followed.follower.finish()
-    assert followed.got("step") == [(1, 0.5), (2, 0.5)]
-    assert followed.got("evaluation") == [(0, 0.125)]
-
-
 def test_a_line_that_is_not_whole_waits(followed: Followed) -> None:
-    followed.run.metrics.append(step(1))
+    followed.run.append(step(1))
     metrics = followed.run.folder.metrics
     whole = metrics.read_bytes()
     metrics.write_bytes(whole[:40])
@@ -76,22 +63,9 @@ def test_a_line_that_is_not_whole_waits(followed: Followed) -> None:
     assert followed.got("step") == [(1, 0.5)]
 
 
-def test_an_outage_loses_nothing(followed: Followed) -> None:
-    followed.run.metrics.append(step(1))
-    followed.fault.touch()
-    with pytest.raises(ConnectionError):
-        followed.follower.advance()
-    followed.run.metrics.append(step(2))
-    followed.fault.unlink()
-    followed.restart()
-    followed.follower.advance()
-    assert followed.got("step") == [(1, 0.5), (2, 0.5)]
-
-
 def test_a_slow_tool_gets_portions_and_keeps_those_that_it_has_taken(followed: Followed) -> None:
     """Out of order behind the second portion of three."""
-    for number in range(1, 2 * PORTION + 6):
-        followed.run.metrics.append(step(number))
+    followed.run.steps(1, 2 * PORTION + 5)
     followed.fault_at_beat = 2
     with pytest.raises(ConnectionError):
         followed.follower.advance()
@@ -104,8 +78,7 @@ def test_a_slow_tool_gets_portions_and_keeps_those_that_it_has_taken(followed: F
 
 
 def test_the_place_in_a_file_that_was_written_again_is_kept_though_nothing_in_it_is_new(followed: Followed) -> None:
-    for number in range(1, 4):
-        followed.run.metrics.append(step(number))
+    followed.run.steps(1, 3)
     followed.follower.advance()
     rewind_metrics(followed.run.folder.metrics, 2)
     followed.follower.advance()
@@ -117,10 +90,10 @@ def test_the_place_in_a_file_that_was_written_again_is_kept_though_nothing_in_it
 def test_a_line_that_cannot_be_read_is_left_out_and_said_once(
     followed: Followed, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    followed.run.metrics.append(step(1))
+    followed.run.append(step(1))
     with followed.run.folder.metrics.open("a") as file:
         file.write("no JSON\n")
-    followed.run.metrics.append(step(2))
+    followed.run.append(step(2))
     for _ in range(2):
         followed.follower.advance()
     assert followed.got("step") == [(1, 0.5), (2, 0.5)]
@@ -128,23 +101,14 @@ def test_a_line_that_cannot_be_read_is_left_out_and_said_once(
     assert capsys.readouterr().err == f"{followed.cursor.fault}\n"
 
 
-def test_an_evaluation_that_ends_late_is_handed_on_at_its_own_step(followed: Followed) -> None:
-    for line in (step(4), step(5), evaluation(4), step(6)):
-        followed.run.metrics.append(line)
-    followed.follower.advance()
-    assert followed.got("evaluation") == [(4, 0.125)]
-
-
 @pytest.mark.parametrize("restarts", [False, True], ids=["it goes on", "it begins anew"])
 def test_steps_that_are_done_again_are_neither_doubled_nor_changed(followed: Followed, restarts: bool) -> None:
     """A crash behind step 5, of which the run knows step 3: steps 4 and 5 are done again."""
     run = followed.run
-    for number in range(1, 6):
-        run.metrics.append(step(number))
+    run.steps(1, 5)
     followed.follower.advance()
     rewind_metrics(run.folder.metrics, 3)
-    for number in range(4, 7):
-        run.metrics.append(step(number, reward=0.75))
+    run.steps(4, 6, reward=0.75)
     if restarts:
         followed.restart()
     followed.follower.finish()
@@ -166,9 +130,9 @@ def test_whatever_happens_each_curve_grows_and_has_every_step_once(events: list[
             match event:
                 case "step":
                     done += 1
-                    followed.run.metrics.append(step(done))
+                    followed.run.append(step(done))
                 case "evaluation":
-                    followed.run.metrics.append(evaluation(done))
+                    followed.run.append(evaluation(done))
                 case "advance":
                     followed.follower.advance()
                 case "restart":
@@ -195,14 +159,14 @@ def test_whatever_happens_each_curve_grows_and_has_every_step_once(events: list[
 def test_a_table_has_the_newest_completions_and_the_next_one_comes_steps_later(followed: Followed) -> None:
     run = followed.run
     run.samples.append(sample(number) for number in range(20))
-    run.metrics.append(step(1))
+    run.append(step(1))
     followed.follower.advance()
     assert followed.got("table") == [(1, [f"3+8={number}" for number in range(20 - ROWS, 20)])]
     run.samples.append([sample(20)])
-    run.metrics.append(step(ROW_STEPS))
+    run.append(step(ROW_STEPS))
     followed.follower.advance()
     followed.restart()  # what was in no table is read again
-    run.metrics.append(step(1 + ROW_STEPS))
+    run.append(step(1 + ROW_STEPS))
     followed.follower.advance()
     assert followed.got("table")[1:] == [(1 + ROW_STEPS, ["3+8=20"])]
 
@@ -242,10 +206,3 @@ def test_a_long_completion_is_cut_in_a_table(followed: Followed) -> None:
     followed.follower.finish()
     ((_, rows),) = followed.got("table")
     assert rows == ["x" * 20_000]
-
-
-def test_a_run_that_has_written_nothing_yet_is_followed(followed: Followed) -> None:
-    assert not followed.follower.advance()
-    followed.run.metrics.append(step(1))
-    followed.follower.advance()
-    assert followed.got("step") == [(1, 0.5)]

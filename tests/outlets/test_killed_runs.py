@@ -8,20 +8,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stretto.store import lock
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics, rewind_metrics
-from stretto_report.outlets.follower import read_cursor
 from stretto_report.outlets.role import MODULE
+from tests.outlets.curves import curve
 from tests.outlets.recorded import RecordedRun, evaluation, follow_to_the_end, step
+from tests.store.make import ledger_at
 
 KILLS, FURTHER_STEPS = 2, 10
 _ENDLESS = 100_000
@@ -31,22 +27,14 @@ _PATIENCE = 100.0
 @pytest.fixture
 def run(tmp_path: Path) -> RecordedRun:
     made = RecordedRun(tmp_path / "run")
-    made.folder.logs.mkdir()
-    Ledger(made.folder.ledger, StoreConfig()).close()
-    return made
+    with ledger_at(made.folder.ledger):
+        return made
 
 
 def training(run: RecordedRun, last: int = _ENDLESS) -> subprocess.Popen[bytes]:
     """The run in a process of its own, from its newest checkpoint on."""
     words = (sys.executable, "-m", "tests.outlets.killed_run", str(run.folder.path), str(last), "tensorboard")
     return subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + _PATIENCE
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def followers(run: RecordedRun) -> list[bytes]:
@@ -62,27 +50,15 @@ def followers(run: RecordedRun) -> list[bytes]:
     return found
 
 
-def sent(run: RecordedRun) -> int:
-    """The newest step that the tool has noted."""
-    return read_cursor(run.folder.outlets / "tensorboard.json").sent.get("step", 0)
-
-
-def has_more(run: RecordedRun, before: int) -> bool:
-    return sent(run) > before
-
-
-def curve(run: RecordedRun, name: str) -> list[int]:
-    """The steps of a curve, as TensorBoard reads it."""
-    found = EventAccumulator(str(run.folder.path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return [point.step for point in found.Scalars(name)]
-
-
 def test_a_run_that_is_killed_twice_has_each_step_once_and_in_order(run: RecordedRun) -> None:
     for _ in range(KILLS):
         with training(run) as process:
-            wait_until(partial(has_more, run, sent(run)))
+            before = run.sent()
+            while run.sent() == before:
+                time.sleep(0.01)
             process.kill()
-        wait_until(lambda: not followers(run))
+        while followers(run):
+            time.sleep(0.01)
         assert not lock.is_held(run.folder.path)
     last = len(read_metrics(run.folder.metrics)[0]) + FURTHER_STEPS
     with training(run, last) as process:
@@ -93,22 +69,19 @@ def test_a_run_that_is_killed_twice_has_each_step_once_and_in_order(run: Recorde
 
 def test_points_that_a_process_could_not_note_before_it_died_are_there_once(run: RecordedRun) -> None:
     """An evaluation that ends late is of an earlier step than the newest point."""
-    for number in range(1, 13):
-        run.metrics.append(step(number))
-    run.metrics.append(evaluation(4))
+    run.steps(1, 12)
+    run.append(evaluation(4))
     follow_to_the_end(run, "tensorboard")
     noted = (run.folder.outlets / "tensorboard.json").read_bytes()
-    run.metrics.append(evaluation(8))
-    for number in range(13, 16):
-        run.metrics.append(step(number))
+    run.append(evaluation(8))
+    run.steps(13, 15)
     follow_to_the_end(run, "tensorboard")
     newest = max((run.folder.path / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     with newest.open("ab") as file:
         file.write(newest.read_bytes()[:20])  # a record that is cut off
     (run.folder.outlets / "tensorboard.json").write_bytes(noted)
     rewind_metrics(run.folder.metrics, 14)  # the run has died too
-    for number in range(15, 18):
-        run.metrics.append(step(number, reward=0.75))
+    run.steps(15, 17, reward=0.75)
     for _ in range(2):
         follow_to_the_end(run, "tensorboard")
     assert curve(run, "reward") == [*range(1, 18)]

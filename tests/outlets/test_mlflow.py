@@ -10,7 +10,6 @@ import posixpath
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,10 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from stretto.store.ending import ENDING, Ending
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto_report.outlets.follower import read_cursor
 from tests.outlets.recorded import RecordedRun, follow_to_the_end, step
+from tests.store.make import ledger_at
 
 
 class Param(NamedTuple):
@@ -138,7 +136,7 @@ def test_another_project_gets_the_run_from_its_beginning(run: RecordedRun, serve
 def test_the_run_of_mlflow_ends_as_the_ledger_says(
     run: RecordedRun, server: SmallServer, ending: Ending | None, status: str
 ) -> None:
-    with closing(Ledger(run.folder.ledger, StoreConfig())) as ledger:
+    with ledger_at(run.folder.ledger) as ledger:
         if ending is not None:
             ledger.put(ENDING, ending)
     follow_to_the_end(run, "mlflow")

@@ -16,10 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from stretto.launch.recipe.outlets import OutletsConfig
 from stretto_report.outlets import supervision
-from stretto_report.outlets.follower import read_cursor
 from stretto_report.outlets.role import MODULE
 from stretto_report.outlets.supervision import ToolFollower, followed
 from tests.launch.warm import children_of
+from tests.outlets.curves import in_tensorboard
 from tests.outlets.recorded import RecordedRun, evaluation, sample, step
 
 TENSORBOARD = OutletsConfig(to=("tensorboard",), tags=("baseline",))
@@ -28,9 +28,7 @@ _PATIENCE = 100.0
 
 @pytest.fixture
 def run(tmp_path: Path) -> RecordedRun:
-    made = RecordedRun(tmp_path / "run")
-    made.folder.logs.mkdir()
-    return made
+    return RecordedRun(tmp_path / "run")
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -44,21 +42,11 @@ def processes() -> list[int]:
     return [pid for pid in children_of(os.getpid()) if MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def sent(run: RecordedRun, tool: str = "tensorboard") -> int:
-    """The newest step that a tool has."""
-    return read_cursor(run.folder.outlets / f"{tool}.json").sent.get("step", 0)
-
-
-def curves(run: RecordedRun) -> EventAccumulator:
-    """The folder as TensorBoard reads it."""
-    return EventAccumulator(str(run.folder.path / "tensorboard")).Reload()
-
-
 def points(found: EventAccumulator, name: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in found.Scalars(name)]
 
 
-def test_an_outage_a_hang_and_a_death_cost_a_sentence_each_and_no_line(
+async def test_an_outage_a_hang_and_a_death_cost_a_sentence_each_and_no_line(
     run: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervision, "_FIRST_PAUSE", 0.1)
@@ -66,32 +54,29 @@ def test_an_outage_a_hang_and_a_death_cost_a_sentence_each_and_no_line(
     in_the_way = run.folder.path / "tensorboard"
     in_the_way.touch()  # a file where the tool wants a folder
 
-    async def follow() -> None:
-        async with followed(TENSORBOARD, run.folder, said.append, lambda: False, hung=4.0):
-            run.metrics.append(step(1))
-            await until(lambda: said)
-            with run.folder.metrics.open("a") as file:
-                file.write("no JSON\n")
-            in_the_way.unlink()
-            await until(lambda: sent(run) == 1)
-            os.kill(processes()[0], signal.SIGSTOP)
-            run.metrics.append(step(2))
-            await until(lambda: sent(run) == 2)
-            os.kill(processes()[0], signal.SIGKILL)
-            await until(lambda: any("SIGKILL" in sentence for sentence in said))
-            run.metrics.append(evaluation(2))
-            run.metrics.append(step(3))
-            run.samples.append([sample(3)])
-        assert processes() == []
-
-    asyncio.run(follow())
+    async with followed(TENSORBOARD, run.folder, said.append, lambda: False, hung=4.0):
+        run.metrics.append(step(1))
+        await until(lambda: said)
+        with run.folder.metrics.open("a") as file:
+            file.write("no JSON\n")
+        in_the_way.unlink()
+        await until(lambda: run.sent() == 1)
+        os.kill(processes()[0], signal.SIGSTOP)
+        run.metrics.append(step(2))
+        await until(lambda: run.sent() == 2)
+        os.kill(processes()[0], signal.SIGKILL)
+        await until(lambda: any("SIGKILL" in sentence for sentence in said))
+        run.metrics.append(evaluation(2))
+        run.metrics.append(step(3))
+        run.samples.append([sample(3)])
+    assert processes() == []
     assert said[0].startswith("tensorboard receives nothing: FileExistsError")
     faults = [sentence for sentence in said if "lacks a line of the run: metrics.jsonl: line 2" in sentence]
     assert len(faults) == 1
     outages = [sentence for sentence in said if sentence not in faults]
     assert "heartbeat" in outages[1]
     assert "SIGKILL" in outages[-1]
-    found = curves(run)
+    found = in_tensorboard(run)
     assert points(found, "reward") == [(1, 0.5), (2, 0.5), (3, 0.5)]
     assert points(found, "trainer/loss") == [(1, 0.25), (2, 0.25), (3, 0.25)]
     assert points(found, "evaluation/accuracy") == [(2, 0.125)]
@@ -101,53 +86,46 @@ def test_an_outage_a_hang_and_a_death_cost_a_sentence_each_and_no_line(
     assert "    3+8=3" in texts["samples"].splitlines()
 
 
-def test_a_package_that_cannot_be_imported_costs_a_sentence(
+async def test_a_package_that_cannot_be_imported_costs_a_sentence(
     run: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tensorboard.py").write_text("raise ImportError('a library of its is missing')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}")
     said: list[str] = []
 
-    async def follow() -> None:
-        async with followed(TENSORBOARD, run.folder, said.append, lambda: True):
-            run.metrics.append(step(1))
-            await until(lambda: said)
-        assert processes() == []
-
-    asyncio.run(follow())
+    async with followed(TENSORBOARD, run.folder, said.append, lambda: True):
+        run.metrics.append(step(1))
+        await until(lambda: said)
+    assert processes() == []
     assert "ImportError: a library of its is missing" in said[0]
     assert "the run continues without it" in said[0]
-    assert sent(run) == 0
+    assert run.sent() == 0
 
 
-def test_a_process_that_cannot_be_started_leaves_no_descriptor(run: RecordedRun) -> None:
+async def test_a_process_that_cannot_be_started_leaves_no_descriptor(run: RecordedRun) -> None:
     said: list[str] = []
     too_long = TENSORBOARD.model_copy(update={"name": "x" * 200_000})  # for one argument of a process
 
-    async def follow() -> None:
-        before = os.listdir("/proc/self/fd")
-        follower = ToolFollower("tensorboard", too_long, run.folder, said.append, hung=4.0)
-        task = asyncio.create_task(follower.run())
-        await until(lambda: said)
-        assert len(os.listdir("/proc/self/fd")) == len(before)
-        await follower.end(task, 20.0)
-
-    asyncio.run(follow())
+    before = os.listdir("/proc/self/fd")
+    follower = ToolFollower("tensorboard", too_long, run.folder, said.append, hung=4.0)
+    task = asyncio.create_task(follower.run())
+    await until(lambda: said)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    await follower.end(task, 20.0)
     assert "cannot be started" in said[0]
 
 
-def test_the_end_of_a_run_waits_for_a_tool_only_for_a_while(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_a_run_waits_for_a_tool_only_for_a_while(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervision, "_STOP_SECONDS", 0.5)
     said: list[str] = []
 
-    async def follow() -> None:
-        async with followed(TENSORBOARD, run.folder, said.append, stopped=lambda: True):
-            run.metrics.append(step(1))
-            await until(lambda: sent(run) == 1)
-            os.kill(processes()[0], signal.SIGSTOP)
-            run.metrics.append(step(2))
-        assert processes() == []
-
-    asyncio.run(follow())
+    async with followed(TENSORBOARD, run.folder, said.append, stopped=lambda: True):
+        run.metrics.append(step(1))
+        await until(lambda: run.sent() == 1)
+        os.kill(processes()[0], signal.SIGSTOP)
+        run.metrics.append(step(2))
+    assert processes() == []
     assert said == ["tensorboard has not taken the end of the run within 0.5 s"]
-    assert sent(run) == 1
+    assert run.sent() == 1

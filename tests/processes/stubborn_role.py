@@ -12,17 +12,18 @@ import time
 import msgspec
 
 from stretto.core.records import Record
-from stretto.processes.heartbeat import send_heartbeats
+from stretto.processes import heartbeat
 
 
 class StubbornSpec(Record, frozen=True):
-    """Ignore SIGTERM or not, give signs of life or not, start a child that sleeps or not and log its number, leave a
-    thread and a handler behind that print or not; then end with `code` after `seconds`."""
+    """Ignore SIGTERM or not, give signs of life or not and `pause` seconds apart, start a child that sleeps or not and
+    log its number, leave a thread and a handler behind that print or not; then end with `code` after `seconds`."""
 
     ignores: bool = False
     seconds: float = 60.0
     code: int = 0
     beats: bool = False
+    pause: float = 1.0
     child: bool = False
     late: bool = False
 
@@ -32,7 +33,8 @@ def main(arguments: list[str]) -> int:
     if spec.ignores:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if spec.beats:
-        send_heartbeats()
+        heartbeat.HEARTBEAT_SECONDS = spec.pause
+        heartbeat.send_heartbeats()
     child = subprocess.Popen(["sleep", "60"]) if spec.child else None
     print("up" if child is None else child.pid, flush=True)
     if spec.late:

@@ -36,12 +36,8 @@ class Asked(Record, frozen=True):
         ({"model": "m", "temprature": 1}, "temprature: unknown field; did you mean 'temperature'?"),
         ({"model": "m", "zzz": 1}, "zzz: unknown field; see /openapi.json"),
         (
-            {"model": "m", "messages": [{"role": "user"}, {"role": "user", "contnt": ""}]},
-            "messages[1].contnt: unknown field; did you mean 'content'?",
-        ),
-        (
-            {"model": "m", "messages": [{"role": "user", "content": [{"text": "a", "kinds": "b"}]}]},
-            "messages[0].content[0].kinds: unknown field; did you mean 'kind'?",
+            {"model": "m", "messages": [{"role": "user"}, {"role": "user", "content": [{"text": "", "kinds": ""}]}]},
+            "messages[1].content[0].kinds: unknown field; did you mean 'kind'?",
         ),
         ({"model": "m", "options": {"txt": ""}}, "options.txt: unknown field; did you mean 'text'?"),
         ({"temperature": 1}, "model: missing; see /openapi.json"),

@@ -47,7 +47,7 @@ class Ends:
         await asyncio.sleep(0)
 
 
-def test_orders_and_answers_arrive_in_order() -> None:
+async def test_orders_and_answers_arrive_in_order() -> None:
     def role(descriptor: int) -> None:
         end: RoleEnd[ToTrainer] = RoleEnd(descriptor, TO_TRAINER)
         while (order := end.receive()) is not None and not isinstance(order, Stop):
@@ -55,94 +55,65 @@ def test_orders_and_answers_arrive_in_order() -> None:
             end.send(Ready(version=int(order.folder)))
         end._socket.close()
 
-    async def conduct() -> list[int]:
-        async with Ends() as ends:
-            thread = threading.Thread(target=role, args=(ends.wire.detach(),))
-            thread.start()
-            for number in range(200):
-                await ends.conductor.send(SavePolicy(folder=str(number)))
-            answers = [await ends.conductor.receive("to answer", 10) for _ in range(200)]
-            await ends.conductor.send(Stop())
-            await asyncio.to_thread(thread.join)
-        return [answer.version for answer in answers if isinstance(answer, Ready)]
-
-    assert run(conduct()) == list(range(200))
+    async with Ends() as ends:
+        thread = threading.Thread(target=role, args=(ends.wire.detach(),))
+        thread.start()
+        for number in range(200):
+            await ends.conductor.send(SavePolicy(folder=str(number)))
+        answers = [await ends.conductor.receive("to answer", 10) for _ in range(200)]
+        await ends.conductor.send(Stop())
+        await asyncio.to_thread(thread.join)
+    assert [answer.version for answer in answers if isinstance(answer, Ready)] == list(range(200))
 
 
-def test_a_message_in_pieces_is_one_message() -> None:
-    async def conduct() -> FromTrainer:
-        async with Ends() as ends:
-            waiting = asyncio.ensure_future(ends.conductor.receive("to be ready", 10))
-            for byte in frame(READY):
-                ends.wire.send(bytes([byte]))
-                await asyncio.sleep(0)
-            return await waiting
-
-    assert run(conduct()) == READY
+async def test_a_message_in_pieces_is_one_message() -> None:
+    async with Ends() as ends:
+        waiting = asyncio.ensure_future(ends.conductor.receive("to be ready", 10))
+        for byte in frame(READY):
+            ends.wire.send(bytes([byte]))
+            await asyncio.sleep(0)
+        assert await waiting == READY
 
 
-def test_a_wait_that_is_too_long_names_the_role_and_what_was_awaited() -> None:
-    async def conduct() -> None:
-        async with Ends() as ends:
+async def test_a_wait_that_is_too_long_names_the_role_and_what_was_awaited() -> None:
+    async with Ends() as ends:
+        with pytest.raises(DeadlineExceeded, match=r"conductor waited 0\.05 s for trainer to be ready"):
             await ends.conductor.receive("to be ready", 0.05)
 
-    with pytest.raises(DeadlineExceeded, match=r"conductor waited 0\.05 s for trainer to be ready"):
-        run(conduct())
 
-
-def test_a_torn_connection_is_a_dead_role() -> None:
-    async def conduct() -> None:
-        async with Ends() as ends:
-            ends.wire.send(frame(READY)[:-1])
-            ends.wire.close()
+async def test_a_torn_connection_is_a_dead_role() -> None:
+    async with Ends() as ends:
+        ends.wire.send(frame(READY)[:-1])
+        ends.wire.close()
+        with pytest.raises(RoleDied, match=r"trainer closed its connection; see the end of logs/trainer\.txt"):
             await ends.conductor.receive("to be ready", 10)
 
-    with pytest.raises(RoleDied, match=r"trainer closed its connection; see the end of logs/trainer\.txt"):
-        run(conduct())
 
-
-def test_an_order_to_a_dead_role_names_it() -> None:
-    async def conduct() -> None:
-        async with Ends() as ends:
-            ends.wire.close()
-            for _ in range(100):
-                await ends.conductor.send(Stop())
-
-    with pytest.raises(RoleDied, match="trainer closed its connection"):
-        run(conduct())
-
-
-def test_a_role_that_an_order_did_not_reach_is_dead_to_whoever_awaits_its_answer() -> None:
-    async def conduct() -> None:
-        async with Ends() as ends:
-            ends.wire.close()
-            with pytest.raises(RoleDied, match="trainer closed its connection"):
-                await ends.conductor.send(Stop())
+async def test_a_role_that_an_order_did_not_reach_is_dead_to_whoever_awaits_its_answer() -> None:
+    async with Ends() as ends:
+        ends.wire.close()
+        with pytest.raises(RoleDied, match="trainer closed its connection"):
+            await ends.conductor.send(Stop())
+        with pytest.raises(RoleDied, match="trainer closed its connection"):
             await ends.conductor.receive("to say why it ends", 10)
-
-    with pytest.raises(RoleDied, match="trainer closed its connection"):
-        run(conduct())
 
 
 @pytest.mark.parametrize("said", [0, 1, 5_000])
-def test_a_role_has_ended_with_its_process_although_another_one_holds_its_wire(said: int) -> None:
+async def test_a_role_has_ended_with_its_process_although_another_one_holds_its_wire(said: int) -> None:
     """5,000 messages fill the wire: what the conductor had not read when the process ended is not lost."""
 
-    async def conduct() -> int:
-        async with Ends() as ends:
-            ends.wire.setblocking(False)
-            held, heard = ends.wire.dup(), list[FromTrainer]()
-            for _ in range(said):
-                await asyncio.get_running_loop().sock_sendall(ends.wire, frame(READY))
-            ends.wire.close()
-            ends.ended.set()
-            with contextlib.suppress(RoleDied):
-                while True:
-                    heard.append(await ends.conductor.receive("to go on", 10))
-            held.close()
-        return len(heard)
-
-    assert run(conduct()) == said
+    async with Ends() as ends:
+        ends.wire.setblocking(False)
+        held, heard = ends.wire.dup(), list[FromTrainer]()
+        for _ in range(said):
+            await asyncio.get_running_loop().sock_sendall(ends.wire, frame(READY))
+        ends.wire.close()
+        ends.ended.set()
+        with contextlib.suppress(RoleDied):
+            while True:
+                heard.append(await ends.conductor.receive("to go on", 10))
+        held.close()
+    assert len(heard) == said
 
 
 def test_a_message_that_the_conductor_does_not_take_is_not_sent() -> None:
@@ -166,32 +137,21 @@ def test_a_role_whose_conductor_is_gone_has_no_more_orders() -> None:
     end._socket.close()
 
 
-def test_a_channel_that_was_never_opened_can_be_closed() -> None:
-    conductor: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER)
-    conductor.close()
-    assert conductor.far.fileno() == -1
+async def test_a_wire_that_is_closed_while_it_is_being_opened_is_a_dead_role_at_once() -> None:
+    end: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER)
+    wire = end.far.dup()
+    opening = asyncio.create_task(end.open(asyncio.Event().wait))
+    await asyncio.sleep(0)
+    end.close()
+    await opening
+    with pytest.raises(RoleDied, match="closed its connection"):
+        await end.receive("to be ready", 10)
+    wire.close()
 
 
-def test_a_wire_that_is_closed_while_it_is_being_opened_is_a_dead_role_at_once() -> None:
-    async def conduct() -> None:
-        end: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER)
-        wire = end.far.dup()
-        opening = asyncio.create_task(end.open(asyncio.Event().wait))
-        await asyncio.sleep(0)
-        end.close()
-        await opening
-        with pytest.raises(RoleDied, match="closed its connection"):
-            await end.receive("to be ready", 10)
-        wire.close()
-
-    run(conduct())
-
-
-def test_a_channel_that_is_closed_before_it_is_opened_is_a_dead_role() -> None:
-    async def conduct() -> None:
-        end: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER)
-        end.close()
-        with pytest.raises(RoleDied, match="was given up while it was started"):
-            await end.open(asyncio.Event().wait)
-
-    run(conduct())
+async def test_a_channel_that_is_closed_before_it_is_opened_is_a_dead_role() -> None:
+    end: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER)
+    end.close()
+    assert end.far.fileno() == -1
+    with pytest.raises(RoleDied, match="was given up while it was started"):
+        await end.open(asyncio.Event().wait)

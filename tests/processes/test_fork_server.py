@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import pytest
@@ -27,29 +26,30 @@ from stretto.processes.fork_server import ForkServer
 from stretto.processes.fork_server_role import fork_server
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawn
-from tests.launch.running import children
+from tests.asynchronous import run_by
+from tests.processes.conftest import ROLE
 from tests.processes.stubborn_role import StubbornSpec
-from tests.processes.test_role import what_it_left_is_gone
 
-ROLE = "tests.processes.stubborn_role"
 ROOT = Path(__file__).parents[2]
-T = TypeVar("T")
 
 
-def served(work: Callable[[ForkServer], Awaitable[T]]) -> T:
-    """Do it with a fork server; nothing is left."""
-    before = children()
-    server = ForkServer([ROLE])
-
-    async def main() -> T:
+def timely(work: Awaitable[None]) -> None:
+    async def main() -> None:
         async with asyncio.timeout(30):
-            return await work(server)
+            await work
 
+    asyncio.run(main())
+
+
+def in_its_own(work: Callable[[ForkServer], Awaitable[None]]) -> None:
+    """With a fork server of its own; nothing is left."""
+    before = children_of(os.getpid())
+    server = ForkServer([ROLE])
     try:
-        return asyncio.run(main())
+        timely(work(server))
     finally:
         server.close()
-        assert children() == before
+        assert children_of(os.getpid()) == before
 
 
 def spawn(folder: Path, spec: StubbornSpec, **further: object) -> Spawn:
@@ -62,284 +62,233 @@ async def up(folder: Path, times: int = 1) -> None:
         await asyncio.sleep(0.01)
 
 
+def children_of(pid: int) -> list[int]:
+    return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def in_shared(work: Callable[[ForkServer], Awaitable[None]], shared: ForkServer) -> None:
+    """With the fork server of the room; its children are ended."""
+    try:
+        timely(work(shared))
+    finally:
+        for pid in children_of(shared.pid):
+            os.kill(pid, signal.SIGKILL)
+        while children_of(shared.pid):
+            time.sleep(0.01)
+
+
+with_shared, with_its_own = run_by(in_shared), run_by(in_its_own)
+
+
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_process_that_a_forked_role_leaves_behind_is_killed(tmp_path: Path) -> None:
-    async def work(server: ForkServer) -> str:
-        role = RoleProcess("stubborn", ROLE, tmp_path / "log.txt", spawner=server)
-        await role.start(StubbornSpec(seconds=0.0, code=7, child=True), threads=1)
-        return await what_it_left_is_gone(role)
-
-    assert served(work) == "ended with exit code 7"
-
-
-def test_more_roles_start_at_once_than_the_wire_holds_orders(tmp_path: Path) -> None:
+@with_shared
+async def test_more_roles_start_at_once_than_the_wire_holds_orders(server: ForkServer, tmp_path: Path) -> None:
     """The orders have 30 kB each: the kernel holds 208 kB of them by default while the server forks."""
-
-    async def work(server: ForkServer) -> list[tuple[bool, int]]:
-        large = spawn(tmp_path, StubbornSpec(seconds=0.0, code=7), environment={"LARGE": "x" * 30_000})
-        os.kill(server.pid, signal.SIGSTOP)
-        starts = [asyncio.ensure_future(server.start(large)) for _ in range(16)]
-        await asyncio.sleep(0.05)  # each has tried to send its order
-        os.kill(server.pid, signal.SIGCONT)
-        roles = await asyncio.gather(*starts)
-        return [(isinstance(role, module.ForkedProcess), await role.wait()) for role in roles]
-
-    assert served(work) == [(True, 7)] * 16
+    large = spawn(tmp_path, StubbornSpec(seconds=0.0, code=7), environment={"LARGE": "x" * 30_000})
+    os.kill(server.pid, signal.SIGSTOP)
+    starts = [asyncio.ensure_future(server.start(large)) for _ in range(16)]
+    await asyncio.sleep(0.05)  # each has tried to send its order
+    os.kill(server.pid, signal.SIGCONT)
+    roles = await asyncio.gather(*starts)
+    assert [(isinstance(role, module.ForkedProcess), await role.wait()) for role in roles] == [(True, 7)] * 16
 
 
-def test_a_role_is_a_child_of_the_fork_server_with_a_session_and_a_log_of_its_own(tmp_path: Path) -> None:
-    async def work(server: ForkServer) -> int:
-        role = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.3, code=7)))
-        await up(tmp_path)
-        assert parent_of(role.pid) == server.pid
-        assert os.getsid(role.pid) == role.pid
-        assert role.returncode is None
-        return await role.wait()
-
-    assert served(work) == 7
+@with_shared
+async def test_a_role_is_a_child_of_the_fork_server_with_a_session_and_a_log_of_its_own(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    role = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.3, code=7)))
+    await up(tmp_path)
+    assert parent_of(role.pid) == server.pid
+    assert os.getsid(role.pid) == role.pid
+    assert role.returncode is None
+    words = Path(f"/proc/{role.pid}/cmdline").read_text().rstrip("\0").split("\0")
+    assert words[1:] == ["-m", ROLE, msgspec.json.encode(StubbornSpec(seconds=0.3, code=7)).decode()]
+    assert await role.wait() == 7
     assert (tmp_path / "log.txt").read_text() == "up\n"
 
 
-def test_the_end_of_a_role_waits_for_its_threads_then_for_its_handlers_and_writes_what_they_printed(
-    tmp_path: Path,
+@with_shared
+async def test_the_end_of_a_role_waits_for_its_threads_then_for_its_handlers_and_writes_what_they_printed(
+    server: ForkServer, tmp_path: Path
 ) -> None:
-    async def work(server: ForkServer) -> int:
-        return await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0, code=7, late=True)))).wait()
-
-    assert served(work) == 7
+    assert await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0, code=7, late=True)))).wait() == 7
     assert (tmp_path / "log.txt").read_text() == "up\nthread\nhandler\n"
 
 
 @pytest.mark.parametrize("forked", [True, False], ids=["forked", "fresh"])
-def test_a_role_starts_in_the_folder_of_the_process_that_asks_for_it(
-    forked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@with_shared
+async def test_a_role_starts_in_the_folder_of_the_process_that_asks_for_it(
+    server: ForkServer, forked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its paths may be relative, and the server may have been started elsewhere."""
-
-    async def work(server: ForkServer) -> Path:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        role = await (server if forked else FRESH).start(spawn(Path(), StubbornSpec()))
-        await up(tmp_path)
-        folder = Path(f"/proc/{role.pid}/cwd").readlink()
-        role.terminate()
-        await role.wait()
-        return folder
-
-    assert served(work) == tmp_path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    role = await (server if forked else FRESH).start(spawn(Path(), StubbornSpec()))
+    await up(tmp_path)
+    folder = Path(f"/proc/{role.pid}/cwd").readlink()
+    role.terminate()
+    await role.wait()
+    assert folder == tmp_path
 
 
-def test_a_role_whose_start_was_cancelled_does_nothing(tmp_path: Path) -> None:
+@with_its_own
+async def test_a_role_whose_start_was_cancelled_does_nothing(server: ForkServer, tmp_path: Path) -> None:
     """What it was to read may be gone by the time at which the server has imported its modules."""
     cancelled, wanted = tmp_path / "cancelled", tmp_path / "wanted"
     cancelled.mkdir()
     wanted.mkdir()
     (cancelled / "log.txt").touch()  # most are killed before they open it
-
-    async def work(server: ForkServer) -> None:
-        for _ in range(20):
-            start = asyncio.create_task(server.start(spawn(cancelled, StubbornSpec(seconds=0.0))))
-            await asyncio.sleep(0)
-            start.cancel()
-            await asyncio.gather(start, return_exceptions=True)
-        role = await server.start(spawn(wanted, StubbornSpec(seconds=0.0)))  # forked after them
-        await role.wait()
-        await up(wanted)
-
-    served(work)
+    for _ in range(20):
+        start = asyncio.create_task(server.start(spawn(cancelled, StubbornSpec(seconds=0.0))))
+        await asyncio.sleep(0)
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+    role = await server.start(spawn(wanted, StubbornSpec(seconds=0.0)))  # forked after them
+    await role.wait()
+    await up(wanted)
     assert (cancelled / "log.txt").read_text() == ""
 
 
-def test_a_role_is_known_by_its_command_line(tmp_path: Path) -> None:
-    async def work(server: ForkServer) -> str:
-        role = await server.start(spawn(tmp_path, StubbornSpec()))
-        return Path(f"/proc/{role.pid}/cmdline").read_text()
-
-    words = served(work).rstrip("\0").split("\0")
-    assert words[1:] == ["-m", ROLE, msgspec.json.encode(StubbornSpec()).decode()]
-
-
-def test_a_role_has_its_environment_and_the_descriptors_that_it_inherits_under_their_numbers(tmp_path: Path) -> None:
-    async def work(server: ForkServer) -> tuple[dict[str, str], bytes]:
-        readable, writable = os.pipe()
-        further = {"environment": {"STRETTO_HEARTBEAT": str(writable)}, "inherited": (writable,), "threads": 3}
-        role = await server.start(spawn(tmp_path, StubbornSpec(beats=True), **further))
-        os.close(writable)
-        await up(tmp_path)
-        assert sorted(map(int, os.listdir(f"/proc/{role.pid}/fd"))) == [0, 1, 2, writable]
-        beaten = await asyncio.to_thread(os.read, readable, 1)
-        os.close(readable)
-        lines = Path(f"/proc/{server.pid}/environ").read_bytes().decode().split("\0")
-        return dict(line.split("=", 1) for line in lines if line), beaten
-
-    inherited, beaten = served(work)
+@with_shared
+async def test_a_role_has_its_environment_and_the_descriptors_that_it_inherits_under_their_numbers(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Whatever their numbers are."""
+    readable, writable = os.pipe()
+    numbers = [fcntl.fcntl(writable, fcntl.F_DUPFD_CLOEXEC, least) for least in range(126, 132)]
+    further = {"environment": {"STRETTO_HEARTBEAT": str(writable)}, "inherited": (writable, *numbers), "threads": 3}
+    role = await server.start(spawn(tmp_path, StubbornSpec(beats=True), **further))
+    for number in (writable, *numbers):
+        os.close(number)
+    await up(tmp_path)
+    assert sorted(map(int, os.listdir(f"/proc/{role.pid}/fd"))) == [0, 1, 2, writable, *numbers]
+    assert len({os.readlink(f"/proc/{role.pid}/fd/{number}") for number in (writable, *numbers)}) == 1
+    beaten = await asyncio.to_thread(os.read, readable, 1)
+    os.close(readable)
+    lines = Path(f"/proc/{server.pid}/environ").read_bytes().decode().split("\0")
+    inherited = dict(line.split("=", 1) for line in lines if line)
     assert beaten == b"."
     assert inherited["OMP_NUM_THREADS"] == "1"
     assert inherited["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
-def test_inherited_descriptors_may_have_any_numbers(tmp_path: Path) -> None:
-    async def work(server: ForkServer) -> list[int]:
-        writable = os.open(os.devnull, os.O_WRONLY)
-        numbers = tuple(fcntl.fcntl(writable, fcntl.F_DUPFD_CLOEXEC, least) for least in range(126, 132))
-        role = await server.start(spawn(tmp_path, StubbornSpec(), inherited=numbers))
-        for number in (writable, *numbers):
-            os.close(number)
-        await up(tmp_path)
-        assert sorted(map(int, os.listdir(f"/proc/{role.pid}/fd"))) == [0, 1, 2, *numbers]
-        assert all(os.readlink(f"/proc/{role.pid}/fd/{number}") == os.devnull for number in numbers)
-        return list(numbers)
-
-    assert served(work) == list(range(126, 132))
+@with_shared
+async def test_a_signal_that_ends_a_role_is_its_exit_code(server: ForkServer, tmp_path: Path) -> None:
+    one, other = [await server.start(spawn(tmp_path, StubbornSpec())) for _ in range(2)]
+    one.terminate()
+    os.kill(other.pid, signal.SIGKILL)
+    assert (await one.wait(), await other.wait()) == (-signal.SIGTERM, -signal.SIGKILL)
 
 
-def test_a_signal_that_ends_a_role_is_its_exit_code(tmp_path: Path) -> None:
-    async def work(server: ForkServer) -> tuple[int, int]:
-        one, other = [await server.start(spawn(tmp_path, StubbornSpec())) for _ in range(2)]
-        one.terminate()
-        os.kill(other.pid, signal.SIGKILL)
-        return await one.wait(), await other.wait()
-
-    assert served(work) == (-signal.SIGTERM, -signal.SIGKILL)
+@with_shared
+async def test_a_role_whose_log_cannot_be_written_is_not_started(server: ForkServer, tmp_path: Path) -> None:
+    role = RoleProcess("stubborn", ROLE, tmp_path / "nowhere" / "log.txt", spawner=server)
+    with pytest.raises(RoleDied, match=r"stubborn cannot be started: .*nowhere/log.txt: No such file"):
+        await role.start(StubbornSpec(), 1)
+    assert await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait() == 0
 
 
-def test_a_role_whose_log_cannot_be_written_is_not_started(tmp_path: Path) -> None:
-    async def work(server: ForkServer) -> None:
-        role = RoleProcess("stubborn", ROLE, tmp_path / "nowhere" / "log.txt", spawner=server)
-        with pytest.raises(RoleDied, match=r"stubborn cannot be started: .*nowhere/log.txt: No such file"):
-            await role.start(StubbornSpec(), 1)
-        assert await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait() == 0
-
-    served(work)
-
-
-def test_a_role_that_nobody_waits_for_any_more_is_ended(tmp_path: Path) -> None:
-    async def work(server: ForkServer) -> None:
-        os.kill(server.pid, signal.SIGSTOP)
-        starting = asyncio.create_task(server.start(spawn(tmp_path, StubbornSpec())))
-        await asyncio.sleep(0.05)
-        starting.cancel()
-        os.kill(server.pid, signal.SIGCONT)
-        await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait()
-        while children_of(server):
-            await asyncio.sleep(0.01)
-
-    served(work)
+@with_shared
+async def test_a_role_that_nobody_waits_for_any_more_is_ended(server: ForkServer, tmp_path: Path) -> None:
+    os.kill(server.pid, signal.SIGSTOP)
+    starting = asyncio.create_task(server.start(spawn(tmp_path, StubbornSpec())))
+    await asyncio.sleep(0.05)
+    starting.cancel()
+    os.kill(server.pid, signal.SIGCONT)
+    await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait()
+    while children_of(server.pid):
+        await asyncio.sleep(0.01)
 
 
-def children_of(server: ForkServer) -> list[str]:
-    return Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server has a fifth of a second to answer, and to tell an exit code."""
+    monkeypatch.setattr(module, "_STALL_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_EXIT_CODE_SECONDS", 0.2)
 
 
-def test_roles_end_with_a_fork_server_that_is_killed_and_the_next_one_starts_afresh(tmp_path: Path) -> None:
-    async def work(server: ForkServer) -> None:
-        role = await server.start(spawn(tmp_path, StubbornSpec()))
-        await up(tmp_path)
-        os.kill(server.pid, signal.SIGKILL)
-        assert await role.wait() == -signal.SIGKILL
-        assert server.describe_end(role).startswith("ended with the process that it was forked from")
-        while Path(f"/proc/{role.pid}").exists():  # the kernel's doing, a moment later
-            await asyncio.sleep(0.01)
-        afresh = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0, code=3)))
-        assert await afresh.wait() == 3
+@with_its_own
+async def test_roles_end_with_a_fork_server_that_is_killed_and_the_next_one_starts_afresh(
+    server: ForkServer, tmp_path: Path, impatient: None
+) -> None:
+    role = await server.start(spawn(tmp_path, StubbornSpec()))
+    await up(tmp_path)
+    os.kill(server.pid, signal.SIGKILL)
+    assert await role.wait() == -signal.SIGKILL
+    assert server.describe_end(role).startswith("ended with the process that it was forked from")
+    while Path(f"/proc/{role.pid}").exists():  # the kernel's doing, a moment later
+        await asyncio.sleep(0.01)
+    afresh = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0, code=3)))
+    assert await afresh.wait() == 3
 
-    served(work)
 
-
-def test_the_end_of_a_role_is_noticed_under_a_fork_server_that_hangs_and_the_others_go_on(tmp_path: Path) -> None:
-    async def work(server: ForkServer) -> float:
-        role, other = [await server.start(spawn(tmp_path, StubbornSpec())) for _ in range(2)]
-        os.kill(server.pid, signal.SIGSTOP)
-        os.kill(role.pid, signal.SIGTERM)
-        start = time.monotonic()
-        assert await role.wait() == -signal.SIGKILL
-        assert other.returncode is None
-        os.kill(server.pid, signal.SIGCONT)
-        other.terminate()
-        assert await other.wait() == -signal.SIGTERM
-        return time.monotonic() - start
-
-    assert served(work) > 1.5
+@with_shared
+async def test_the_end_of_a_role_is_noticed_under_a_fork_server_that_hangs_and_the_others_go_on(
+    server: ForkServer, tmp_path: Path, impatient: None
+) -> None:
+    role, other = [await server.start(spawn(tmp_path, StubbornSpec())) for _ in range(2)]
+    os.kill(server.pid, signal.SIGSTOP)
+    os.kill(role.pid, signal.SIGTERM)
+    start = time.monotonic()
+    assert await role.wait() == -signal.SIGKILL
+    assert other.returncode is None
+    os.kill(server.pid, signal.SIGCONT)
+    other.terminate()
+    assert await other.wait() == -signal.SIGTERM
+    assert time.monotonic() - start >= 0.2
 
 
 @pytest.mark.parametrize("limit", ["_START_SECONDS", "_STALL_SECONDS"])
-def test_a_fork_server_that_does_not_answer_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+@with_its_own
+async def test_a_fork_server_that_does_not_answer_is_given_up(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setattr(module, limit, 0.2)
-
-    async def work(server: ForkServer) -> None:
-        os.kill(server.pid, signal.SIGSTOP)
-        role = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0, code=5)))
-        assert await role.wait() == 5
-        assert not Path(f"/proc/{server.pid}").exists()
-
-    served(work)
+    os.kill(server.pid, signal.SIGSTOP)
+    role = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0, code=5)))
+    assert await role.wait() == 5
+    assert not Path(f"/proc/{server.pid}").exists()
 
 
-def test_a_fork_server_that_hangs_is_killed_behind_the_last_of_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@with_its_own
+async def test_a_fork_server_that_hangs_is_killed_behind_the_last_of_its_children(
+    server: ForkServer, tmp_path: Path, impatient: None
 ) -> None:
-    monkeypatch.setattr(module, "_STALL_SECONDS", 0.2)
-
-    async def work(server: ForkServer) -> None:
-        child = await server.start(spawn(tmp_path, StubbornSpec()))
-        os.kill(server.pid, signal.SIGSTOP)
-        await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait()
-        assert child.returncode is None
-        child.terminate()
-        await child.wait()
-        await asyncio.sleep(0)
-        assert not Path(f"/proc/{server.pid}").exists()
-
-    served(work)
+    child = await server.start(spawn(tmp_path, StubbornSpec()))
+    os.kill(server.pid, signal.SIGSTOP)
+    await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait()
+    assert child.returncode is None
+    child.terminate()
+    await child.wait()
+    await asyncio.sleep(0)
+    assert not Path(f"/proc/{server.pid}").exists()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_end_of_each_role_is_seen_whenever_the_fork_server_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+@pytest.mark.parametrize("seed", range(2))
+@with_its_own
+async def test_the_end_of_each_role_is_seen_whenever_the_fork_server_hangs(
+    server: ForkServer, tmp_path: Path, impatient: None, seed: int
 ) -> None:
     """What a server that hangs was sent lies in its queue, the far ends of wires too: they never close."""
     chance = random.Random(seed)
-    monkeypatch.setattr(module, "_STALL_SECONDS", 0.3)
-    monkeypatch.setattr(module, "_EXIT_CODE_SECONDS", 0.1)
-
-    async def work(server: ForkServer) -> None:
-        roles = [RoleProcess(f"role-{n}", ROLE, tmp_path / f"{n}.txt", spawner=server) for n in range(3)]
-        wires: list[ConductorEnd[object]] = [ConductorEnd(role.name, msgspec.msgpack.Decoder(object)) for role in roles]
-        await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait()  # it has imported its modules
-        asyncio.get_running_loop().call_later(seed and chance.random() * 0.05, os.kill, server.pid, signal.SIGSTOP)
-        for role, wire in zip(roles, wires, strict=True):
-            await asyncio.sleep(chance.random() * 0.02)
-            await role.start(StubbornSpec(), 1, (wire.far.fileno(),))
-            await wire.open(role.ended)
-        for role, wire in chance.sample(list(zip(roles, wires, strict=True)), 3):
-            os.kill(role.pid, chance.choice([signal.SIGKILL, signal.SIGTERM]))
-            with pytest.raises(RoleDied):
-                await wire.receive("to end", 5)
-            wire.close()
-            await role.stop(0.0)
-
-    served(work)
-
-
-def test_a_role_under_a_fork_server_is_supervised_like_any_other(tmp_path: Path) -> None:
-    async def work(server: ForkServer) -> str:
-        role = RoleProcess("stubborn", ROLE, tmp_path / "log.txt", hung=1.5, spawner=server)
-        await role.start(StubbornSpec(beats=True, ignores=True), 1)
-        await up(tmp_path)
-        await role.stop(0.1)
-        assert (await role.ended()).startswith("was killed by SIGKILL")
-        await role.start(StubbornSpec(beats=True), 1)
-        await up(tmp_path, times=2)
-        await asyncio.sleep(0.5)
-        os.kill(role.pid, signal.SIGSTOP)
-        return await role.ended()
-
-    assert served(work) == "sent no heartbeat for 2 s and was killed"
+    roles = [RoleProcess(f"role-{n}", ROLE, tmp_path / f"{n}.txt", spawner=server) for n in range(3)]
+    wires: list[ConductorEnd[object]] = [ConductorEnd(role.name, msgspec.msgpack.Decoder(object)) for role in roles]
+    await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait()  # it has imported its modules
+    asyncio.get_running_loop().call_later(seed and chance.random() * 0.05, os.kill, server.pid, signal.SIGSTOP)
+    for role, wire in zip(roles, wires, strict=True):
+        await asyncio.sleep(chance.random() * 0.02)
+        await role.start(StubbornSpec(), 1, (wire.far.fileno(),))
+        await wire.open(role.ended)
+    for role, wire in chance.sample(list(zip(roles, wires, strict=True)), 3):
+        os.kill(role.pid, chance.choice([signal.SIGKILL, signal.SIGTERM]))
+        with pytest.raises(RoleDied):
+            await wire.receive("to end", 5)
+        wire.close()
+        await role.stop(0.0)
 
 
 def no_room() -> int:

@@ -15,14 +15,21 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 from starlette.types import Receive, Scope, Send
 
 from stretto.processes.http.server import HttpServer, admit, settings_of
 from stretto.processes.tls import client_context, server_context
 from tests.certificates import authority
 
+_MOST, _PATIENCE = 16, 0.5
 _REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n\r\n"
-_MOST, _PATIENCE = 16, 1.0
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers are looked at twenty times a second."""
+    monkeypatch.setattr("stretto.processes.http.server._LOOK_SECONDS", 0.05)
 
 
 async def _app(scope: Scope, receive: Receive, send: Send) -> None:

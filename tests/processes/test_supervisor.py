@@ -1,5 +1,6 @@
 """Every role is replaced in one way: at once after its first end, then after pauses that grow, until its budget is
-spent; a role that is not wanted any more is left where it ended.
+spent: a number of times within a window, however long the run, and as often in a row. A role that is not wanted any
+more is left where it ended.
 """
 
 from __future__ import annotations
@@ -40,10 +41,8 @@ def test_the_first_replacement_is_at_once_and_later_ones_wait_longer_and_longer(
     budget = RestartBudget(allowed=10, delay=1.0, factor=2.0, longest=3.0)
     assert asyncio.run(role.supervisor(budget).replace("was killed")) == 5
     assert role.pauses == [0.0, 1.0, 2.0, 3.0, 3.0]
-    assert role.told[:2] == [
-        "role was killed: a new one is started",
-        "role ended at start 1: a new one is started",
-    ]
+    assert role.told[0] == "role was killed: a new one is started"
+    assert role.told[1] == "role ended at start 1: a new one is started"
 
 
 @given(failures=st.integers(0, 8), allowed=st.integers(0, 8))
@@ -59,16 +58,13 @@ def test_a_role_is_started_as_often_as_its_budget_allows(failures: int, allowed:
         assert len(role.told) == allowed
 
 
-def test_progress_begins_the_pauses_and_the_count_anew() -> None:
+async def test_progress_begins_the_pauses_and_the_count_anew() -> None:
     role = Starts(failures=0)
     budget = RestartBudget(allowed=2, delay=1.0)
 
-    async def lived() -> None:
-        for _ in range(5):
-            await role.supervisor(budget).replace("was killed")
-            budget.progressed()
-
-    asyncio.run(lived())
+    for _ in range(5):
+        await role.supervisor(budget).replace("was killed")
+        budget.progressed()
     assert role.pauses == [0.0] * 5
 
 
@@ -106,3 +102,35 @@ def test_any_other_error_of_a_start_ends_the_supervision() -> None:
 
     with pytest.raises(DeadlineExceeded):
         asyncio.run(Supervisor("role", late, RestartBudget(9)).begin())
+
+
+def budget(*deaths: float) -> RestartBudget:
+    """Two are allowed in a minute."""
+    return RestartBudget(allowed=2, window=60.0, clock=iter(deaths).__next__)
+
+
+@pytest.mark.parametrize("deaths", [(0.0, 1.0, 59.9), (0.0, 100.0, 200.0)], ids=["in the window", "without progress"])
+def test_one_more_than_allowed_within_the_window_or_without_progress_is_too_many(deaths: tuple[float, ...]) -> None:
+    restarts = budget(*deaths)
+    assert [restarts.exceeded_by_one_more() for _ in range(3)] == [False, False, True]
+    assert len(restarts) == 3
+
+
+def test_a_death_that_is_as_long_ago_as_the_window_counts_no_more() -> None:
+    restarts = budget(0.0, 1.0, 60.0, 60.5)
+    found = []
+    for _ in range(4):
+        found.append(restarts.exceeded_by_one_more())
+        restarts.progressed()
+    assert found == [False, False, False, True]
+
+
+def test_deaths_without_progress_between_them_count_however_far_apart() -> None:
+    restarts = budget(0.0, 100.0, 200.0, 300.0)
+    assert [restarts.exceeded_by_one_more(), restarts.exceeded_by_one_more()] == [False, False]
+    restarts.progressed()
+    assert [restarts.exceeded_by_one_more(), len(restarts)] == [False, 1]
+
+
+def test_no_death_may_be_allowed() -> None:
+    assert RestartBudget(allowed=0, window=60.0).exceeded_by_one_more()

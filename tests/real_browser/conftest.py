@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.real_browser.recorded import write_runs
 
@@ -75,6 +75,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchServer]:
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium")
     assert chromium, "no chromium on the PATH: make test-browser installs it"
+    expect.set_options(timeout=PATIENCE_MILLISECONDS)
     with sync_playwright() as playwright:
         # No sandbox: root may have none, and the pages are ours.
         started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

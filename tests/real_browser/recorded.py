@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import shutil
 import sys
-from contextlib import closing
 from pathlib import Path
 
 from stretto.core.events import Span
 from stretto.core.records import Segment, StopReason
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import MetricsLog
 from stretto.store.series.spans import SpanLog
+from tests.store.make import ledger_at
 from tests.watch.runs import completion, prompt, step_line, train, write_run
 
 RECORDED = Path(__file__).parent.parent / "data" / "synchronous_run"
@@ -40,7 +38,7 @@ def write_parting(path: Path, rate: float, reward: float) -> None:
     with RunFolder.create(path) as folder:
         folder.write("recipe.toml", RECIPE.format(rate=rate))
         folder.write("log.txt", ENDED)
-        with closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+        with ledger_at(folder.ledger) as ledger:
             first = completion("0.a.0", 0, 1.0, (0, 0, 0))
             train(ledger, 1, "a", (first, completion("0.a.0", 1, 0.0, (0, 0), "x", StopReason.LENGTH)))
             train(ledger, 2, "b", (completion("0.b.0", 0, reward, (0, 1) if reward == 1.0 else (1, 1)),))
@@ -55,7 +53,7 @@ def write_living(path: Path) -> None:
     with RunFolder.create(path) as folder:
         folder.write("recipe.toml", RECIPE.format(rate=0.001))
         folder.write("log.txt", "2026-11-22 03:08:40  starts at version 0\n")
-        with closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+        with ledger_at(folder.ledger) as ledger:
             metrics, spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
             for step, _ in enumerate(sys.stdin, 1):
                 train(ledger, step, f"p{step}", (completion(f"0.p{step}.0", 0, 1.0, (step - 1,) * 3),))

@@ -22,6 +22,7 @@ class Writer:
     """The process of a run that is written while it is watched."""
 
     def __init__(self, server: WatchServer, name: str) -> None:
+        self.name = name
         command = [sys.executable, "-m", "tests.real_browser.recorded", str(server.runs / name)]
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
@@ -51,22 +52,20 @@ def open_run(page: Page, name: str) -> None:
     expect(page.locator(".facts").first).to_contain_text("1 / 3")
 
 
-def test_steps_appear_while_they_are_written_and_a_death_is_seen(
-    page: Page, writer: Writer, request: pytest.FixtureRequest
-) -> None:
-    open_run(page, str(request.node.name))
+def test_steps_appear_while_they_are_written_and_a_death_is_seen(page: Page, writer: Writer) -> None:
+    open_run(page, writer.name)
     expect(page.locator(".state")).to_contain_text("running")
     reward = page.locator('[data-testid="curve"][data-name="reward"] .latest')
-    expect(reward).to_contain_text("0.1", timeout=PATIENCE_MILLISECONDS)
+    expect(reward).to_contain_text("0.1")
     writer.step()
-    expect(page.locator(".facts").first).to_contain_text("2 / 3", timeout=PATIENCE_MILLISECONDS)
-    expect(reward).to_contain_text("0.2", timeout=PATIENCE_MILLISECONDS)
+    expect(page.locator(".facts").first).to_contain_text("2 / 3")
+    expect(reward).to_contain_text("0.2")
     page.keyboard.press("3")
     expect(page.get_by_test_id("trajectory-row")).to_have_count(3)
     writer.step()
-    expect(page.get_by_test_id("trajectory-row")).to_have_count(4, timeout=PATIENCE_MILLISECONDS)
+    expect(page.get_by_test_id("trajectory-row")).to_have_count(4)
     writer.kill()
-    expect(page.locator(".state")).to_contain_text("dead", timeout=PATIENCE_MILLISECONDS)
+    expect(page.locator(".state")).to_contain_text("dead")
     page.keyboard.press("5")
     expect(page.get_by_test_id("alarm")).to_contain_text("its process is gone without a word")
 
@@ -86,20 +85,20 @@ PAGES = {
 }
 
 
-def test_every_page_of_a_run_goes_on_with_it(page: Page, writer: Writer, request: pytest.FixtureRequest) -> None:
-    open_run(page, str(request.node.name))
+def test_every_page_of_a_run_goes_on_with_it(page: Page, writer: Writer) -> None:
+    open_run(page, writer.name)
     run = page.url.partition("#/runs/")[2].partition("/")[0]
     for done, (place, told) in enumerate(PAGES.items(), 1):
         page.goto(f"{page.url.partition('#')[0]}#/runs/{run}/{place}")
         expect(page.locator("main")).to_contain_text(told.replace("1 of 1", f"{done} of {done}"))
         expect(page.locator(".state")).to_contain_text("running")
         writer.step()
-        expect(page.locator(".facts").first).to_contain_text(f"{done + 1} / 3", timeout=PATIENCE_MILLISECONDS)
+        expect(page.locator(".facts").first).to_contain_text(f"{done + 1} / 3")
         if place == "timeline":
             told = f"{done + 1} of {done + 1} spans"
-            expect(page.locator("main")).to_contain_text(told, timeout=PATIENCE_MILLISECONDS)
+            expect(page.locator("main")).to_contain_text(told)
     page.goto(f"{page.url.partition('#')[0]}#/diff?a={run}&b={run}")
-    expect(page.get_by_test_id("diff")).to_have_attribute("data-equal", "true", timeout=PATIENCE_MILLISECONDS)
+    expect(page.get_by_test_id("diff")).to_have_attribute("data-equal", "true")
 
 
 def test_an_engine_that_drifts_from_the_trainer_is_an_alarm_that_leads_to_its_curve(
@@ -117,24 +116,22 @@ def test_an_engine_that_drifts_from_the_trainer_is_an_alarm_that_leads_to_its_cu
     expect(page.locator('[data-testid="curve"]').first).to_have_attribute("data-name", "canary.engine-0")
 
 
-def test_more_tabs_than_a_browser_has_connections_share_them(
-    page: Page, server: WatchServer, writer: Writer, request: pytest.FixtureRequest
-) -> None:
+def test_more_tabs_than_a_browser_has_connections_share_them(page: Page, server: WatchServer, writer: Writer) -> None:
     rows = page.get_by_test_id("run-row")
-    expect(rows.filter(has_text=str(request.node.name))).to_have_count(1)
+    expect(rows.filter(has_text=writer.name)).to_have_count(1)
     ids = {str(row.locator("th").inner_text()): str(row.get_attribute("data-run")) for row in rows.all()}
-    shown = [str(request.node.name)] * 7 + ["recorded", "one", "other"]
+    shown = [writer.name] * 7 + ["recorded", "one", "other"]
     tabs = [page.context.new_page() for _ in shown]
     for tab, name in zip(tabs, shown, strict=True):
         tab.goto(f"{server.address}#/runs/{ids[name]}/curves")
         expect(tab.locator(".facts").first).to_be_visible(timeout=PATIENCE_MILLISECONDS)
     writer.step()
     for tab in tabs[:7]:
-        expect(tab.locator(".facts").first).to_contain_text("2 / 3", timeout=PATIENCE_MILLISECONDS)
+        expect(tab.locator(".facts").first).to_contain_text("2 / 3")
     tabs[0].close()  # it had the connection
     writer.step()
     for tab in tabs[1:7]:
-        expect(tab.locator(".facts").first).to_contain_text("3 / 3", timeout=PATIENCE_MILLISECONDS)
+        expect(tab.locator(".facts").first).to_contain_text("3 / 3")
 
 
 SLOW_LOCKS = """
@@ -146,12 +143,10 @@ LockManager.prototype.request = async function (name, ...rest) {
 """
 
 
-def test_a_page_that_was_left_before_its_stream_began_holds_no_place(
-    page: Page, writer: Writer, request: pytest.FixtureRequest
-) -> None:
+def test_a_page_that_was_left_before_its_stream_began_holds_no_place(page: Page, writer: Writer) -> None:
     page.add_init_script(SLOW_LOCKS)
     page.reload()
-    open_run(page, str(request.node.name))
+    open_run(page, writer.name)
     page.wait_for_function("() => window.grant")
     page.evaluate("location.hash = '#/'")
     page.get_by_test_id("run-row").first.wait_for()
@@ -163,13 +158,13 @@ def test_a_page_that_was_left_before_its_stream_began_holds_no_place(
 
 
 def test_a_page_goes_on_by_itself_after_the_server_was_started_again(
-    page: Page, server: WatchServer, writer: Writer, faults: list[str], request: pytest.FixtureRequest
+    page: Page, server: WatchServer, writer: Writer, faults: list[str]
 ) -> None:
-    open_run(page, str(request.node.name))
+    open_run(page, writer.name)
     server.stop()
     expect(page.locator(".lost")).to_be_visible(timeout=PATIENCE_MILLISECONDS)
     writer.step()
     server.start()
-    expect(page.locator(".facts").first).to_contain_text("2 / 3", timeout=PATIENCE_MILLISECONDS)
-    expect(page.locator(".lost")).to_have_count(0, timeout=PATIENCE_MILLISECONDS)
+    expect(page.locator(".facts").first).to_contain_text("2 / 3")
+    expect(page.locator(".lost")).to_have_count(0)
     faults[:] = [fault for fault in faults if "ERR_CONNECTION_REFUSED" not in fault and "ERR_INCOMPLETE" not in fault]

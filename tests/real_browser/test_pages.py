@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 AXE = Path(__file__).parent.parent.parent / "web" / "node_modules" / "axe-core" / "axe.min.js"
 PAGES = {
@@ -45,27 +45,32 @@ def names_of(page: Page) -> dict[str, str]:
     return {str(row.locator("th").inner_text()): str(row.get_attribute("data-run")) for row in rows.all()}
 
 
+def curve(page: Page, name: str) -> Locator:
+    return page.locator(f'[data-testid="curve"][data-name="{name}"]')
+
+
+def go(page: Page, place: str) -> None:
+    """From the page of all runs to an address behind the #, with the ids of runs in place of their names."""
+    page.goto(page.url.partition("#")[0] + place.format(**names_of(page)))
+
+
 def visit(page: Page, name: str) -> None:
-    ids = names_of(page)
-    page.goto(page.url.partition("#")[0] + PAGES[name].format(**ids))
+    go(page, PAGES[name])
     page.locator("main h2, main h1").first.wait_for()
     page.wait_for_load_state("networkidle") if name in ("runs", "diff") else page.locator("main h2").first.wait_for()
 
 
-def test_every_run_has_a_row_and_a_damaged_one_its_fault(page: Page) -> None:
+def test_every_run_has_a_row_a_damaged_one_its_fault_and_the_token_does_not_stay_in_the_address(page: Page) -> None:
+    assert "token" not in page.url
     expect(page.get_by_test_id("run-row")).to_have_count(5)
     assert names_of(page).keys() == {"recorded", "hostile", "one", "other", "damaged"}
     expect(page.get_by_test_id("run-row").filter(has_text="damaged").first).to_contain_text("ledger.sqlite")
 
 
-def test_the_token_does_not_stay_in_the_address(page: Page) -> None:
-    assert "token" not in page.url
-
-
 def test_picked_runs_are_drawn_over_each_other_with_the_differences_of_their_recipes(page: Page) -> None:
     page.get_by_label("pick one").check()
     page.get_by_label("pick other").check()
-    entropy = page.locator('[data-testid="curve"][data-name="trainer.entropy"]')
+    entropy = curve(page, "trainer.entropy")
     expect(entropy.locator(".latest")).to_contain_text("one 0.001")
     expect(entropy.locator(".latest")).to_contain_text("other 0.002")
     expect(entropy.locator("canvas")).to_be_visible()
@@ -82,7 +87,7 @@ def test_a_run_has_one_colour_in_the_table_and_in_the_curves_whatever_was_picked
 ) -> None:
     for name in picked:
         page.get_by_label(f"pick {name}", exact=True).check()
-    rows, legend = page.get_by_test_id("run-row"), page.locator('[data-testid="curve"][data-name="reward"] .latest')
+    rows, legend = page.get_by_test_id("run-row"), curve(page, "reward").locator(".latest")
     expect(legend.locator(".swatch")).to_have_count(len(picked))
     in_table = {
         name: rows.filter(has=page.get_by_label(f"pick {name}", exact=True))
@@ -100,12 +105,12 @@ def test_a_run_has_one_colour_in_the_table_and_in_the_curves_whatever_was_picked
 
 def test_a_curve_has_its_sentence_and_its_zoom_is_in_the_address(page: Page) -> None:
     visit(page, "curves")
-    curve = page.locator('[data-testid="curve"][data-name="length_mean"]')
-    expect(curve.locator("figcaption")).to_contain_text("mean sampled tokens over the batch's completions")
-    box = curve.locator(".u-over").bounding_box()
+    drawn = curve(page, "length_mean")
+    expect(drawn.locator("figcaption")).to_contain_text("mean sampled tokens over the batch's completions")
+    box = drawn.locator(".u-over").bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 40)
-    expect(curve.locator(".readout")).to_contain_text("steps 2")
+    expect(drawn.locator(".readout")).to_contain_text("steps 2")
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 40, steps=5)
     page.mouse.up()
@@ -116,8 +121,8 @@ def test_a_curve_has_its_sentence_and_its_zoom_is_in_the_address(page: Page) -> 
 
 def test_a_curve_is_zoomed_by_keys(page: Page) -> None:
     visit(page, "curves")
-    curve = page.locator('[data-testid="curve"][data-name="length_mean"] .zoomed')
-    curve.focus()
+    drawn = curve(page, "length_mean").locator(".zoomed")
+    drawn.focus()
     page.keyboard.press("+")
     page.wait_for_url("**zoom=2.25000%7E4.75000**")  # the middle half of steps 1 to 6
     page.keyboard.press("ArrowRight")
@@ -128,7 +133,7 @@ def test_a_curve_is_zoomed_by_keys(page: Page) -> None:
 
 def test_a_caption_says_how_to_read_the_curve_and_has_the_formula_behind_it(page: Page) -> None:
     visit(page, "curves")
-    caption = page.locator('[data-testid="curve"][data-name="trainer.grad_norm"] figcaption')
+    caption = curve(page, "trainer.grad_norm").locator("figcaption")
     expect(caption).to_contain_text("0 for long: nothing is learned")
     expect(caption.locator("details")).not_to_have_attribute("open", "")
 
@@ -160,9 +165,8 @@ def test_a_long_name_pushes_no_column_out_and_is_whole_in_its_title(page: Page) 
 def test_a_page_that_waits_for_the_server_says_so(page: Page) -> None:
     held: list[Route] = []
     page.route("**/health", lambda route: held.append(route))
-    ids = names_of(page)
     with page.expect_request("**/health"):
-        page.goto(f"{page.url.partition('#')[0]}#/runs/{ids['hostile']}/health")
+        go(page, "#/runs/{hostile}/health")
     expect(page.get_by_role("heading", name="Data health")).to_be_visible()
     expect(page.get_by_role("status").filter(has_text="Reading")).to_be_visible()
     page.unroute("**/health")
@@ -198,8 +202,7 @@ def test_the_timeline_zooms_by_key_and_wheel_and_names_what_a_stretch_holds(page
 
 
 def test_the_lanes_of_several_machines_say_which(page: Page) -> None:
-    ids = names_of(page)
-    page.goto(f"{page.url.partition('#')[0]}#/runs/{ids['hostile']}/timeline")
+    go(page, "#/runs/{hostile}/timeline")
     expect(page.get_by_test_id("timeline")).to_have_attribute(
         "aria-label", re.compile("trainer, node-3/engine-0, here/engine-1,")
     )
@@ -245,7 +248,7 @@ def test_a_token_shows_its_numbers_under_the_pointer_and_by_key(page: Page) -> N
 
 def test_what_training_did_with_each_token_is_coloured_counted_and_told(page: Page) -> None:
     ids = names_of(page)
-    page.goto(f"{page.url.partition('#')[0]}#/runs/{ids['hostile']}/trajectory/0.b.0%2F0?colour=fate")
+    go(page, "#/runs/{hostile}/trajectory/0.b.0%2F0?colour=fate")
     tokens = page.get_by_test_id("token")
     expect(tokens).to_have_count(4)
     assert len({token.get_attribute("style") for token in tokens.all()}) == 4  # each has another fate
@@ -290,10 +293,10 @@ def test_data_health_shows_which_weights_each_engine_has_proven(page: Page) -> N
         ["engine-1", "worst of the run", "0", "0.25", "1.00e-6", "no"],
     ]
     rows.get_by_role("link", name="engine-0").click()
-    curve = page.locator('[data-testid="curve"]').first
-    expect(curve).to_have_attribute("data-name", "canary.engine-0")
-    expect(curve.locator(".latest")).to_contain_text("0.04")
-    expect(curve.locator("figcaption")).to_contain_text(
+    drawn = page.locator('[data-testid="curve"]').first
+    expect(drawn).to_have_attribute("data-name", "canary.engine-0")
+    expect(drawn.locator(".latest")).to_contain_text("0.04")
+    expect(drawn.locator("figcaption")).to_contain_text(
         "at 1 an engine does not compute with the weights of the trainer"
     )
 
@@ -301,14 +304,13 @@ def test_data_health_shows_which_weights_each_engine_has_proven(page: Page) -> N
 def test_the_canary_of_the_worst_engine_is_among_the_first_curves(page: Page) -> None:
     visit(page, "alarms")
     page.keyboard.press("1")
-    curve = page.locator('[data-testid="curve"][data-name="canary"]')
-    expect(curve).to_contain_text("canary, of the worst engine")
-    expect(curve.locator(".latest")).to_contain_text("0.05")
+    drawn = curve(page, "canary")
+    expect(drawn).to_contain_text("canary, of the worst engine")
+    expect(drawn.locator(".latest")).to_contain_text("0.05")
 
 
 def test_a_run_without_proofs_says_so(page: Page) -> None:
-    ids = names_of(page)
-    page.goto(page.url.partition("#")[0] + f"#/runs/{ids['one']}/health")
+    go(page, "#/runs/{one}/health")
     expect(page.locator("main")).to_contain_text("No proof is on record.")
 
 

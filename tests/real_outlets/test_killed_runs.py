@@ -141,14 +141,12 @@ def test_points_that_a_process_could_not_note_before_it_died_are_there_once(
 ) -> None:
     """An evaluation that ends late is of an earlier step than the newest point."""
     run = RecordedRun(tmp_path / "run")
-    for line in (step(1), step(2), step(3), step(4), evaluation(2)):
-        run.metrics.append(line)
+    run.append(step(1), step(2), step(3), step(4), evaluation(2))
     run.samples.append([sample(1)])
     follow(tools, tool, run)
     cursor = run.folder.outlets / f"{tool}.json"
     noted = cursor.read_bytes()
-    for line in (evaluation(3), step(5), step(6)):
-        run.metrics.append(line)
+    run.append(evaluation(3), step(5), step(6))
     follow(tools, tool, run)
     cursor.write_bytes(noted)
     run.metrics.append(step(7))

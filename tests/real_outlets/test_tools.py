@@ -73,13 +73,11 @@ def test_a_tool_has_every_number_once_and_a_resumed_run_goes_on_in_the_same_curv
     tools: Path, tool: str, tmp_path: Path
 ) -> None:
     run = RecordedRun(tmp_path / "run")
-    for line in (evaluation(0, accuracy=0.5, prompts=800), step(1), step(2), step(3)):
-        run.metrics.append(line)
+    run.append(evaluation(0, accuracy=0.5, prompts=800), step(1), step(2), step(3))
     run.samples.append([sample(1)])
     follow(tools, tool, run)
     rewind_metrics(run.folder.metrics, 2)  # a crash: step 3 is done again
-    for line in (step(3, reward=0.75), step(4, reward=0.75), evaluation(4, prompts=800)):
-        run.metrics.append(line)
+    run.append(step(3, reward=0.75), step(4, reward=0.75), evaluation(4, prompts=800))
     run.samples.append([sample(4)])
     for _ in range(2):
         follow(tools, tool, run)
@@ -123,7 +121,7 @@ def test_each_step_is_there_once_and_in_order_however_often_its_process_is_kille
         ):
             patience = time.monotonic() + _KILL_PATIENCE
             try:
-                while newest_sent(run, tool) < sent:
+                while run.sent(tool) < sent:
                     assert process.poll() is None, (tmp_path / "log.txt").read_text()
                     assert time.monotonic() < patience
                     if done < sent + 10:
@@ -139,11 +137,6 @@ def test_each_step_is_there_once_and_in_order_however_often_its_process_is_kille
         assert [number for number, its, _ in found["points"] if its == name] == [*range(1, done + 1)]
 
 
-def newest_sent(run: RecordedRun, tool: str) -> int:
-    """The newest step that the tool has, by the cursor."""
-    return read_cursor(run.folder.outlets / f"{tool}.json").sent.get("step", 0)
-
-
 def sync(tools: Path, run: RecordedRun, server: WandbServer) -> str:
     """The command of docs/reference/metrics.md."""
     files = sorted((run.folder.path / "wandb").glob("offline-run-*"))
@@ -156,14 +149,12 @@ def sync(tools: Path, run: RecordedRun, server: WandbServer) -> str:
 def test_wandb_sync_uploads_a_resumed_run_as_one_curve(tools: Path, between: bool, tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     with wandb_server() as server:
-        for line in (evaluation(0, accuracy=0.5, prompts=800), step(1), step(2), step(3)):
-            run.metrics.append(line)
+        run.append(evaluation(0, accuracy=0.5, prompts=800), step(1), step(2), step(3))
         follow(tools, "wandb", run)
         if between:
             sync(tools, run, server)
         rewind_metrics(run.folder.metrics, 2)
-        for line in (step(3, reward=0.75), step(4, reward=0.75), evaluation(4, prompts=800)):
-            run.metrics.append(line)
+        run.append(step(3, reward=0.75), step(4, reward=0.75), evaluation(4, prompts=800))
         run.samples.append([sample(4)])
         for _ in range(2):
             follow(tools, "wandb", run)

@@ -5,26 +5,16 @@
 - "mask" names the oldest version that may be learned from; "expire" names who has to leave.
 """
 
-from stretto.core.records import Completion, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
+import math
+
+from stretto.core.records import Group
 from stretto.rollout.batching import QueueState, can_all_be_trained_in_time, choose
+from tests.store.make import judged, prompts
 
 
 def group(name: str, admitted: int, versions: tuple[int, ...] | None = None, bound: float = 1) -> Group:
-    completion = Completion(
-        name,
-        0,
-        Segment.of(
-            token_ids=(1, 2),
-            behavior_logprobs=(-0.5, -0.5),
-            versions=versions or (admitted, admitted),
-            stop_reason=StopReason.STOP,
-        ),
-    )
-    trajectory = Trajectory(
-        id=f"{name}/0", segments=(completion.segment,), verdict=Verdict(outcome=Outcome.RIGHT, reward=1.0), text="x"
-    )
-    prompt = Prompt(id=name, token_ids=(1,), text="?", answer="!")
-    return Group(id=name, prompt=prompt, admitted_version=admitted, trajectories=(trajectory,), max_staleness=bound)
+    one = judged(f"{name}/0", versions=versions or (admitted, admitted))
+    return Group(name, prompts(1)[0], admitted_version=admitted, trajectories=(one,), max_staleness=bound)
 
 
 def facts(finished: list[Group], in_flight: list[float], version: int) -> QueueState:
@@ -46,16 +36,12 @@ def test_nothing_is_taken_while_the_batch_is_not_full() -> None:
         assert choose(policy, facts([group("a", 0)], [], version=0)).groups == ()
 
 
-def test_waiting_refuses_to_overtake_a_group_that_is_due_now() -> None:
+def test_waiting_refuses_to_overtake_a_group_that_is_due_now_until_it_is_finished() -> None:
     # At version 1 with eta = 1 the straggler admitted at 0 is due now: leaving it behind would break the bound.
     finished = [group("b", 1), group("c", 1)]
     assert choose("wait", facts(finished, [1], version=1)).groups == ()
     assert names(choose("train", facts(finished, [1], version=1)).groups) == ["b", "c"]
-
-
-def test_waiting_goes_on_once_the_straggler_is_finished() -> None:
-    finished = [group("a", 0), group("b", 1), group("c", 1)]
-    assert names(choose("wait", facts(finished, [], version=1)).groups) == ["a", "b"]
+    assert names(choose("wait", facts([group("a", 0), *finished], [], version=1)).groups) == ["a", "b"]
 
 
 def test_waiting_may_leave_as_many_as_the_next_batch_can_take() -> None:
@@ -70,10 +56,10 @@ def test_the_k_th_group_left_needs_a_place_before_it_is_due() -> None:
     assert not can_all_be_trained_in_time([1, 1, 1, 2], facts([], [], version=0))
 
 
-def test_without_a_bound_waiting_never_waits() -> None:
-    inf = float("inf")
-    unbounded = facts([group("a", 0, bound=inf), group("b", 0, bound=inf)], [inf] * 50, version=90)
-    assert names(choose("wait", unbounded).groups) == ["a", "b"]
+def test_without_a_bound_nothing_waits_and_nothing_is_masked() -> None:
+    finished, inf = [group("a", 0, bound=math.inf), group("b", 0, bound=math.inf)], math.inf
+    assert names(choose("wait", facts(finished, [inf] * 50, version=90)).groups) == ["a", "b"]
+    assert choose("mask", facts(finished, [], version=5)).oldest_trainable == 0
 
 
 def test_masking_names_the_oldest_version_that_may_be_learned_from() -> None:
@@ -89,18 +75,8 @@ def test_each_group_is_masked_by_the_bound_of_its_own_admission() -> None:
     assert (choice.oldest_trainable, choice.oldest_by_group) == (1, {"b": 4})
 
 
-def test_masking_without_a_bound_masks_nothing() -> None:
-    choice = choose("mask", facts([group(name, 0, bound=float("inf")) for name in "ab"], [], version=5))
-    assert choice.oldest_trainable == 0
-
-
-def test_expiry_sends_away_whoever_holds_a_stale_token_and_takes_the_rest() -> None:
+def test_expiry_sends_away_groups_with_a_stale_token_and_takes_the_rest_if_it_makes_a_batch() -> None:
     finished = [group("a", 0, versions=(0, 3)), group("b", 2), group("c", 3)]
-    choice = choose("expire", facts(finished, [], version=3))
-    assert names(choice.expired) == ["a"]
-    assert names(choice.groups) == ["b", "c"]
-
-
-def test_expiry_happens_even_when_the_rest_makes_no_batch() -> None:
-    choice = choose("expire", facts([group("a", 0), group("b", 3)], [], version=3))
-    assert (names(choice.expired), choice.groups) == (["a"], ())
+    for rest, taken in ((finished, ["b", "c"]), (finished[:2], [])):
+        choice = choose("expire", facts(rest, [], version=3))
+        assert (names(choice.expired), names(choice.groups)) == (["a"], taken)

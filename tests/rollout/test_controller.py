@@ -11,21 +11,19 @@ from collections.abc import Sequence
 import pytest
 
 from stretto.core.records import (
-    Outcome,
     Prompt,
-    Segment,
     State,
     StopReason,
     Trajectory,
-    Verdict,
     trajectory_id,
 )
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState, Ticket, TooManyFailures
 from stretto.rollout.prompts import Position, PromptStream
 from stretto_foresight.simulator.accounts import Accounts
+from tests.store.make import judged, prompts
 
-PROMPTS = [Prompt(id=str(i), token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(5)]
+PROMPTS = prompts(5)
 
 
 def controller(position: Position | None = None, **settings: object) -> tuple[Controller, Accounts]:
@@ -37,38 +35,27 @@ def controller(position: Position | None = None, **settings: object) -> tuple[Co
 
 
 def admit_all(control: Controller) -> list[Ticket]:
-    tickets = []
-    while (ticket := control.admit()) is not None:
-        tickets.append(ticket)
-    return tickets
+    return list(iter(control.admit, None))
+
+
+def admit(control: Controller) -> Ticket:
+    ticket = control.admit()
+    assert ticket is not None
+    return ticket
 
 
 def answers(
     ticket: Ticket, rewards: Sequence[float | None], version: int = 0, stops: Sequence[StopReason] | None = None
 ) -> list[Trajectory]:
-    return [
-        Trajectory(
-            id=trajectory_id(ticket.group_id, member),
-            segments=(
-                Segment.of(
-                    token_ids=(1,),
-                    behavior_logprobs=(-0.1,),
-                    versions=(version,),
-                    stop_reason=stops[member] if stops else StopReason.STOP,
-                ),
-            ),
-            verdict=Verdict(outcome=Outcome.UNDECIDED, reward=None, reason="timeout")
-            if reward is None
-            else Verdict(outcome=Outcome.RIGHT if reward else Outcome.WRONG, reward=reward),
-            text="",
-        )
-        for member, reward in enumerate(rewards)
-    ]
+    ends = stops or [StopReason.STOP] * len(rewards)
+    ids = [trajectory_id(ticket.group_id, member) for member in range(len(rewards))]
+    return [judged(id, reward, (version,), stop=stop) for id, reward, stop in zip(ids, rewards, ends, strict=True)]
 
 
-def test_four_groups_start_with_batches_of_two_and_a_staleness_of_one() -> None:
-    control, _ = controller()
-    assert len(admit_all(control)) == 4
+@pytest.mark.parametrize(("most", "started"), [(8, 4), (3, 3)])
+def test_as_many_groups_start_as_staleness_and_the_number_in_flight_allow(most: int, started: int) -> None:
+    control, _ = controller(max_in_flight=most)
+    assert len(admit_all(control)) == started
 
 
 def test_synchronous_means_one_batch_at_a_time() -> None:
@@ -85,11 +72,6 @@ def test_synchronous_means_one_batch_at_a_time() -> None:
     assert [t.admitted_version for t in admit_all(control)] == [1, 1]
 
 
-def test_the_number_in_flight_is_a_second_limit() -> None:
-    control, _ = controller(max_in_flight=3)
-    assert len(admit_all(control)) == 3
-
-
 def test_a_batch_is_trained_at_the_published_version_and_publishes_the_next() -> None:
     control, accounts = controller()
     for ticket in admit_all(control)[:2]:
@@ -101,24 +83,18 @@ def test_a_batch_is_trained_at_the_published_version_and_publishes_the_next() ->
     assert control.take() is None
 
 
-def test_undecided_answers_fail_and_the_rest_of_the_group_goes_on() -> None:
+def test_undecided_answers_fail_and_so_does_a_group_with_too_few_others_whose_prompt_is_asked_again() -> None:
     control, accounts = controller()
-    ticket = admit_all(control)[0]
+    ticket = admit(control)
     group = control.finish(ticket, answers(ticket, [None, 1.0]))
     assert group is not None
     assert [t.reward for t in group.trajectories] == [1.0]
-    assert accounts.balance[State.FAILED] == 1
-    assert accounts.balance[State.BUFFERED] == 1
-
-
-def test_a_group_without_enough_decided_answers_fails_and_its_prompt_is_asked_again() -> None:
+    assert (accounts.balance[State.FAILED], accounts.balance[State.BUFFERED]) == (1, 1)
     control, accounts = controller(min_group_size=2)
     first = admit_all(control)[0]
     assert control.finish(first, answers(first, [None, 1.0])) is None
     assert accounts.balance[State.FAILED] == 2
-    again = control.admit()
-    assert again is not None
-    assert again.group_id == f"0.{first.draw.prompt.id}.1"
+    assert admit(control).group_id == f"0.{first.draw.prompt.id}.1"
 
 
 def test_a_filtered_group_leaves_room_for_another() -> None:
@@ -156,25 +132,18 @@ def test_a_prompt_is_given_up_after_its_last_attempt() -> None:
     control, _ = controller(max_attempts=1)
     first = admit_all(control)[0]
     control.fail(first, "engine lost")
-    following = control.admit()
-    assert following is not None
-    assert following.draw.prompt.id != first.draw.prompt.id
+    assert admit(control).draw.prompt.id != first.draw.prompt.id
 
 
 def test_a_lost_engine_is_not_a_failure_of_the_prompt() -> None:
     control, _ = controller(max_attempts=2)
-    ticket = admit_all(control)[0]
+    first = ticket = admit_all(control)[0]
     for attempt in (1, 2, 3):
         control.lose(ticket, "engine-0 died")
-        again = control.admit()
-        assert again is not None
-        assert again.draw.attempt == attempt
-        assert again.draw.prompt.id == ticket.draw.prompt.id
-        ticket = again
+        ticket = admit(control)
+        assert (ticket.draw.attempt, ticket.draw.prompt) == (attempt, first.draw.prompt)
     control.fail(ticket, "refused")
-    last = control.admit()
-    assert last is not None
-    assert last.draw.failures == 1
+    assert admit(control).draw.failures == 1
 
 
 def test_too_many_failures_in_a_row_stop_the_run() -> None:
@@ -196,18 +165,13 @@ def test_overdue_groups_are_named_and_expire_with_their_prompt_asked_again() -> 
     control.expire(straggler)
     assert accounts.balance[State.EXPIRED] == 2
     control.load(1)
-    again = control.admit()
-    assert again is not None
-    assert again.draw.prompt == straggler.draw.prompt
+    assert admit(control).draw.prompt == straggler.draw.prompt
 
 
 def test_members_have_seeds_of_their_own_that_depend_on_the_trajectory_alone() -> None:
     (one, _), (two, _) = controller(), controller(max_in_flight=1)
-    first, again = one.admit(), two.admit()
-    assert first is not None
-    assert again is not None
-    assert first.seeds == again.seeds
-    assert len(set(first.seeds)) == 2
+    assert len(set(seeds := admit(one).seeds)) == 2
+    assert admit(two).seeds == seeds
 
 
 def test_a_controller_that_is_restored_stands_where_the_other_stood() -> None:
@@ -259,9 +223,7 @@ def test_the_state_that_a_journal_writes_beside_a_new_group_has_the_groups_earli
 
     states: list[ControllerState] = []
     control._journal = Journal()
-    first = control.admit()
-    assert first is not None
+    first = admit(control)
     control.finish(first, answers(first, [None, None]))
-    again = control.admit()
-    assert again is not None
+    again = admit(control)
     assert states[-1].failures == {again.group_id: 1}

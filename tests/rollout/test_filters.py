@@ -8,36 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.records import Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
+from stretto.core.records import Group, StopReason, Trajectory
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters, refused, success_rate, truncated, zero_variance
+from tests.store.make import RIGHT, Make, judged, sampled
 
 REWARDS = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=6)
 
 
 def group(rewards: Sequence[float], cut: Sequence[int] = ()) -> Group:
     """Right where the reward is above 0; the answers `cut` were cut off."""
-    return Group(
-        id="g",
-        prompt=Prompt(id="0", token_ids=(1,), text="", answer=""),
-        admitted_version=0,
-        trajectories=tuple(
-            Trajectory(
-                id=f"g/{m}",
-                segments=(
-                    Segment.of(
-                        token_ids=(1,),
-                        behavior_logprobs=(-0.1,),
-                        versions=(0,),
-                        stop_reason=StopReason.LENGTH if m in cut else StopReason.STOP,
-                    ),
-                ),
-                verdict=Verdict(outcome=Outcome.RIGHT if reward > 0 else Outcome.WRONG, reward=reward),
-                text="",
-            )
-            for m, reward in enumerate(rewards)
-        ),
-    )
+    ends = [StopReason.LENGTH if member in cut else StopReason.STOP for member in range(len(rewards))]
+    members = [judged(f"g/{m}", reward, stop=ends[m]) for m, reward in enumerate(rewards)]
+    return Make.group("g", *members)
 
 
 def test_answers_that_were_cut_off_by_hand() -> None:
@@ -59,16 +42,14 @@ def test_zero_variance_by_hand() -> None:
 
 
 def test_a_group_whose_turns_have_different_rewards_is_no_group_of_equal_rewards() -> None:
-    def turns(member: int, *rewards: float | None) -> Trajectory:
-        segments = tuple(Segment.of((1,), (-0.1,), (0,), reward=reward) for reward in rewards)
-        return Trajectory(f"g/{member}", segments, Verdict(outcome=Outcome.RIGHT, reward=1.0), "")
+    def refused(*members: Sequence[float | None]) -> int:
+        segments = [tuple(sampled((0,), reward=reward) for reward in rewards) for rewards in members]
+        return len(
+            zero_variance(Make.group("g", *(Trajectory(f"g/{m}", s, RIGHT, "") for m, s in enumerate(segments))))
+        )
 
-    def of(*members: Trajectory) -> Group:
-        return Group("g", Prompt(id="0", token_ids=(1,), text="", answer=""), 0, members)
-
-    assert zero_variance(of(turns(0, 1.0, 0.0), turns(1, 0.0, 1.0))) == {}
-    assert len(zero_variance(of(turns(0, 1.0, 0.0), turns(1, 1.0, 0.0)))) == 2
-    assert len(zero_variance(of(turns(0, None), turns(1, None, None)))) == 2, "turns without a reward do not count"
+    assert (refused((1.0, 0.0), (0.0, 1.0)), refused((1.0, 0.0), (1.0, 0.0))) == (0, 2)
+    assert refused((None,), (None, None)) == 2, "turns without a reward do not count"
 
 
 @given(REWARDS)

@@ -12,16 +12,13 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.records import Prompt, derive_seed
+from stretto.core.records import derive_seed
 from stretto.rollout.prompts import Draw, PromptSource, PromptStream, epoch_order, shares
+from tests.store.make import prompts
 
 SOURCES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 20, allow_nan=False)), min_size=1, max_size=4).map(
     lambda pairs: [PromptSource(f"s{at}", count, weight) for at, (count, weight) in enumerate(pairs)]
 )
-
-
-def prompts(count: int) -> list[Prompt]:
-    return [Prompt(id=str(at), token_ids=(at,), text="", answer="") for at in range(count)]
 
 
 def test_without_weights_the_order_is_that_of_runs_before() -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.records import Prompt
 from stretto.rollout.prompts import Draw, Position, PromptStream
+from tests.store.make import prompts
 
-PROMPTS = [Prompt(id=str(i), token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(5)]
+PROMPTS = prompts(5)
 
 
 def names(draws: list[Draw]) -> list[str]:

@@ -8,25 +8,19 @@ Groups are admitted at the version that the slowest engine has loaded, finish in
 the bound may change at any time, to any value, for the groups that are admitted afterwards.
 """
 
-from hypothesis import given, settings
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.records import (
-    Completion,
-    Outcome,
-    Prompt,
-    Segment,
-    StopReason,
-    Trajectory,
-    Verdict,
-    trajectory_id,
-)
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
 from stretto_foresight.simulator.accounts import Accounts
+from tests.store.make import judged, prompts
 
-PROMPTS = [Prompt(id=str(i), token_ids=(i,), text="?", answer="!") for i in range(50)]
+PROMPTS = prompts(50)
 
 
 class Changing(Controller):
@@ -67,7 +61,8 @@ class Story:
     def finish(self, choice: int) -> None:
         if self.in_flight:
             ticket = self._leave_flight(choice)
-            self.control.finish(ticket, [answer(ticket)])
+            # The oldest token that it can have: of the version at which it was admitted.
+            self.control.finish(ticket, [judged(f"{ticket.group_id}/0", versions=(ticket.admitted_version,))])
             self.finished.append(ticket)
 
     def fail(self, choice: int) -> None:
@@ -113,60 +108,30 @@ class Story:
             assert sum(due <= d for due in dues) <= (d - self.taken + 1) * self.batch_size
 
 
-def answer(ticket: Ticket) -> Trajectory:
-    """One token, sampled by the version at which the group was admitted: the oldest that it can be."""
-    completion = Completion(
-        ticket.group_id,
-        0,
-        Segment.of(
-            token_ids=(1,), behavior_logprobs=(-0.1,), versions=(ticket.admitted_version,), stop_reason=StopReason.STOP
-        ),
-    )
-    verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
-    return Trajectory(id=trajectory_id(ticket.group_id, 0), segments=(completion.segment,), verdict=verdict, text="")
+EVENTS = [Story.fail] + [Story.admit] * 3 + [Story.finish] * 3 + [Story.take] * 2 + [Story.publish] * 2 + [Story.load]
 
 
-EVENTS = [
-    Story.fail,
-    Story.admit,
-    Story.admit,
-    Story.admit,
-    Story.finish,
-    Story.finish,
-    Story.finish,
-    Story.take,
-    Story.take,
-    Story.publish,
-    Story.publish,
-    Story.load,
-]
-CHANGES = [*EVENTS, Story.change]
+def played(story: Story, events: list[tuple[Callable[[Story, int], None], int]]) -> None:
+    for event, choice in events:
+        event(story, choice)
+        story.check()
 
 
-@settings(max_examples=25)
-@given(
-    batch_size=st.integers(1, 3),
-    max_staleness=st.integers(0, 3),
-    events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 30)), min_size=60, max_size=200),
-)
+def drawn(*further: Callable[[Story, int], None]) -> Any:
+    """Events in any order, each with a choice."""
+    events = st.tuples(st.sampled_from([*EVENTS, *further]), st.integers(0, 30))
+    return st.lists(events, min_size=60, max_size=200)
+
+
+@given(batch_size=st.integers(1, 3), max_staleness=st.integers(0, 3), events=drawn())
 def test_no_batch_breaks_the_bound_and_there_is_one_when_the_oldest_are_finished(
-    batch_size: int, max_staleness: int, events: list[tuple[object, int]]
+    batch_size: int, max_staleness: int, events: list[tuple[Callable[[Story, int], None], int]]
 ) -> None:
-    story = Story(batch_size, max_staleness)
-    for event, choice in events:
-        assert callable(event)
-        event(story, choice)
-        story.check()
+    played(Story(batch_size, max_staleness), events)
 
 
-@settings(max_examples=25)
-@given(
-    batch_size=st.integers(1, 3),
-    events=st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 30)), min_size=60, max_size=200),
-)
-def test_the_same_holds_while_the_bound_changes(batch_size: int, events: list[tuple[object, int]]) -> None:
-    story = Story(batch_size, max_staleness=1)
-    for event, choice in events:
-        assert callable(event)
-        event(story, choice)
-        story.check()
+@given(batch_size=st.integers(1, 3), events=drawn(Story.change))
+def test_the_same_holds_while_the_bound_changes(
+    batch_size: int, events: list[tuple[Callable[[Story, int], None], int]]
+) -> None:
+    played(Story(batch_size, max_staleness=1), events)

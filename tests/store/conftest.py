@@ -70,12 +70,12 @@ def as_format_3(ledger: Path) -> None:
         connection.executescript("DROP TABLE calls; PRAGMA user_version = 3;")
 
 
-def as_format_4(ledger: Path) -> None:
-    """A ledger of single turns in flight as format 4 wrote it: there are no calls."""
-    with closing(sqlite3.connect(ledger)) as connection:
-        connection.executescript("DROP TABLE calls; PRAGMA user_version = 4;")
-
-
 @pytest.fixture
 def make() -> Make:
     return Make()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a ledger that is not there yet."""
+    return tmp_path / "ledger.sqlite"

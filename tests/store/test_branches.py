@@ -12,33 +12,22 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from stretto.core.errors import StoreError
-from stretto.core.records import NOTHING, Group, Outcome, Segment, State, StopReason, Trajectory, Verdict
+from stretto.core.records import NOTHING, Group, Outcome, Segment, State, Trajectory, Verdict
 from stretto.store.export import export_run
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
-from stretto.store.ledger.rows import decode_payload, encode_payload
+from stretto.store.ledger.rows import encode_payload
 from stretto.store.ledger.seals import batch_seal, seal
 from stretto_report.audit.checksums import broken_checksums
-from tests.store.conftest import old_fields
-from tests.store.make import Make
+from tests.store.make import Make, buffered, run_at, sampled, sql
 
 
 def turn(*versions: int, parent: int | None = None, reward: float | None = None) -> Segment:
-    return Segment.of(
-        tuple(range(4, 4 + len(versions))),
-        (-0.5,) * len(versions),
-        versions,
-        stop_reason=StopReason.STOP,
-        parent=parent,
-        reward=reward,
-    )
+    return sampled(versions, behavior_logprobs=(-0.5,) * len(versions), parent=parent, reward=reward)
 
 
 BRANCHES = (
@@ -58,12 +47,10 @@ def agent(group: str, *segments: Segment) -> Group:
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     """One group was trained, one waits."""
-    folder = RunFolder.create(tmp_path / "run")
-    with folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
-        for name in ("0.1.0", "0.2.0"):
-            ledger.issue(name, Make.prompt, 1, 0)
-            ledger.buffer(agent(name, *BRANCHES))
-        ledger.commit_batch(Make.batch(1, agent("0.1.0", *BRANCHES), version=3))
+    with run_at(tmp_path / "run") as (folder, ledger):
+        groups = [agent(name, *BRANCHES) for name in ("0.1.0", "0.2.0")]
+        buffered(ledger, *groups)
+        ledger.commit_batch(Make.batch(1, groups[0], version=3))
     return folder
 
 
@@ -75,23 +62,16 @@ def test_a_branching_trajectory_is_read_back_as_it_was_written(run: RunFolder) -
 
 
 def test_the_versions_of_a_row_are_the_oldest_and_the_newest_of_any_segment(run: RunFolder) -> None:
-    with closing(sqlite3.connect(run.ledger)) as connection:
-        columns = "SELECT tokens, oldest_version, newest_version FROM trajectories"
-        assert connection.execute(columns).fetchall() == [(5, 0, 3)] * 2
+    assert sql(run.ledger, "SELECT tokens, oldest_version, newest_version FROM trajectories") == [(5, 0, 3)] * 2
 
 
 def test_the_export_says_where_each_segment_stands(run: RunFolder, tmp_path: Path) -> None:
     assert export_run(run.path, tmp_path / "out.jsonl") == 2
     row = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
-    first = {
-        "sampled": True,
-        "token_ids": [4, 5],
-        "behavior_logprobs": [-0.5, -0.5],
-        "versions": [2, 3],
-        "reward": 0.25,
-    }
-    given = {"sampled": False, "token_ids": [9, 9], "behavior_logprobs": [], "versions": []}
-    branch = {"sampled": True, "token_ids": [4], "behavior_logprobs": [-0.5], "versions": [3], "parent": 0}
+    names = ("sampled", "token_ids", "behavior_logprobs", "versions")
+    first = dict(zip(names, (True, [4, 5], [-0.5, -0.5], [2, 3]), strict=True)) | {"reward": 0.25}
+    given = dict(zip(names, (False, [9, 9], [], []), strict=True))
+    branch = dict(zip(names, (True, [4], [-0.5], [3]), strict=True)) | {"parent": 0}
     subagent = given | {"token_ids": [8], "parent": -2, "cause": "subagent"}
     last = first | {"versions": [0, 1], "reward": -1.0}
     assert row["segments"] == [first, given, branch, subagent, last]
@@ -107,11 +87,10 @@ def test_the_seal_of_a_batch_covers_where_segments_stand_and_the_rewards_of_turn
     """Although the payload has its own seal, which fits."""
     bent = replace(BRANCHES[2], **change)
     (other,) = agent("0.1.0", *BRANCHES[:2], bent, *BRANCHES[3:]).trajectories
+    sql(run.ledger, "UPDATE payloads SET payload = ? WHERE key = 0", encode_payload(other))
+    with pytest.raises(StoreError, match="the batch of step 1 is not what was written"):
+        list(read_batches(run.ledger, 0, 1))
     with closing(sqlite3.connect(run.ledger)) as connection:
-        connection.execute("UPDATE payloads SET payload = ? WHERE key = 0", (encode_payload(other),))
-        connection.commit()
-        with pytest.raises(StoreError, match="the batch of step 1 is not what was written"):
-            list(read_batches(run.ledger, 0, 1))
         assert [one.partition(" is ")[0] for one in broken_checksums(connection, 5)] == ["the batch of step 1"]
 
 
@@ -122,20 +101,9 @@ def test_a_single_turn_has_the_seals_of_format_4() -> None:
     assert batch_seal(batch, 5) == seal(1, 0, 0, [["0.1.0", [5, 12, 8, 13], [sealed]]])
 
 
-def test_a_payload_of_format_4_is_read() -> None:
-    """It has six fields of a segment, and ends with the text."""
-    trajectory = Make.trajectory("0.1.0")
-    columns = ("right", 1.0, "stop", 0)
-    six = [old_fields(segment)[:6] for segment in trajectory.segments]
-    body = msgspec.msgpack.encode([six, "11"])
-    read = decode_payload("0.1.0/0", columns, seal("0.1.0/0", columns, body) + body)
-    assert (read.segments, read.text, read.rewards, read.session) == (trajectory.segments, "11", {}, "")
-
-
 def test_a_trajectory_that_ends_untrained_keeps_its_branches(tmp_path: Path) -> None:
     (whole,) = agent("0.3.0", *BRANCHES).trajectories
-    folder = RunFolder.create(tmp_path / "run")
-    with folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+    with run_at(tmp_path / "run") as (folder, ledger):
         ledger.issue("0.3.0", Make.prompt, 1, 0)
         ledger.settle(whole.id, State.FILTERED, "too long", whole)
     export_run(folder.path, tmp_path / "out.jsonl")

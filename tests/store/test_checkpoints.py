@@ -1,17 +1,15 @@
 """Checkpoints.
 
-Promises: a checkpoint is whole or absent, wherever writing it is cut off; a flipped bit, a missing byte and a missing
-file, or one that cannot be read, are found and named; the newest whole one is used and the broken ones are named; old
-ones go. Whatever happens to a manifest, the checkpoint before it is used. All of this where folders cannot be renamed
-too, as on the mount of a bucket of objects.
+Promises: a checkpoint is whole or absent; a flipped bit, a missing byte and a missing file, or one that cannot be read,
+are found and named; the newest whole one is used and the broken ones are named; old ones go. Whatever happens to a
+manifest, the checkpoint before it is used. All of this where folders cannot be renamed too, as on the mount of a bucket
+of objects. Killed ones: `tests/faults/test_files.py`.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,13 @@ def fill(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 20)
     (folder / "optimizer").mkdir()
     (folder / "optimizer" / "state.pt").write_bytes(b"\x00" * 1000)
+
+
+def newest(checkpoints: Checkpoints) -> tuple[int, tuple[str, ...]]:
+    """The step of the newest whole one, and what is said of broken ones."""
+    found = checkpoints.latest()
+    assert found is not None
+    return found.step, found.broken
 
 
 def test_a_checkpoint_is_what_was_written(tmp_path: Path) -> None:
@@ -47,9 +52,7 @@ def test_the_newest_are_kept_and_the_newest_is_used(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         checkpoints.save(step, fill)
     assert checkpoints.steps() == [10, 15]
-    newest = checkpoints.latest()
-    assert newest is not None
-    assert (newest.step, newest.broken) == (15, ())
+    assert newest(checkpoints) == (15, ())
 
 
 def test_a_link_that_leads_nowhere_is_not_taken_for_a_run_without_checkpoints(tmp_path: Path) -> None:
@@ -127,10 +130,7 @@ def test_damage_is_found_named_and_stepped_over(tmp_path: Path, damage: str) -> 
     with pytest.raises(StoreError) as found:
         verify(file.parent)
     assert str(found.value).startswith(f"{file}: ")
-    newest = checkpoints.latest()
-    assert newest is not None
-    assert newest.step == 5
-    assert newest.broken == (str(found.value),)
+    assert newest(checkpoints) == (5, (str(found.value),))
 
 
 @pytest.mark.parametrize("unreadable", ["file", "manifest"])
@@ -141,10 +141,8 @@ def test_a_disk_that_does_not_give_it_back_is_named_and_stepped_over(tmp_path: P
     file = path / ("empty" if unreadable == "file" else "manifest.json")
     file.unlink()
     file.symlink_to("/proc/self/mem")  # as long as nothing, and to read it is an input/output error
-    newest = checkpoints.latest()
-    assert newest is not None
-    assert newest.step == 5
-    (told,) = newest.broken
+    step, (told,) = newest(checkpoints)
+    assert step == 5
     assert told.startswith(f"{file}: cannot be read: ")
     assert "Input/output error" in told
 
@@ -174,19 +172,16 @@ def test_any_damage_of_a_manifest_leads_to_the_older_checkpoint(two: Checkpoints
     )
     try:
         manifest.write_bytes(damaged)
-        newest = two.latest()
+        step, broken = newest(two)
     finally:
         manifest.write_bytes(whole)
-    assert newest is not None
-    assert newest.step == 5
-    assert newest.broken[0].startswith(f"{two.path(10)}")
+    assert step == 5
+    assert broken[0].startswith(f"{two.path(10)}")
 
 
 def test_where_folders_cannot_be_renamed_files_are_copied_and_the_manifest_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Among killed ones: `tests/faults/test_files.py`."""
-
     def refuse(*words: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -199,9 +194,8 @@ def test_where_folders_cannot_be_renamed_files_are_copied_and_the_manifest_last(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000015"]
     assert verify(checkpoints.path(15)).files.keys() == {"model.safetensors", "optimizer/state.pt"}
     (checkpoints.path(15) / "manifest.json").unlink()  # what a kill leaves
-    newest = checkpoints.latest()
-    assert newest is not None
-    assert (newest.step, len(newest.broken)) == (10, 1)
+    step, broken = newest(checkpoints)
+    assert (step, len(broken)) == (10, 1)
     checkpoints.set_aside_after(10)
     assert checkpoints.steps() == [10]
 
@@ -222,40 +216,3 @@ def test_no_whole_checkpoint_is_an_error_with_every_reason(tmp_path: Path) -> No
         (checkpoints.save(step, fill) / "model.safetensors").unlink()
     with pytest.raises(StoreError, match=r"(?s)no whole checkpoint.*step-000010.*step-000005"):
         checkpoints.latest()
-
-
-_SAVER = """
-import os, sys
-from pathlib import Path
-from stretto.store.folder import checkpoints
-left = int(sys.argv[2])
-def killing(real):
-    def call(*args, **kwargs):
-        global left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), 9)
-        return real(*args, **kwargs)
-    return call
-os.fsync, os.rename, Path.rename, Path.replace = map(killing, (os.fsync, os.rename, Path.rename, Path.replace))
-def fill(folder):
-    for name in "ab":
-        (folder / name).write_bytes(b"new" * 1000)
-checkpoints.Checkpoints(Path(sys.argv[1]), keep=1).save(10, fill)
-"""
-
-
-def test_a_kill_at_any_step_of_saving_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
-    root = str(Path(__file__).parents[2])
-    checkpoints, seen = Checkpoints(tmp_path, keep=1), set()
-    checkpoints.save(5, fill)
-    for calls in range(20):
-        command = [sys.executable, "-c", _SAVER, str(tmp_path), str(calls)]
-        code = subprocess.run(command, env=os.environ | {"PYTHONPATH": root}, check=False).returncode
-        newest = checkpoints.latest()
-        assert newest is not None
-        assert newest.broken == ()
-        seen.add(newest.step)
-        if code == 0:
-            break
-    assert seen == {5, 10}

@@ -5,7 +5,6 @@ log says; only of a run without the fact, of an earlier stretto, the sentences o
 from __future__ import annotations
 
 import os
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -15,10 +14,8 @@ from stretto.core.errors import StoreError
 from stretto.store import lock
 from stretto.store.ending import ENDING, Condition, Ending, branch_of, condition, read_ending
 from stretto.store.folder.branch import ORIGIN, Branch
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
+from tests.store.make import run_at
 
 BEGUN = "2026-11-22 03:08:40  starts at version 0\n"
 GONE = "its process is gone without a word"
@@ -26,7 +23,7 @@ GONE = "its process is gone without a word"
 
 def written(path: Path, ending: Ending | None = None, log: str = "") -> Path:
     """A run that nobody writes any more."""
-    with RunFolder.create(path) as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+    with run_at(path) as (folder, ledger):
         folder.write("log.txt", log)
         if ending is not None:
             ledger.put(ENDING, ending)

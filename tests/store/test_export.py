@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,11 @@ from hypothesis import strategies as st
 from stretto.core.errors import RunFolderError, StoreError, UserError
 from stretto.core.records import Outcome, Segment, State, Trajectory, Verdict
 from stretto.store.export import FORMATS, ExportedTrajectory, export_run
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.formats import parquet
 from stretto.store.formats.text import cell
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
-from tests.store.make import Make
+from tests.store.make import Make, run_at
 
-ROOT = Path(__file__).parent.parent.parent
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
 LARGE = "ab\n" * (10 * 2**20 // 3)
 TEXTS = ('=HYPERLINK("http://x")', 'nul \x00 and "quotes",\r\nand \u2028 \u202e', "'apostrophe", "", LARGE)
 
@@ -55,7 +51,7 @@ def record(folder: Path, *texts: str, tokens: Sequence[int] = (4, 9), parent: in
     """A run that has said `texts`, and one completion more that failed."""
     members, make = len(texts) + 1, Make()
     trajectories = [said(at, text, tokens=tokens, parent=parent) for at, text in enumerate(texts)]
-    with RunFolder.create(folder) as run, closing(Ledger(run.ledger, StoreConfig())) as ledger:
+    with run_at(folder) as (run, ledger):
         ledger.issue("0.1.0", make.prompt, members, 0)
         ledger.settle(f"0.1.0/{members - 1}", State.FAILED, "=cmd()")
         ledger.buffer(make.group("0.1.0", *trajectories))
@@ -144,7 +140,7 @@ def test_csv_has_the_same_rows_and_no_formula(run: Path, rows: list[dict[str, An
 def test_every_outcome_is_exported_under_the_name_that_the_docs_give_it(tmp_path: Path) -> None:
     """Nothing is exported for one that was not judged; one that no reward could judge says so."""
     make = Make()
-    with RunFolder.create(tmp_path / "run") as run, closing(Ledger(run.ledger, StoreConfig())) as ledger:
+    with run_at(tmp_path / "run") as (_, ledger):
         ledger.issue("0.1.0", make.prompt, len(Outcome) + 1, 0)
         for member, outcome in enumerate(Outcome):
             verdict = Verdict(outcome, None if outcome is Outcome.UNDECIDED else 0.5, "why")
@@ -155,11 +151,7 @@ def test_every_outcome_is_exported_under_the_name_that_the_docs_give_it(tmp_path
     verdicts = [row["verdict"] for row in found]
     assert verdicts == [*Outcome, None]
     assert [row["reward"] for row in found] == [None if v in ("undecided", None) else 0.5 for v in verdicts]
-    (told,) = (
-        line
-        for line in (ROOT / "docs" / "reference" / "metrics.md").read_text().splitlines()
-        if line.startswith("| `verdict`")
-    )
+    (told,) = (line for line in PAGE.splitlines() if line.startswith("| `verdict`"))
     assert re.findall("`([a-z]+)`", told)[1:] == list(Outcome)
 
 
@@ -253,9 +245,9 @@ def test_a_number_that_parquet_cannot_hold_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def short_and_long(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Runs of 30 and of 120 completions of 500 tokens: 5 kB each as a message."""
+    """Runs of 20 and of 60 completions of 500 tokens: 5 kB each as a message."""
     folder = tmp_path_factory.mktemp("grown")
-    return [record(folder / f"{n}", *["11"] * n, tokens=range(1000, 1500)) for n in (30, 120)]
+    return [record(folder / f"{n}", *["11"] * n, tokens=range(1000, 1500)) for n in (20, 60)]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -274,7 +266,6 @@ def test_memory_does_not_grow_with_the_run(
 
 
 def test_every_column_is_documented() -> None:
-    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8").partition("\n### Columns\n")[2]
-    assert re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)[: len(ExportedTrajectory.__struct_fields__)] == list(
-        ExportedTrajectory.__struct_fields__
-    )
+    columns = list(ExportedTrajectory.__struct_fields__)
+    told = re.findall(r"^\| `(\w+)` \|", PAGE.partition("\n### Columns\n")[2], flags=re.MULTILINE)
+    assert told[: len(columns)] == columns

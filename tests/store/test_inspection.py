@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,48 +24,18 @@ from stretto.measures.goodput import CATEGORIES
 from stretto.store.export import export_run, read_trajectories
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import WeightsSummary, inspect_run
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches
 from stretto.store.totals import ENGINES, TOTALS, Carried, Membership, Totals
-from tests.store.make import Make
-
-FIELDS = [
-    "id",
-    "group",
-    "prompt_id",
-    "prompt_token_ids",
-    "token_ids",
-    "behavior_logprobs",
-    "versions",
-    "given",
-    "engines",
-    "reward",
-    "verdict",
-    "state",
-    "reason",
-    "admitted_version",
-    "trained_step",
-    "stop_reason",
-    "text",
-    "prompt",
-    "answer",
-    "row",
-    "source",
-    "segments",
-    "rewards",
-    "session",
-]
+from tests.store.make import Make, buffered, ledger_at, run_at, sql
+from tests.store.make import trained as train
 
 
 def small_run(path: Path, make: Make, max_staleness: float = 4) -> None:
     """Two steps; trained: 4 tokens at ages 0 1 1 2, one of 6 tokens masked; one filtered, one failed, one in flight."""
-    with RunFolder.create(path) as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+    with run_at(path) as (_, ledger):
         first = make.group("0.1.0", make.trajectory("0.1.0", 0, versions=(0, 0)))
         second = make.group("0.2.0", make.trajectory("0.2.0", 0, versions=(0, 1, 2, 3), right=False))
-        for group in (first, second):
-            ledger.issue(group.id, make.prompt, 1, 0)
-            ledger.buffer(group)
+        buffered(ledger, first, second)
         ledger.issue("0.3.0", make.prompt, 3, 1)
         ledger.settle("0.3.0/0", State.FILTERED, "all right", make.trajectory("0.3.0", 0, versions=(1, 1, 1)))
         ledger.settle("0.3.0/1", State.FAILED, "engine-0 was lost")
@@ -74,6 +43,7 @@ def small_run(path: Path, make: Make, max_staleness: float = 4) -> None:
         ledger.record_update(make.update(1))
         ledger.commit_batch(make.batch(2, second, version=3, oldest_trainable=2))
         ledger.record_update(make.update(2))
+        pulls, written = ((10, 0.5), (30, 0.1), (20, 0.3)), ((20, 0.2), (20, 0.6))
         totals = Totals(
             max_staleness=max_staleness,
             generated=30,
@@ -84,13 +54,7 @@ def small_run(path: Path, make: Make, max_staleness: float = 4) -> None:
             initial_accuracy=0.25,
             final_accuracy=0.75,
             generated_by={"engine-0": 28, "engine-1": 2},
-            carried=Carried(
-                "http",
-                pulls=((10, 0.5), (30, 0.1), (20, 0.3)),
-                pauses=(0.02, 0.04),
-                copied=(20, 20, 20),
-                written=((20, 0.2), (20, 0.6)),
-            ),
+            carried=Carried("http", pulls, pauses=(0.02, 0.04), copied=(20, 20, 20), written=written),
         )
         ledger.put(TOTALS, totals)
         stayed = Membership("engine-0", "native", "node-1", version=2, joined_step=0)
@@ -150,6 +114,9 @@ TRAJECTORIES = {
 }
 
 
+ENGINE = ("name", "kind", "host", "version", "joined_step", "left_step", "reason", "generated")
+
+
 def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
     small_run(tmp_path, make)
     found = json.loads(msgspec.json.encode(inspect_run(tmp_path)))
@@ -169,26 +136,8 @@ def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
         "multi_version": 1,
         "busy": {"engine-0": 0.9, "trainer": 0.5},
         "engines": [
-            {
-                "name": "engine-0",
-                "kind": "native",
-                "host": "node-1",
-                "version": 2,
-                "joined_step": 0,
-                "left_step": None,
-                "reason": "",
-                "generated": 28,
-            },
-            {
-                "name": "engine-1",
-                "kind": "vllm",
-                "host": "node-2",
-                "version": 1,
-                "joined_step": 1,
-                "left_step": 1,
-                "reason": "lost",
-                "generated": 2,
-            },
+            dict(zip(ENGINE, ("engine-0", "native", "node-1", 2, 0, None, "", 28), strict=True)),
+            dict(zip(ENGINE, ("engine-1", "vllm", "node-2", 1, 1, 1, "lost", 2), strict=True)),
         ],
         "weights": WEIGHTS,
         "rewards": {},
@@ -210,7 +159,7 @@ def test_failed_trajectories_without_a_verdict_are_undecided_with_their_most_fre
     tmp_path: Path, make: Make
 ) -> None:
     reasons = ["timeout after 1 s", "the reward raised KeyError: 'a'", "the reward raised KeyError: 'b'"]
-    with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+    with run_at(tmp_path / "run") as (folder, ledger):
         folder.write("recipe.toml", "")
         ledger.issue("0.17.0", make.prompt, 5, 0)
         for member, reason in enumerate(reasons):
@@ -229,7 +178,7 @@ def test_a_run_without_a_bound_says_null(tmp_path: Path, make: Make) -> None:
 
 
 def test_a_run_can_be_inspected_before_its_first_step_and_while_it_writes(tmp_path: Path, make: Make) -> None:
-    with RunFolder.create(tmp_path) as folder, closing(Ledger(folder.ledger, StoreConfig(flush_seconds=0))) as ledger:
+    with RunFolder.create(tmp_path) as folder, ledger_at(folder.ledger, flush_seconds=0) as ledger:
         assert inspect_run(tmp_path).steps == 0
         ledger.issue("0.1.0", make.prompt, 4, 0)
         seen = inspect_run(tmp_path)
@@ -242,8 +191,7 @@ def test_a_run_can_be_inspected_before_its_first_step_and_while_it_writes(tmp_pa
 
 def test_a_ledger_that_does_not_add_up_is_an_error(tmp_path: Path, make: Make) -> None:
     small_run(tmp_path, make)
-    with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
-        ledger._execute("DELETE FROM trajectories WHERE state = 'failed'")
+    sql(tmp_path / "ledger.sqlite", "DELETE FROM trajectories WHERE state = 'failed'")
     with pytest.raises(StoreError, match="5 trajectories were issued, and 4 have a row"):
         inspect_run(tmp_path)
 
@@ -251,6 +199,38 @@ def test_a_ledger_that_does_not_add_up_is_an_error(tmp_path: Path, make: Make) -
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="does not exist"):
         inspect_run(tmp_path / "nowhere")
+
+
+WRITTEN: dict[str, Any] = {
+    "token_ids": [4, 5, 6, 7],
+    "behavior_logprobs": [-0.25, -0.5, -0.75, -1.0],
+    "versions": [0, 1, 2, 3],
+}
+EXPORTED = {
+    "id": "0.2.0/0",
+    "group": "0.2.0",
+    "prompt_id": "17",
+    "prompt_token_ids": [5, 12, 8, 13],
+    **WRITTEN,
+    "given": [],
+    "engines": [],
+    "reward": 0.0,
+    "verdict": "wrong",
+    "state": "trained",
+    "reason": "",
+    "admitted_version": 0,
+    "trained_step": 2,
+    "stop_reason": "stop",
+    "text": "11",
+    "prompt": "3+8=",
+    "answer": "11",
+    "row": "rows.jsonl:17",
+    "source": "",
+    "segments": [{"sampled": True, **WRITTEN}],
+    "rewards": {},
+    "session": "",
+}
+FIELDS = list(EXPORTED)
 
 
 def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None:
@@ -261,39 +241,7 @@ def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert all(set(line) == set(FIELDS) for line in lines)
     assert [line["id"] for line in lines] == ["0.1.0/0", "0.2.0/0", "0.3.0/0", "0.3.0/1", "0.3.0/2"]
-    assert lines[1] == {
-        "id": "0.2.0/0",
-        "group": "0.2.0",
-        "prompt_id": "17",
-        "prompt_token_ids": [5, 12, 8, 13],
-        "token_ids": [4, 5, 6, 7],
-        "behavior_logprobs": [-0.25, -0.5, -0.75, -1.0],
-        "versions": [0, 1, 2, 3],
-        "given": [],
-        "engines": [],
-        "reward": 0.0,
-        "verdict": "wrong",
-        "state": "trained",
-        "reason": "",
-        "admitted_version": 0,
-        "trained_step": 2,
-        "stop_reason": "stop",
-        "text": "11",
-        "prompt": "3+8=",
-        "answer": "11",
-        "row": "rows.jsonl:17",
-        "source": "",
-        "segments": [
-            {
-                "sampled": True,
-                "token_ids": [4, 5, 6, 7],
-                "behavior_logprobs": [-0.25, -0.5, -0.75, -1.0],
-                "versions": [0, 1, 2, 3],
-            }
-        ],
-        "rewards": {},
-        "session": "",
-    }
+    assert lines[1] == EXPORTED
     assert (lines[3]["state"], lines[3]["reason"], lines[3]["token_ids"]) == ("failed", "engine-0 was lost", [])
     assert lines[3]["verdict"] is lines[3]["reward"] is lines[3]["trained_step"] is None
     assert lines[3]["prompt_token_ids"] == [5, 12, 8, 13]
@@ -307,11 +255,8 @@ def test_a_trajectory_of_two_turns_goes_through_the_ledger_and_into_its_export(t
     verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
     trajectory = Trajectory(id="0.1.0/0", segments=(first, tool, second), verdict=verdict, text="11")
     batch = make.batch(1, make.group("0.1.0", trajectory), version=2)
-    with RunFolder.create(tmp_path) as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
-        ledger.issue("0.1.0", make.prompt, 1, 0)
-        ledger.buffer(batch.groups[0])
-        ledger.commit_batch(batch)
-        ledger.record_update(make.update(1))
+    with run_at(tmp_path) as (folder, ledger):
+        train(ledger, batch)
     (trained,) = read_batches(folder.ledger, 0, 1)
     assert trained.groups[0].trajectories == (trajectory,)
     assert inspect_run(tmp_path).staleness.histogram == {0: 1, 1: 2, 2: 1}  # of the sampled tokens alone

@@ -1,21 +1,16 @@
 """The ledger.
 
 Promises: issued is the sum of all states at any moment; a final state never changes; a batch is on record, whole and in
-order, when `commit_batch` returns; a kill at any moment leaves a file that keeps these promises; what a crash would
-need is there, until it is forgotten; another format is refused.
+order, when `commit_batch` returns; what a crash would need is there, until it is forgotten; another format is refused.
+A kill at any moment leaves a file that keeps these promises: `tests/faults/test_files.py`. In long runs what is asked
+of it again and again is found by key, and what is forgotten on the way is what is forgotten at once.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sqlite3
-import subprocess
-import sys
 import tempfile
-import time
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,36 +19,23 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from stretto.core.errors import BoundViolated, StoreError
-from stretto.core.records import Outcome, Segment, State, StopReason, Verdict
+from stretto.core.records import Outcome, Segment, State, Verdict
+from stretto.store.ledger import forgetting, reading
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto.store.ledger.rows import Balance
 from stretto.store.ledger.schema import FORMAT
-from tests.store.make import Make
-
-KEEP_ALL = StoreConfig(flush_seconds=0)
-HOLD_BACK = StoreConfig(flush_seconds=60)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "ledger.sqlite"
+from tests.store.make import Make, buffered, ledger_at, sampled, sql, trained
 
 
 def states(path: Path) -> dict[str, int]:
-    with closing(sqlite3.connect(path)) as connection:
-        return dict(connection.execute("SELECT state, count(*) FROM trajectories GROUP BY state").fetchall())
-
-
-def rows(path: Path, question: str) -> list[tuple[object, ...]]:
-    with closing(sqlite3.connect(path)) as connection:
-        return connection.execute(question).fetchall()
+    return dict(sql(path, "SELECT state, count(*) FROM trajectories GROUP BY state"))
 
 
 def test_the_story_of_a_group_of_three(path: Path, make: Make) -> None:
-    ledger = Ledger(path, HOLD_BACK)
+    ledger = Ledger(path, StoreConfig(flush_seconds=60))
     first, second, third = (make.trajectory("0.17.0", member) for member in range(3))
     ledger.issue("0.17.0", make.prompt, 3, admitted_version=0)
     assert ledger.balance() == Balance(in_flight=3)
@@ -69,40 +51,26 @@ def test_the_story_of_a_group_of_three(path: Path, make: Make) -> None:
     ledger.close()
 
 
-def test_membership_and_order_of_a_batch_are_on_record(path: Path, make: Make) -> None:
-    with closing(Ledger(path, KEEP_ALL)) as ledger:
-        groups = [make.group(name, make.trajectory(name, 1), make.trajectory(name, 0)) for name in ("0.9.0", "0.2.0")]
-        for group in groups:
-            ledger.issue(group.id, make.prompt, 2, 0)
-            ledger.buffer(group)
-        ledger.commit_batch(make.batch(1, *groups))
-        [(batch,)] = rows(path, "SELECT batch FROM steps")
-    assert json.loads(str(batch)) == [["0.9.0", [1, 0]], ["0.2.0", [1, 0]]]
-
-
 def test_a_batch_counts_staleness_over_the_tokens_that_are_trained(path: Path, make: Make) -> None:
-    with closing(Ledger(path, KEEP_ALL)) as ledger:
-        group = make.group("0.1.0", make.trajectory("0.1.0", 0, versions=(3, 3, 5, 6)))
-        ledger.issue(group.id, make.prompt, 1, 3)
-        ledger.buffer(group)
-        ledger.commit_batch(make.batch(8, group, version=7, oldest_trainable=5))
-        [(staleness, trained, masked)] = rows(path, "SELECT staleness, trained_tokens, masked_tokens FROM steps")
+    with ledger_at(path, flush_seconds=0) as ledger:
+        group = make.group("0.1.0", make.trajectory("0.1.0", 0, versions=(3, 3, 5, 6)), admitted_version=3)
+        trained(ledger, make.batch(8, group, version=7, oldest_trainable=5))
+        [(staleness, *tokens)] = sql(path, "SELECT staleness, trained_tokens, masked_tokens FROM steps")
     assert json.loads(str(staleness)) == {"1": 1, "2": 1}
-    assert (trained, masked) == (2, 2)
+    assert tokens == [2, 2]
 
 
 def test_a_token_from_the_future_is_refused(path: Path, make: Make) -> None:
-    with closing(Ledger(path, KEEP_ALL)) as ledger:
-        group = make.group("0.1.0", make.trajectory("0.1.0", 0, versions=(3, 9)))
-        ledger.issue(group.id, make.prompt, 1, 3)
-        ledger.buffer(group)
+    with ledger_at(path, flush_seconds=0) as ledger:
+        group = make.group("0.1.0", make.trajectory("0.1.0", 0, versions=(3, 9)), admitted_version=3)
+        buffered(ledger, group)
         with pytest.raises(BoundViolated, match="newer than its version 7"):
             ledger.commit_batch(make.batch(8, group))
         assert ledger.balance() == Balance(buffered=1)
 
 
 def test_a_final_state_never_changes(path: Path, make: Make) -> None:
-    with closing(Ledger(path, KEEP_ALL)) as ledger:
+    with ledger_at(path, flush_seconds=0) as ledger:
         ledger.issue("0.1.0", make.prompt, 1, 0)
         group = make.group("0.1.0", make.trajectory("0.1.0"))
         ledger.settle("0.1.0/0", State.FILTERED, "all right")
@@ -116,7 +84,7 @@ def test_a_final_state_never_changes(path: Path, make: Make) -> None:
 
 
 def test_only_what_is_buffered_can_be_trained_and_only_once(path: Path, make: Make) -> None:
-    with closing(Ledger(path, KEEP_ALL)) as ledger:
+    with ledger_at(path, flush_seconds=0) as ledger:
         group = make.group("0.1.0", make.trajectory("0.1.0"))
         ledger.issue("0.1.0", make.prompt, 1, 0)
         with pytest.raises(StoreError, match="is in_flight and cannot be trained"):
@@ -130,7 +98,7 @@ def test_only_what_is_buffered_can_be_trained_and_only_once(path: Path, make: Ma
 
 
 def test_a_group_is_issued_once(path: Path, make: Make) -> None:
-    ledger = Ledger(path, HOLD_BACK)
+    ledger = Ledger(path, StoreConfig(flush_seconds=60))
     ledger.issue("0.1.0", make.prompt, 1, 0)
     with pytest.raises(StoreError, match="was issued before"):
         ledger.issue("0.1.0", make.prompt, 1, 0)
@@ -149,34 +117,30 @@ def test_a_group_is_issued_once(path: Path, make: Make) -> None:
     ("keep", "before", "after"), [("all", 4, 4), ("trained", 3, 3), ("none", 3, 2)], ids=["all", "trained", "none"]
 )
 def test_payloads_are_kept_as_the_recipe_says(path: Path, make: Make, keep: str, before: int, after: int) -> None:
-    config = StoreConfig.model_validate({"keep_payloads": keep, "flush_seconds": 0})
-    with closing(Ledger(path, config)) as ledger:
+    with ledger_at(path, keep_payloads=keep, flush_seconds=0) as ledger:
         for step in (1, 2):
-            group = make.group(f"0.{step}.0", make.trajectory(f"0.{step}.0", 0))
-            ledger.issue(group.id, make.prompt, 1, 0)
-            ledger.buffer(group)
-            ledger.commit_batch(make.batch(step, group))
+            trained(ledger, make.batch(step, make.group(f"0.{step}.0", make.trajectory(f"0.{step}.0", 0))))
         ledger.issue("0.3.0", make.prompt, 2, 0)
         ledger.settle("0.3.0/1", State.FILTERED, "too long", make.trajectory("0.3.0", 1))
         ledger.buffer(make.group("0.3.0", make.trajectory("0.3.0", 0)))
         ledger.flush()
-        assert rows(path, "SELECT count(*) FROM payloads") == [(before,)]
+        assert sql(path, "SELECT count(*) FROM payloads") == [(before,)]
         ledger.forget(1)
-        assert rows(path, "SELECT count(*) FROM payloads") == [(after,)]
-        kept = rows(path, "SELECT id FROM groups WHERE prompt_token_ids IS NOT NULL ORDER BY key")
+        assert sql(path, "SELECT count(*) FROM payloads") == [(after,)]
+        kept = sql(path, "SELECT id FROM groups WHERE prompt_token_ids IS NOT NULL ORDER BY key")
         assert kept == [("0.1.0",), ("0.2.0",), ("0.3.0",)][3 - len(kept) :]
         assert len(kept) == (2 if keep == "none" else 3)
 
 
 def test_an_answer_in_flight_is_on_record_as_far_as_it_has_come(path: Path, make: Make) -> None:
-    first = Segment.of(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(0, 0))
-    second = Segment.of(token_ids=(6,), behavior_logprobs=(-0.125,), versions=(1,), interrupted=1)
-    end = Segment.of(token_ids=(2,), behavior_logprobs=(-1.0,), versions=(1,), stop_reason=StopReason.STOP)
-    with closing(Ledger(path, HOLD_BACK)) as ledger:
+    first = Segment.of((4, 5), (-0.5, -0.25), (0, 0))
+    second = Segment.of((6,), (-0.125,), (1,), interrupted=1)
+    end = sampled((1,), tokens=(2,))
+    with ledger_at(path, flush_seconds=60) as ledger:
         ledger.issue("0.1.0", make.prompt, 3, 0)
         ledger.journal("0.1.0/1", first)
         ledger.journal("0.1.0/2", end)
-    with closing(Ledger(path, HOLD_BACK)) as ledger:
+    with ledger_at(path, flush_seconds=60) as ledger:
         ledger.journal("0.1.0/1", second)
         ledger.flush()
         (group,) = read_unfinished(path)
@@ -187,20 +151,17 @@ def test_an_answer_in_flight_is_on_record_as_far_as_it_has_come(path: Path, make
         (group,) = read_unfinished(path)
         assert group.members == {}
         assert group.trajectories == tuple(make.trajectory("0.1.0", member) for member in range(3))
-    assert rows(path, "SELECT count(*) FROM partials") == [(0,)]
+    assert sql(path, "SELECT count(*) FROM partials") == [(0,)]
 
 
 def test_batches_are_read_back_as_they_were_trained_on(path: Path, make: Make) -> None:
     batches = []
-    with closing(Ledger(path, HOLD_BACK)) as ledger:
+    with ledger_at(path, flush_seconds=60) as ledger:
         for step in (1, 2):
             name = f"0.{step}.0"
             answers = [make.trajectory(name, member, versions=(0, step - 1), right=bool(member)) for member in (1, 0)]
-            group = make.group(name, *answers)
-            ledger.issue(name, make.prompt, 2, 0)
-            ledger.buffer(group)
-            batches.append(make.batch(step, group, oldest_trainable=step - 1))
-            ledger.commit_batch(batches[-1])
+            batches.append(make.batch(step, make.group(name, *answers), oldest_trainable=step - 1))
+            trained(ledger, batches[-1])
         bare = replace(make.prompt, text="", answer="")
         expected = [replace(b, groups=tuple(replace(g, prompt=bare) for g in b.groups)) for b in batches]
         assert list(read_batches(path, 0, 2)) == expected
@@ -214,7 +175,7 @@ def test_batches_are_read_back_as_they_were_trained_on(path: Path, make: Make) -
 
 def test_what_belongs_to_the_states_is_written_with_them(path: Path, make: Make) -> None:
     standing = [0]
-    with closing(Ledger(path, HOLD_BACK)) as ledger:
+    with ledger_at(path, flush_seconds=60) as ledger:
         ledger.watch("standing", lambda: standing[0])
         ledger.issue("0.1.0", make.prompt, 1, 0)
         standing[0] = 7
@@ -225,7 +186,7 @@ def test_what_belongs_to_the_states_is_written_with_them(path: Path, make: Make)
 
 
 def test_two_changes_that_belong_together_are_never_parted(path: Path, make: Make) -> None:
-    with closing(Ledger(path, KEEP_ALL)) as ledger:
+    with ledger_at(path, flush_seconds=0) as ledger:
         ledger.issue("0.1.0", make.prompt, 2, 0)
         ledger.settle("0.1.0/0", State.FAILED, "lost")
         assert states(path) == {"in_flight": 2}
@@ -234,25 +195,24 @@ def test_two_changes_that_belong_together_are_never_parted(path: Path, make: Mak
 
 
 def test_facts_are_kept_and_read_back(path: Path, make: Make) -> None:
-    with closing(Ledger(path, HOLD_BACK)) as ledger:
+    with ledger_at(path, flush_seconds=60) as ledger:
         ledger.put("seed", 4)
         ledger.put("seed", 5)
         ledger.put("update", make.update(3))
         ledger.event("engine lost", "engine-1")
-    with closing(Ledger(path, HOLD_BACK)) as ledger:
+    with ledger_at(path, flush_seconds=60) as ledger:
         assert ledger.get("seed", int) == 5
         assert ledger.get("update", type(make.update(3))) == make.update(3)
         assert ledger.get("nothing", int) is None
-    assert rows(path, "SELECT name, detail FROM events") == [("engine lost", "engine-1")]
+    assert sql(path, "SELECT name, detail FROM events") == [("engine lost", "engine-1")]
 
 
 def test_a_reward_of_minus_nothing_is_read_as_it_was_sealed(path: Path, make: Make) -> None:
     """SQLite keeps no sign of a zero."""
     answer = make.trajectory("0.1.0")
     group = make.group("0.1.0", replace(answer, verdict=Verdict(outcome=Outcome.WRONG, reward=-0.0)))
-    with closing(Ledger(path, KEEP_ALL)) as ledger:
-        ledger.issue("0.1.0", make.prompt, 1, 0)
-        ledger.buffer(group)
+    with ledger_at(path, flush_seconds=0) as ledger:
+        buffered(ledger, group)
         ledger.flush()
         assert read_unfinished(path)[0].trajectories == group.trajectories
         ledger.commit_batch(make.batch(1, group))
@@ -264,14 +224,14 @@ def test_a_reward_of_minus_nothing_is_read_as_it_was_sealed(path: Path, make: Ma
 def test_a_ledger_that_is_taken_away_ends_the_writing_and_another_one_in_its_place_is_left_alone(
     path: Path, make: Make, successor: bool
 ) -> None:
-    ledger = Ledger(path, KEEP_ALL)
+    ledger = Ledger(path, StoreConfig(flush_seconds=0))
     ledger.flush()
     folder = path.parent
     folder.rename(folder.with_name(f"{folder.name}-moved"))
     other = None
     if successor:
         folder.mkdir()
-        other = Ledger(path, KEEP_ALL)
+        other = Ledger(path, StoreConfig(flush_seconds=0))
         other.issue("0.9.0", make.prompt, 1, 0)
         other.flush()
     for attempt in (ledger.flush, lambda: ledger.issue("0.1.0", make.prompt, 1, 0), ledger.sync):
@@ -279,24 +239,23 @@ def test_a_ledger_that_is_taken_away_ends_the_writing_and_another_one_in_its_pla
             attempt()
     ledger.close()
     if other is not None:
-        assert rows(path, "SELECT id FROM groups") == [("0.9.0",)], "its log is still there"
+        assert sql(path, "SELECT id FROM groups") == [("0.9.0",)], "its log is still there"
         other.issue("0.10.0", make.prompt, 1, 0)
         other.close()
-        assert rows(path, "SELECT id FROM groups ORDER BY key") == [("0.9.0",), ("0.10.0",)]
+        assert sql(path, "SELECT id FROM groups ORDER BY key") == [("0.9.0",), ("0.10.0",)]
 
 
 def test_another_format_is_refused_with_both_numbers(path: Path) -> None:
-    Ledger(path, KEEP_ALL).close()
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute(f"PRAGMA user_version = {FORMAT + 1}")
+    Ledger(path, StoreConfig(flush_seconds=0)).close()
+    sql(path, f"PRAGMA user_version = {FORMAT + 1}")
     with pytest.raises(StoreError, match=f"format {FORMAT + 1}, this version of stretto resumes formats 3 to {FORMAT}"):
-        Ledger(path, KEEP_ALL)
+        Ledger(path, StoreConfig(flush_seconds=0))
 
 
 def test_a_file_that_is_no_ledger_is_refused(path: Path) -> None:
     path.write_bytes(b"something else entirely" * 100)
     with pytest.raises(StoreError, match="cannot be opened as a ledger"):
-        Ledger(path, KEEP_ALL)
+        Ledger(path, StoreConfig(flush_seconds=0))
 
 
 MOVES = st.lists(
@@ -311,7 +270,7 @@ def test_whatever_happens_issued_is_the_sum_of_all_states(moves: list[tuple[str,
     ends = {"filter": State.FILTERED, "expire": State.EXPIRED, "fail": State.FAILED}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.sqlite"
-        ledger = Ledger(path, HOLD_BACK)
+        ledger = Ledger(path, StoreConfig(flush_seconds=60))
         for move, number in moves:
             name = f"0.{number}.0"
             group = make.group(name, make.trajectory(name, 0), make.trajectory(name, 1))
@@ -335,49 +294,8 @@ def test_whatever_happens_issued_is_the_sum_of_all_states(moves: list[tuple[str,
         assert Counter(states(path)) == Counter({state.value: getattr(balance, state.value) for state in State})
 
 
-_WRITER = """
-import itertools, sys
-from pathlib import Path
-from stretto.core.records import State
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
-from tests.store.make import Make
-make, ledger = Make(), Ledger(Path(sys.argv[1]), StoreConfig(flush_seconds=0.001))
-for step in itertools.count(1):
-    for n in range(4):
-        name = f"0.{4 * step + n}.0"
-        ledger.issue(name, make.prompt, 4, 0)
-        groups = make.group(name, *[make.trajectory(name, m) for m in range(3)])
-        ledger.settle(f"{name}/3", State.FAILED, "lost")
-        ledger.buffer(groups)
-    ledger.commit_batch(make.batch(step, groups))
-    print(step, flush=True)
-"""
-
-
-@pytest.mark.parametrize("moment", [0.02, 0.11, 0.23])
-def test_a_kill_at_any_moment_leaves_a_ledger_that_balances(path: Path, moment: float) -> None:
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", _WRITER, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root}) as writer:
-        assert writer.stdout is not None
-        writer.stdout.readline()
-        time.sleep(moment)
-        writer.kill()
-        told = [int(line) for line in writer.stdout.read().split()]
-    ledger = Ledger(path, KEEP_ALL)
-    balance, last = ledger.balance(), ledger.last_step()
-    assert rows(path, "PRAGMA integrity_check") == [("ok",)]
-    assert rows(path, "SELECT sum(members) FROM groups") == [(balance.issued,)]
-    assert last is not None
-    assert last >= max(told, default=1), "what commit_batch returned for is in the file"
-    assert balance.trained == 3 * last == rows(path, "SELECT sum(trajectories) FROM steps")[0][0]
-    assert len(list(read_batches(path, 0, last))) == last
-    ledger.close()
-
-
 def test_a_disk_that_is_full_ends_the_run_with_the_path(path: Path, make: Make) -> None:
-    ledger = Ledger(path, HOLD_BACK)
+    ledger = Ledger(path, StoreConfig(flush_seconds=60))
     ledger._execute("PRAGMA max_page_count = 40")
     for number in range(1000):
         ledger.issue(f"0.{number}.0", make.prompt, 8, 0)
@@ -386,4 +304,53 @@ def test_a_disk_that_is_full_ends_the_run_with_the_path(path: Path, make: Make) 
     with pytest.raises(StoreError, match="disk is full"):
         ledger.flush()
     ledger.close()
-    assert rows(path, "PRAGMA integrity_check") == [("ok",)]
+    assert sql(path, "PRAGMA integrity_check") == [("ok",)]
+
+
+STATEMENTS = {
+    "the trajectories of a batch": (reading._TRAJECTORIES, (0, 8)),
+    "what ended untrained is forgotten": (forgetting.FORGET_UNTRAINED, (0,)),
+    "what was trained is forgotten": (forgetting.FORGET_TRAINED, (0, 1)),
+    "prompts are forgotten": (forgetting.FORGET_PROMPTS, (0, 1)),
+    "what is not settled": (forgetting.UNSETTLED, (0, 1)),
+}
+
+
+@pytest.mark.parametrize(("statement", "parameters"), STATEMENTS.values(), ids=STATEMENTS)
+def test_what_is_done_again_and_again_never_reads_a_whole_table(
+    path: Path, statement: str, parameters: tuple[int, ...]
+) -> None:
+    with ledger_at(path) as ledger:
+        plan = [row[-1] for row in ledger._execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+    assert plan
+    assert not [step for step in plan if step.startswith("SCAN")]
+
+
+def test_what_is_forgotten_on_the_way_is_what_is_forgotten_at_once(path: Path, make: Make, tmp_path: Path) -> None:
+    """Groups of two, trained out of order, some of them filtered, one of them never ending."""
+
+    kept = []
+    for often, file in ((True, path), (False, tmp_path / "other.sqlite")):
+        with ledger_at(file, keep_payloads="none", flush_seconds=0) as ledger:
+            for number in range(12):
+                name = f"0.{number}.0"
+                ledger.issue(name, make.prompt, 2, 0)
+                if number % 5 == 3:
+                    ledger.settle(f"{name}/0", State.FILTERED, "too long", make.trajectory(name, 0))
+                    ledger.settle(f"{name}/1", State.EXPIRED, "too old", make.trajectory(name, 1))
+                elif number != 4:
+                    ledger.buffer(make.group(name, *(make.trajectory(name, member) for member in range(2))))
+            trained = [1, 0, 2, 7, 6, 5, 9, 11]
+            for step, number in enumerate(trained, start=1):
+                name = f"0.{number}.0"
+                ledger.commit_batch(make.batch(step, make.group(name, *(make.trajectory(name, m) for m in range(2)))))
+                if often and step > 2:
+                    ledger.forget(step - 2)
+            ledger.forget(len(trained) - 2)
+        kept.append(
+            sql(file, "SELECT key FROM payloads ORDER BY key")
+            + sql(file, "SELECT id FROM groups WHERE prompt_token_ids IS NOT NULL ORDER BY key")
+        )
+    assert kept[0] == kept[1]
+    assert ("0.0.0",) not in kept[0]
+    assert ("0.9.0",) in kept[0]

@@ -16,29 +16,16 @@ import pytest
 from stretto.core.errors import StoreError
 from stretto.core.events import Span
 from stretto.store.series.lines import LineWriter
-from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics, read_metrics, rewind_metrics
+from stretto.store.series.metrics import MetricsLog, StepMetrics, read_metrics, rewind_metrics
 from stretto.store.series.spans import SpanLog, read_spans
+from tests.store.lines import evaluation_line, step_line
 
 
 def metrics(step: int) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        version=step,
-        wall_seconds=2.0,
-        rl_seconds=1.0,
-        accuracy=0.5,
-        reward=0.5,
-        length_mean=30.0,
-        length_max=90,
-        staleness_mean=1.5,
-        staleness_max=4,
-        trained_tokens=960,
-        trainer={"loss": 0.25},
-        busy={"trainer": 0.9},
-    )
+    return step_line(step, trainer={"loss": 0.25}, busy={"trainer": 0.9})
 
 
-EVALUATION = EvaluationLine(step=0, version=0, wall_seconds=1.0, rl_seconds=0.0, accuracy=0.41, prompts=512)
+EVALUATION = evaluation_line(0, 0.41)
 
 
 def test_steps_and_evaluations_are_read_back_apart(tmp_path: Path) -> None:
@@ -51,12 +38,7 @@ def test_steps_and_evaluations_are_read_back_apart(tmp_path: Path) -> None:
 
 def test_a_measurement_that_is_no_number_is_null(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    strange = {"kl": math.nan, "ratio": math.inf, "loss": 1.0}
-    log.append(
-        StepMetrics(
-            **{name: getattr(metrics(1), name) for name in StepMetrics.__struct_fields__} | {"trainer": strange}
-        )
-    )
+    log.append(step_line(1, trainer={"kl": math.nan, "ratio": math.inf, "loss": 1.0}))
     [[step], _] = read_metrics(tmp_path / "metrics.jsonl")
     assert step.trainer == {"kl": None, "ratio": None, "loss": 1.0}
 

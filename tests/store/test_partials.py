@@ -2,12 +2,11 @@
 
 Promises: pieces of several segments, in any interleaving and over any number of crashes, are read as the segments that
 they are pieces of; a call that must not be repeated is in the file when it begins and when it ends; both are gone when
-the trajectory is judged; a ledger of an earlier format gets them when it is resumed.
+the trajectory is judged.
 """
 
 from __future__ import annotations
 
-import sqlite3
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -24,20 +23,14 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import read_unfinished
-from tests.store.conftest import as_format_4
-from tests.store.make import Make
+from tests.store import make
+from tests.store.make import Make, ledger_at, sql
 
-HOLD_BACK = StoreConfig(flush_seconds=60)
 ID = "0.1.0/0"
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "ledger.sqlite"
-
-
 def ledger_in(path: Path) -> Ledger:
-    ledger = Ledger(path, HOLD_BACK)
+    ledger = Ledger(path, StoreConfig(flush_seconds=60))
     ledger.issue("0.1.0", Make.prompt, 1, 0)
     return ledger
 
@@ -53,45 +46,24 @@ def member(path: Path) -> UnfinishedMember:
 
 
 def sampled(*tokens: int, parent: int | None = None, end: StopReason | None = None, cause: str = "") -> Segment:
-    logprobs = tuple(-0.25 * token for token in tokens)
-    return Segment.of(tokens, logprobs, (0,) * len(tokens), stop_reason=end, parent=parent, cause=cause)
+    logprobs = [-0.25 * token for token in tokens]
+    return make.sampled((0,) * len(tokens), tokens, end, behavior_logprobs=logprobs, parent=parent, cause=cause)
 
 
 def test_what_is_taken_back_of_a_segment_is_gone_and_what_other_segments_have_stays(path: Path) -> None:
     with closing(ledger_in(path)) as ledger:
-        for node, piece in (
-            (0, sampled(2, 3)),
-            (1, sampled(parent=0)),
-            (0, sampled(4)),
-            (1, sampled(7, 8)),
-            (0, sampled(5)),
-        ):
+        pieces = sampled(2, 3), sampled(parent=0), sampled(4), sampled(7, 8), sampled(5)
+        for piece, node in zip(pieces, (0, 1, 0, 1, 0), strict=True):
             ledger.journal(ID, piece, node)
         ledger.retract(ID, 2)
         crash(ledger)
     assert member(path).segments == (sampled(2, 3), sampled(7, 8, parent=0))
-    with closing(Ledger(path, HOLD_BACK)) as ledger:
+    with ledger_at(path, flush_seconds=60) as ledger:
         ledger.journal(ID, sampled(6))
         ledger.retract(ID, 3)  # nothing is behind it
         ledger.retract(ID, 0, node=1)
         ledger.flush()
         assert member(path).segments == (sampled(2, 3, 6), sampled(parent=0))
-
-
-def test_two_turns_at_a_time_are_read_as_two_segments(path: Path) -> None:
-    with closing(ledger_in(path)) as ledger:
-        ledger.journal(ID, sampled(4, 5))
-        ledger.journal(ID, sampled(6, end=StopReason.STOP))
-        ledger.journal(ID, Segment.of((9, 9), parent=0), node=1)
-        ledger.journal(ID, sampled(7, parent=1), node=2)
-        ledger.journal(ID, sampled(8, parent=PROMPT, cause="history_rewritten"), node=3)
-        ledger.journal(ID, sampled(3, 2, end=StopReason.STOP), node=2)
-    assert member(path).segments == (
-        sampled(4, 5, 6, end=StopReason.STOP),
-        Segment.of((9, 9), parent=0),
-        sampled(7, 3, 2, parent=1, end=StopReason.STOP),
-        sampled(8, parent=PROMPT, cause="history_rewritten"),
-    )
 
 
 def test_a_turn_that_has_begun_and_has_no_tokens_keeps_its_place(path: Path) -> None:
@@ -108,8 +80,7 @@ def test_a_turn_that_has_begun_and_has_no_tokens_keeps_its_place(path: Path) -> 
 def test_a_single_turn_is_written_without_a_place(path: Path) -> None:
     with closing(ledger_in(path)) as ledger:
         ledger.journal(ID, sampled(4, 5))
-    with closing(sqlite3.connect(path)) as connection:
-        [(begin, piece)] = connection.execute("SELECT begin, payload FROM partials").fetchall()
+    [(begin, piece)] = sql(path, "SELECT begin, payload FROM partials")
     assert (begin, piece[8:9]) == (0, b"\x9a"), "a segment of ten fields"
 
 
@@ -125,7 +96,7 @@ def test_a_durable_call_is_in_the_file_when_it_begins_and_when_it_ends(path: Pat
     assert member(path).calls == (RecordedCall(0, b"send the letter", b"sent"), RecordedCall(1, b"2 + 2")), (
         "nothing was promised"
     )
-    with closing(Ledger(path, HOLD_BACK)) as ledger:
+    with ledger_at(path, flush_seconds=60) as ledger:
         ledger.end_call(ID, 1, b"4")
         ledger.begin_call(ID, 2, b"", durable=False)
         ledger.end_call(ID, 2, b"")
@@ -162,27 +133,10 @@ def test_a_call_that_has_changed_is_named(path: Path) -> None:
     with closing(ledger_in(path)) as ledger:
         ledger.begin_call(ID, 0, b"a", durable=True)
         ledger.end_call(ID, 0, b"b")
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("UPDATE calls SET reply = x'63'")
-        connection.commit()
-    with pytest.raises(StoreError, match=r"call 0 of trajectory 0\.1\.0/0 is not what was written"):
-        read_unfinished(path)
-    with pytest.raises(StoreError, match=r"call 0 of trajectory 0\.1\.0/0 is not what was written"):
-        Ledger(path, HOLD_BACK)
-
-
-def test_a_run_of_format_4_goes_on_with_branches_and_calls(path: Path) -> None:
-    with closing(ledger_in(path)) as ledger:
-        ledger.journal(ID, sampled(4, 5))
-    as_format_4(path)
-    assert member(path) == UnfinishedMember((sampled(4, 5),))
-    with closing(Ledger(path, HOLD_BACK)) as ledger:
-        ledger.journal(ID, sampled(6, end=StopReason.STOP))
-        ledger.journal(ID, Segment.of((9,), parent=0), node=1)
-        ledger.begin_call(ID, 0, b"a", durable=True)
-    assert member(path) == UnfinishedMember(
-        (sampled(4, 5, 6, end=StopReason.STOP), Segment.of((9,), parent=0)), (RecordedCall(0, b"a"),)
-    )
+    sql(path, "UPDATE calls SET reply = x'63'")
+    for reading in (read_unfinished, ledger_in):
+        with pytest.raises(StoreError, match=r"call 0 of trajectory 0\.1\.0/0 is not what was written"):
+            reading(path)
 
 
 Piece = tuple[int, Segment]
@@ -231,7 +185,7 @@ def test_any_interleaving_over_any_crashes_is_read_as_the_segments_that_were_jou
             if entry is None:
                 ledger.flush()
                 crash(ledger)
-                ledger = Ledger(path, HOLD_BACK)
+                ledger = Ledger(path, StoreConfig(flush_seconds=60))
             else:
                 node, piece = entry
                 ledger.journal(ID, piece, node)
@@ -282,7 +236,7 @@ def test_a_crash_loses_what_came_after_the_last_flush_and_nothing_before_it(
             told(ledger, event)
         crash(ledger)
         assert member(path) == expected(kept)
-        ledger = Ledger(path, HOLD_BACK)
+        ledger = Ledger(path, StoreConfig(flush_seconds=60))
         for event in before[len(kept) :] + after:  # it begins again, and is told what was lost once more
             told(ledger, event)
         ledger.close()

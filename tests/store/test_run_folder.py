@@ -2,12 +2,13 @@
 
 Promises: one writer at a time, named when it is in the way; the lock of a killed writer holds nobody up; a folder with
 something else in it is never written to; what a kill left half-written holds nobody up and does not stay; the message
-gives the way out.
+gives the way out. A run says what its libraries and its machine are.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,9 @@ import pytest
 from stretto.core.errors import RunFolderError
 from stretto.store import lock
 from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.folder.provenance import library_versions, machine
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
+from tests.store.make import run_at
 
 _HOLDER = """
 import sys
@@ -31,8 +32,8 @@ sys.stdin.read()
 
 
 def make_run(path: Path) -> None:
-    with RunFolder.create(path) as folder:
-        Ledger(folder.ledger, StoreConfig()).close()
+    with run_at(path):
+        pass
 
 
 def test_a_new_folder_has_a_place_for_everything(tmp_path: Path) -> None:
@@ -42,14 +43,8 @@ def test_a_new_folder_has_a_place_for_everything(tmp_path: Path) -> None:
         assert all(place.is_dir() for place in (folder.logs, folder.policies, folder.checkpoints, folder.plots))
         folder.write("recipe.toml", "seed = 1\n")
         assert folder.recipe.read_text() == "seed = 1\n"
-        assert sorted(path.name for path in folder.path.iterdir()) == [
-            "checkpoints",
-            "lock",
-            "logs",
-            "plots",
-            "policy",
-            "recipe.toml",
-        ]
+        found = sorted(path.name for path in folder.path.iterdir())
+        assert found == ["checkpoints", "lock", "logs", "plots", "policy", "recipe.toml"]
 
 
 def test_its_checkpoints_may_be_in_another_place_from_the_start(tmp_path: Path) -> None:
@@ -120,12 +115,8 @@ def test_what_a_kill_left_half_written_is_gone_when_the_run_goes_on(tmp_path: Pa
     RunFolder.open(tmp_path)
     assert (tmp_path / "checkpoints" / ".step-000040.part").exists(), "a reader removes nothing"
     with RunFolder.resume(tmp_path):
-        assert sorted(path.name for path in tmp_path.glob("*/*")) == [
-            "broken-step-000030",
-            "step-000020",
-            "v000010",
-            "v000011",
-        ]
+        found = sorted(path.name for path in tmp_path.glob("*/*"))
+        assert found == ["broken-step-000030", "step-000020", "v000010", "v000011"]
         assert list(tmp_path.glob(".*")) == []
         assert (tmp_path / "metrics.jsonl").exists()
 
@@ -152,31 +143,23 @@ def test_a_run_that_was_killed_before_it_had_a_ledger_leaves_the_folder_free(tmp
     assert (tmp_path / "recipe.toml").read_text() == "seed = 2\n"
 
 
-def test_a_recipe_of_somebody_elses_is_not_written_over(tmp_path: Path) -> None:
-    (tmp_path / "recipe.toml").write_text("# mine")
+@pytest.mark.parametrize("name", ["recipe.toml", "thesis.tex"])
+def test_a_folder_with_files_of_somebody_elses_is_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("# mine")
     for _ in range(2):
-        with pytest.raises(RunFolderError, match=r"not empty and holds no run \(recipe.toml"):
+        with pytest.raises(RunFolderError, match=rf"not empty and holds no run \({name}"):
             RunFolder.create(tmp_path)
 
 
-def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("dear")
-    with pytest.raises(RunFolderError, match=r"not empty and holds no run \(thesis.tex"):
-        RunFolder.create(tmp_path)
-
-
-@pytest.mark.parametrize("how", ["missing", "a file", "empty"])
-def test_a_folder_without_a_run_cannot_be_opened(tmp_path: Path, how: str) -> None:
-    place = tmp_path / "run"
-    if how == "a file":
-        place.write_text("")
-    elif how == "empty":
-        place.mkdir()
-    words = {"missing": "does not exist", "a file": "is no folder", "empty": "holds no run"}[how]
-    with pytest.raises(RunFolderError, match=words):
-        RunFolder.open(place)
-    with pytest.raises(RunFolderError, match=words):
-        RunFolder.resume(place)
+@pytest.mark.parametrize(
+    ("place", "words"), [("nowhere", "does not exist"), ("file", "is no folder"), ("empty", "holds no run")]
+)
+def test_a_folder_without_a_run_cannot_be_opened(tmp_path: Path, place: str, words: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for way in (RunFolder.open, RunFolder.resume):
+        with pytest.raises(RunFolderError, match=words):
+            way(tmp_path / place)
 
 
 def test_a_folder_that_cannot_be_filled_is_not_locked(tmp_path: Path) -> None:
@@ -190,3 +173,12 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="file/run: cannot be created: Not a directory"):
         RunFolder.create(tmp_path / "file" / "run")
+
+
+def test_a_run_says_what_its_libraries_and_its_machine_are() -> None:
+    versions, found = library_versions(), machine()
+    assert versions["python"] == platform.python_version()
+    assert {"torch", "transformers", "msgspec"} <= versions.keys()
+    assert found.cores == len(os.sched_getaffinity(0))
+    assert found.memory_gib > 0
+    assert found.processor

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import StoreError
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.config import TokensConfig
 from stretto.store.series.tokens import SampledTokens, TokenFiles, read_tokens, tokens_file
+from tests.store.make import run_at
 
 NUMBER = st.floats(width=32, allow_nan=True)
 TOKEN = st.tuples(NUMBER, NUMBER, NUMBER, st.integers(0, 15))
@@ -68,8 +67,7 @@ def test_a_damaged_or_missing_file_says_so(tmp_path: Path) -> None:
 
 
 def test_half_a_file_goes_at_a_resume_and_a_whole_one_stays(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run") as folder:
-        Ledger(folder.ledger, StoreConfig()).close()
+    with run_at(tmp_path / "run") as (folder, _):
         TokenFiles(folder.tokens, 1.0).write(1, *ONE)
         (folder.tokens / ".step-000002.safetensors.99.part").write_bytes(b"half")
     with RunFolder.resume(tmp_path / "run") as folder:

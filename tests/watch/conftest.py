@@ -47,6 +47,23 @@ def serving(
         assert not thread.is_alive()
 
 
+@contextmanager
+def alone(folder: Path, replays: Replays | None = None) -> Iterator[tuple[httpx.Client, str]]:
+    """A server of the one run in ``runs`` of a folder, and the address of the run."""
+    with serving(folder / "runs", folder / "cache", replays) as client:
+        (run,) = client.get("/api/runs").json()["runs"]
+        yield client, f"/api/runs/{run['id']}"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are looked at twenty times a second, and a wrong secret costs a twentieth of one."""
+    for name in ("guard._WRONG", "events._LOOK", "events._LONGEST"):
+        monkeypatch.setattr(f"stretto_report.watch.web.{name}_SECONDS", 0.05)
+    for name in ("catalog._LOOK", "pieces._PAUSE", "run._PAUSE"):
+        monkeypatch.setattr(f"stretto_report.watch.runs.{name}_SECONDS", 0.05)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one run, ``first``."""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from stretto.core.canary import CANARY, CanaryRecord, Proof
 from stretto.core.events import Span
-from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, State, StopReason, Trajectory, Update, Verdict
+from stretto.core.records import Batch, Group, Prompt, Segment, State, StopReason, Trajectory
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.series.spans import SpanLog
 from stretto.store.series.tokens import SampledTokens, TokenFiles
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
+from tests.store import lines
+from tests.store.make import ledger_at, trained, verdict
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x00\x1b[2J\u202egnp.exe\u2066"
 RECIPE = '[trainer]\nsteps = 3\n[task]\nkind = "arithmetic"\n[rollout]\nmax_staleness = 2.0\n'
@@ -28,47 +29,32 @@ def prompt(name: str, text: str) -> Prompt:
     return Prompt(id=name, token_ids=(5, 12, 8, 13), text=text, answer="11")
 
 
+END = StopReason.STOP
+
+
 def completion(
-    group: str,
-    member: int,
-    reward: float,
-    versions: tuple[int, ...],
-    text: str = "11",
-    stop: StopReason = StopReason.STOP,
+    group: str, member: int, reward: float, versions: tuple[int, ...], text: str = "11", stop: StopReason = END
 ) -> Trajectory:
     """A single turn: tokens 3, 4, ...; log-probabilities -0.5, -1.0, ..."""
     length = len(versions)
-    segment = Segment.of(
-        token_ids=tuple(range(3, 3 + length)),
-        behavior_logprobs=tuple(-0.5 * (at + 1) for at in range(length)),
-        versions=versions,
-        interrupted=len(set(versions)) - 1,
-        stop_reason=stop,
-        engines=(("engine-0", 2), ("engine-1", length - 2)) if length > 2 else (("engine-0", length),),
-    )
-    verdict = Verdict(outcome=Outcome.RIGHT if reward > 0.5 else Outcome.WRONG, reward=reward)
-    return Trajectory(id=f"{group}/{member}", segments=(segment,), verdict=verdict, text=text)
+    engines = (("engine-0", 2), ("engine-1", length - 2)) if length > 2 else (("engine-0", length),)
+    logprobs = tuple(-0.5 * (at + 1) for at in range(length))
+    interrupted = len(set(versions)) - 1
+    segment = Segment.of(tuple(range(3, 3 + length)), logprobs, versions, interrupted, stop, engines)
+    return Trajectory(f"{group}/{member}", (segment,), verdict(reward, above=0.5), text)
 
 
-def step_line(step: int, entropy: float | None = None) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        version=step,
-        wall_seconds=10.0 + step,
-        rl_seconds=2.0 * step,
-        length_max=4,
-        staleness_max=1,
-        trained_tokens=6,
-        masked_tokens=2,
-        generated_tokens=8 * step,
-        trainer={"loss": 1.0 / step, "entropy": entropy},
-        busy={"trainer": 0.5},
-        accuracy=0.5,
-        reward=0.1 * step,
-        length_mean=3.0,
-        staleness_mean=0.5,
-        canary={"engine-0": 0.04, "engine-1": 0.05},
-    )
+def step_line(step: int, entropy: float | None = None, **changed: Any) -> StepMetrics:
+    numbers: dict[str, Any] = {
+        "rl_seconds": 2.0 * step,
+        "length_max": 4,
+        "length_mean": 3.0,
+        "staleness_mean": 0.5,
+        "staleness_max": 1,
+    }
+    numbers |= {"trained_tokens": 6, "masked_tokens": 2, "generated_tokens": 8 * step, "reward": 0.1 * step}
+    maps: dict[str, Any] = {"trainer": {"loss": 1.0 / step, "entropy": entropy}, "busy": {"trainer": 0.5}}
+    return lines.step_line(step, **(numbers | maps | {"canary": {"engine-0": 0.04, "engine-1": 0.05}} | changed))
 
 
 def write_run(path: Path, *, log: str = LOG + ENDED) -> Path:
@@ -77,13 +63,9 @@ def write_run(path: Path, *, log: str = LOG + ENDED) -> Path:
     with RunFolder.create(path) as folder:
         folder.write("recipe.toml", RECIPE)
         folder.write("log.txt", log)
-        folder.write(
-            "questions.jsonl",
-            "".join(
-                f'{{"id":"{name}","prompt":"{text}","answer":"11","row":null}}\n' for name, text in QUESTIONS.items()
-            ),
-        )
-        with closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+        asked = (f'{{"id":"{name}","prompt":"{text}","answer":"11","row":null}}\n' for name, text in QUESTIONS.items())
+        folder.write("questions.jsonl", "".join(asked))
+        with ledger_at(folder.ledger) as ledger:
             _write_ledger(ledger)
         TokenFiles(folder.tokens, 1.0).write(2, {"0.b.0/0": 4, "0.b.0/1": 1}, TOKENS)
         metrics, spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
@@ -122,9 +104,7 @@ PROOFS = (
 
 
 def evaluation(step: int, accuracy: float) -> EvaluationLine:
-    return EvaluationLine(
-        step=step, version=step, wall_seconds=10.0 + step, rl_seconds=2.0 * step, accuracy=accuracy, prompts=8
-    )
+    return lines.evaluation_line(step, accuracy, rl_seconds=2.0 * step, prompts=8)
 
 
 def _write_ledger(ledger: Ledger) -> None:
@@ -147,11 +127,7 @@ def _write_ledger(ledger: Ledger) -> None:
 
 def train(ledger: Ledger, step: int, name: str, members: tuple[Trajectory, ...], oldest: int = 0) -> None:
     """A group is issued, judged, and trained alone in a step."""
-    id = members[0].id.rpartition("/")[0]
     asked = prompt(name, QUESTIONS.get(name, name))
-    ledger.issue(id, asked, len(members), step - 1)
-    group = Group(id=id, prompt=asked, admitted_version=step - 1, trajectories=members)
-    ledger.buffer(group)
-    ledger.commit_batch(Batch(step=step, version=step - 1, groups=(group,), oldest_trainable=oldest))
-    ledger.record_update(Update(step=step, version=step, trained_tokens=4, masked_tokens=0, metrics={"loss": 0.5}))
+    group = Group(members[0].id.rpartition("/")[0], asked, step - 1, members)
+    trained(ledger, Batch(step=step, version=step - 1, groups=(group,), oldest_trainable=oldest))
     ledger.flush()

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from stretto.core.errors import RunFolderError
 from stretto.store import lock
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto_report.watch.serve import watch
-from tests.watch.conftest import TOKEN, serving
+from tests.store.lines import write_lines
+from tests.store.make import ledger_at, sql
+from tests.watch.conftest import TOKEN, alone, serving
 from tests.watch.runs import HOSTILE, completion, step_line, train, write_run
 
 BEARER = {"authorization": f"Bearer {TOKEN}"}
@@ -177,11 +176,8 @@ def test_a_page_may_do_nothing_but_show_its_own_files(client: httpx.Client, firs
     for path in ("/", "/api/runs", first, "/nothing", f"{first}/trajectories/0.a.0/1"):
         headers = client.get(path).headers
         policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
-        assert (policy["default-src"], policy["script-src"], policy["frame-ancestors"]) == (
-            "'none'",
-            "'self'",
-            "'none'",
-        )
+        found = [policy[name] for name in ("default-src", "script-src", "frame-ancestors")]
+        assert found == ["'none'", "'self'", "'none'"]
         assert "unsafe" not in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
@@ -199,28 +195,20 @@ def test_what_a_model_said_is_text_in_json(client: httpx.Client, first: str) -> 
 def test_an_answer_of_ten_megabytes_is_cut_and_its_end_can_be_seen(tmp_path: Path) -> None:
     path = write_run(tmp_path / "runs" / "long")
     length = 30_000
-    with closing(Ledger(path / "ledger.sqlite", StoreConfig())) as ledger:
+    with ledger_at(path / "ledger.sqlite") as ledger:
         train(ledger, 3, "l", (completion("0.l.0", 0, 1.0, (2,) * length, "</b>" * 2_500_000),))
-    with serving(tmp_path / "runs", tmp_path / "cache") as client:
-        (run,) = client.get("/api/runs").json()["runs"]
-        reply = client.get(f"/api/runs/{run['id']}/trajectories/0.l.0/0")
+    with alone(tmp_path) as (client, run):
+        reply = client.get(f"{run}/trajectories/0.l.0/0")
         assert len(reply.content) < 1_000_000
         found = reply.json()
         assert (found["tokens"], found["cut"]["more"], found["text_cut"]) == (length, True, True)
         assert len(found["segments"][0]["tokens"]["id"]) == 4_000
-        asked = {"offset": str(length - 2)}
-        last = client.get(f"/api/runs/{run['id']}/trajectories/0.l.0/0", params=asked).json()
+        last = client.get(f"{run}/trajectories/0.l.0/0", params={"offset": str(length - 2)}).json()
         assert last["segments"][0]["tokens"]["id"] == [length + 1, length + 2]
-        assert len(client.get(f"/api/runs/{run['id']}/groups/0.l.0").content) < 100_000
+        assert len(client.get(f"{run}/groups/0.l.0").content) < 100_000
 
 
-def _cut(run: Path) -> None:
-    for log in run.glob("ledger.sqlite-*"):
-        log.unlink()
-    os.truncate(run / "ledger.sqlite", 3_000)
-
-
-def _replace(name: str, data: bytes) -> Callable[[Path], None]:
+def _replace(name: str, data: bytes) -> Callable[[Path], object]:
     def replace(run: Path) -> None:
         for log in run.glob(f"{name}-*"):
             log.unlink()
@@ -229,40 +217,31 @@ def _replace(name: str, data: bytes) -> Callable[[Path], None]:
     return replace
 
 
-def _newer(run: Path) -> None:
-    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
-        connection.execute("PRAGMA user_version = 99")
+def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Something else in the place of a file."""
+
+    def replace(run: Path) -> None:
+        (run / name).unlink(missing_ok=True)
+        make(run / name)
+
+    return replace
 
 
-def _huge_number(run: Path) -> None:
-    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
-        connection.execute("UPDATE trajectories SET tokens = 1 << 62")
+def _link(path: Path) -> None:
+    path.symlink_to("/etc/passwd")
+
+
+def _cut(run: Path) -> None:
+    _replace("ledger.sqlite", (run / "ledger.sqlite").read_bytes()[:3_000])(run)
 
 
 def _far_step(run: Path) -> None:
-    lines = [msgspec.json.encode(step_line(step)) for step in (1, 10**30, 2)]
-    (run / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    write_lines(run / "metrics.jsonl", [step_line(step) for step in (1, 10**30, 2)])
 
 
 def _sparse_log(run: Path) -> None:
     (run / "ledger.sqlite-wal").touch()
     os.truncate(run / "ledger.sqlite-wal", 100 << 30)
-
-
-def _link(name: str, target: str) -> Callable[[Path], None]:
-    def link(run: Path) -> None:
-        (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to(target)
-
-    return link
-
-
-def _pipe(name: str) -> Callable[[Path], None]:
-    def make(run: Path) -> None:
-        (run / name).unlink(missing_ok=True)
-        os.mkfifo(run / name)
-
-    return make
 
 
 DEEP = b'{"kind":' + b"[" * 100_000 + b"\n"
@@ -271,19 +250,19 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "garbage": (_replace("ledger.sqlite", b"no database" * 1_000), "ledger.sqlite"),
     "empty": (_replace("ledger.sqlite", b""), "ledger.sqlite"),
     "half": (lambda run: (run / "ledger.sqlite").unlink(), "ledger.sqlite: does not exist"),
-    "newer": (_newer, "format 99"),
-    "huge": (_huge_number, "ledger.sqlite"),
-    "ledger-link": (_link("ledger.sqlite", "/etc/passwd"), "a link"),
-    "metrics-link": (_link("metrics.jsonl", "/etc/passwd"), "a link"),
-    "recipe-link": (_link("recipe.toml", "/etc/passwd"), "a link"),
-    "lock-pipe": (_pipe("lock"), "no plain file"),
-    "log-pipe": (_pipe("ledger.sqlite-wal"), "no plain file"),
-    "metrics-pipe": (_pipe("metrics.jsonl"), "no regular file"),
-    "spans-pipe": (_pipe("spans.jsonl"), "no regular file"),
+    "newer": (lambda run: sql(run / "ledger.sqlite", "PRAGMA user_version = 99"), "format 99"),
+    "huge": (lambda run: sql(run / "ledger.sqlite", "UPDATE trajectories SET tokens = 1 << 62"), "ledger.sqlite"),
+    "ledger-link": (_instead("ledger.sqlite", _link), "a link"),
+    "metrics-link": (_instead("metrics.jsonl", _link), "a link"),
+    "recipe-link": (_instead("recipe.toml", _link), "a link"),
+    "lock-pipe": (_instead("lock", os.mkfifo), "no plain file"),
+    "log-pipe": (_instead("ledger.sqlite-wal", os.mkfifo), "no plain file"),
+    "metrics-pipe": (_instead("metrics.jsonl", os.mkfifo), "no regular file"),
+    "spans-pipe": (_instead("spans.jsonl", os.mkfifo), "no regular file"),
     "metrics-deep": (_replace("metrics.jsonl", DEEP), "metrics.jsonl: line 1"),
     "metrics-bytes": (_replace("metrics.jsonl", b"\xff\xfe\n"), "metrics.jsonl: line 1"),
     "spans-far": (
-        _replace("spans.jsonl", b'{"role":"x","name":"y","start":1,"end":2,"version":18000000000000000000}\n'),
+        _replace("spans.jsonl", b'{"role":"x","name":"y","start":1,"end":2,"version":%d}\n' % (18 * 10**18)),
         "spans",
     ),
     "recipe-broken": (_replace("recipe.toml", b"[trainer\n"), "recipe.toml"),
@@ -291,10 +270,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "log-sparse": (_sparse_log, "ledger.sqlite-wal: is not checked: it has 107,374,182,400 bytes"),
     "recipe-digits": (_replace("recipe.toml", b"a = " + b"1" * 5_000), "recipe.toml: cannot be read"),
     "recipe-far": (_replace("recipe.toml", b"a = 0x" + b"f" * 8_000), "recipe.toml: cannot be read"),
-    "recipe-dots": (
-        _replace("recipe.toml", b".".join([b"a"] * 4_000) + b" = 1"),
-        "recipe.toml: cannot be read: line 1",
-    ),
+    "recipe-dots": (_replace("recipe.toml", b"a." * 4_000 + b"a = 1"), "recipe.toml: cannot be read: line 1"),
     "recipe-deep": (_replace("recipe.toml", b"a = " + b"[" * 100_000), "recipe.toml"),
 }
 

@@ -9,22 +9,25 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from stretto.core.errors import RunFolderError
 from stretto.store import lock
+from stretto.store.series.metrics import read_metrics
 from stretto_app.cli.main import inspect
 from stretto_report.audit.alarms import AlarmWatch
+from stretto_report.audit.symptoms.evidence import Alarm
 from stretto_report.watch.index.cache import Cache
 from stretto_report.watch.runs.run import WatchedRun
 from stretto_report.watch.serve import watch
 from stretto_report.watch.terminal import watch_in_terminal
+from tests.launch.running import service
+from tests.store.lines import write_lines
 from tests.watch.runs import step_line, write_run
 
 
@@ -32,34 +35,43 @@ def start(folders: list[Path], port: int) -> None:
     watch(folders, host="127.0.0.1", port=port, token="T", password=None, opens=False, say=print)
 
 
+def alarms(path: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """What `stretto inspect --json` says."""
+    inspect(path, json=True)
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["alarms"]
+    return found
+
+
+def alarms_of_page(path: Path) -> list[Alarm]:
+    run = WatchedRun("id", path, "run", Cache(path.parent / "cache.sqlite"))
+    while run.advance(1.0):
+        pass
+    return list(run.alarms())
+
+
+def written(path: Path, recipe: Callable[[str], str] = str, **changed: Any) -> Path:
+    """A run of 30 steps with these numbers."""
+    write_run(path)
+    (path / "recipe.toml").write_text(recipe((path / "recipe.toml").read_text()))
+    write_lines(path / "metrics.jsonl", [step_line(step, **changed) for step in range(1, 31)])
+    return path
+
+
 def test_the_command_prints_its_address_serves_and_ends_at_a_signal(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs" / "first")
+    runs = tmp_path / "runs"
+    write_run(runs / "first")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "stretto_app.cli.main",
-        "watch",
-        str(tmp_path / "runs"),
-        "--port",
-        str(port),
-        "--token",
-        "T",
-        "--no-open",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == f"stretto watch: http://127.0.0.1:{port}/?token=T\n"
-            found = httpx.get(f"http://127.0.0.1:{port}/api/runs", headers={"authorization": "Bearer T"}, timeout=30)
-            assert [run["name"] for run in found.json()["runs"]] == ["first"]
-            with pytest.raises(RunFolderError, match=str(port)):
-                start([tmp_path / "runs"], port)
-        finally:
-            process.send_signal(signal.SIGTERM)
+    words = ("watch", runs, "--port", str(port), "--token", "T", "--no-open")
+    with service(*words, serving="stretto watch: ") as (process, lines):
+        assert lines == [f"stretto watch: http://127.0.0.1:{port}/?token=T\n"]
+        found = httpx.get(f"http://127.0.0.1:{port}/api/runs", headers={"authorization": "Bearer T"}, timeout=30)
+        assert [run["name"] for run in found.json()["runs"]] == ["first"]
+        with pytest.raises(RunFolderError, match=str(port)):
+            start([runs], port)
+        process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-        assert process.stdout.read() == ""
+        assert process.said()[0] == lines[0]
 
 
 def test_a_folder_that_is_not_there_is_a_mistake_of_the_user(tmp_path: Path) -> None:
@@ -70,9 +82,8 @@ def test_a_folder_that_is_not_there_is_a_mistake_of_the_user(tmp_path: Path) -> 
 def test_inspect_has_the_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_run(tmp_path / "run")
     lines = [step_line(step, entropy=1.0 if step <= 10 else 0.01) for step in range(1, 31)]
-    (path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-    inspect(path, json=True)
-    (alarm,) = json.loads(capsys.readouterr().out)["alarms"]
+    write_lines(path / "metrics.jsonl", lines)
+    (alarm,) = alarms(path, capsys)
     # a window of ten with k steps of 0.01 has mean 1 - 0.099 k: below 0.2 from k = 9 on
     assert (alarm["name"], alarm["first_step"], alarm["look"]) == ("entropy_collapse", 19, "series:trainer.entropy")
     inspect(path)
@@ -85,23 +96,19 @@ def test_inspect_has_the_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_the_terminal_inspect_and_the_page_agree_on_a_bound_that_adapts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_run(tmp_path / "run")
-    recipe = path / "recipe.toml"
-    recipe.write_text(recipe.read_text().replace("max_staleness = 2.0", 'max_staleness = "auto"'))
-    steps = [step_line(step) for step in range(1, 31)]
-    lines = [msgspec.structs.replace(step, staleness_mean=1.9, max_staleness=2.0) for step in steps]
-    (path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-    inspect(path, json=True)
-    (alarm,) = json.loads(capsys.readouterr().out)["alarms"]
+    path = written(
+        tmp_path / "run",
+        lambda recipe: recipe.replace("max_staleness = 2.0", 'max_staleness = "auto"'),
+        staleness_mean=1.9,
+        max_staleness=2.0,
+    )
+    (alarm,) = alarms(path, capsys)
     assert (alarm["name"], alarm["first_step"]) == ("staleness_at_bound", 10)
     watch = AlarmWatch.of(path)
-    for line in lines:
+    for line in read_metrics(path / "metrics.jsonl")[0]:
         watch.step(line)
     assert list(watch.sentences()) == ["staleness at its bound"]
-    run = WatchedRun("id", path, "run", Cache(tmp_path / "cache.sqlite"))
-    while run.advance(1.0):
-        pass
-    assert [one.name for one in run.alarms()] == ["staleness_at_bound"]
+    assert [one.name for one in alarms_of_page(path)] == ["staleness_at_bound"]
 
 
 @pytest.mark.parametrize(
@@ -117,23 +124,17 @@ def test_the_terminal_inspect_and_the_page_agree_on_a_bound_that_adapts(
 def test_the_terminal_inspect_and_the_page_agree_on_engines_that_are_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, error: float, canary: float, named: list[str]
 ) -> None:
-    path = write_run(tmp_path / "run")
-    recipe = path / "recipe.toml"
-    recipe.write_text(f'{recipe.read_text()}[engine]\ndtype = "{dtype}"\n')
-    lines = [
-        msgspec.structs.replace(step_line(step), trainer={"behavior_logprob_error": error}, canary={"engine-1": canary})
-        for step in range(1, 31)
-    ]
-    (path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-    inspect(path, json=True)
-    assert [alarm["name"] for alarm in json.loads(capsys.readouterr().out)["alarms"]] == named
+    path = written(
+        tmp_path / "run",
+        lambda recipe: f'{recipe}[engine]\ndtype = "{dtype}"\n',
+        trainer={"behavior_logprob_error": error},
+        canary={"engine-1": canary},
+    )
+    assert [alarm["name"] for alarm in alarms(path, capsys)] == named
     watch_in_terminal([path], lambda seconds: True)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("alarm  ")]
-    run = WatchedRun("id", path, "run", Cache(tmp_path / "cache.sqlite"))
-    while run.advance(1.0):
-        pass
-    assert [one.name for one in run.alarms()] == named
-    assert said == [str(one) for one in run.alarms()]
+    assert [one.name for one in alarms_of_page(path)] == named
+    assert said == [str(one) for one in alarms_of_page(path)]
 
 
 def test_inspect_knows_the_steps_of_the_recipe_and_leaves_a_bad_line_out(
@@ -145,28 +146,26 @@ def test_inspect_knows_the_steps_of_the_recipe_and_leaves_a_bad_line_out(
     with (path / "large").open("wb") as file:
         file.truncate(1 << 43)
     held = lock.acquire(path)
-    inspect(path, json=True)
+    (alarm,) = alarms(path, capsys)
     os.close(held)
-    (alarm,) = json.loads(capsys.readouterr().out)["alarms"]
     assert alarm["name"] == "disk_filling"
     # 8 TiB in 2 steps: 4 TiB in the one that is left
     assert "; the 1 steps that are left will write about 4096.00 GiB" in alarm["message"]
 
 
-def test_neither_the_password_nor_the_token_is_where_others_can_read_it(tmp_path: Path) -> None:
+def test_neither_the_password_nor_the_token_is_where_others_can_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "runs").mkdir()
     browser, seen = tmp_path / "browser", tmp_path / "seen"
     browser.write_text(f'#!/bin/sh\nf="${{1#file://}}"\n(echo "$1"; stat -c %a "$f"; cat "$f") > {seen}\n')
     browser.chmod(0o755)
-    command = [sys.executable, "-m", "stretto_app.cli.main", "watch", str(tmp_path / "runs"), "--port", "0"]
-    given = {"STRETTO_WATCH_PASSWORD": "a-password", "BROWSER": f"{browser} %s", "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | given) as process:
-        assert process.stdout is not None
-        try:
-            address = process.stdout.readline().rpartition(" ")[2].strip()
-            assert httpx.get(address, timeout=30).status_code in (200, 404)  # it is open; 404: no front end is built
-        finally:
-            process.send_signal(signal.SIGTERM)
+    for name, value in {"STRETTO_WATCH_PASSWORD": "a-password", "BROWSER": f"{browser} %s"}.items():
+        monkeypatch.setenv(name, value)
+    with service("watch", tmp_path / "runs", "--port", "0", serving="stretto watch: ") as (process, lines):
+        address = lines[0].rpartition(" ")[2].strip()
+        assert httpx.get(address, timeout=30).status_code in (200, 404)  # it is open; 404: no front end is built
+        process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     argument, mode, page = seen.read_text().strip().split("\n")
     assert "a-password" not in address

@@ -28,8 +28,6 @@ from starlette.responses import Response
 from stretto.core.errors import StrettoError
 from stretto.processes.http.names import HostNames
 from stretto.store import lock
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto_report.watch.index import trajectories as trajectories_module
 from stretto_report.watch.index.cache import Cache
 from stretto_report.watch.index.files import read_ledger
@@ -43,7 +41,9 @@ from stretto_report.watch.web import app as app_module
 from stretto_report.watch.web.events import Follower
 from stretto_report.watch.web.guard import Guard
 from stretto_report.watch.web.pages import list_page
-from tests.watch.conftest import serving
+from tests.store.lines import write_lines
+from tests.store.make import ledger_at
+from tests.watch.conftest import alone, serving
 from tests.watch.runs import prompt, step_line, write_run
 
 SYNCHRONOUS = Path(__file__).parent.parent / "data" / "synchronous_run"
@@ -53,22 +53,25 @@ def _watched(path: Path) -> WatchedRun:
     return WatchedRun("id", path, "name", Cache(path.parent / "cache.sqlite"))
 
 
-def _lines(*steps: int) -> bytes:
-    return b"".join(msgspec.json.encode(step_line(step)) + b"\n" for step in steps)
+def _steps(path: Path, *steps: int) -> Steps:
+    """The table of a run with these steps."""
+    write_lines(path, [step_line(step) for step in steps])
+    table = Steps(path, Cache(path.parent / "cache.sqlite"))
+    assert table.advance() is False
+    return table
 
 
-def test_wrong_secrets_wait_for_each_other_wherever_they_are(client: httpx.Client) -> None:
+def test_wrong_secrets_wait_for_each_other_wherever_they_are(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cookie = f"stretto-watch-{client.base_url.port}=guess"
-    asked = [
-        ("/api/runs", {"authorization": "Bearer guess"}),
-        ("/?token=guess", {}),
-        ("/api/runs", {"cookie": cookie}),
-    ]
+    asked = [("/api/runs", {"authorization": "Bearer guess"}), ("/?token=guess", {}), ("/api/runs", {"cookie": cookie})]
+    monkeypatch.setattr("stretto_report.watch.web.guard._WRONG_SECONDS", 0.2)
     start = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
         replies = list(pool.map(lambda one: httpx.get(client.base_url.join(one[0]), headers=one[1], timeout=30), asked))
     assert [reply.status_code for reply in replies] == [401] * 3
-    assert time.monotonic() - start >= 1.5  # half a second each
+    assert time.monotonic() - start >= 0.6
 
 
 def test_the_names_of_the_machine_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,22 +157,15 @@ def test_an_alarm_of_a_running_run_ends_with_it(tmp_path: Path) -> None:
 
 def test_metrics_that_were_written_again_in_place_are_read_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(_lines(1, 2))
-    steps = Steps(path, Cache(tmp_path / "cache.sqlite"))
-    assert steps.advance() is False
-    path.write_bytes(_lines(5, 6, 7))  # the same file, and longer
-    assert steps.advance() is False
-    assert (steps.table["step"].tolist(), steps.epoch) == ([5, 6, 7], 1)
-    path.write_bytes(_lines(5, 6, 7, 8))
-    assert steps.advance() is False
-    assert (steps.table["step"].tolist(), steps.epoch) == ([5, 6, 7, 8], 1)
+    steps = _steps(path, 1, 2)
+    for numbers in ([5, 6, 7], [5, 6, 7, 8]):  # the same file, and longer
+        write_lines(path, [step_line(step) for step in numbers])
+        assert steps.advance() is False
+        assert (steps.table["step"].tolist(), steps.epoch) == (numbers, 1)
 
 
 def test_a_number_that_no_column_can_hold_leaves_the_lines_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(_lines(1, 1 << 63, 3))
-    steps = Steps(path, Cache(tmp_path / "cache.sqlite"))
-    assert steps.advance() is False
+    steps = _steps(tmp_path / "metrics.jsonl", 1, 1 << 63, 3)
     assert steps.table["step"].tolist() == [1, 3]
     assert steps.fault == "metrics.jsonl: line 2 cannot be read: step has more than 64 bits"
 
@@ -243,9 +239,8 @@ def test_a_run_that_has_gone_while_tables_are_given_up_is_left_out(tmp_path: Pat
 
 def test_a_tokenizer_that_cannot_be_read_is_a_fault_until_it_can(tmp_path: Path) -> None:
     policy = write_run(tmp_path / "runs" / "a") / "policy" / "v000000"
-    with serving(tmp_path / "runs", tmp_path / "cache") as client:
-        (run,) = client.get("/api/runs").json()["runs"]
-        trajectory = f"/api/runs/{run['id']}/trajectories/0.a.0/0"
+    with alone(tmp_path) as (client, address):
+        trajectory = f"{address}/trajectories/0.a.0/0"
         found = client.get(trajectory).json()
         assert found["tokenizer_fault"].startswith("tokenizer.json: no policy of the run has one")
         policy.mkdir(parents=True)
@@ -294,7 +289,7 @@ def test_trajectories_are_counted_once_while_the_ledger_stays_as_it_is(
 
     assert counted() == counted() == {"trained": 4, "failed": 2, "in_flight": 2}
     assert len(asked) == 1
-    with closing(Ledger(path / "ledger.sqlite", StoreConfig())) as ledger:
+    with ledger_at(path / "ledger.sqlite") as ledger:
         ledger.issue("2.x.0", prompt("x", "1+2="), 3, 2)
         ledger.flush()
     assert counted()["in_flight"] == 5

@@ -1,14 +1,16 @@
 """Promises: each route answers what is on record of a run, by numbers worked by hand; what is filtered, sorted and
 paged is what was asked for; reading leaves a run as it is, file for file; a run that goes on is followed, also through
-a resume that rewinds it; what was read once is found again in the cache.
+a resume that rewinds it; what was read once is found again in the cache. The pages have the distance of each engine
+from the trainer, as a series by step and as proofs by version, and the largest of all engines; a run without proofs has
+no such series.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -30,8 +32,10 @@ from stretto_report.watch.index.steps import Steps, curves
 from stretto_report.watch.index.trajectories import Trajectories
 from stretto_report.watch.runs.folder import logs_of
 from stretto_report.watch.runs.run import WatchedRun
-from tests.watch.conftest import serving
-from tests.watch.runs import ENDED, HOSTILE, LOG, completion, prompt, step_line, train, write_run
+from tests.store.lines import write_lines
+from tests.store.make import ledger_at, run_at, sql
+from tests.watch.conftest import alone, serving
+from tests.watch.runs import HOSTILE, LOG, completion, prompt, step_line, train, write_run
 
 UNDECIDED = Verdict(Outcome.UNDECIDED, None, "no answer in 5 s")
 SYNCHRONOUS = Path(__file__).parent.parent / "data" / "synchronous_run"
@@ -50,10 +54,8 @@ def test_the_list_has_the_run_with_its_state_and_its_newest_numbers(client: http
 def test_the_page_of_a_run_has_its_recipe_engines_and_series(client: httpx.Client, first: str) -> None:
     run = client.get(first).json()
     assert "steps = 3" in run["recipe"]
-    assert [(engine["name"], engine["host"]) for engine in run["engines_list"]] == [
-        ("engine-0", "node-3"),
-        ("engine-1", "here"),
-    ]
+    engines = [(engine["name"], engine["host"]) for engine in run["engines_list"]]
+    assert engines == [("engine-0", "node-3"), ("engine-1", "here")]
     assert {"reward", "trainer.loss", "busy.trainer", "masked_fraction"} <= set(run["series"])
     assert (run["totals"]["max_staleness"], run["indexed"], run["alarms"], run["trained_tokens"]) == (2.0, 1.0, [], 12)
 
@@ -71,10 +73,8 @@ def test_series_are_the_metrics_with_what_follows_from_them(client: httpx.Client
         "masked_fraction": [0.25, 0.25],
         "seconds_step": [2.0, 2.0],
     }
-    assert [(line["set"], line["step"], line["accuracy"]) for line in found["evaluations"]] == [
-        ("", 0, 0.25),
-        ("", 2, 0.5),
-    ]
+    evaluations = [(line["set"], line["step"], line["accuracy"]) for line in found["evaluations"]]
+    assert evaluations == [("", 0, 0.25), ("", 2, 0.5)]
 
 
 def test_a_dead_run_says_the_last_error_of_its_roles_and_raises_an_alarm(tmp_path: Path) -> None:
@@ -98,8 +98,7 @@ def test_a_dead_run_says_the_last_error_of_its_roles_and_raises_an_alarm(tmp_pat
 
 def test_the_newest_value_is_the_newest_and_no_mean_of_several_steps(tmp_path: Path) -> None:
     """Five steps in two points, of three and of two steps; the reward of a step is a tenth of its number."""
-    lines = [step_line(step, entropy=1.0) for step in range(1, 6)]
-    (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    write_lines(tmp_path / "metrics.jsonl", [step_line(step, entropy=1.0) for step in range(1, 6)])
     steps = Steps(tmp_path / "metrics.jsonl", Cache(tmp_path / "cache"))
     while steps.advance():
         pass
@@ -181,24 +180,19 @@ def test_a_trajectory_says_of_each_token_what_became_of_it(client: httpx.Client,
     sums = {"in_loss": 3, "clipped_high": 1, "clipped_low": 0, "corrected": 1, "masked_by_correction": 1, "masked": 1}
     assert (found["training"], found["training_fault"]) == (sums, "")
     assert (found["prompt_text"], found["answer"], found["siblings"]) == ("7+4=", "11", ["0.b.0/0", "0.b.0/1"])
-    life = [(event["event"], event["token"]) for event in found["life"]]
-    assert life == [
-        ("admitted", None),
-        ("begun", 0),
-        ("interrupted", 1),
-        ("moved", 2),
-        ("ended", 4),
-        ("judged", None),
-        ("buffered", None),
-        ("trained", None),
-    ]
+    life = [event["event"] for event in found["life"]]
+    assert life == ["admitted", "begun", "interrupted", "moved", "ended", "judged", "buffered", "trained"]
+    assert [event["token"] for event in found["life"]] == [None, 0, 1, 2, 4, None, None, None]
     assert (found["life"][-1]["step"], found["life"][3]["engine"]) == (2, "engine-1")
 
 
 def test_a_window_of_tokens_is_cut_where_it_says(client: httpx.Client, first: str) -> None:
     found = client.get(f"{first}/trajectories/0.b.0%2F0", params={"offset": "1", "limit": "2"}).json()
     assert (found["tokens"], found["cut"]) == (4, {"offset": 1, "limit": 2, "more": True})
-    assert found["segments"][0]["tokens"]["id"] == [4, 5]
+    tokens = found["segments"][0]["tokens"]
+    assert (tokens["id"], tokens["ratio"]) == ([4, 5], [1.0, 1.5])
+    assert tokens["fate"] == ["trained", "clipped_high"]
+    assert found["training"]["in_loss"] == 3  # of the whole trajectory
 
 
 def test_one_in_flight_shows_the_tokens_that_are_journaled(client: httpx.Client, first: str) -> None:
@@ -209,10 +203,10 @@ def test_one_in_flight_shows_the_tokens_that_are_journaled(client: httpx.Client,
 
 def test_a_recorded_run_has_its_text_token_by_token(tmp_path: Path) -> None:
     shutil.copytree(SYNCHRONOUS, tmp_path / "runs" / "recorded")
-    with serving(tmp_path / "runs", tmp_path / "cache") as client:
+    with alone(tmp_path) as (client, address):
         (run,) = client.get("/api/runs").json()["runs"]
         assert (run["state"], run["step"], run["accuracy"]) == ("finished", 6, 0.5625)
-        found = client.get(f"/api/runs/{run['id']}/trajectories/0.56.0/0").json()
+        found = client.get(f"{address}/trajectories/0.56.0/0").json()
         pieces = found["segments"][0]["tokens"]["text"]
         assert "".join(pieces).removesuffix("</s>").startswith(found["text"])
         assert "".join(found["prompt_tokens"]["text"]) == "6+0+3+0="
@@ -230,11 +224,8 @@ def test_a_group_shows_its_members_side_by_side(client: httpx.Client, first: str
 def test_the_timeline_has_a_lane_for_each_role(client: httpx.Client, first: str) -> None:
     found = client.get(f"{first}/timeline").json()
     assert (found["end"], found["spans"], found["in_window"]) == (4.0, 6, 6)
-    assert [(lane["role"], lane["machine"]) for lane in found["lanes"]] == [
-        ("trainer", ""),
-        ("engine-0", "node-3"),
-        ("engine-1", "here"),
-    ]
+    lanes = [(lane["role"], lane["machine"]) for lane in found["lanes"]]
+    assert lanes == [("trainer", ""), ("engine-0", "node-3"), ("engine-1", "here")]
     tiles = found["lanes"][1]["tiles"]
     assert (tiles["start"], tiles["end"]) == ([0.0, 1.0, 1.25], [1.0, 1.25, 3.0])
     assert [found["categories"][one] for one in tiles["category"]] == ["generate", "load", "generate"]
@@ -254,29 +245,22 @@ def test_health_counts_states_reasons_and_prompts(client: httpx.Client, first: s
     assert set(found["selection_bias"]) == {"length", "difficulty", "latency"}
     prompts = found["prompts"]
     assert [prompts[name] for name in ("asked", "never_solved", "always_solved", "sometimes")] == [2, 0, 0, 2]
-    assert [(one["from"], one["to"], one["count"], one["mean"]) for one in found["reward_by_length"]] == [
-        (1, 2, 1, 0.25),
-        (2, 3, 1, 0.0),
-        (3, 4, 1, 1.0),
-        (4, 5, 1, 0.75),
-    ]
+    by_length = [(one["from"], one["to"], one["count"], one["mean"]) for one in found["reward_by_length"]]
+    assert by_length == [(1, 2, 1, 0.25), (2, 3, 1, 0.0), (3, 4, 1, 1.0), (4, 5, 1, 0.75)]
 
 
 def test_health_counts_what_repeats_and_says_why_completions_are_undecided(tmp_path: Path) -> None:
     path = write_run(tmp_path / "runs" / "a")
-    lines = [
-        f'{{"id":"{name}","prompt":"{text}","answer":""}}\n' for name, text in (("p", "1"), ("q", "2"), ("r", "1"))
-    ]
+    lines = [f'{{"id":"{name}","prompt":"{text}","answer":""}}\n' for name, text in zip("pqr", "121", strict=True)]
     (path / "questions.jsonl").write_text("".join(lines))
     undecided = msgspec.structs.replace(completion("2.x.0", 0, 0.0, (2,)), verdict=UNDECIDED)
-    with closing(Ledger(path / "ledger.sqlite", StoreConfig())) as ledger:
+    with ledger_at(path / "ledger.sqlite") as ledger:
         members = tuple(completion("1.b.0", member, 1.0, (1,) * length) for member, length in enumerate((2, 5, 5)))
         train(ledger, 3, "b", members)
         ledger.issue("2.x.0", prompt("x", "1+2="), 1, 2)
         ledger.settle("2.x.0/0", State.FAILED, "no answer in 5 s", undecided)
-    with serving(tmp_path / "runs", tmp_path / "cache") as client:
-        (run,) = client.get("/api/runs").json()["runs"]
-        found = client.get(f"/api/runs/{run['id']}/health").json()
+    with alone(tmp_path) as (client, address):
+        found = client.get(f"{address}/health").json()
     # tokens of 0.a.0: 3 4 5, 3 4; of 0.b.0: 3 4 5 6, 3; of 1.b.0: 3 4, 3 4 5 6 7 twice; of 2.x.0: 3
     assert found["duplicates"]["answers"] == {"looked_at": 8, "duplicate": 2, "share": 0.25}
     assert found["duplicates"]["prompts"] == {"looked_at": 3, "duplicate": 2, "share": 2 / 3}
@@ -290,19 +274,15 @@ def test_two_runs_part_at_a_step_and_a_token(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "other"
     for path in folder.glob("ledger.sqlite*"):
         path.unlink()
-    with closing(Ledger(folder / "ledger.sqlite", StoreConfig())) as ledger:
+    with ledger_at(folder / "ledger.sqlite") as ledger:
         train(ledger, 1, "a", (completion("0.a.0", 0, 1.0, (0, 0, 0)), completion("0.a.0", 1, 0.0, (0, 0, 0))))
     (folder / "recipe.toml").write_text("[trainer]\nsteps = 5\n")
     with serving(tmp_path / "runs", tmp_path / "cache") as client:
         ids = {run["name"]: run["id"] for run in client.get("/api/runs").json()["runs"]}
         found = client.get("/api/diff", params={"a": ids["one"], "b": ids["other"]}).json()
-        assert (found["equal"], found["step"], found["token"]["trajectory"], found["token"]["index"]) == (
-            False,
-            1,
-            "0.a.0/1",
-            2,
-        )
-        assert (found["token"]["a"], found["token"]["b"]["id"]) == (None, 5)
+        token = found["token"]
+        assert (found["equal"], found["step"], token["trajectory"], token["index"]) == (False, 1, "0.a.0/1", 2)
+        assert (token["a"], token["b"]["id"]) == (None, 5)
         keys = client.get("/api/recipes", params={"runs": f"{ids['one']},{ids['other']}"}).json()["keys"]
         assert {"key": "trainer.steps", "values": [3, 5]} in keys
         assert client.get("/api/diff", params={"a": ids["one"], "b": ids["one"]}).json()["equal"] is True
@@ -311,29 +291,10 @@ def test_two_runs_part_at_a_step_and_a_token(tmp_path: Path) -> None:
 def test_reading_leaves_a_run_as_it_is(tmp_path: Path) -> None:
     path = write_run(tmp_path / "runs" / "first")
     before = {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    with serving(tmp_path / "runs", tmp_path / "cache") as client:
-        (run,) = client.get("/api/runs").json()["runs"]
+    with alone(tmp_path) as (client, address):
         for part in ("", "/series", "/trajectories", "/trajectories/0.a.0/0", "/timeline", "/health"):
-            assert client.get(f"/api/runs/{run['id']}{part}").status_code == 200
+            assert client.get(f"{address}{part}").status_code == 200
     assert {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
-
-
-def test_the_state_says_how_a_run_ended(tmp_path: Path) -> None:
-    logs = {
-        "finished": LOG + ENDED,
-        "stopped": LOG + ENDED.replace("code 0", "code 130"),
-        "failed": LOG + "2026-11-22 03:08:45  failed: engine-0 died too often\nits log says why\n",
-        "killed": LOG + "2026-11-22 03:08:45  step 2\n",
-        "resumed": LOG + ENDED + LOG + "2026-11-22 03:09:00  step 3\n",
-    }
-    for name, log in logs.items():
-        write_run(tmp_path / "runs" / name, log=log)
-    with serving(tmp_path / "runs", tmp_path / "cache") as client:
-        found = {run["name"]: (run["state"], run["reason"]) for run in client.get("/api/runs").json()["runs"]}
-    assert found["finished"] == ("finished", "")
-    assert found["stopped"] == ("stopped", "stopped by SIGINT")
-    assert found["failed"] == ("dead", "engine-0 died too often\nits log says why")
-    assert found["killed"][0] == found["resumed"][0] == "dead"
 
 
 def _events(client: httpx.Client, address: str) -> Iterator[tuple[str, Any]]:
@@ -350,10 +311,8 @@ def _events(client: httpx.Client, address: str) -> Iterator[tuple[str, Any]]:
 def test_a_run_is_followed_through_steps_a_rewind_and_its_death(tmp_path: Path) -> None:
     path = write_run(tmp_path / "runs" / "live", log=LOG)
     held = lock.acquire(path)
-    with serving(tmp_path / "runs", tmp_path / "cache") as client, RunFolder(path, held) as folder:
-        (run,) = client.get("/api/runs").json()["runs"]
-        assert run["state"] == "running"
-        address = f"/api/runs/{run['id']}"
+    with alone(tmp_path) as (client, address), RunFolder(path, held) as folder:
+        assert client.get("/api/runs").json()["runs"][0]["state"] == "running"
         seen = _events(client, address)
         assert next(seen)[0] == "run"
         with closing(Ledger(folder.ledger, StoreConfig(), clock=lambda: 0.0)) as ledger:
@@ -382,14 +341,52 @@ def test_what_was_read_is_found_again_in_the_cache_unless_the_run_is_another(tmp
     assert again.table["length"].tolist() == index.table["length"].tolist() == [3, 2, 4, 1, 0, 0, 0, 0]
     assert again.words["reason"].all == index.words["reason"].all
     shutil.rmtree(path)
-    with RunFolder.create(path) as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+    with run_at(path) as (_, ledger):
         train(ledger, 1, "b", (completion("0.z.0", 0, 1.0, (0,) * 7),))
     other = Trajectories(path, cache)
     assert other.advance() is False
     assert other.table["length"].tolist() == [7]
     other.keep()
-    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as connection:
-        connection.execute("PRAGMA user_version = 1")  # an earlier stretto, which knew fewer columns
+    sql(tmp_path / "index.sqlite", "PRAGMA user_version = 1")  # an earlier stretto, which knew fewer columns
     assert Trajectories(path, cache).table.rows == 0
     (tmp_path / "index.sqlite").write_bytes(b"no database" * 1000)
     assert Trajectories(path, cache).table.rows == 0
+
+
+def test_the_canary_is_a_series_of_each_engine_and_of_the_worst(client: httpx.Client, first: str) -> None:
+    names = client.get(first).json()["series"]
+    assert [name for name in names if "canary" in name] == ["canary", "canary.engine-0", "canary.engine-1"]
+    found = client.get(f"{first}/series", params={"names": "canary,canary.engine-0"}).json()["series"]
+    assert found["canary"]["mean"] == [0.05, 0.05]
+    assert found["canary.engine-0"]["mean"] == [0.04, 0.04]
+
+
+def test_health_has_the_proofs_of_the_engines_by_version(client: httpx.Client, first: str) -> None:
+    proofs = client.get(f"{first}/health").json()["canary"]
+    assert [(one["which"], one["engine"], one["version"], one["proven"]) for one in proofs] == [
+        ("newest", "engine-0", 2, True),
+        ("newest", "engine-1", 1, True),
+        ("worst", "engine-1", 0, False),
+    ]
+    assert [(one["distance"], one["tolerance"]) for one in proofs] == [(4e-8, 1e-6), (5e-8, 1e-6), (0.25, 1e-6)]
+
+
+def steps_of(folder: Path, *canaries: dict[str, float]) -> Steps:
+    """The table of a run with these distances, step by step."""
+    write_lines(folder / "metrics.jsonl", [step_line(step, canary=found) for step, found in enumerate(canaries, 1)])
+    steps = Steps(folder / "metrics.jsonl", Cache(folder / "cache"))
+    steps.advance()
+    return steps
+
+
+def test_a_run_without_proofs_has_no_such_series(tmp_path: Path) -> None:
+    steps = steps_of(tmp_path, {})
+    assert "canary" not in steps.names
+    with pytest.raises(KeyError):
+        steps.column("canary")
+
+
+def test_an_engine_that_joins_later_has_no_distance_before(tmp_path: Path) -> None:
+    steps = steps_of(tmp_path, {"engine-0": 0.25}, {"engine-0": 0.25, "engine-1": 0.5}, {"engine-1": 0.75})
+    assert steps.column("canary").tolist() == pytest.approx([0.25, 0.5, 0.75])
+    assert steps.column("canary.engine-1").tolist() == pytest.approx([math.nan, 0.5, 0.75], nan_ok=True)

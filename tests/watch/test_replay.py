@@ -25,7 +25,7 @@ from stretto_report.watch.serve import watch
 from stretto_report.watch.web.replay import COMMAND, Replays
 from tests.launch.running import Laboratory, default_dispositions, wait_until
 from tests.launch.running import laboratory as laboratory
-from tests.watch.conftest import TOKEN, serving
+from tests.watch.conftest import TOKEN, alone, serving
 from tests.watch.runs import write_run
 
 SYNCHRONOUS = Path(__file__).parent.parent / "data" / "synchronous_run"
@@ -177,8 +177,8 @@ def test_one_runs_at_a_time_until_it_is_stopped_or_its_time_is_over(
 def test_a_replay_ends_with_the_server(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "first")
     own = Replays(tmp_path / "replays", (sys.executable, "-c", SLEEPING))
-    with serving(tmp_path / "runs", tmp_path / "cache", own) as client:
-        assert client.post(_address(client), json={}).status_code == 200
+    with alone(tmp_path, own) as (client, run):
+        assert client.post(f"{run}/replay", json={}).status_code == 200
         process = int(_until(client, log="--out")["log"].split()[0])
         os.kill(process, 0)
     with pytest.raises(ProcessLookupError):
@@ -189,8 +189,8 @@ def test_a_replay_ends_with_the_server(tmp_path: Path) -> None:
 def test_a_replay_that_fails_leaves_what_its_log_names(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "first")
     own = Replays(tmp_path / "replays", (sys.executable, "-c", FAILING))
-    with serving(tmp_path / "runs", tmp_path / "cache", own) as client:
-        assert client.post(_address(client), json={}).status_code == 200
+    with alone(tmp_path, own) as (client, run):
+        assert client.post(f"{run}/replay", json={}).status_code == 200
         named = Path(_until(client, state="failed")["log"].split()[-1])
     assert named.read_text() == "the reason"
 
@@ -198,8 +198,8 @@ def test_a_replay_that_fails_leaves_what_its_log_names(tmp_path: Path) -> None:
 def test_a_folder_of_replays_that_cannot_be_written_is_refused_with_its_name(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "first")
     (tmp_path / "replays").write_text("a file")
-    with serving(tmp_path / "runs", tmp_path / "cache", Replays(tmp_path / "replays")) as client:
-        refused = client.post(_address(client), json={})
+    with alone(tmp_path, Replays(tmp_path / "replays")) as (client, run):
+        refused = client.post(f"{run}/replay", json={})
         assert (refused.status_code, refused.json()["error"]["where"]) == (400, "replay")
         assert str(tmp_path / "replays") in refused.json()["error"]["message"]
         assert client.get("/api/replay").json()["newest"] is None
@@ -247,14 +247,13 @@ def test_a_replay_makes_a_branch_beside_its_run_and_leaves_the_run_as_it_was(
 
 def test_replays_are_not_put_into_a_run(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
+    given: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "token": "T",
+        "password": None,
+        "opens": False,
+        "say": print,
+    }
     with pytest.raises(RunFolderError, match="writes into no run"):
-        watch(
-            [tmp_path],
-            host="127.0.0.1",
-            port=0,
-            token="T",
-            password=None,
-            opens=False,
-            say=print,
-            replays=path / "replays",
-        )
+        watch([tmp_path], **given, replays=path / "replays")

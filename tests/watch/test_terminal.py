@@ -8,23 +8,21 @@ from __future__ import annotations
 import os
 import pty
 import signal
-import subprocess
 import sys
 import termios
 import threading
-from contextlib import closing
+from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from stretto.core.errors import RunFolderError
 from stretto.store import lock
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import MetricsLog
+from stretto_app.cli.main import main
 from stretto_report.watch.terminal import watch_in_terminal
 from tests.launch.running import default_dispositions
+from tests.store.make import ledger_at
 from tests.watch.runs import ENDED, LOG, evaluation, step_line, write_run
 
 
@@ -84,7 +82,7 @@ def test_a_run_that_goes_on_from_an_earlier_step_is_shown_from_there(
         waits.append(seconds)
         if len(waits) == 1:
             (run / "metrics.jsonl").unlink()
-            MetricsLog(run / "metrics.jsonl").append(msgspec.structs.replace(step_line(1), rl_seconds=9.0))
+            MetricsLog(run / "metrics.jsonl").append(step_line(1, rl_seconds=9.0))
         return len(waits) == 2
 
     watch_in_terminal([run], rewind)
@@ -92,6 +90,28 @@ def test_a_run_that_goes_on_from_an_earlier_step_is_shown_from_there(
     *_, last, state = capsys.readouterr().out.splitlines()
     assert last.startswith("step 1/3 0:09 left 0:18 | reward")  # without the held-out accuracy of before
     assert state == "first: running"
+
+
+def forked(run: Path, terminal: int, environment: dict[str, str]) -> int:
+    """The command, in a copy of this process whose streams are the terminal."""
+    if pid := os.fork():
+        return pid
+    code = 9
+    try:
+        for number in range(3):
+            os.dup2(terminal, number)
+        os.environ.clear()
+        os.environ.update(environment)
+        streams = [open(number, "rww"[number], encoding="utf-8") for number in range(3)]  # noqa: SIM115 - until it ends
+        sys.stdin, sys.stdout, sys.stderr = streams
+        sys.argv = ["stretto", "watch", str(run), "--terminal"]
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else code
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def on_a_terminal(run: Path, columns: int, language: dict[str, str], leave: str) -> tuple[int, str, bool]:
@@ -109,26 +129,22 @@ def on_a_terminal(run: Path, columns: int, language: dict[str, str], leave: str)
             if b"2/3" in shown and (columns < 100 or b"engine-1 NOT proven" in shown):  # the proofs come below the view
                 seen.set()
 
-    command = [sys.executable, "-m", "stretto_app.cli.main", "watch", str(run), "--terminal"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))}
-    environment = inherited | {"TERM": "xterm"} | language
+    with default_dispositions():
+        pid = forked(run, terminal, inherited | {"TERM": "xterm"} | language)
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        with default_dispositions():
-            process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
-        with process:
-            try:
-                assert seen.wait(100), bytes(shown)
-                if leave == "q":
-                    os.write(controller, b"q")
-                else:
-                    process.send_signal(signal.SIGINT)
-                code = process.wait(100)
-            finally:
-                process.kill()
+        assert seen.wait(100), bytes(shown)
+        if leave == "q":
+            os.write(controller, b"q")
+        else:
+            os.kill(pid, signal.SIGINT)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         same = termios.tcgetattr(terminal) == before
     finally:  # else the reader waits for ever
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
         os.close(terminal)
         reader.join(10)
         os.close(controller)
@@ -143,7 +159,7 @@ def test_a_terminal_gets_the_view_until_it_is_left(
 ) -> None:
     run = write_run(tmp_path / "first", log=LOG)
     held = lock.acquire(run)
-    with closing(Ledger(run / "ledger.sqlite", StoreConfig())):  # as the run has it open
+    with ledger_at(run / "ledger.sqlite"):  # as the run has it open
         before = contents(run)
         code, shown, same = on_a_terminal(run, columns, language, leave)
         assert contents(run) == before
