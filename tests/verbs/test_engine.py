@@ -318,6 +318,12 @@ def test_a_turn_brings_its_seed_with_or_without_a_record(engine: stretto.Engine,
         ticket, whole = admitted(scheduler), admitted(scheduler)
         told = [turn.token_ids for turn in converse(keeping, ticket, 1)[::2]]
         assert told == [turn.token_ids for turn in converse(engine, ticket, 1)[::2]]
+        again = [
+            [one.sample(PROMPT, turn=(ticket, 0), max_tokens=_LENGTH, stop_token_ids=())[0].token_ids for _ in range(3)]
+            for one in (keeping, engine)
+        ]
+        assert again[0] == again[1]
+        assert len({*again[0]}) == 3
         for beside in ({"n": 2}, {"seed": 1}, {"seeds": [1]}, {"top_logprobs": 1}):
             with pytest.raises(stretto.RefusedRequest, match="turn: beside a ticket, n, seed, seeds or top_logprobs"):
                 keeping.sample(PROMPT, turn=(ticket, 0), **beside)
