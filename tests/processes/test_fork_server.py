@@ -10,11 +10,12 @@ import fcntl
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -62,6 +63,23 @@ async def up(folder: Path, times: int = 1) -> None:
         await asyncio.sleep(0.01)
 
 
+def tries(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Each try to send an order from now on: whether the wire has taken it."""
+    found, send = list[bool](), socket.send_fds
+
+    def noted(*given: Any) -> int:
+        try:
+            sent = send(*given)
+        except BlockingIOError:
+            found.append(False)
+            raise
+        found.append(True)
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", noted)
+    return found
+
+
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -75,14 +93,17 @@ def test_a_process_that_a_forked_role_leaves_behind_is_killed(tmp_path: Path) ->
     assert served(work) == "ended with exit code 7"
 
 
-def test_more_roles_start_at_once_than_the_wire_holds_orders(tmp_path: Path) -> None:
+def test_more_roles_start_at_once_than_the_wire_holds_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The orders have 30 kB each: the kernel holds 208 kB of them by default while the server forks."""
 
     async def work(server: ForkServer) -> list[tuple[bool, int]]:
         large = spawn(tmp_path, StubbornSpec(seconds=0.0, code=7), environment={"LARGE": "x" * 30_000})
         os.kill(server.pid, signal.SIGSTOP)
+        orders = tries(monkeypatch)
         starts = [asyncio.ensure_future(server.start(large)) for _ in range(16)]
-        await asyncio.sleep(0.05)  # each has tried to send its order
+        while len(orders) < len(starts):  # each has tried to send its order
+            await asyncio.sleep(0)
+        assert {*orders} == {True, False}
         os.kill(server.pid, signal.SIGCONT)
         roles = await asyncio.gather(*starts)
         return [(isinstance(role, module.ForkedProcess), await role.wait()) for role in roles]
@@ -216,11 +237,13 @@ def test_a_role_whose_log_cannot_be_written_is_not_started(tmp_path: Path) -> No
     served(work)
 
 
-def test_a_role_that_nobody_waits_for_any_more_is_ended(tmp_path: Path) -> None:
+def test_a_role_that_nobody_waits_for_any_more_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(server: ForkServer) -> None:
         os.kill(server.pid, signal.SIGSTOP)
+        orders = tries(monkeypatch)
         starting = asyncio.create_task(server.start(spawn(tmp_path, StubbornSpec())))
-        await asyncio.sleep(0.05)
+        while not orders:
+            await asyncio.sleep(0)
         starting.cancel()
         os.kill(server.pid, signal.SIGCONT)
         await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait()
