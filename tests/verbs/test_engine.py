@@ -164,6 +164,10 @@ def test_weights_that_are_older_or_of_another_model_are_refused_and_the_engine_g
         with pytest.raises(TornPublication, match="version 5 is not of this model"):
             engine.update(replace(weights, version=5, tensors=other))
         engine.update(weights)
+        assert engine.update(weights) == 1  # the same again
+        told = pytest.raises(stretto.RefusedRequest, match="version: 1, which is in use with other weights; a version")
+        with told if apart else contextlib.nullcontext():  # an engine apart would not load them
+            engine.update(trained(folder, data[:1]).weights())
         with pytest.raises(stretto.RefusedRequest, match="at least 1, the version in use"):
             engine.update(stretto.Trainer(folder).weights())
         assert set(engine.sample(PROMPT, max_tokens=4)[0].versions) == {engine.version} == {1}

@@ -170,7 +170,7 @@ class LocalEngine:
 
         Raises:
             DataError: `weights` is not from a trainer, or from a trainer whose model has another tokenizer.
-            RefusedRequest: the weights are older than those in use.
+            RefusedRequest: the weights are older than those in use, or (for engines apart) other ones of their version.
             TornPublication: the weights belong to another model.
         """
         check("update", weights=(weights, _WEIGHTS))
