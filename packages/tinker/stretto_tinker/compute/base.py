@@ -84,7 +84,7 @@ class LocalBackend:
             last = layer.rsplit(".", 1)[-1]
             self._attends[last] = "attn" in layer
             self._sizes[last] += module.in_features + module.out_features
-        self._head = sum(plain.get_output_embeddings().weight.shape)
+        self._head: int = sum(plain.get_output_embeddings().weight.shape)
         free = spare(plain.device, 0)
         beside = (available_memory() if free is None else free) - self.cache_bytes
         self.models_bytes = max(beside, self.cache_bytes) // 2 if models_bytes is None else models_bytes
@@ -109,7 +109,7 @@ class LocalBackend:
         """Bytes of memory that a model of this shape needs while it is trained, beside the base model."""
         if (lora := shape.lora) is None:
             return self.parameters * _COPIES * _FLOAT
-        width = sum(self._sizes[last] for last in self._targets(lora)) + self._head * lora.train_unembed
+        width: int = sum(self._sizes[last] for last in self._targets(lora)) + self._head * lora.train_unembed
         return lora.rank * width * _COPIES * _FLOAT
 
     def create(self, shape: Shape) -> Learner:

@@ -91,13 +91,13 @@ class ModelLane:
     Attributes:
         owner: client of the model.
         next: number of the request to compute next.
-        begun: number of the newest request that this process has begun.
+        started: number of the newest request that this process has started to compute.
         work: rest of the request `next`, if it has begun.
     """
 
     owner: str
     next: int
-    begun: int = -1
+    started: int = -1
     waiting: dict[int, Asked] = field(default_factory=dict)
     work: Pieces[None] | None = None
 

@@ -242,7 +242,7 @@ class Worker:
         self._short = "" if chosen == self._short else self._short
         work = lane.work or self._work(asked)  # if the record cannot be read, a later turn tries again
         times, ended = self._record.begin(asked.id), True
-        first, lane.begun = lane.begun != asked.seq, asked.seq
+        first, lane.started = lane.started != asked.seq, asked.seq
         try:
             if first and times > _MOST_KILLS:
                 self.models.forget(asked.lane)  # to be restored from the record, in which this request has failed
@@ -384,8 +384,7 @@ class Worker:
             for asked in sampling.open():
                 self._fail(asked, said(error), SERVER)
         with self._wake:
-            ended = [name for name, one in self._samplings.items() if one.idle]
-            for name in ended:
+            for name in [name for name, one in self._samplings.items() if one.idle]:
                 del self._samplings[name]
         self._engines.trim()
 
@@ -433,6 +432,7 @@ class Worker:
                 sampling.begin(whole)
         except Exception as error:  # a prompt that cannot be scored, or a bug: the request fails
             self._fail(asked, said(error), USER if isinstance(error, RefusedRequest) else SERVER)
+        return True
 
     def _forget_engine(self, path: str) -> None:
         """See `forget_engine`. Open requests continue with the weights that they began with."""
