@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from stretto.engine.config import EngineConfig
-from stretto_tinker.compute.backend import Shape, Wish
 from stretto_tinker.compute.base import LocalBackend
-from stretto_tinker.compute.files import read_optimizer, write_optimizer
+from stretto_tinker.compute.files import Shape, read_optimizer, write_optimizer
 from stretto_tinker.compute.learner import Learner
+from stretto_tinker.compute.sampler import Wish
 from stretto_tinker.wire.bodies import Lora, SamplingParams
 from tests.tinker.speaking import NAME, Client, held, serving
 from tests.tinker.test_laws import leaves
