@@ -24,4 +24,6 @@ def test_a_goal_that_holds_ends_the_run_and_its_resume(laboratory: Laboratory, t
     assert (found["state"], found["reason"]) == ("finished", REASON)
     again = laboratory.run("train", "--resume", run_dir)
     assert again.code == 0, again.err
+    assert f"the run has ended early, after {done} steps: {REASON}; nothing is left to do" in again.out
+    assert "starting the roles" not in again.out
     assert steps_done(run_dir) == done

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.core.errors import DataError, ModelFolderError, RewardFunctionError, RunFolderError
-from stretto.launch.preflight.plan import schedule_notes
+from stretto.core.errors import DataError, ModelFolderError, RewardFunctionError, RunFolderError, UserError
+from stretto.launch.preflight.plan import make_plan, schedule_notes
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.headers import POINTS
@@ -88,6 +88,15 @@ def test_a_warm_up_that_does_not_end_is_told(tmp_path: Path) -> None:
     assert list(schedule_notes(load_recipe(path, ["trainer.warmup_steps=2"]))) == []
     (note,) = schedule_notes(load_recipe(path, ["trainer.warmup_steps=30"]))
     assert note == ("trainer.warmup_steps = 30 of trainer.steps = 3: the learning rate reaches only 2e-06, not 2e-05")
+
+
+def test_mistakes_of_parts_model_and_data_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refused:
+        make_plan(load_recipe(write(tmp_path, SMALL), ["rewards.function=nowhere:f", "engine.python=/nowhere"]))
+    told = str(refused.value).splitlines()
+    places = ["engine.python", "rewards.function", f"{tmp_path}/policy: no such folder", "task.file: "]
+    assert [place for place in places if not any(line.startswith(place) for line in told)] == []
 
 
 def test_a_name_of_the_hub_is_told_from_a_path_that_is_wrong(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import fcntl
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -80,17 +82,39 @@ def in_shared(work: Callable[[ForkServer], Awaitable[None]], shared: ForkServer)
 with_shared, with_its_own = run_by(in_shared), run_by(in_its_own)
 
 
+def tries(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Each try to send an order from now on: whether the wire has taken it."""
+    found, send = list[bool](), socket.send_fds
+
+    def noted(*given: Any) -> int:
+        try:
+            sent = send(*given)
+        except BlockingIOError:
+            found.append(False)
+            raise
+        found.append(True)
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", noted)
+    return found
+
+
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @with_shared
-async def test_more_roles_start_at_once_than_the_wire_holds_orders(server: ForkServer, tmp_path: Path) -> None:
+async def test_more_roles_start_at_once_than_the_wire_holds_orders(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The orders have 30 kB each: the kernel holds 208 kB of them by default while the server forks."""
     large = spawn(tmp_path, StubbornSpec(seconds=0.0, code=7), environment={"LARGE": "x" * 30_000})
     os.kill(server.pid, signal.SIGSTOP)
+    orders = tries(monkeypatch)
     starts = [asyncio.ensure_future(server.start(large)) for _ in range(16)]
-    await asyncio.sleep(0.05)  # each has tried to send its order
+    while len(orders) < len(starts):  # each has tried to send its order
+        await asyncio.sleep(0)
+    assert {*orders} == {True, False}
     os.kill(server.pid, signal.SIGCONT)
     roles = await asyncio.gather(*starts)
     assert [(isinstance(role, module.ForkedProcess), await role.wait()) for role in roles] == [(True, 7)] * 16
@@ -193,10 +217,14 @@ async def test_a_role_whose_log_cannot_be_written_is_not_started(server: ForkSer
 
 
 @with_shared
-async def test_a_role_that_nobody_waits_for_any_more_is_ended(server: ForkServer, tmp_path: Path) -> None:
+async def test_a_role_that_nobody_waits_for_any_more_is_ended(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.kill(server.pid, signal.SIGSTOP)
+    orders = tries(monkeypatch)
     starting = asyncio.create_task(server.start(spawn(tmp_path, StubbornSpec())))
-    await asyncio.sleep(0.05)
+    while not orders:
+        await asyncio.sleep(0)
     starting.cancel()
     os.kill(server.pid, signal.SIGCONT)
     await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait()

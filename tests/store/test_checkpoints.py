@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import RunFolderError, StoreError
+from stretto.store import lock
 from stretto.store.folder.checkpoints import Checkpoints, verify
 
 FLIPS = [*(1 << bit for bit in range(8)), 0xFF]
@@ -96,6 +98,41 @@ def test_a_version_is_saved_beside_broken_newer_ones_and_never_beside_a_whole_ne
         checkpoints.continue_at(version)
         checkpoints.save(version, fill)
         assert verify(checkpoints.path(version)).step == version
+
+
+@pytest.mark.parametrize("holder", ["nobody", "the caller", "a run", "another trainer"])
+def test_a_version_that_was_moved_aside_comes_back_unless_another_process_may_be_saving(
+    tmp_path: Path, holder: str
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(5, fill)
+    path = checkpoints.path(5)
+    path.rename(aside := path.with_name(f".{path.name}.old"))  # a kill, while version 5 was saved again
+    shutil.copytree(aside, part := path.with_name(f".{path.name}.part"))
+    place = {"a run": tmp_path, "another trainer": tmp_path / "checkpoints"}.get(holder)
+    held = None if place is None else lock.acquire(place)
+    checkpoints.take_back(locked=holder == "the caller")
+    if held is None:
+        assert verify(path).step == 5
+        assert not part.exists()
+    else:
+        os.close(held)
+        assert aside.exists()
+        assert part.exists()
+        assert checkpoints.steps() == []
+
+
+def test_a_switch_that_fails_leaves_the_version_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(5, fill)
+
+    def failing(source: Path, target: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(StoreError, match="cannot be written: Input/output error"):
+        checkpoints.save(5, fill)
+    assert verify(checkpoints.path(5)).step == 5
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:

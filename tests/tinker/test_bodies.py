@@ -15,8 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.routing import Route
 
+from stretto.core.errors import RefusedRequest
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.wire import schema
+from stretto_tinker.wire.bodies import TargetIds
+from stretto_tinker.work.sampling import dense_targets
 from tests.tinker.speaking import Client, job, told
 
 
@@ -116,3 +119,16 @@ def test_an_archive_is_whole_and_leaves_nothing_behind(address: str, tmp_path: P
     client.delete(f"training_runs/{model}/checkpoints/weights/x")
     assert client.http.get(where).status_code == 404
     assert [one.name for one in tmp_path.iterdir()] == ["whole.tar"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [([0, 2, 3], [[7, 8, -1], [-1, -1, 9]]), ([2, 3, 3], None), ([1, 2, 3], None), ([0, 3, 2], None), ([0, 3], None)],
+)
+def test_sparse_targets_are_those_of_their_rows(rows: list[int], found: list[list[int]] | None) -> None:
+    targets = TargetIds([7, 8, 9], shape=[2, 3], sparse_crow_indices=rows, sparse_col_indices=[0, 1, 2])
+    if found is not None:
+        assert dense_targets(targets, 3) == found
+        return
+    with pytest.raises(RefusedRequest, match="target_prompt_logprobs: indices"):
+        dense_targets(targets, 3)

@@ -107,11 +107,13 @@ def test_samples_that_were_acknowledged_are_sampled_again_with_the_same_seed(
 def test_a_snapshot_and_the_requests_behind_it_are_the_state(
     backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a snapshot after each step, and with none at all: the same numbers."""
+    """With a snapshot after each step, with one of the gradient at the end, and with none at all: the same numbers."""
     ends = []
-    for name, least in (("often", 0.0), ("never", 1e9)):
+    for name, least in (("often", 0.0), ("last", 1e9), ("never", 1e9)):
         monkeypatch.setattr(models, "_LEAST_SECONDS", least)
         monkeypatch.setattr(models, "_RATIO", 0.0)
+        if name == "never":
+            monkeypatch.setattr(models.Models, "retire", models.Models.forget)
         folder = tmp_path / name
         with serving(backend, folder) as (address, _):
             client = Client(address)
@@ -122,12 +124,12 @@ def test_a_snapshot_and_the_requests_behind_it_are_the_state(
         row = record.model(id)
         record.close()
         assert row is not None
-        assert (row.snapshot >= 0) is (name == "often")
+        assert row.snapshot == {"often": 9, "last": 9, "never": -1}[name]
         with serving(backend, folder) as (address, _):
             client.address = address
             norm = client.result(client.step(id, 10))["metrics"]["grad_norm"]
             ends.append((norm, client.output(client.forward_backward(id, 11, data_for("cross_entropy", 5))).metrics))
-    assert ends[0] == ends[1]
+    assert ends[0] == ends[1] == ends[2]
 
 
 @pytest.fixture

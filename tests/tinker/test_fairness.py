@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from stretto.engine.config import EngineConfig
 from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.compute.sampler import Sampler
 from stretto_tinker.http.service import owner_of
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.work import turns
@@ -102,6 +104,25 @@ def test_a_small_request_waits_for_a_turn_of_each_other_client_and_two_of_its_la
     assert computed[id] - before <= (len(others) + 2) * (_TURN + _STEP) + _OWN
     for client, one in asked:
         assert client.fetch(one).status_code == 200
+
+
+def test_requests_for_one_engine_are_sampled_in_the_same_steps(
+    crowded: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, server = crowded
+    client, steps, step = Client(address, "tml-together"), 0, Sampler.step
+
+    def counted(sampler: Sampler) -> Any:
+        nonlocal steps
+        steps += 1
+        return step(sampler)
+
+    sampler = client.sampler(0)
+    monkeypatch.setattr(Sampler, "step", counted)
+    with held(server):
+        asked = [client.sample(sampler, seq, _PROMPT, params={"max_tokens": 20, "stop": []}) for seq in range(4)]
+    assert all(client.sampled(id).sequences for id in asked)
+    assert steps == 20
 
 
 @given(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,9 +22,10 @@ from stretto_tinker.compute.sampler import Sampler
 from stretto_tinker.record.record import Asked, Record
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.wire.outputs import Sampled, encode_sampled
-from stretto_tinker.work import sampling, turns
+from stretto_tinker.work import sampling, turns, worker
 from stretto_tinker.work.sampling import Engines, Lane, SampleQueue
 from tests.tinker.speaking import NAME, Client, held, serving, told
+from tests.tinker.test_laws import leaves
 from tests.tinker.test_training import data_for
 
 _SLOTS = 4
@@ -114,22 +119,52 @@ def test_cancelled_requests_are_looked_for_once_however_many_they_are(
     assert searches == 1
 
 
+@pytest.mark.parametrize("unread", ["next_seq", "begin", "request", "settled", "checkpoint"])
 def test_an_accepted_request_is_computed_also_if_the_record_could_not_be_read_then(
-    server: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
+    unread: str, server: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Four times, which are no kills; and others do not wait meanwhile."""
     address, running = server
-    client, left = Client(address, "tml-unread"), [2]
-    next_seq = running.record.next_seq
+    client, left, naps = Client(address, f"tml-{unread}"), 0, list[float]()
+    model, sampler = client.create(), client.sampler(0)
+    whole = getattr(running.record, unread)
 
-    def failing(lane: str) -> int | None:
-        if left[0]:
-            left[0] -= 1
+    def failing(*words: Any) -> Any:
+        nonlocal left
+        if left and (unread == "next_seq" or threading.current_thread().name == "tinker-worker"):
+            left -= 1
             raise sqlite3.OperationalError("disk I/O error")
-        return next_seq(lane)
+        return whole(*words)
 
-    monkeypatch.setattr(running.record, "next_seq", failing)
-    assert client.create()
-    assert left == [0]
+    monkeypatch.setattr(worker, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(running.record, unread, failing)
+    if unread == "settled":  # the model has left the memory and is restored
+        running.worker.retire(model, "", ended=False)
+        assert leaves(running, model)
+        left = 4
+        assert client.output(client.forward_backward(model, 1, data_for("cross_entropy"))).loss > 0
+    elif unread == "checkpoint":
+        left = 4
+        assert client.save(model, 1, "one")["path"] == f"tinker://{model}/weights/one"
+    else:
+        monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=time.monotonic, sleep=naps.append))
+        left = 4
+        if unread == "next_seq":
+            assert client.create(1)
+        else:
+            assert len(client.sampled(client.sample(sampler, 0, _PROMPT)).sequences) == 1
+    assert (left, naps) == (0, [])
+
+
+def test_a_disk_that_is_full_is_told_as_such_and_leaves_the_record_as_it_was(tmp_path: Path) -> None:
+    record = Record(tmp_path / "tinker.sqlite")
+    [(pages,)] = record._all("PRAGMA page_count")
+    record._all(f"PRAGMA max_page_count = {pages + 1}")
+    asked = Asked("a:0", "a", 0, "ann", "sample", bytes(100_000))
+    with pytest.raises(sqlite3.OperationalError, match="database or disk is full"):
+        record.ask(asked)
+    assert record.ask(replace(asked, body=b""))[2]
+    record.close()
 
 
 def test_a_kill_is_laid_to_what_was_computed_at_that_moment(

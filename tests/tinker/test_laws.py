@@ -322,6 +322,7 @@ def test_what_is_on_disk_is_what_is_on_record(backend: LocalBackend, tmp_path: P
         shutil.copytree(weights / "weights" / "kept", weights / "sampler_weights" / "unknown")
         shutil.copytree(weights / "weights" / "kept", tmp_path / "snapshots" / "gone_train_0" / "4")
         assert scores(client, client.sampler(9, f"tinker://{model}/weights/kept"), 1)
+    (weights / "weights" / "kept").rename(weights / "weights" / ".kept.77.replaced")  # killed while it was overwritten
     with serving(backend, tmp_path) as (address, server):
         found = {one.relative_to(weights).as_posix() for one in weights.glob("*/*")}
         assert found - {one for one in found if "unnamed" in one} == {"weights/kept"}

@@ -164,6 +164,10 @@ def test_weights_that_are_older_or_of_another_model_are_refused_and_the_engine_g
         with pytest.raises(TornPublication, match="version 5 is not of this model"):
             engine.update(replace(weights, version=5, tensors=other))
         engine.update(weights)
+        assert engine.update(weights) == 1  # the same again
+        told = pytest.raises(stretto.RefusedRequest, match="version: 1, which is in use with other weights; a version")
+        with told if apart else contextlib.nullcontext():  # an engine apart would not load them
+            engine.update(trained(folder, data[:1]).weights())
         with pytest.raises(stretto.RefusedRequest, match="at least 1, the version in use"):
             engine.update(stretto.Trainer(folder).weights())
         assert set(engine.sample(PROMPT, max_tokens=4)[0].versions) == {engine.version} == {1}
@@ -318,6 +322,12 @@ def test_a_turn_brings_its_seed_with_or_without_a_record(engine: stretto.Engine,
         ticket, whole = admitted(scheduler), admitted(scheduler)
         told = [turn.token_ids for turn in converse(keeping, ticket, 1)[::2]]
         assert told == [turn.token_ids for turn in converse(engine, ticket, 1)[::2]]
+        again = [
+            [one.sample(PROMPT, turn=(ticket, 0), max_tokens=_LENGTH, stop_token_ids=())[0].token_ids for _ in range(3)]
+            for one in (keeping, engine)
+        ]
+        assert again[0] == again[1]
+        assert len({*again[0]}) == 3
         for beside in ({"n": 2}, {"seed": 1}, {"seeds": [1]}, {"top_logprobs": 1}):
             with pytest.raises(stretto.RefusedRequest, match="turn: beside a ticket, n, seed, seeds or top_logprobs"):
                 keeping.sample(PROMPT, turn=(ticket, 0), **beside)

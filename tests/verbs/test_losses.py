@@ -205,6 +205,7 @@ def test_completions_are_as_long_as_those_of_an_engine_unless_it_is_said(
     folder: Path, data: list[stretto.Datum]
 ) -> None:
     longest = inspect.signature(stretto.Engine.generate).parameters["max_tokens"].default
-    silent, told = stretto.Trainer(folder), stretto.Trainer(folder, sampling={"max_tokens": longest})
-    losses = [one.forward_backward(data, "ppo", aggregation="fixed_length").loss for one in (silent, told)]
-    assert losses[0] == losses[1] != 0
+    silent = stretto.Trainer(folder)
+    told, doubled = (stretto.Trainer(folder, sampling={"max_tokens": most}) for most in (longest, 2 * longest))
+    losses = [one.forward_backward(data, "ppo", aggregation="fixed_length").loss for one in (silent, told, doubled)]
+    assert losses[0] == losses[1] == pytest.approx(2 * losses[2], rel=1e-6) != 0

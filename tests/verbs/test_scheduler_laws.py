@@ -85,8 +85,10 @@ class AnyOrder(RuleBasedStateMachine):
                 with pytest.raises(stretto.DataError, match="of another scheduler"):
                     finish()
             else:  # its group has ended, or is not admitted yet: told, or passed over
+                before = self.ledger.balance(), self.scheduler.in_flight, self.scheduler.buffered
                 with contextlib.suppress(stretto.DataError):
                     finish()
+                assert (self.ledger.balance(), self.scheduler.in_flight, self.scheduler.buffered) == before
 
     @rule()
     def take(self) -> None:

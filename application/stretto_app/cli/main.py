@@ -105,8 +105,8 @@ def train(
     if ray is not None:
         overrides = [*(overrides or []), 'cluster.placer="ray"', f'cluster.ray="{ray}"']
     modules: tuple[str, ...] = ()
-    if not (resume and recipe.is_dir()):
-        modules = refuse_recipe(recipe, overrides or [])
+    if not (resume and recipe.is_dir()):  # a dry run tells mistakes of paths together with all others
+        modules = refuse_recipe(recipe, overrides or [], paths=not dry_run)
     elif run_dir is None:
         modules = refuse_resumed(recipe, overrides or [])
     if dry_run:
@@ -291,6 +291,10 @@ def tinker(
         Optional[list[str]],  # noqa: UP045 - as above
         typer.Option(metavar="tml-...", envvar="STRETTO_TINKER_KEY", help="Key that is let in (repeatable)."),
     ] = None,
+    models_gib: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="GiB of memory for the clients' models in training [default: half of the rest]."),
+    ] = None,
 ) -> None:
     """Serve the interface of Tinker's SDK until Ctrl-C: training and sampling, each client with its adapters.
 
@@ -301,7 +305,8 @@ def tinker(
     with importing():
         from stretto_app.extensions.commands.tinker import tinker
 
-    tinker(model, host=host, port=port, folder=folder, name=name, keys=key or [], overrides=overrides or [])
+    keys, told = key or [], overrides or []
+    tinker(model, host=host, port=port, folder=folder, name=name, keys=keys, models_gib=models_gib, overrides=told)
 
 
 app.command()(engine)

@@ -35,9 +35,9 @@ def refuse_run(folder: Path) -> None:
     RunFolder.open(folder)
 
 
-def refuse_recipe(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Raise the mistakes in the keys, values and paths of a recipe. Return the modules of transformers that its model
-    needs."""
+def refuse_recipe(recipe: Path, overrides: Sequence[str], *, paths: bool = True) -> tuple[str, ...]:
+    """Raise the mistakes in the keys and values of a recipe, and with `paths` in its paths. Return the modules of
+    transformers that its model needs."""
     from stretto.processes.imports import imports_of_roles
 
     refuse_file(recipe)
@@ -46,7 +46,8 @@ def refuse_recipe(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...]:
         from stretto.launch.recipe.recipe import load_recipe
 
         found = load_recipe(recipe, overrides)
-        check_paths(found)
+        if paths:
+            check_paths(found)
         return found.model.modules()
 
 

@@ -42,6 +42,7 @@ def tinker(
     folder: Path,
     name: str | None = None,
     keys: Sequence[str] = (),
+    models_gib: float | None = None,
     overrides: Sequence[str] = (),
 ) -> None:
     """Serve a Hugging Face folder until SIGINT or SIGTERM. Acknowledged requests survive; the next start on the same
@@ -51,6 +52,7 @@ def tinker(
         folder: where requests, results and weights are kept.
         name: the base model's name for clients; by default the folder's path, from which the SDK loads the tokenizer.
         keys: keys that are accepted; if empty, any key is, and each is a client of its own.
+        models_gib: GiB of memory for all models in training together; None: as `LocalBackend`.
 
     Raises:
         UserError: a folder, a key, an override or the address is wrong.
@@ -62,7 +64,8 @@ def tinker(
         raise RecipeError([Problem("--key", f"{wrong[0][:8]!r}...", f"the SDK sends keys that begin with {_PREFIX!r}")])
     bound = bind(host, port, "--port")
     torch.set_num_threads(recipe.engine.threads)
-    backend = LocalBackend(model, name or str(model.resolve()), recipe.engine, recipe.trainer.micro_batch_tokens)
+    tokens, memory = recipe.trainer.micro_batch_tokens, None if models_gib is None else int(models_gib * 2**30)
+    backend = LocalBackend(model, name or str(model.resolve()), recipe.engine, tokens, memory)
     names = HostNames(host, loopback=True) if not keys and is_loopback(bound) else None
     server = TinkerServer(backend, folder, frozenset(keys), names)
     http = GracefulServer(server.app, server, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=_PATIENCE_SECONDS)
@@ -70,6 +73,7 @@ def tinker(
     bound.listen()  # from here on connections wait instead of being refused
     shown = f"[{host}]" if ":" in host else host
     say_aloud(f"{backend.name}: {backend.architecture}, {backend.parameters:,} parameters, context {backend.context:,}")
+    say_aloud(f"models in training: at most {backend.models_bytes / 2**30:.1f} GiB in memory (--models-gib)")
     say_aloud(f"computes with {recipe.engine.threads} of {os.cpu_count()} cores (engine.threads)")
     if not keys and not is_loopback(bound):
         say_aloud("warning: other machines may use this server with any key; give --key (docs/how_to/tinker.md)")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stretto.core.errors import DataError, Problem, nearest
+from stretto.core.errors import DataError, Problem, UserError, nearest
 
 #: Most characters of a line; tests of programs may have inputs of many megabytes.
 LARGEST_ROW = 256 << 20
@@ -30,7 +30,7 @@ Read = TypeVar("Read")
 
 
 class Mistakes:
-    """Collects DataErrors from several blocks, to report them together.
+    """Collects errors of one kind from several blocks, to report them together.
 
     >>> mistakes = Mistakes()
     >>> for place in ("rows.jsonl:1", "rows.jsonl:2"):
@@ -40,21 +40,26 @@ class Mistakes:
     2
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[UserError] = DataError) -> None:
+        """`kind`: class of the errors that are collected; others are raised."""
+        self._collected, self._first = kind, kind
         self.problems: list[Problem] = []
 
     def __enter__(self) -> None:
-        """Start a block; its DataError is collected."""
+        """Start a block; its error is collected."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, DataError):
-            self.problems += error.problems
-        return isinstance(error, DataError)
+        if not isinstance(error, self._collected):
+            return False
+        self._first = self._first if self.problems else type(error)
+        self.problems += error.problems
+        return True
 
     def done(self) -> None:
-        """Raise one DataError with all collected problems, without duplicates, if there are any."""
+        """Raise one error with all collected problems, without duplicates, if there are any. It has the class of the
+        first."""
         if self.problems:
-            raise DataError(dict.fromkeys(self.problems))
+            raise self._first(dict.fromkeys(self.problems))
 
 
 def read_rows(path: Path, read: Callable[[str, int, str], Read]) -> list[Read]:

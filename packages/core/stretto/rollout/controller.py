@@ -229,9 +229,13 @@ class Controller:
         failures = {draw.group_id: draw.failures for draw in draws if draw.failures}
         return ControllerState(self._prompts.position(), failures, self._staleness, self._starved, self._number)
 
+    def seeds_of(self, group_id: str) -> tuple[int, ...]:
+        """The seed of each completion of a group."""
+        members = range(self.config.group_size)
+        return tuple([derive_seed(self._seed, trajectory_id(group_id, member)) for member in members])
+
     def _ticket(self, draw: Draw, admitted_version: int, max_staleness: Staleness) -> Ticket:
-        members, group_id = range(self.config.group_size), draw.group_id
-        seeds = tuple([derive_seed(self._seed, trajectory_id(group_id, member)) for member in members])
+        group_id, seeds = draw.group_id, self.seeds_of(draw.group_id)
         ticket = Ticket(self._order, group_id, draw, admitted_version, seeds, max_staleness)
         self._order += 1
         return ticket

@@ -44,7 +44,7 @@ from stretto.verbs.arguments import (
 )
 from stretto.verbs.background import background
 from stretto.verbs.completion import TextCompletion, mark_of
-from stretto.verbs.ledger import FolderLedger, TicketsInFlight
+from stretto.verbs.ledger import FolderLedger, TicketsInFlight, turn_seeds
 from stretto.verbs.shared_model import MODEL, Lora, SharedModel, lora_of
 from stretto.verbs.source import SourceHere
 from stretto.verbs.weights import PolicyWeights
@@ -111,7 +111,7 @@ class LocalEngine:
     def __init__(self, source: CompletionSource, tokenizer: Tokenizer, ledger: FolderLedger | None = None) -> None:
         self._source, self.tokenizer = source, tokenizer
         self._mark = mark_of(tokenizer)
-        self._requests = 0
+        self._requests, self._seed = 0, turn_seeds()
         self._tickets = None if ledger is None else TicketsInFlight(source.engines, ledger)
         keeping = None if self._tickets is None else background().start(self._tickets.keep())
         self._end = weakref.finalize(self, _end, source, keeping)
@@ -170,7 +170,7 @@ class LocalEngine:
 
         Raises:
             DataError: `weights` is not from a trainer, or from a trainer whose model has another tokenizer.
-            RefusedRequest: the weights are older than those in use.
+            RefusedRequest: the weights are older than those in use, or (for engines apart) other ones of their version.
             TornPublication: the weights belong to another model.
         """
         check("update", weights=(weights, _WEIGHTS))
@@ -198,7 +198,8 @@ class LocalEngine:
             seed: makes the completions reproducible; None: a random seed.
             seeds: one seed for each completion, in place of `n` and `seed`.
             turn: a ticket and the number of one of its answers, if this is a turn of that answer: `prompt` is then the
-                whole conversation before the turn, from the ticket's prompt on, and the seed is the ticket's.
+                whole conversation before the turn, from the ticket's prompt on, and the seed is the ticket's. The same
+                turn asked for again is another one.
             **sampling: `max_tokens` (256), `temperature` (1; 0 always takes the most likely token), `top_p`, `top_k`,
                 `min_p`, `stop` (texts that end a completion), `stop_token_ids` (default: the model's end-of-sequence
                 tokens), `grammar`, `top_logprobs` (number of most likely tokens to return at each position; not with
@@ -233,7 +234,10 @@ class LocalEngine:
             return self._texts([request], [await self._tickets.turn(*turn, request)])
         if self._tickets is not None and request.id in self._tickets:
             return self._texts([request], await self._tickets.generate(request))
-        return self._texts([request], await self._source.generate([request]))
+        if turn is None:
+            return self._texts([request], await self._source.generate([request]))
+        with self._seed(*turn, request.prompt_token_ids) as seed:
+            return self._texts([request], await self._source.generate([replace(request, seeds=(seed,))]))
 
     def _asked(
         self,
@@ -253,7 +257,7 @@ class LocalEngine:
                 raise RefusedRequest("turn", told, remedy)
             tokens = self._tokens(prompt_of("prompt", prompt))
             ticket, member = turn
-            return self._request(tokens, [derive_seed(ticket.seeds[member], 0, *tokens)], sampling)
+            return self._request(tokens, [ticket.seeds[member]], sampling)
         if not isinstance(prompt, Ticket):
             if seeds is not None and not alone:
                 raise RefusedRequest("seeds", "beside n or seed", "leave these out: seeds are one for each completion")

@@ -8,8 +8,10 @@ import json
 import os
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import msgspec
 
 from stretto.conversation.session import Session
 from stretto.core.errors import DataError, Problem, RefusedRequest, RunFolderError, StoreError
-from stretto.core.records import Batch, Completion, GenerateRequest, Segment, State, trajectory_id
+from stretto.core.records import Batch, Completion, GenerateRequest, Segment, State, derive_seed, trajectory_id
 from stretto.doors.mistakes import checked
 from stretto.loop.engines.in_flight import Engines, InFlight
 from stretto.loop.engines.restoring import progress_of
@@ -185,6 +187,33 @@ class FolderLedger(_AnyThread):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def turn_seeds(most: int = 4_096) -> Callable[[Ticket, int, tuple[int, ...]], AbstractContextManager[int]]:
+    """Give turns that are on no record the seeds that a session gives.
+
+    Returns a function of a ticket, the number of an answer and the tokens before a turn. It gives a context manager
+    that yields the seed, which also depends on how many turns of this answer began with these tokens before. The seed
+    of a turn whose block raises is given again. `most`: tickets that are remembered, the newest.
+    """
+    known = OrderedDict[int, tuple[Ticket, dict[tuple[int, int], set[int]]]]()  # the ticket keeps its id in use
+
+    @contextmanager
+    def seeded(ticket: Ticket, member: int, before: tuple[int, ...]) -> Iterator[int]:
+        _, turns = known.setdefault(id(ticket), (ticket, {}))
+        known.move_to_end(id(ticket))
+        if len(known) > most:
+            known.popitem(last=False)
+        taken = turns.setdefault((member, hash(before)), set())
+        number = next(at for at in count() if at not in taken)
+        taken.add(number)
+        try:
+            yield derive_seed(ticket.seeds[member], number, *before)
+        except BaseException:
+            taken.discard(number)
+            raise
+
+    return seeded
 
 
 class TicketsInFlight:

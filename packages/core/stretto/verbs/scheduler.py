@@ -24,7 +24,6 @@ from stretto.core.records import (
     Trajectory,
     Update,
     Verdict,
-    derive_seed,
     trajectory_id,
 )
 from stretto.doors.mistakes import checked
@@ -109,7 +108,7 @@ class GroupScheduler:
         self._whole = nullcontext() if ledger is None else ledger.lock  # held while a change is made
         self._changed, self._claim = asyncio.Event(), object()
         self._restored = deque[Ticket]()
-        self._asked, self._seed = {prompt.id: prompt for prompt in asked}, seed
+        self._asked = {prompt.id: prompt for prompt in asked}
         self._admitted = 0  # orders of the tickets that `admit` has returned are below it
         self._out: Batch | None = None  # taken, and not trained yet
         self._shown: Batch | None = None  # the same, with the mark of its tokenizer
@@ -297,9 +296,7 @@ class GroupScheduler:
         Raises:
             DataError: naming it.
         """
-        members = range(self._controller.config.group_size)
-        seeds = tuple(derive_seed(self._seed, trajectory_id(ticket.group_id, at)) for at in members)
-        own = ticket.order < self._admitted and ticket.seeds == seeds
+        own = ticket.order < self._admitted and ticket.seeds == self._controller.seeds_of(ticket.group_id)
         own = own and self._asked.get(ticket.prompt.id) == ticket.prompt
         if not own or any(one.group_id == ticket.group_id and one is not ticket for one in self._controller.tickets):
             told = f"group {ticket.group_id} of another scheduler, or a copy"

@@ -339,7 +339,9 @@ class LocalTrainer:
         """
         check("load", folder=(folder, FOLDER))
         place = Path(folder).expanduser() / _CHECKPOINTS
-        found = Checkpoints(place).latest()
+        saved = Checkpoints(place)
+        saved.take_back(locked=Path(os.path.realpath(place)) in self._held)
+        found = saved.latest()
         if found is None:
             remedy = "give a folder that `save` has written"
             raise RunFolderError([Problem(str(folder), "holds nothing that a trainer has saved", remedy)])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from stretto.core.errors import RefusedRequest
+from stretto.core.machine import available_memory
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
+from stretto.model.device import spare
 from stretto.model.hf.folder import load_policy, save_policy
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.inspection import inspect_model_folder
@@ -34,6 +37,8 @@ from stretto_tinker.compute.sampler import Sampler
 from stretto_tinker.wire.bodies import Lora
 
 _MOST_RANK = 1_024
+#: Float32 numbers of a trained weight: itself, two moments, the accumulated gradient, and that of the present request.
+_COPIES, _FLOAT = 5, 4
 
 
 class LocalBackend:
@@ -42,16 +47,26 @@ class LocalBackend:
     Attributes:
         name: name of the base model for clients.
         cache_bytes: bytes of KV cache for all engines together.
+        models_bytes: bytes of memory for all models in training together.
         vocabulary: number of tokens.
         context: most tokens of a sequence.
     """
 
-    def __init__(self, folder: Path, name: str, config: EngineConfig, micro_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        config: EngineConfig,
+        micro_batch_tokens: int,
+        models_bytes: int | None = None,
+    ) -> None:
         """
         Args:
             name: name of the model for clients.
             config: settings of the engines; its KV cache is for all of them together.
             micro_batch_tokens: most tokens of a micro-batch in training.
+            models_bytes: most memory of all models in training together; None: half of what is free beside the KV
+                cache, and at least half as much as the KV cache.
 
         Raises:
             ModelFolderError: the folder cannot be loaded, or its model cannot be trained here.
@@ -64,21 +79,38 @@ class LocalBackend:
         self._shared = SharedModel(folder, device=config.device)
         plain = self._shared.view(None)
         check_policy(plain)
-        self._attends = {name.rsplit(".", 1)[-1]: "attn" in name for name in linear_layers(plain)}
+        self._attends, self._sizes = dict[str, bool](), Counter[str]()
+        for layer, module in linear_layers(plain).items():
+            last = layer.rsplit(".", 1)[-1]
+            self._attends[last] = "attn" in layer
+            self._sizes[last] += module.in_features + module.out_features
+        self._head: int = sum(plain.get_output_embeddings().weight.shape)
+        free = spare(plain.device, 0)
+        beside = (available_memory() if free is None else free) - self.cache_bytes
+        self.models_bytes = max(beside, self.cache_bytes) // 2 if models_bytes is None else models_bytes
 
     def check(self, shape: Shape) -> None:
-        """Check that a model of this shape can be made.
+        """Check that a model of this shape can be made, and that it fits into `models_bytes`.
 
         Raises:
             RefusedRequest: names the wrong field.
         """
         lora = shape.lora
-        if lora is None:
-            return
-        if not 1 <= lora.rank <= _MOST_RANK:
+        if lora is not None and not 1 <= lora.rank <= _MOST_RANK:
             raise RefusedRequest("lora_config.rank", str(lora.rank), f"1 to {_MOST_RANK:,}")
-        if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+        if lora is not None and not (lora.train_attn or lora.train_mlp or lora.train_unembed):
             raise RefusedRequest("lora_config", "nothing is trained", "one of train_attn, train_mlp, train_unembed")
+        if (needed := self.memory_of(shape)) > self.models_bytes:
+            told = f"such a model needs {needed / 2**20:,.1f} MiB of memory for its training"
+            allowed = f"at most {self.models_bytes / 2**20:,.1f} MiB (--models-gib of the server)"
+            raise RefusedRequest("lora_config" if lora is None else "lora_config.rank", told, allowed)
+
+    def memory_of(self, shape: Shape) -> int:
+        """Bytes of memory that a model of this shape needs while it is trained, beside the base model."""
+        if (lora := shape.lora) is None:
+            return self.parameters * _COPIES * _FLOAT
+        width: int = sum(self._sizes[last] for last in self._targets(lora)) + self._head * lora.train_unembed
+        return lora.rank * width * _COPIES * _FLOAT
 
     def create(self, shape: Shape) -> Learner:
         """Make a model to train, whose shape was checked before."""

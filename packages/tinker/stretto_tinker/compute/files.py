@@ -3,6 +3,7 @@
 adapter_model.safetensors, adapter_config.json     adapters
 policy/                                            a whole model, as transformers reads it
 optimizer.safetensors                              AdamW's moments and steps
+gradient.safetensors                               the accumulated gradient, if it was written
 shape.json                                         the `Shape`, and the folder of the base model
 """
 
@@ -27,6 +28,7 @@ from stretto.weights.mailbox import LORA_A, LORA_B
 from stretto_tinker.wire.bodies import Lora
 
 ADAPTERS, OPTIMIZER, SHAPE, POLICY = "adapter_model.safetensors", "optimizer.safetensors", "shape.json", "policy"
+GRADIENT = "gradient.safetensors"
 _PEFT = "base_model.model."
 #: LoRA alpha: the scale of adapters is alpha / rank, as in Tinker's own service.
 ALPHA = 32
@@ -136,7 +138,32 @@ def read_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
         if state and (len(state) != 3 or state["exp_avg"].shape != parameter.shape):
             raise StoreError(f"{folder.name}: the optimizer is of another model, by {name}")
         if state:
-            optimizer.state[parameter] = state
+            optimizer.state[parameter] = {kind: value.to(parameter.device) for kind, value in state.items()}
+
+
+def write_gradient(folder: Path, model: nn.Module) -> None:
+    """Write the accumulated gradient of a model; the file has no tensors if there is none."""
+    named = ((name, parameter.grad) for name, parameter in _trained(model))
+    _save({name: grad.cpu().contiguous() for name, grad in named if grad is not None}, folder / GRADIENT)
+
+
+def read_gradient(folder: Path, model: nn.Module) -> None:
+    """Set the gradient of a model to the one that `write_gradient` wrote; without its file, it stays.
+
+    Raises:
+        StoreError: the file is damaged, or belongs to another model.
+    """
+    file, trained = folder / GRADIENT, dict(_trained(model))
+    if not file.exists():
+        return
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{folder.name} has no gradient that is whole: {error}") from None
+    if wrong := [name for name, one in found.items() if name not in trained or trained[name].shape != one.shape]:
+        raise StoreError(f"{folder.name}: the gradient is of another model, by {wrong[0]}")
+    for name, parameter in trained.items():
+        parameter.grad = found[name].to(parameter.device) if name in found else None
 
 
 def _trained(model: nn.Module) -> Iterable[tuple[str, Tensor]]:

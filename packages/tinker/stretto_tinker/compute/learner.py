@@ -22,7 +22,7 @@ from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.gradients import whole_gradient
 from stretto.weights.shared_memory import digest_of_tensor
-from stretto_tinker.compute.files import read_optimizer, write_optimizer
+from stretto_tinker.compute.files import read_gradient, read_optimizer, write_gradient, write_optimizer
 from stretto_tinker.compute.losses import as_tensors, loss_of
 from stretto_tinker.wire.bodies import Adam
 from stretto_tinker.wire.datums import Datum
@@ -127,11 +127,13 @@ class Learner:
             whole.update(str(digest_of_tensor(parameter.detach()).checksum).encode())
         return whole.hexdigest()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, gradient: bool = False) -> None:
         """Write weights and optimizer state into an empty folder. Adapters are written in peft's format, a whole model
-        in that of transformers."""
+        in that of transformers. `gradient`: write the accumulated gradient too."""
         self._write(self._model, folder)
         write_optimizer(folder, self._model, self._adamw)
+        if gradient:
+            write_gradient(folder, self._model)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
         """Load weights that `save` wrote. `optimizer`: load the optimizer state too; otherwise it is reset.
@@ -143,6 +145,7 @@ class Learner:
         self._adamw.state.clear()
         if optimizer:
             read_optimizer(folder, self._model, self._adamw)
+        read_gradient(folder, self._model)
 
 
 def sum_of(name: str, logprobs: Sequence[Tensor], data: Sequence[Datum], config: Mapping[str, float]) -> Tensor:

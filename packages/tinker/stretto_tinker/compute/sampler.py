@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,21 @@ class Wish(msgspec.Struct, frozen=True):
     likeliest: int = 0  # number of likeliest tokens to return at each sampled position
 
 
+@dataclass
+class _Opened:
+    """An open request. `cache`: bytes of KV cache of one of its sequences at its largest length. `found`: its ended
+    sequences, by member."""
+
+    wish: Wish
+    cache: int
+    found: dict[int, SampledTokens] = field(default_factory=dict)
+
+    @property
+    def left(self) -> int:
+        """Number of sequences that have not ended."""
+        return len(self.wish.seeds) - len(self.found)
+
+
 class Sampler:
     """Samples with an engine, and scores prompts with a packed forward of a second model with the same weights."""
 
@@ -70,8 +86,7 @@ class Sampler:
         self._engine, self._tokenizer, self._context = engine, tokenizer, context
         self._view, self._take = view, take
         self._model: PreTrainedModel | None = None
-        self._open: OrderedDict[str, tuple[Wish, dict[int, SampledTokens]]] = OrderedDict()
-        self._cache: dict[str, int] = {}  # KV cache bytes of one sequence at its largest length, by open request
+        self._open: OrderedDict[str, _Opened] = OrderedDict()
         self._scored, self._limit = 0, cache
 
     @property
@@ -83,7 +98,7 @@ class Sampler:
     def free(self) -> int:
         """Number of free slots: sequences that could be sampled at once in addition to the open ones. Negative if
         open sequences wait for a slot."""
-        return self._slots - sum(len(wish.seeds) - len(found) for wish, found in self._open.values())
+        return self._slots - sum(one.left for one in self._open.values())
 
     def take(self, folder: Path) -> bool:
         """Replace the weights by those that `Learner.save` wrote. Returns False, with nothing changed, if they
@@ -102,7 +117,7 @@ class Sampler:
         """
         sampling = sampling_of(wish.settings, self._tokenizer.eos_token_ids, len(wish.prompt), self._context)
         self._engine.add(GenerateRequest(id, wish.prompt, wish.seeds, sampling, top_logprobs=wish.likeliest))
-        self._open[id], self._cache[id] = (wish, {}), self._engine.cache_of(len(wish.prompt) + sampling.max_tokens)
+        self._open[id] = _Opened(wish, self._engine.cache_of(len(wish.prompt) + sampling.max_tokens))
 
     def abort(self, id: str) -> None:
         """Stop sampling a request and drop its sequences; an unknown id is ignored."""
@@ -124,7 +139,7 @@ class Sampler:
         open sequence counts with its largest possible length, and the last sixteenth of the cache as used, because the
         engine starts no sequence there."""
         cache = sequences * self._engine.cache_of(min(tokens, self._context))
-        cache += sum(self._cache[id] * (len(one.seeds) - len(found)) for id, (one, found) in self._open.items())
+        cache += sum(one.cache * one.left for one in self._open.values())
         return sequences <= self.free and cache <= self._limit - self._limit // 16
 
     @property
@@ -135,7 +150,7 @@ class Sampler:
     @property
     def least_cache(self) -> int:
         """Bytes of KV cache that the longest open sequence needs to reach its end."""
-        return max((self._cache[id] for id in self._open), default=0)
+        return max((one.cache for one in self._open.values()), default=0)
 
     def limit(self, cache: int) -> None:
         """Limit the KV cache to `cache` bytes from now on. Entries that are dropped are recomputed when needed."""
@@ -154,11 +169,11 @@ class Sampler:
             return {id: StrettoError(str(broken)) for id in broken.requests}
         ended: dict[str, Ended] = {}
         for completion in completions:
-            wish, found = self._open[completion.request]
-            found[completion.member] = _tokens(completion, wish.likeliest)
-            if len(found) == len(wish.seeds):
+            opened = self._open[completion.request]
+            opened.found[completion.member] = _tokens(completion, opened.wish.likeliest)
+            if not opened.left:
                 del self._open[completion.request]
-                ended[completion.request] = [found[member] for member in range(len(found))]
+                ended[completion.request] = [opened.found[member] for member in range(len(opened.found))]
         return ended
 
     @torch.no_grad()

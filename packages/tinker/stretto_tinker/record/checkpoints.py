@@ -20,6 +20,7 @@ from typing import Self
 
 from stretto.core.errors import RefusedRequest
 from stretto.model.hf.folder import whole_folder
+from stretto.store.files import sweep
 
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 #: Type of a checkpoint in the SDK, by kind.
@@ -101,7 +102,10 @@ class Weights:
         shutil.rmtree(folder, ignore_errors=True)
 
     def keep(self, folders: Collection[Path]) -> None:
-        """Remove all checkpoints and snapshots except `folders`, such as the incomplete folders of a killed process."""
+        """Remove all checkpoints and snapshots except `folders`, such as the incomplete folders of a killed process. A
+        folder that was moved aside for its successor gets its name back if the process was killed before the successor
+        was there."""
+        sweep({folder.parent for folder in folders})
         for folder in (*self._named.glob("*/*/*"), *self._snapshots.glob("*/*")):
             if folder not in folders:
                 self.drop(folder)

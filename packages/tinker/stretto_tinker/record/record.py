@@ -178,10 +178,11 @@ class Record:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._connection.execute("COMMIT")
             except BaseException:
-                self._connection.execute("ROLLBACK")
+                if self._connection.in_transaction:  # on a full disk, SQLite has rolled it back already
+                    self._connection.execute("ROLLBACK")
                 raise
-            self._connection.execute("COMMIT")
 
     def _all(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         with self._lock:

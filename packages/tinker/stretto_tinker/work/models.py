@@ -6,7 +6,8 @@
 A model in memory equals its snapshot on disk plus the effect of the requests after it, in order. After a kill these
 requests are computed again, bit for bit, so that nothing is lost and each step is taken once. A snapshot is written
 when the computation since the last one has taken a second, and 20 times as long as writing one takes. So writing costs
-at most 5 % of the time, and a restart has little more than this to compute again.
+at most 5 % of the time, and a restart has little more than this to compute again. A model that leaves the memory is
+written too, with the gradient that it has accumulated.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from stretto.core.errors import RefusedRequest, StoreError, nearest
+from stretto.core.errors import RefusedRequest, StoreError, StrettoError, described, nearest
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.files import Shape
 from stretto_tinker.compute.learner import Found, Learner, Pieces
@@ -39,6 +41,7 @@ CREATE, LOAD, FORWARD, BACKWARD, STEP = "create_model", "load_weights", "forward
 REFUSED = "refused"
 #: Kinds of requests that change a model; their bodies are kept until a snapshot holds their effect.
 EFFECTS = frozenset({CREATE, LOAD, BACKWARD, STEP})
+_STATE = "gradient.json"  # file of a snapshot with a gradient: the `_Accumulated`
 _RATIO = 20.0
 _LEAST_SECONDS = 1.0
 _ANY = float("inf")
@@ -51,6 +54,13 @@ class ModelFacts(msgspec.Struct, frozen=True):
     shape: Shape
     user_metadata: dict[str, Any] | None = None
     corrupted: bool = False
+
+
+class _Accumulated(msgspec.Struct, frozen=True):
+    """The gradient in a snapshot: see `Live`."""
+
+    broken: str
+    grown: bool
 
 
 @dataclass
@@ -74,12 +84,59 @@ class Live:
     saving: float = 0.05
 
 
+@dataclass
+class _ModelLane:
+    """A model's queued requests, by number.
+
+    Attributes:
+        owner: client of the model.
+        next: number of the request to compute next.
+        started: number of the newest request that this process has started to compute.
+        work: rest of the request `next`, if it has begun.
+    """
+
+    owner: str
+    next: int
+    started: int = -1
+    waiting: dict[int, Asked] = field(default_factory=dict)
+    work: Pieces[None] | None = None
+
+
+def busy_of(lanes: Mapping[str, _ModelLane]) -> set[str]:
+    """Models that have a request under way."""
+    return {id for id, lane in lanes.items() if lane.work is not None}
+
+
 class Models:
-    """Models in memory: restores them from record and snapshot, applies requests, writes snapshots."""
+    """Models in memory: restores them from record and snapshot, applies requests, writes snapshots.
+
+    Together they have at most the backend's `models_bytes`. Beyond this, the model that was used least recently leaves
+    the memory, and is restored at its next request.
+    """
 
     def __init__(self, backend: LocalBackend, record: Record, weights: Weights) -> None:
         self.backend, self._record, self._weights = backend, record, weights
         self._live: dict[str, Live] = {}
+        self._held = OrderedDict[str, int]()  # bytes of the models that have room, the most recently used last
+
+    def make_room(self, id: str, busy: Collection[str]) -> bool:
+        """Give a model room in memory; others leave it if needed, except those in `busy`. False, and nothing has
+        changed, if these leave too little. If none is busy, there is room for any model, also for one that was accepted
+        by a server with more memory."""
+        if id not in self._held:
+            row = self._record.model(id)
+            assert row is not None, "a model is on record before its requests"
+            needed = self.backend.memory_of(msgspec.json.decode(row.body, type=ModelFacts).shape)
+            kept = sum(size for one, size in self._held.items() if one in busy)
+            if kept and kept + needed > self.backend.models_bytes:
+                return False
+            for other in [one for one in self._held if one not in busy]:
+                if sum(self._held.values()) + needed <= self.backend.models_bytes:
+                    break
+                self.retire(other)
+            self._held[id] = needed
+        self._held.move_to_end(id)
+        return True
 
     def live(self, row: ModelRow) -> Pieces[Live]:
         """Return a model from memory, or restore it from its snapshot and the requests after it, in pieces.
@@ -95,7 +152,11 @@ class Models:
         facts = msgspec.json.decode(row.body, type=ModelFacts)
         live = Live(self.backend.create(facts.shape), facts, row.snapshot)
         if row.snapshot >= 0:
-            live.model.load(self._weights.snapshot(row.id, row.snapshot), optimizer=True)
+            folder = self._weights.snapshot(row.id, row.snapshot)
+            live.model.load(folder, optimizer=True)
+            if (folder / _STATE).exists():
+                known = msgspec.json.decode((folder / _STATE).read_bytes(), type=_Accumulated)
+                live.broken, live.grown = known.broken, known.grown
         for asked in self._record.settled(row.id, row.snapshot, EFFECTS):
             yield from self._again(live, asked)
         return live
@@ -188,17 +249,24 @@ class Models:
         return place.path
 
     def snapshot_if_due(self, live: Live, id: str, *, now: bool = False) -> None:
-        """Write a snapshot if it is due (see the module) or `now`. None is written while a gradient is accumulated,
-        because snapshots do not include it.
+        """Write a snapshot if it is due (see the module) or `now`. While a gradient is accumulated, one is written only
+        `now`: it is larger, and the next step makes it smaller.
 
         Raises:
             OSError: the snapshot cannot be written; the earlier one stays.
         """
-        due = live.behind >= max(_LEAST_SECONDS, _RATIO * live.saving)
-        if live.grown or live.broken or not (now or due):
+        accumulates = live.grown or bool(live.broken)
+        due = not accumulates and live.behind >= max(_LEAST_SECONDS, _RATIO * live.saving)
+        if not (now or due):
             return
+
+        def write(folder: Path) -> None:
+            live.model.save(folder, gradient=accumulates)
+            if accumulates:
+                (folder / _STATE).write_bytes(msgspec.json.encode(_Accumulated(live.broken, live.grown)))
+
         began = time.monotonic()
-        self._weights.write(self._weights.snapshot(id, live.seq), live.model.save)
+        self._weights.write(self._weights.snapshot(id, live.seq), write)
         self._record.snapshotted(id, live.seq)
         self._weights.keep_snapshot(id, live.seq)
         live.saving, live.behind = time.monotonic() - began, 0.0
@@ -206,10 +274,8 @@ class Models:
     def retire(self, id: str) -> None:
         """Remove a model from memory, after a snapshot if it has changed. It is restored at its next request."""
         live = self._live.get(id)
-        if live is None:
-            return
         try:
-            if live.behind:
+            if live is not None and live.behind:
                 self.snapshot_if_due(live, id, now=True)
         except (OSError, sqlite3.Error) as error:
             log.warning("%s: no snapshot: %s", id, error)
@@ -223,6 +289,7 @@ class Models:
     def forget(self, id: str) -> None:
         """Remove a model from memory without writing a snapshot."""
         self._live.pop(id, None)
+        self._held.pop(id, None)
 
     def shape_at(self, folder: Path) -> Shape:
         """Read the shape of the model in a checkpoint's folder.
@@ -234,6 +301,13 @@ class Models:
             return self.backend.shape_of(folder)
         except StoreError as error:
             raise RefusedRequest("path", str(error), f"weights of {self.backend.name}") from None
+
+
+def said(error: Exception) -> str:
+    """Text of an error for the client."""
+    if isinstance(error, OSError):
+        return described(error)
+    return str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
 
 
 def _timed(live: Live, pieces: Pieces[Found]) -> Pieces[Found]:

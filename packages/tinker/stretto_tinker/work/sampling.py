@@ -144,9 +144,10 @@ class SampleQueue:
     def __init__(self) -> None:
         self._queues: dict[str, deque[Waiting]] = {}
 
-    def add(self, waiting: Waiting) -> None:
-        """Append a request to the queue of its client."""
-        self._queues.setdefault(waiting.asked.owner, deque()).append(waiting)
+    def add(self, waiting: Waiting, *, first: bool = False) -> None:
+        """Append a request to the queue of its client; with `first`, put it before the others."""
+        queue = self._queues.setdefault(waiting.asked.owner, deque())
+        (queue.appendleft if first else queue.append)(waiting)
 
     def first(self, owner: str) -> Waiting:
         """First request in the queue of a client, which must not be empty."""
@@ -282,6 +283,18 @@ class Sampling:
         return [asked for asked, _ in self._open.values()]
 
 
+def lane_of(weights: str, first: Waiting, samplings: Mapping[Lane, Sampling]) -> Lane | None:
+    """Lane of the engine on which the next request of a client for samples by `weights` can begin now; None if it has
+    to wait."""
+    owner, shared = first.asked.owner, samplings.get(Lane(weights))
+    if shared is None or shared.begins(first):
+        return Lane(weights)
+    if not shared.owes(owner):
+        return None
+    own = samplings.get(Lane(weights, owner))
+    return Lane(weights, owner) if own is None or own.begins(first) else None
+
+
 def _encoded(sampled: Sampled, sequences: Any) -> bytes | StrettoError:
     of = (sampled.prompt_logprobs, sampled.prompt_likeliest, sampled.target_logprobs, sampled.drawn)
     try:
@@ -337,7 +350,8 @@ def dense_targets(targets: TargetIds, prompt: int) -> list[list[int]]:
         return np.asarray(targets.data, np.int64).reshape(shape).tolist()  # type: ignore[no-any-return]
     rows, columns = targets.sparse_crow_indices, targets.sparse_col_indices or []
     dense = np.full(shape, -1, np.int64)
-    if len(rows) != shape[0] + 1 or rows[-1] != len(targets.data) or len(columns) != len(targets.data):
+    whole = len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(targets.data) == len(columns)
+    if not whole:
         raise RefusedRequest(field, "indices that do not fit together", "rows and columns in order")
     if any(a > b for a, b in pairwise(rows)) or not all(0 <= c < shape[1] for c in columns):
         raise RefusedRequest(field, "indices out of order or out of range", f"columns 0 to {shape[1] - 1}")

@@ -59,9 +59,14 @@ class Turns:
         self._last: dict[Hashable, int] = {}  # number of each lane's last turn
         self._turn = 0
 
-    def choose(self, lanes: Mapping[Lane, Collection[str]]) -> Lane:
+    def choose(self, lanes: Mapping[Lane, Collection[str]], held: Collection[Hashable] = ()) -> Lane:
         """Choose the lane for the next turn: that of the client with the fewest seconds, and among equals the lane
-        whose last turn is longest ago. `lanes`: lanes with work, each with the clients that it works for."""
+        whose last turn is longest ago.
+
+        Args:
+            lanes: lanes with work, each with the clients that it works for.
+            held: lanes that must wait, not all of `lanes`; the claims of their clients stay.
+        """
         owners = frozenset(owner for clients in lanes.values() for owner in clients)
         self._least = max(self._least, min((self._spent[owner] for owner in owners & self._busy), default=0.0))
         for owner in owners - self._busy:
@@ -69,7 +74,8 @@ class Turns:
         self._busy = owners
         self._spent = {one: spent for one, spent in self._spent.items() if one in owners or spent > self._least}
         chosen = min(
-            lanes, key=lambda lane: (min(self._spent[owner] for owner in lanes[lane]), self._last.get(lane, -1))
+            (lane for lane in lanes if lane not in held),
+            key=lambda lane: (min(self._spent[owner] for owner in lanes[lane]), self._last.get(lane, -1)),
         )
         self._turn += 1
         self._last = {lane: turn for lane, turn in self._last.items() if lane in lanes} | {chosen: self._turn}

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -29,8 +29,8 @@ from stretto_tinker.compute.learner import Pieces
 from stretto_tinker.record.checkpoints import Place, Weights
 from stretto_tinker.record.record import DONE, FAILED, Asked, ModelRow, Record
 from stretto_tinker.work import turns
-from stretto_tinker.work.models import BACKWARD, CREATE, EFFECTS, FORWARD, LOAD, REFUSED, STEP, Models
-from stretto_tinker.work.sampling import Engines, Lane, SampleQueue, Sampling, waiting
+from stretto_tinker.work.models import EFFECTS, LOAD, REFUSED, STEP, Models, _ModelLane, busy_of, said
+from stretto_tinker.work.sampling import Engines, Lane, SampleQueue, Sampling, Waiting, lane_of, waiting
 from stretto_tinker.work.saving import SAVES, Saving
 from stretto_tinker.work.turns import Backlog, Turns
 
@@ -47,23 +47,6 @@ _KILLED = f"the server was killed {_MOST_KILLS} times while it computed this"
 
 #: Called in the worker's thread with the id and the lane of a request that is settled.
 Settled = Callable[[str, str], None]
-_TRAINING = frozenset({CREATE, LOAD, FORWARD, BACKWARD, STEP, *SAVES})
-
-
-@dataclass
-class _ModelLane:
-    """A model's queued requests, by number.
-
-    Attributes:
-        owner: client of the model.
-        next: number of the request to compute next.
-        work: rest of that request, if it has begun.
-    """
-
-    owner: str
-    next: int
-    waiting: dict[int, Asked] = field(default_factory=dict)
-    work: Pieces[None] | None = None
 
 
 class Worker:
@@ -80,9 +63,12 @@ class Worker:
         self._samplings: dict[Lane, Sampling] = {}
         self._backlog = Backlog()
         self.computed = 0  # tokens computed in all lanes
+        self._short, self._freed = "", False  # model that waits for memory; whether some was freed meanwhile
         self._leaving: dict[str, str] = {}  # models to retire once their requests are computed: `ended` of `_retire`
         self._cancelled: set[str] = set()  # ids of requests for samples to cancel after the turn
         self._orders: list[Callable[[], None]] = []  # functions of other threads, to call between two turns
+        self._later: list[Asked] = []  # accepted requests for which the record could not be read, to queue `_again`
+        self._again = 0.0  # time of `time.monotonic` before which the record is not tried again
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="tinker-worker", daemon=True)
@@ -114,27 +100,26 @@ class Worker:
             return requests >= _MOST_REQUESTS or size > _MOST_BYTES
 
     def submit(self, asked: Asked) -> None:
-        """Queue a recorded request. If the record cannot be read now, the thread tries again later."""
+        """Queue a recorded request. If the record cannot be read now, the thread tries again a second later."""
         with self._wake:
             try:
                 self._enqueue(asked)
             except sqlite3.Error as error:
-                log.error("the record cannot be read, %s waits: %s", asked.id, error)
-                self._orders.append(lambda: self._submit_later(asked))
+                self._waits(asked, error)
+                self._later.append(asked)
             self._wake.notify()
 
-    def _submit_later(self, asked: Asked) -> None:
-        time.sleep(_PAUSE_SECONDS)
-        self.submit(asked)
+    def _waits(self, asked: Asked, error: sqlite3.Error) -> None:
+        log.error("the record cannot be read, %s waits: %s", asked.id, error)
+        self._again = time.monotonic() + _PAUSE_SECONDS
 
     def cancel(self, id: str) -> None:
         """Fail a request for samples, unless it is settled; its sequences are dropped. Those that are cancelled before
         the turn ends are looked for together, because each search goes through the requests of all clients."""
         with self._wake:
             self._cancelled.add(id)
-            first = len(self._cancelled) == 1
-        if first:
-            self._order(self._cancel_all)
+            if len(self._cancelled) == 1:
+                self._order(self._cancel_all)
 
     def retire(self, model: str, why: str, *, ended: bool) -> None:
         """Remove a model from memory once its queued requests are computed; a further request meanwhile keeps it.
@@ -182,15 +167,16 @@ class Worker:
         while True:
             with self._wake:
                 while not (self._stopping or self._orders or (ready := self._ready())):
-                    self._wake.wait()
+                    pause = self._again - time.monotonic()
+                    self._wake.wait(pause if pause > 0 else None)
                 if self._stopping:
                     break
                 orders, self._orders = self._orders, []
-                ready = self._ready()
+                ready, held = self._ready(), self._held()
             for order in orders:
                 self._guarded(order)
             if ready:
-                chosen = self._turns.choose(ready)
+                chosen = self._turns.choose(ready, held)
                 owners, began = ready[chosen], time.monotonic()
                 self._guarded(lambda chosen=chosen: self._turn(chosen))  # type: ignore[misc]
                 self._turns.spent(owners, time.monotonic() - began)
@@ -209,25 +195,33 @@ class Worker:
 
     def _ready(self) -> dict[str | Lane, list[str]]:
         """Lanes with work (a model's id, or the `Lane` of an engine), each with the clients that it works for."""
+        if self._later and self._readable:
+            later, self._later = self._later, []
+            for asked in later:
+                self.submit(asked)
         ready: dict[str | Lane, list[str]] = {
             id: [lane.owner] for id, lane in self._models.items() if lane.next in lane.waiting
         }
         ready |= {lane: sampling.owners for lane, sampling in self._samplings.items() if not sampling.idle}
         for weights, queue in self._asked.items():
-            for owner in queue.owners:
-                if (lane := self._lane(weights, owner)) is not None and owner not in ready.setdefault(lane, []):
+            for owner in queue.owners if self._readable else ():
+                lane = lane_of(weights, queue.first(owner), self._samplings)
+                if lane is not None and owner not in ready.setdefault(lane, []):
                     ready[lane].append(owner)
         return ready
 
-    def _lane(self, weights: str, owner: str) -> Lane | None:
-        """Lane of the engine on which a client's next request for samples can begin now; None if it has to wait."""
-        first, shared = self._asked[weights].first(owner), self._samplings.get(Lane(weights))
-        if shared is None or shared.begins(first):
-            return Lane(weights)
-        if not shared.owes(owner):
-            return None
-        own = self._samplings.get(Lane(weights, owner))
-        return Lane(weights, owner) if own is None or own.begins(first) else None
+    def _held(self) -> set[str]:
+        """Models that begin no request now: one waits for memory, until enough of those with a request under way have
+        ended theirs."""
+        short, busy = self._models.get(self._short), busy_of(self._models)
+        if short is None or short.next not in short.waiting or not busy:
+            return set()
+        return self._models.keys() - busy - ({self._short} if self._freed else set())
+
+    @property
+    def _readable(self) -> bool:
+        """Whether the record may be tried again."""
+        return time.monotonic() >= self._again
 
     def _turn(self, chosen: str | Lane) -> None:
         if isinstance(chosen, Lane):
@@ -238,14 +232,19 @@ class Worker:
                 self._record.pause(*self._open(chosen))
             return
         with self._wake:
-            lane = self._models[chosen]
+            lane, busy = self._models[chosen], busy_of(self._models)
             asked = lane.waiting.get(lane.next)
         if asked is None:
             return
+        if asked.kind != REFUSED and not self.models.make_room(chosen, busy):
+            self._short, self._freed = chosen, False
+            return
+        self._short = "" if chosen == self._short else self._short
         work = lane.work or self._work(asked)  # if the record cannot be read, a later turn tries again
         times, ended = self._record.begin(asked.id), True
+        first, lane.started = lane.started != asked.seq, asked.seq
         try:
-            if times > _MOST_KILLS:
+            if first and times > _MOST_KILLS:
                 self.models.forget(asked.lane)  # to be restored from the record, in which this request has failed
                 self._fail(asked, _KILLED, SERVER)
             else:
@@ -253,6 +252,9 @@ class Worker:
                 if (tokens := next(work, None)) is not None:
                     self.computed += tokens
                     ended = False
+        except sqlite3.Error:  # nothing has taken effect: a later turn begins the request again
+            lane.work, ended, self._freed = None, False, True
+            raise
         finally:  # also after an error, so that no request is computed twice in this process
             if ended:
                 self._over(chosen, lane, asked)
@@ -261,7 +263,7 @@ class Worker:
 
     def _over(self, model: str, lane: _ModelLane, asked: Asked) -> None:
         with self._wake:
-            lane.work = None
+            lane.work, self._freed = None, True
             lane.waiting.pop(asked.seq, None)
             lane.next = asked.seq + 1
             ended = None if lane.next in lane.waiting else self._leaving.get(model)
@@ -290,12 +292,14 @@ class Worker:
                 result, form, proof = yield from self.models.perform(live, whole)
             if asked.kind == LOAD:  # the loaded checkpoint may be deleted later
                 self.models.snapshot_if_due(live, row.id, now=True)
+        except sqlite3.Error:  # see `_turn`
+            raise
         except (RefusedRequest, StoreError, OSError) as error:
-            self._failed(asked, _said(error), USER if isinstance(error, RefusedRequest) else SERVER)
+            self._failed(asked, said(error), USER if isinstance(error, RefusedRequest) else SERVER)
             return
         except Exception as error:  # a bug, or a model that cannot compute this: the request fails, others go on
             log.exception("request %s failed", asked.id)
-            self._failed(asked, _said(error), SERVER)
+            self._failed(asked, said(error), SERVER)
             return
         keep = asked.kind in EFFECTS
         self._settle(asked, lambda: self._record.settle(asked.id, DONE, result, form, proof=proof, keep_body=keep))
@@ -343,7 +347,7 @@ class Worker:
         try:
             sampling = self._sampling(lane)
         except Exception as error:  # weights are missing, damaged or too large: their requests fail, others go on
-            why = f"the weights {lane.weights} are not there: {_said(error)}"
+            why = f"the weights {lane.weights} are not there: {said(error)}"
             with self._wake:  # without an engine of its own, a client fails alone: others share one that works
                 queue = self._asked.get(lane.weights, SampleQueue())
                 gone = queue.discard(lambda asked: lane.owner in ("", asked.owner))
@@ -363,8 +367,7 @@ class Worker:
 
         try:
             self._engines.make_room(engine)
-            while (asked := self._next(lane, sampling)) is not None:
-                self._begin(sampling, asked)
+            while (found := self._next(lane, sampling)) is not None and self._begin(lane, sampling, found):
                 if over(0.5, engine.backlog):  # the other half of the turn is for sequences that have begun
                     break
             self._engines.make_room(engine)  # again, because new sequences may be longer
@@ -379,13 +382,11 @@ class Worker:
             with self._wake:
                 self._samplings.pop(lane, None)
             for asked in sampling.open():
-                self._fail(asked, _said(error), SERVER)
+                self._fail(asked, said(error), SERVER)
         with self._wake:
-            ended = [name for name, one in self._samplings.items() if one.idle]
-            for name in ended:
+            for name in [name for name, one in self._samplings.items() if one.idle]:
                 del self._samplings[name]
-        if ended:
-            self._engines.trim()
+        self._engines.trim()
 
     def _open(self, lane: Lane) -> list[str]:
         return [asked.id for asked in self._samplings[lane].open()] if lane in self._samplings else []
@@ -400,28 +401,38 @@ class Worker:
                 self._samplings[lane] = found
         return found
 
-    def _next(self, lane: Lane, sampling: Sampling) -> Asked | None:
+    def _next(self, lane: Lane, sampling: Sampling) -> Waiting | None:
         """Take the next request for an engine out of the queue: that of the client with the fewest open requests. None
         if no request can begin there."""
         with self._wake:
-            if (queue := self._asked.get(lane.weights)) is None:
+            if (queue := self._asked.get(lane.weights)) is None or not self._readable:
                 return None
-            owners = [owner for owner in queue.owners if self._lane(lane.weights, owner) == lane]
+            owners = [one for one in queue.owners if lane_of(lane.weights, queue.first(one), self._samplings) == lane]
             if (found := queue.next(Counter(sampling.owners), owners)) is None:
                 return None
             queue.remove(found)
             if not queue.owners:
                 del self._asked[lane.weights]
-            return found.asked
+            return found
 
-    def _begin(self, sampling: Sampling, asked: Asked) -> None:
+    def _begin(self, lane: Lane, sampling: Sampling, found: Waiting) -> bool:
+        """Open a request, or fail it. False if the record cannot be read now: the request waits in the queue again."""
+        asked = found.asked
         try:
-            if self._record.begin(asked.id) > _MOST_KILLS:
+            whole, times = self._record.request(asked.id) or asked, self._record.begin(asked.id)
+        except sqlite3.Error as error:
+            with self._wake:
+                self._asked.setdefault(lane.weights, SampleQueue()).add(found, first=True)
+                self._waits(asked, error)
+            return False
+        try:
+            if times > _MOST_KILLS:
                 self._fail(asked, _KILLED, SERVER)
             else:
-                sampling.begin(self._record.request(asked.id) or asked)
+                sampling.begin(whole)
         except Exception as error:  # a prompt that cannot be scored, or a bug: the request fails
-            self._fail(asked, _said(error), USER if isinstance(error, RefusedRequest) else SERVER)
+            self._fail(asked, said(error), USER if isinstance(error, RefusedRequest) else SERVER)
+        return True
 
     def _forget_engine(self, path: str) -> None:
         """See `forget_engine`. Open requests continue with the weights that they began with."""
@@ -459,14 +470,4 @@ class Worker:
                 del self._models[model]
         for asked in early:
             self._fail(asked, f"{ended}; the requests before it never came", USER)
-        if ended:
-            self.models.end(model)
-        else:
-            self.models.retire(model)
-
-
-def _said(error: Exception) -> str:
-    """Text of an error for the client."""
-    if isinstance(error, OSError):
-        return described(error)
-    return str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+        (self.models.end if ended else self.models.retire)(model)

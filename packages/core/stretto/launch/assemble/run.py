@@ -66,10 +66,14 @@ class StartState:
     saved_step: int = 0  # step of the checkpoint from which the trainer reaches `version`; 0: none
     broken: tuple[str, ...] = ()  # error messages of newer checkpoints
     changed: tuple[str, ...] = ()  # sentences: user-defined parts whose source has changed
-    done: bool = False  # all steps are done, and their last version is evaluated
+    done: bool = False  # the run has ended after its last step or early, and its last version is evaluated
+    early: str = ""  # why a run that is done has ended before its last step
 
     def sentences(self) -> list[str]:
         """Log lines about the starting point."""
+        if self.early:
+            done = f"the run has ended early, after {self.version:,} steps: {self.early}"
+            return [f"{done}; nothing is left to do; other settings of [evaluation] continue it"]
         if self.done:
             done = f"all {self.version:,} steps of the run are done, and its last version is evaluated"
             return [f"{done}: nothing is left to do; trainer.steps=M with M > {self.version} continues it"]

@@ -387,20 +387,22 @@ def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:
         found = f"{recipe.trainer.steps}, and the run has done {beginning.version} steps"
         raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, "ask for more steps")])
     _check_rates(folder, before.trainer, recipe.trainer, beginning)
-    done = before.evaluation == recipe.evaluation and _is_done(folder, beginning.version, recipe.trainer.steps)
-    return replace(beginning, changed=changed, done=done)
+    ending = _end_of(folder, beginning.version) if before.evaluation == recipe.evaluation else None
+    early = ending.reason if ending is not None else ""
+    done = ending is not None and (bool(early) or beginning.version >= recipe.trainer.steps)
+    return replace(beginning, changed=changed, done=done, early=early)
 
 
-def _is_done(folder: RunFolder, version: int, steps: int) -> bool:
-    """Whether the run has done all `steps`, and has ended after the evaluation of the last version.
+def _end_of(folder: RunFolder, version: int) -> Ending | None:
+    """How the run has ended; None if it has not finished, or the last version is not evaluated.
 
     Raises:
         StoreError: a line of the metrics cannot be read.
     """
     ending = read_ending(folder.ledger)
-    if version < steps or ending is None or ending.how != "finished" or not folder.metrics.exists():
-        return False
-    return any(line.step == version for line in read_metrics(folder.metrics)[1])
+    if ending is None or ending.how != "finished" or not folder.metrics.exists():
+        return None
+    return ending if any(line.step == version for line in read_metrics(folder.metrics)[1]) else None
 
 
 def _check_rates(folder: RunFolder, before: TrainerConfig, after: TrainerConfig, beginning: StartState) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stretto.core.errors import DataError, Problem
+from stretto.core.errors import DataError, Problem, UserError
+from stretto.core.jsonl import Mistakes
 from stretto.core.records import Prompt
 from stretto.launch.preflight.base import base_folder
 from stretto.launch.preflight.checks import (
@@ -48,20 +49,22 @@ def outline(recipe: Recipe) -> Outline:
         RecipeError, ModelFolderError, DataError, RewardFunctionError: has every problem of recipe, model, data or
             reward.
     """
-    told = try_parts(recipe, outlets=False)
-    check_engine_keys(recipe, here=False)
-    check_reward_function(recipe.rewards)
-    check_in_flight(recipe.rollout)
-    medium_of(recipe)
-    base, config = outlined(base_folder(recipe.model, recipe.seed))
-    refuse_unsupported(config)
-    refuse_untrainable(config)
-    check_head_dim(recipe, base)
-    check_trainable(recipe.trainer, base.path, _NO_GPUS)
-    reference = _reference(recipe)
-    longest = longest_prompt_allowed(recipe, base)
-    check_top_k(recipe, base)
-    check_data_files(data_files(recipe))
+    mistakes = Mistakes(UserError)
+    with mistakes:
+        told = try_parts(recipe, outlets=False)
+    with mistakes:
+        check_engine_keys(recipe, here=False)
+    with mistakes:
+        check_reward_function(recipe.rewards)
+    with mistakes:
+        check_in_flight(recipe.rollout)
+    with mistakes:
+        medium_of(recipe)
+    with mistakes:
+        base, reference, longest = _model(recipe)
+    with mistakes:
+        check_data_files(data_files(recipe))
+    mistakes.done()
     sifted = sift(recipe.rewards, recipe.task.questions(recipe.seed))
     questions, held_out = sifted.questions, list(sifted.questions.held_out)[: recipe.evaluation.prompts]
     if recipe.warm_start is not None and not questions.demonstrations:
@@ -97,6 +100,20 @@ def outline(recipe: Recipe) -> Outline:
             *try_reward(recipe.rewards, questions.training),
         ),
     )
+
+
+def _model(recipe: Recipe) -> tuple[ModelFolder, ModelFolder | None, int]:
+    """Check the model of the recipe; returns its facts, those of a reference model, and the length of the longest
+    prompt."""
+    base, config = outlined(base_folder(recipe.model, recipe.seed))
+    refuse_unsupported(config)
+    refuse_untrainable(config)
+    check_head_dim(recipe, base)
+    check_trainable(recipe.trainer, base.path, _NO_GPUS)
+    reference = _reference(recipe)
+    longest = longest_prompt_allowed(recipe, base)
+    check_top_k(recipe, base)
+    return base, reference, longest
 
 
 def _reference(recipe: Recipe) -> ModelFolder | None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from stretto.core.errors import DataError, Problem
-from stretto.core.jsonl import nearest_file
+from stretto.core.errors import DataError, Problem, UserError
+from stretto.core.jsonl import Mistakes, nearest_file
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.worlds.data.dataset import JsonlTask
@@ -20,11 +20,15 @@ def check_paths(recipe: Recipe) -> None:
     """Check that the model folder and the data files of a recipe exist; the model first.
 
     Raises:
-        ModelFolderError, DataError: one does not exist.
+        ModelFolderError, DataError: some do not exist; names each of them.
     """
-    if recipe.model.path is not None:
-        check_model_folder(Path(recipe.model.path))
-    check_data_files(data_files(recipe))
+    mistakes = Mistakes(UserError)
+    with mistakes:
+        if recipe.model.path is not None:
+            check_model_folder(Path(recipe.model.path))
+    with mistakes:
+        check_data_files(data_files(recipe))
+    mistakes.done()
 
 
 def check_model_folder(folder: Path) -> None:

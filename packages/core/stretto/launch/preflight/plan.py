@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stretto.core.errors import DataError, Problem
+from stretto.core.errors import DataError, Problem, UserError
 from stretto.core.jsonl import Mistakes
 from stretto.core.placement import Seat
 from stretto.core.records import Prompt, Sampling
@@ -114,7 +114,8 @@ _NO_DEMONSTRATIONS = Problem(
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) -> Plan:
-    """Read and check everything that the recipe names.
+    """Read and check everything that the recipe names. The mistakes of its parts, its model and its data are raised
+    together; what depends on several of them is checked only if they have none.
 
     Args:
         has_policy: version 0 of the policy exists, so no warm start and no demonstrations are needed.
@@ -124,33 +125,25 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
         RecipeError, ModelFolderError, DataError, RewardFunctionError: has every problem of recipe, model, data or
             reward.
     """
-    _check_descriptors(recipe)
-    told = try_parts(recipe, outlets=dry)
-    check_engine_keys(recipe, here=recipe.cluster.placer == "local")
-    medium_of(recipe)
-    check_reward_function(recipe.rewards)
-    check_reward_addresses(recipe.rewards)
-    needs = check_workflow_class(recipe.workflow) if isinstance(recipe.workflow, WorkflowConfig) else WorkflowReady()
-    check_machine(recipe, dry=dry)
-    check_cluster(recipe)
-    check_in_flight(recipe.rollout)
-    base = inspect_model_folder(base_folder(recipe.model, recipe.seed))
-    check_kind(base)
-    check_head_dim(recipe, base)
-    check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
-    tokenizer = load_tokenizer(base.path, recipe.model.special_tokens_in_messages, kept=PIECES)
-    longest = longest_prompt_allowed(recipe, base)
-    check_top_k(recipe, base)
-    reference = _reference(recipe, tokenizer)
-    _check_agents(recipe, tokenizer)
-    read, read_sets = _questions(recipe)
+    _check_descriptors(recipe)  # with too few, the other checks fail with misleading errors
+    mistakes = Mistakes(UserError)
+    told, needs = _parts(recipe, mistakes, dry=dry)
+    with mistakes:
+        base, tokenizer, longest, reference = _model(recipe)
+    with mistakes:
+        read, read_sets = _questions(recipe)
+    mistakes.done()
     questions = (sifted := sift(recipe.rewards, read)).questions
     warms_up = recipe.warm_start is not None and not has_policy
-    if warms_up and not questions.demonstrations:
-        raise DataError([_NO_DEMONSTRATIONS])
+    with mistakes:
+        if warms_up and not questions.demonstrations:
+            raise DataError([_NO_DEMONSTRATIONS])
     shown = questions.demonstrations if warms_up else ()
-    training, held_out = encoded_within_limits(recipe, questions, tokenizer, longest)
-    sets, asked = _sets(recipe, read_sets, tokenizer, longest)
+    with mistakes:
+        training, held_out = encoded_within_limits(recipe, questions, tokenizer, longest)
+    with mistakes:
+        sets, asked = _sets(recipe, read_sets, tokenizer, longest)
+    mistakes.done()
     rows = (*training.questions, *held_out.questions, *asked)
     if isinstance(recipe.workflow, WorkflowConfig):
         check_workflow_fits(recipe.workflow.function, needs, tokenizer, _plain(rows))
@@ -182,6 +175,57 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
             *_closing_notes(recipe, questions, tried=has_policy),
         ),
     )
+
+
+def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str], WorkflowReady]:
+    """Check what the recipe names beside its model and its data, and collect the mistakes; returns warnings, and the
+    requirements of the workflow."""
+    told, needs = list[str](), WorkflowReady()
+    with mistakes:
+        told = try_parts(recipe, outlets=dry)
+    with mistakes:
+        check_engine_keys(recipe, here=recipe.cluster.placer == "local")
+    with mistakes:
+        medium_of(recipe)
+    with mistakes:
+        check_reward_function(recipe.rewards)
+    with mistakes:
+        check_reward_addresses(recipe.rewards)
+    with mistakes:
+        if isinstance(recipe.workflow, WorkflowConfig):
+            needs = check_workflow_class(recipe.workflow)
+    with mistakes:
+        check_machine(recipe, dry=dry)
+    with mistakes:
+        check_cluster(recipe)
+    with mistakes:
+        check_in_flight(recipe.rollout)
+    return told, needs
+
+
+def _model(recipe: Recipe) -> tuple[ModelFolder, Tokenizer, int, ModelFolder | None]:
+    """Check the model of the recipe; returns its facts, its tokenizer, the length of the longest prompt, and the facts
+    of a reference model.
+
+    Raises:
+        ModelFolderError, RecipeError, WorkflowError: has every problem of the model.
+    """
+    base, mistakes = inspect_model_folder(base_folder(recipe.model, recipe.seed)), Mistakes(UserError)
+    check_kind(base)
+    with mistakes:
+        check_head_dim(recipe, base)
+    with mistakes:
+        check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
+    with mistakes:
+        longest = longest_prompt_allowed(recipe, base)
+    with mistakes:
+        check_top_k(recipe, base)
+    with mistakes:
+        tokenizer = load_tokenizer(base.path, recipe.model.special_tokens_in_messages, kept=PIECES)
+        reference = _reference(recipe, tokenizer)
+        _check_agents(recipe, tokenizer)
+    mistakes.done()
+    return base, tokenizer, longest, reference
 
 
 def _closing_notes(recipe: Recipe, questions: Questions, *, tried: bool) -> Iterator[str]:

@@ -37,13 +37,15 @@ class WatchedSamples:
         self._kinds: set[str] = set()
         self._undecided, self._reasons = Counter[str](), dict[str, str]()  # since the last step, by kind of reason
 
-    def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """Log alarms that this judged group causes, and samples of it if they are due."""
+    def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> int:
+        """Log alarms that this judged group causes, and samples of it if they are due; returns the number of its
+        undecided completions."""
         self._note_right(trajectories)
-        self._note_undecided(trajectories)
+        undecided = self._note_undecided(trajectories)
         if trajectories and self._seconds and time.monotonic() >= self._due:
             self._due = time.monotonic() + self._seconds
             self._show([SampledCompletion.of(prompt, t.versions, t.text, t.verdict) for t in trajectories])
+        return undecided
 
     def held_out(self, samples: Sequence[SampledCompletion]) -> None:
         """Append the samples of a finished evaluation to ``held_out.jsonl``."""
@@ -67,14 +69,16 @@ class WatchedSamples:
         self._undecided, self._reasons = Counter(), {}
         return reasons[kinds.most_common(1)[0][0]] if kinds else ""
 
-    def _note_undecided(self, trajectories: Sequence[Trajectory]) -> None:
-        for reason in (t.verdict.reason for t in trajectories if t.verdict.outcome is Outcome.UNDECIDED):
+    def _note_undecided(self, trajectories: Sequence[Trajectory]) -> int:
+        reasons = [t.verdict.reason for t in trajectories if t.verdict.outcome is Outcome.UNDECIDED]
+        for reason in reasons:
             kind = reason.partition(": ")[0]
             self._undecided[kind] += 1
             self._reasons[kind] = reason
             if kind not in self._kinds and len(self._kinds) < _KINDS:
                 self._kinds.add(kind)
                 self._say(f"a completion is undecided: {reason} (said once; `stretto export` has all of them)")
+        return len(reasons)
 
     def _show(self, samples: Sequence[SampledCompletion]) -> None:
         """Log and store the first sample, and the first one with another outcome if there is one."""

@@ -132,10 +132,10 @@ class Recorder:
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
         """Record a judged group, whether it will be trained on or not: its samples, and its part of the accuracy."""
-        self._samples.judged(prompt, trajectories)
+        undecided = self._samples.judged(prompt, trajectories)
         found, before = Counter(trajectory.verdict.outcome for trajectory in trajectories), self._judged
         right, wrong = before.right + found[Outcome.RIGHT], before.wrong + found[Outcome.WRONG]
-        self._judged = Judged(right, wrong, before.accuracy, before.undecided + found[Outcome.UNDECIDED])
+        self._judged = Judged(right, wrong, before.accuracy, before.undecided + undecided)
 
     def left_over(self, tokens: int) -> None:
         """Count `tokens` of sampled turns that are in no trajectory, as stopped: their group was given up, or a program

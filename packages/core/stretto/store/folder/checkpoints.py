@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,8 @@ import xxhash
 
 from stretto.core.errors import Problem, RunFolderError, StoreError
 from stretto.core.records import Record
-from stretto.store.files import is_lacking, sync
+from stretto.store import lock
+from stretto.store.files import is_lacking, sweep, sync
 
 _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
@@ -148,11 +150,13 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def continue_at(self, version: int) -> None:
-        """Prepare to save this version, which would be pruned beside newer ones: broken newer ones are renamed.
+        """Prepare to save this version, which would be pruned beside newer ones: broken newer ones are renamed. The
+        caller holds the lock of the folder.
 
         Raises:
             RunFolderError: a newer version is complete.
         """
+        self.take_back(locked=True)
         for newer in (step for step in reversed(self.steps()) if step > version):
             try:
                 verify(self.path(newer))
@@ -161,6 +165,22 @@ class Checkpoints:
             told = f"holds version {newer}, and this trainer is at version {version}"
             raise RunFolderError([Problem(str(self._folder.parent), told, "load it first, or give another folder")])
         self.set_aside_after(version)
+
+    def take_back(self, *, locked: bool) -> None:
+        """Give checkpoints their names back that a killed process has moved aside for a successor that it did not
+        finish. Changes nothing while another process may be saving.
+
+        `locked`: whether the caller holds the lock of the folder.
+        """
+        if locked:
+            sweep([self._folder])
+        elif any(self._folder.glob(".step-*.old")) and not lock.is_held(self._folder.parent):
+            with suppress(RunFolderError):  # another process saves here, or the folder cannot be written
+                held = lock.acquire(self._folder)
+                try:
+                    sweep([self._folder])
+                finally:
+                    os.close(held)
 
     def _prune(self) -> None:
         for step in self.steps()[: -self._keep]:
@@ -241,6 +261,8 @@ def _switch(part: Path, final: Path) -> None:
         os.rename(part, final)
     except OSError as error:
         if not is_lacking(error):
+            if aside.exists() and not final.exists():
+                aside.rename(final)
             raise
         _copy(part, final)
     sync(final.parent)

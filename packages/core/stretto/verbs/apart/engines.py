@@ -25,7 +25,7 @@ from stretto.model.hf.skeleton import skeleton
 from stretto.verbs.background import background, told_if_slow
 from stretto.verbs.weights import PolicyWeights, merged
 from stretto.weights.folder import remove
-from stretto.weights.shared_memory import SharedMemoryPublisher
+from stretto.weights.shared_memory import SharedMemoryPublisher, digest_of_tensor
 
 _GRACE_SECONDS = 1.0
 
@@ -51,6 +51,7 @@ class SourceApart:
         self._shapes = Parameters(skeleton(model))
         self._tasks: list[asyncio.Future[Any]] = []
         self._changing = asyncio.Lock()
+        self._checksums = dict[str, str]()  # of the weights that were published last
         self._closed = False
         try:
             with told_if_slow(f"Engine.load, {config.count} of kind {config.kind!r}", self._folder):
@@ -111,7 +112,13 @@ class SourceApart:
                 raise RefusedRequest("version", str(weights.version), f"at least {used}, the version in use")
             tensors = merged(self._base, weights.tensors) if self._base else weights.tensors
             self._shapes.check(weights.version, tensors)  # refusing engines would be replaced for ever
-            await asyncio.to_thread(self._publisher.publish, weights.version, tensors.items())
+            if weights.version == used and self._checksums:  # an engine does not load a version again
+                if self._checksums != {name: digest_of_tensor(one).checksum for name, one in tensors.items()}:
+                    told, allowed = f"{used}, which is in use with other weights", f"a version above {used}"
+                    raise RefusedRequest("version", told, allowed)
+                return
+            digests = await asyncio.to_thread(self._publisher.publish, weights.version, tensors.items())
+            self._checksums = {name: digest.checksum for name, digest in digests.items()}
             self._pool.publish(weights.version)
             await self._pool.reach(weights.version)
 
