@@ -22,6 +22,8 @@ TINY = BuildConfig(
     alphabet="0123456789+-*/=;#?()",
     initializer_range=0.15,
 )
+#: For tests that never look at what it says.
+SMALL = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 
 
 def make_of_family(folder: Path, family: str, special: Mapping[str, Any], shape: BuildConfig, seed: int) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,6 +132,18 @@ def build_mixture(family: str, layers: int, folder: Path, seed: int) -> None:
     make_of_family(folder, family, MIXTURES[family], TINY.model_copy(update={"layers": layers}), seed)
 
 
+@cache
+def built(mixture: str, layers: int) -> Path:
+    """One tiny model, or one with experts, for all tests of the session; nobody changes it."""
+    folder = Path(tempfile.mkdtemp(prefix="st-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if mixture:
+        build_mixture(mixture, layers, folder / "model", seed=3)
+    else:
+        build_policy(TINY, folder / "model", seed=3)
+    return folder / "model"
+
+
 @contextlib.contextmanager
 def ground(
     tmp_path: Path,
@@ -140,11 +156,7 @@ def ground(
 ) -> Iterator[Ground]:
     """Trainer and engine of one tiny model, or of one with experts, neither of which has published or loaded
     anything."""
-    model = tmp_path / "model"
-    if mixture:
-        build_mixture(mixture, layers, model, seed=3)
-    else:
-        build_policy(TINY, model, seed=3)
+    model = built(mixture, layers if mixture else 0)
     policy = load_policy(model, attention=PACKED_ATTENTION, dtype=torch.float32)
     config = TrainerConfig(steps=1, dtype=trained, lora=LoraConfig(rank=4, alpha=16) if lora else None)
     if config.lora is not None:

@@ -94,7 +94,7 @@ def adapters_swapped(tensors: Tensors, _: Tensors) -> Tensors:
     return dict(tensors) | {one: tensors[other], other: tensors[one]}
 
 
-UPDATES = 8
+UPDATES = 5
 WHOLE = (scaled_all, scaled_one, skipped_one, swapped, kept_old, rounded, bit_flipped, last_bit_flipped)
 OF_ADAPTERS = (adapters_dropped, adapters_twice, adapter_skipped, adapters_swapped, kept_old)
 NAMELESS = (scaled_all, kept_old, rounded)  # too many tensors differ for the sentence to name this one
@@ -134,7 +134,7 @@ def assert_refused(one: Ground, how: str = "") -> None:
     with pytest.raises(UnprovenWeights, match=rf"engine-0: has not proven version {one.trainer.version}:"):
         one.load()
     assert not one.newest.proven, how
-    assert one.sampled_in(0.05) == 0, how
+    assert one.sampled_in(0.02) == 0, how
     assert "loads it again" in one.said[-1]
     (proven,) = one.proving.record.proven
     assert all(last < one.trainer.version for _, last in proven.ranges), how
@@ -162,8 +162,7 @@ def test_what_is_not_what_was_published_is_refused(tmp_path: Path, dtype: Dtype,
     with ground(tmp_path, dtype, lora=lora) as one:
         one.publish()
         one.load()
-        for _ in range(3):
-            one.advance()
+        one.advance()
         for how in OF_ADAPTERS if lora else WHOLE:
             one.learn()
             one.publish()
@@ -181,16 +180,18 @@ def test_what_is_not_what_was_published_is_refused(tmp_path: Path, dtype: Dtype,
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_adapters_are_added_to_is_compared_as_well(tmp_path: Path, dtype: Dtype) -> None:
     """The sum with the adapters, the weight below it, and a weight without adapters."""
-    for place, names in enumerate(((f"{ADAPTER}.weight",), (f"{ADAPTER}.weight",), ("model.norm.weight",))):
-        with ground(tmp_path / str(place), dtype, lora=True) as one:
-            one.publish()
-            one.load()
-            one.advance()
-            parameters = one.engine._parameters
-            held = parameters._bases[ADAPTER] if place == 1 else parameters._parameters[names[0]]
+    with ground(tmp_path, dtype, lora=True) as one:
+        one.publish()
+        one.load()
+        one.advance()
+        parameters, name = one.engine._parameters, f"{ADAPTER}.weight"
+        named, norm = parameters._parameters, "model.norm.weight"
+        for held, differing in ((named[name], {name}), (parameters._bases[ADAPTER], {name}), (named[norm], {norm})):
+            whole = held.clone()
             held.copy_(_flipped(held.reshape(-1, held.shape[-1] if held.dim() > 1 else 8), 0).view(held.shape))
-            differing, compared = parameters.differing(one.proving._canaries[1].digests)
-            assert (set(differing), compared) == (set(names), one.newest.tensors)
+            found, compared = parameters.differing(one.proving._canaries[1].digests)
+            assert (set(found), compared) == (differing, one.newest.tensors)
+            held.copy_(whole)
 
 
 def test_a_version_number_that_grows_without_a_load_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """`stretto score code`: programs of a file, judged in the sandbox.
 
-Promises: lines come back in order with all they had and verdict, passed, seconds and level added; what cannot be read
-is named with its line before anything is run.
+Promises: lines come back in order with all they had and verdict, passed, seconds and level added; options are those of
+the sandbox; what cannot be read is named with its line before anything is run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.core.errors import DataError
+from stretto.rewards.files import code
 from stretto_app.cli.main import app
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.probe import Report, probe
+from stretto_verify.sandbox.walls import Walls
 
 SQUARE = [{"stdin": "7\n", "stdout": "49\n"}, {"stdin": "8\n", "stdout": "64\n"}]
 NEAR = {"test_list": ["assert abs(root(2) - 1.41) < 0.01"]}  # an assert with a tolerance
@@ -29,8 +33,33 @@ def score(tmp_path: Path, *rows: object, options: tuple[str, ...] = ()) -> list[
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("options", [(), ("--cold", "--workers", "1")])
-def test_lines_come_back_in_order_with_verdicts(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_the_options_are_those_of_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, SandboxConfig, int]] = []
+    monkeypatch.setattr(code, "print_scored", lambda *given: asked.append(given))
+    score(tmp_path)
+    options = "--cold --workers 1 --seconds 3 --completion-seconds 9 --memory 64 --lowest-level B --unsafe"
+    score(tmp_path, options=tuple(options.split()))
+    given = {
+        "seconds": 3,
+        "completion_seconds": 9,
+        "memory_mib": 64,
+        "warm": False,
+        "lowest_level": "B",
+        "unsafe": True,
+    }
+    file = tmp_path / "completions.jsonl"
+    assert asked == [(file, SandboxConfig(), 2), (file, SandboxConfig.model_validate(given), 1)]
+
+
+def test_lines_come_back_in_order_with_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sandbox that is not attacked before."""
+    asked: list[SandboxConfig] = []
+
+    def walls(config: SandboxConfig) -> tuple[Walls, Report]:
+        asked.append(config)
+        return probe(config, [])
+
+    monkeypatch.setattr(code, "safe_walls", walls)
     rows = [
         {"id": 1, "completion": "```python\nprint(int(input()) ** 2)\n```", "tests": SQUARE},
         {"id": 2, "completion": "print(49)", "tests": SQUARE},
@@ -40,7 +69,8 @@ def test_lines_come_back_in_order_with_verdicts(tmp_path: Path, options: tuple[s
         {"id": 6, "completion": "def root(n): return n ** 0.5", "tests": NEAR},
         {"id": 7, "completion": "def root(n): return 1.43", "tests": NEAR},
     ]
-    found = score(tmp_path, *rows, options=options)
+    found = score(tmp_path, *rows)
+    assert asked == [SandboxConfig()]
     assert [{**row, "verdict": v, "passed": p} for row, v, p in zip(rows, VERDICTS, PASSED, strict=True)] == [
         {key: value for key, value in row.items() if key not in ("seconds", "level")} for row in found
     ]

@@ -206,7 +206,7 @@ def test_answers_whose_replies_are_lost_are_asked_for_again_and_count_once(
         proxy = LosingProxy(next(sockets(meeting)))
         with going_on(proxy.serve):
             wait_until(lambda: proxy.lost >= 3, "lost replies", command)
-            wait_for_step(command, steps_done(run_dir) + 5)
+            wait_for_step(command, steps_done(run_dir) + 3)
             ended, _ = command.stop(signal.SIGINT)
         assert ended.code == 130, ended.err
     found = check_run(run_dir)

@@ -6,6 +6,7 @@ log; and the run goes on without a resume.
 - Each is replaced, an engine also while the start is measured. A killed engine's completions go on elsewhere under
   their names, a killed reward worker costs nothing, and a killed trainer's replacement stands where the other stood: no
   law is broken and nothing fails.
+- A stop does not wait for an engine that does not reply.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.series.spans import read_spans
 from tests.faults.test_company import end_well
 from tests.launch.running import (
+    MODULES,
     Command,
     Laboratory,
     assert_the_law,
@@ -74,15 +77,24 @@ def test_what_died_is_known_within_five_seconds_and_what_hangs_after_its_deadlin
     assert all(one["group"].endswith(".0") for one in trajectories), "no prompt was asked twice"
 
 
-def test_an_engine_that_is_lost_while_the_start_is_measured_comes_back(laboratory: Laboratory, tmp_path: Path) -> None:
+def test_an_engine_that_is_lost_while_the_start_is_measured_comes_back_and_a_stop_waits_for_none(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, "trainer.steps=100000", "engine.count=2") as command:
+    with laboratory.train(run_dir, "trainer.steps=100000", "engine.count=2", "deadlines.stop=1") as command:
         wait_until(lambda: "accuracy of version 0" in said(run_dir), "the first evaluation", command)
         (lost,) = command.processes('"engine-0"')
         os.kill(lost, signal.SIGKILL)
         killed = time.monotonic()
         wait_for_step(command, 1)  # the other engine has gone on
         wait_until(lambda: worked_since(run_dir, "engine-0", killed), "work of the new engine", command)
+        for silent in command.processes(MODULES["engine"]):
+            os.kill(silent, signal.SIGSTOP)
+        ended, seconds = command.stop(signal.SIGINT)
+        assert ended.code == 130, ended.err
+        assert seconds < 10
+        command.assert_nothing_is_left()
+    assert Checkpoints(run_dir / "checkpoints").latest() is not None
 
 
 def another_worker(command: Command, worker: int) -> None:

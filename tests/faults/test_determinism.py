@@ -32,8 +32,17 @@ from stretto.trainer.trainer import Trainer
 from stretto_report.audit.check import check_run
 from stretto_report.audit.diff import diff_runs
 from tests.faults.plain import train_plainly
-from tests.launch.running import TINY, Command, Laboratory, assert_the_law, exported, said, wait_for_step, wait_until
-from tests.launch.test_staleness import trained_ages
+from tests.launch.running import (
+    TINY,
+    Command,
+    Laboratory,
+    assert_the_law,
+    exported,
+    said,
+    trained_ages,
+    wait_for_step,
+    wait_until,
+)
 from tests.launch.warm import session_server
 
 STEPS = 5

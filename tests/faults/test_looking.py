@@ -90,15 +90,21 @@ def writing(folder: Path) -> Iterator[Writer]:
         process.kill()
 
 
-@pytest.fixture
-def dead(tmp_path: Path) -> Path:
-    """A run of three steps that was killed: they are in the log of its ledger."""
-    with writing(tmp_path / "run") as writer:
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps that was killed: they are in the log of its ledger. Nobody opens it but as a copy."""
+    folder = tmp_path_factory.mktemp("killed") / "run"
+    with writing(folder) as writer:
         for _ in range(3):
             writer.step()
         writer.kill()
-    (tmp_path / "run" / "recipe.toml").write_text(RECIPE)
-    return tmp_path / "run"
+    (folder / "recipe.toml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture
+def dead(killed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(killed, tmp_path / "run"))
 
 
 def outsider(folder: Path) -> None:
@@ -223,17 +229,12 @@ def shut(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["ended", "killed"])
-def test_a_folder_that_cannot_be_written_can_be_read(foreign: Path, how: str) -> None:
-    folder = foreign / "run"
-    with writing(folder) as writer:
-        for _ in range(3):
-            writer.step()
-        writer.kill()
+def test_a_folder_that_cannot_be_written_can_be_read(foreign: Path, killed: Path, how: str) -> None:
+    folder = Path(shutil.copytree(killed, foreign / "run"))
     if how == "ended":
         with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
             connection.execute("SELECT count(*) FROM steps")
         assert not (folder / "ledger.sqlite-wal").exists()
-    (folder / "recipe.toml").write_text(RECIPE)
     shut(folder)
     before = sorted(path.name for path in folder.iterdir())
 

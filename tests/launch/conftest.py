@@ -1,18 +1,36 @@
-"""One cache of built models for all system tests of a session; plans for which no reward is tried."""
+"""One cache of built models for all system tests of a session, and one policy; plans for which no reward is tried."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from stretto.launch.preflight import plan
 from stretto.launch.preflight.trial import try_reward
+from stretto.model.hf.build import build_policy
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
 from stretto.worlds.data.task import Question
+from stretto_verify.math import reward as _read_by_workers  # noqa: F401 - which have it, as copies of this process
 from tests.launch.running import laboratory as laboratory
-from tests.launch.warm import KNOWN
+from tests.launch.warm import KNOWN, fork_workers
+from tests.tiny_policy import SMALL
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder (`SMALL`) that no test changes."""
+    folder = tmp_path_factory.mktemp("policy") / "tiny"
+    build_policy(SMALL, folder, seed=1)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards are tried, and gold answers read, by copies of this process."""
+    fork_workers(monkeypatch)
 
 
 @pytest.fixture

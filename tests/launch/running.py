@@ -29,8 +29,17 @@ from stretto.launch.assemble.roles import mailbox_name
 from stretto.processes import fork_server_role
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
+from stretto.worlds.workflows.pool import WorkflowPool
 from stretto_app.cli.main import main
-from tests.launch.warm import MARK, WarmCommand, children_of, session_fork_server, session_server, spare
+from tests.launch.warm import (
+    MARK,
+    WarmCommand,
+    children_of,
+    fork_workers,
+    session_fork_server,
+    session_server,
+    spare,
+)
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).parent / "recipes" / "tiny.toml"
@@ -295,6 +304,8 @@ class Laboratory:
             patch.setattr(sys, "argv", ["stretto", *map(str, arguments)])
             if self.warm:
                 patch.setattr(fork_server_role, "fork_server", session_fork_server)
+                fork_workers(patch)
+                patch.setitem(WorkflowPool.__init__.__kwdefaults__ or {}, "spawner", session_server())
                 if arguments[0] == "train":
                     spare(patch)
             try:
@@ -316,6 +327,12 @@ class Laboratory:
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
     """One cache of built models for the system tests of a folder whose conftest.py names it."""
     return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"), warm=True)
+
+
+@pytest.fixture
+def door(laboratory: Laboratory) -> Callable[..., Ended]:
+    """``door("inspect", run_dir)`` is ``stretto inspect RUN_DIR``, in this process: as quick as a function call."""
+    return laboratory.run
 
 
 @contextmanager
@@ -388,6 +405,16 @@ def exported(laboratory: Laboratory, run_dir: Path) -> list[dict[str, Any]]:
     ended = laboratory.run("export", run_dir, file)
     assert ended.code == 0, ended.err
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def trained_ages(trajectories: list[dict[str, Any]]) -> list[int]:
+    """Versions between sampling and training, of every token of every trained trajectory."""
+    return [
+        trajectory["trained_step"] - 1 - version
+        for trajectory in trajectories
+        if trajectory["state"] == "trained"
+        for version in trajectory["versions"]
+    ]
 
 
 def assert_the_law(run_dir: Path) -> Inspection:

@@ -1,35 +1,47 @@
-"""A recipe with sources: what is wrong is named with its source, prompts keep within their limit by the chosen policy,
-and a run has its data and their order on record, which a resume may not change.
+"""A recipe with sources, and with several rewards, some of them for some sources.
+
+- What is wrong is named with its source; prompts keep within their limit by the chosen policy; a run has its data and
+  their order on record, which a resume may not change.
+- Each reward is measured by its name, in metrics, samples, the summary of the run and its export; a source has the
+  rewards that name it and those for all; mistakes (an unknown source, a source without a reward, a function that is not
+  there) end the start with their places; gold answers are read by the rewards of their source alone.
+- Files that are not there come together, each with its key in the recipe and the nearest name there.
+- A recipe reads back as itself.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stretto.core.errors import RecipeError, RunFolderError, UserError
+from stretto.core.errors import DataError, RecipeError, RunFolderError, UserError
 from stretto.launch.commands.data_record import DATA, DataRecord
 from stretto.launch.commands.train import prepare
+from stretto.launch.preflight.paths import check_data_files, data_files
 from stretto.launch.preflight.plan import Plan, make_plan
-from stretto.launch.recipe.recipe import load_recipe, to_toml
-from stretto.model.hf.build import build_policy
-from stretto.model.hf.config import BuildConfig
+from stretto.launch.preflight.trial import try_reward
+from stretto.launch.recipe.functions import with_named_reward
+from stretto.launch.recipe.overrides import Overrides
+from stretto.launch.recipe.recipe import load_recipe, to_toml, validate
+from stretto.rewards.config import RewardPart, RewardsConfig
+from stretto.rewards.service.wire import Row
 from stretto.rollout.prompts import PromptSource
 from stretto.store.export import read_trajectories
+from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics, read_sets
+from stretto.worlds.data.task import Question
 from stretto_app.extensions.commands.plan import job_of
 from stretto_report.audit.check import check_run
+from tests.launch.rewards_for_tests import length, slow
 from tests.launch.running import Laboratory
 
-pytestmark = pytest.mark.usefixtures("untried")
-
-BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 RECIPE = """
 [model]
 path = "policy"
@@ -66,18 +78,48 @@ every = 3
 """
 
 
+REWARDS = """
+[[rewards.functions]]
+name = "number"
+function = "last_number"
+sources = ["short"]
+[[rewards.functions]]
+name = "word"
+function = "exact_match"
+sources = ["long"]
+[[rewards.functions]]
+function = "own_rewards:shortness"
+weight = 0.5
+"""
+MODULE = """
+def shortness(prompt, completion, answer):
+    return 1 / (1 + len(completion))
+"""
+EVEN = RECIPE.replace("weight = 1.0\n", "").replace("weight = 2.0\n", "")
+pytestmark = pytest.mark.usefixtures("untried")
+
+
 def sealed(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    build_policy(BUILD, tmp_path / "policy", seed=1)
+def recipe(tmp_path: Path, policy: Path) -> Path:
+    shutil.copytree(policy, tmp_path / "policy")
     short = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(4)]
     (tmp_path / "short.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in short))
     (tmp_path / "long.csv").write_text("question,answer\n" + "".join(f"{n}+{n}+{n}+1={n},{n}\n" for n in range(8)))
     (tmp_path / "recipe.toml").write_text(RECIPE)
     return tmp_path / "recipe.toml"
+
+
+@pytest.fixture
+def rewarded(recipe: Path) -> Path:
+    """With several rewards; the answers of the second source are no numbers."""
+    (recipe.parent / "long.csv").write_text("question,answer\n" + "".join(f"{n}=,{'+' * n}\n" for n in range(1, 9)))
+    (recipe.parent / "own_rewards.py").write_text(MODULE)
+    recipe.write_text(EVEN + REWARDS)
+    return recipe
 
 
 def told(recipe: Path, text: str) -> list[str]:
@@ -181,23 +223,45 @@ def test_prompts_beyond_the_limit_lose_their_first_tokens(recipe: Path) -> None:
     assert plan.training[3].text == "0+0+0+1=0"
 
 
-def test_a_run_has_its_data_on_record_and_asks_them_in_their_order(recipe: Path, laboratory: Laboratory) -> None:
-    run = recipe.parent / "run"
-    recipe.write_text(f"{RECIPE}samples = 2\nkeep_best = true\n{SET}")
-    laboratory.trained(run, "trainer.steps=5", recipe=recipe)  # 10 groups, and an epoch has 3 + 6
+def test_a_run_has_its_data_and_their_order_on_record_and_each_reward_by_its_name(
+    rewarded: Path, laboratory: Laboratory
+) -> None:
+    run = rewarded.parent / "run"
+    rewarded.write_text(f"{RECIPE}samples = 2\nkeep_best = true\n{SET}{REWARDS}")
+    laboratory.trained(run, "trainer.steps=5", recipe=rewarded)  # 10 groups, and an epoch has 3 + 6
     with closing(Ledger(run / "ledger.sqlite", StoreConfig())) as ledger:
         found = ledger.get(DATA, DataRecord)
-    assert found == DataRecord.of(planned(recipe, "trainer.steps=5"))
+    assert found == DataRecord.of(planned(rewarded, "trainer.steps=5"))
     assert check_run(run).kept
     (lines,) = read_sets(run / "metrics.jsonl").values()
     assert [(line.name, line.step, line.prompts, line.samples) for line in lines] == [
         ("sums", step, 2, 6) for step in (0, 3, 5)
     ]
-    assert [line.samples for line in read_metrics(run / "metrics.jsonl")[1]] == [2, 2]
     best = json.loads((run / "best.json").read_text())
     assert sealed(run / "policy" / "best") == sealed(run / "policy" / f"v{best['step']:06d}")
     sources = [row.source for row in read_trajectories(run) if row.group.startswith("0.")]
     assert (sources.count("short"), sources.count("long")) == (6, 12)  # two completions of each prompt
+
+    steps, evaluations = read_metrics(run / "metrics.jsonl")
+    assert [line.samples for line in evaluations] == [2, 2]
+    assert [set(line.rewards) for line in evaluations] == [{"number", "shortness"}] * 2  # one of `short` is held out
+    assert {name for step in steps for name in step.rewards} == {"number", "word", "shortness"}
+    for step in steps:
+        assert 0 < (step.rewards["shortness"] or 0) <= 1
+        assert step.reward <= 1.5
+    assert inspect_run(run).rewards == steps[-1].rewards
+    trained = [row for row in read_trajectories(run) if row.state == "trained"]
+    assert len(trained) == 5 * 2 * 2
+    for row in trained:
+        own = "number" if row.source == "short" else "word"
+        assert set(row.rewards) == {own, "shortness"}
+        assert row.reward == pytest.approx(row.rewards[own] + 0.5 * row.rewards["shortness"])
+        assert row.verdict == ("right" if row.rewards[own] == 1 else "wrong")
+    sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["reward"] == pytest.approx(
+        0.5 * sample["rewards"]["shortness"] + sample["rewards"].get("number", 0) + sample["rewards"].get("word", 0)
+    )
+    assert len(sample["rewards"]) == 2
 
 
 def test_a_resume_with_other_data_or_weights_is_refused(recipe: Path) -> None:
@@ -229,3 +293,120 @@ def test_a_recipe_of_another_task_has_one_source_without_a_name(recipe: Path) ->
     task = '[task]\nkind = "arithmetic"\nprompts = 5\nheld_out = 5\n'
     recipe.write_text(f'[model]\npath = "policy"\n{task}[trainer]\n[sampling]\nmax_tokens = 4\n')
     assert planned(recipe).sources == (PromptSource("", 5, None),)
+
+
+def test_the_module_is_found_beside_the_recipe_and_questions_know_their_source(rewarded: Path) -> None:
+    whole = load_recipe(rewarded)
+    assert whole.rewards.path == str(rewarded.parent)
+    plan = make_plan(whole)
+    assert plan.rows["1+1=", "2"] == Row("", "short")
+    assert plan.rows["1=", "+"] == Row("", "long")
+    assert len(plan.training) == 3 + 8  # exact_match has no reader, and last_number does not read the words
+    assert not plan.notes
+    rewarded.write_text(to_toml(whole))
+    assert load_recipe(rewarded) == whole
+
+
+def test_a_gold_answer_is_read_by_the_rewards_of_its_source(rewarded: Path) -> None:
+    rewarded.write_text(EVEN + REWARDS.replace('sources = ["short"]', ""))
+    plan = make_plan(load_recipe(rewarded))
+    assert plan.notes[0] == "8 questions are left out: their gold answers cannot be read"
+    assert [prompt.text for prompt in plan.training] == [f"{n}+1=" for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('["long"]', '["longs"]', "rewards.functions.1.sources: no source is called 'longs'; did you mean 'long'?"),
+        ('["long"]', '["short"]', ""),
+        ("exact_match", "exact", "no built-in reward is called 'exact'; did you mean 'exact_match'?"),
+        (":shortness", ":short", "rewards.functions.2.function: 'own_rewards' has no 'short'; did you mean"),
+        ("weight = 0.5", "wieght = 0.5", "rewards.functions.2.wieght: unknown key; did you mean 'weight'?"),
+        ("weight = 0.5", "weight = nan", "rewards.functions.2.weight"),
+        ('name = "word"', 'name = "number"', "two of the functions are called 'number'"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(rewarded: Path, old: str, new: str, expected: str) -> None:
+    rewarded.write_text(EVEN + REWARDS.replace(old, new))
+    if not expected:  # the reward for all sources is that of the others
+        make_plan(load_recipe(rewarded))
+        return
+    with pytest.raises(UserError) as caught:
+        make_plan(load_recipe(rewarded))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [["rewards.function=math"], {"rewards": {"function": "math"}}])
+def test_an_override_of_the_one_takes_the_others_away(rewarded: Path, given: Overrides) -> None:
+    single = load_recipe(rewarded, given).rewards
+    assert ([part.function for part in single.parts], single.functions) == (["math"], ())
+    rewarded.write_text(EVEN + '[rewards]\nfunction = "math"\n')
+    several = load_recipe(
+        rewarded, ["rewards.functions=[{function='exact_match'}, {function='last_number', weight=2}]"]
+    )
+    assert [(part.title, part.weight) for part in several.rewards.parts] == [("exact_match", 1.0), ("last_number", 2.0)]
+    rewarded.write_text(EVEN + REWARDS + '[rewards]\nfunction = "math"\n')
+    with pytest.raises(UserError, match=r"give either function \('math'\) or functions"):
+        load_recipe(rewarded)
+
+
+def test_a_source_without_a_reward_is_refused(rewarded: Path) -> None:
+    rewarded.write_text(EVEN + REWARDS.partition('[[rewards.functions]]\nname = "word"')[0])
+    with pytest.raises(UserError, match=r"rewards\.functions: none judges the completions of source 'long'"):
+        make_plan(load_recipe(rewarded))
+
+
+def test_a_task_without_sources_has_none_to_name(rewarded: Path) -> None:
+    task = f'[task]\nkind = "jsonl"\nfile = "{rewarded.parent}/short.jsonl"\nheld_out = 1\n[sampling]'
+    before, _, after = EVEN.partition("[task]")
+    rewarded.write_text(before + task + after.partition("[sampling]")[2] + REWARDS)
+    with pytest.raises(UserError, match="no source is called 'short'; allowed: none: the task has no sources"):
+        make_plan(load_recipe(rewarded))
+
+
+def test_only_the_first_reward_of_a_source_has_to_find_its_gold_answers_right() -> None:
+    rows = [
+        Question(id=str(n), text=f"{n}=", answer=f"{n}+0={n} #### {n}", place=f"rows.jsonl:{n}") for n in range(1, 4)
+    ]
+    number, text = RewardPart(function="last_number"), RewardPart(function="final_answer")
+    assert try_reward(RewardsConfig(functions=(number, text)), rows) == []
+    with pytest.raises(UserError, match="'final_answer' finds 3 of the first 3 gold answers wrong"):
+        try_reward(RewardsConfig(functions=(text, number)), rows)
+
+
+def test_functions_of_python_get_their_names() -> None:
+    listed: list[dict[str, Any]] = [{"function": length, "weight": 0.5}, {"function": "math"}, {"function": slow}]
+    config = RewardsConfig.model_validate(with_named_reward({"functions": listed}))
+    module = "tests.launch.rewards_for_tests"
+    assert [part.function for part in config.parts] == [f"{module}:length", "math", f"{module}:slow"]
+    assert config.path == str(Path(__file__).parents[2])
+    assert config.title == "length + math + slow"
+    assert config.parts[0].weight == 0.5
+
+
+def refusal(task: dict[str, Any], **sections: Any) -> list[str]:
+    tree = {"model": {"path": "/a"}, "task": task, "trainer": {}, **sections}
+    with pytest.raises(DataError) as refused:
+        check_data_files(data_files(validate(tree, "recipe.toml")))
+    return str(refused.value).splitlines()
+
+
+def test_the_files_of_a_task(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.touch()
+    assert refusal({"kind": "jsonl", "file": f"{tmp_path}/row.jsonl", "held_out_file": f"{path}x"}) == [
+        f"task.file: {tmp_path}/row.jsonl: no such file; did you mean 'rows.jsonl'?",
+        f"task.held_out_file: {path}x: no such file; did you mean 'rows.jsonl'?",
+    ]
+
+
+def test_the_files_of_sources_and_of_further_evaluations_but_no_names_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    kept = {"data": f"{tmp_path}/rows.jsonl", "held_out": 1}
+    sources = [kept, {"data": f"{tmp_path}/no.csv"}, {"data": "owner/name"}, {"kind": "reasoning_gym", "task": "acre"}]
+    gone = tmp_path / "gone"
+    sets = [{"name": "far", "source": {"data": f"{gone}/far.csv"}}]
+    assert refusal({"kind": "dataset", "sources": sources}, evaluation={"sets": sets}) == [
+        f"task.sources.1.data: {tmp_path}/no.csv: no such file; the folder {tmp_path} has rows.jsonl",
+        f"evaluation.sets.0.source.data: {gone}/far.csv: no such file; there is no folder {gone}",
+    ]

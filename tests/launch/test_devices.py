@@ -2,8 +2,7 @@
 the same ids are in the specs of the roles and in the environment of their processes; what is on a GPU is not counted
 in the machine's memory; too many ranks, GPUs that differ or are too small, a driver older than torch's CUDA and
 interfaces that are not there are refused before anything starts; a warm start is placed and estimated like a rank;
-float32 on a GPU is said to be slow; a rank that runs out of memory is named, the trainer restarted once, and then the
-run ends with what needs less.
+float32 on a GPU is said to be slow.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,6 @@ from stretto.launch.preflight.devices import (
 )
 from stretto.launch.preflight.estimates import engine_parts, estimate_memory
 from stretto.launch.preflight.plan import Plan, make_plan
-from stretto.launch.preflight.trainable import too_many_ranks
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.proving import Proving
@@ -39,7 +38,7 @@ from stretto.loop.learner.link import TrainerLink
 from stretto.processes.spawn import FreshSpawner, RunningProcess, Spawn
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.memory import collective_bytes
-from tests.launch.running import TINY, Laboratory, said, steps_done
+from tests.launch.running import TINY, Laboratory
 
 pytestmark = pytest.mark.usefixtures("untried")
 
@@ -49,6 +48,7 @@ PlanFor = Callable[..., Plan]
 
 @pytest.fixture(scope="module")
 def plan_for(laboratory: Laboratory) -> PlanFor:
+    @cache
     def plan(*settings: str) -> Plan:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("STRETTO_CACHE", str(laboratory.cache))
@@ -107,12 +107,6 @@ def test_what_does_not_fit_is_refused(plan_for: PlanFor, settings: tuple[str, ..
     with pytest.raises(RecipeError, match=words) as refused:
         seats_of(plan, assumed_gpus(there))
     assert refused.value.exit_code == 2
-
-
-def test_more_ranks_than_gpus_may_go_to_other_machines() -> None:
-    [problem] = too_many_ranks(TrainerConfig(ranks=48, remote_ranks=40, device="cuda"), 4)
-    assert str(problem).startswith("trainer.ranks: 48, 8 of them on this machine, and the machine has 4 GPUs")
-    assert problem.remedy.startswith("trainer.remote_ranks = 44, or ")
 
 
 def test_ranks_on_gpus_that_differ_are_refused(plan_for: PlanFor) -> None:
@@ -303,43 +297,3 @@ def test_a_process_sees_its_gpus_alone(plan_for: PlanFor, tmp_path: Path) -> Non
 
     asyncio.run(start_both())
     assert [seen["CUDA_VISIBLE_DEVICES"] for seen in spawner.seen] == ["1", "0"]
-
-
-OUT_OF_MEMORY = """
-from pathlib import Path
-import torch
-from stretto.trainer.objective.surrogates import cispo
-from stretto.trainer.trainer import Trainer
-
-train = Trainer.train
-
-def short(self, batch):
-    if self._ranks.rank == 1 and (batch.step == 2 or not Path(ONCE).exists()):
-        Path(ONCE).touch()
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total of 80 GiB.")
-    return train(self, batch)
-
-Trainer.train = short
-
-def loss(policy, tokens):
-    return cispo(policy, tokens)
-"""
-
-
-def test_a_rank_out_of_memory_is_named_and_restarted_once(laboratory: Laboratory, tmp_path: Path) -> None:
-    """Once in step 1, which then goes well, and again and again in step 2."""
-    (tmp_path / "short.py").write_text(OUT_OF_MEMORY.replace("ONCE", repr(str(tmp_path / "once"))))
-    run_dir = tmp_path / "run"
-    settings = (f"path={tmp_path}", "algorithm.loss=short:loss", "trainer.ranks=2", "trainer.steps=3")
-    with laboratory.train(run_dir, *settings) as command:
-        ended = command.end()
-        command.assert_nothing_is_left()
-    assert ended.code == 1
-    again = "a new trainer fared no better: a smaller trainer.micro_batch_tokens"
-    ended.says(
-        "rank 1 ran out of memory on its device in step 2: CUDA out of memory. Tried to allocate 2.00 GiB", again
-    )
-    told = said(run_dir)
-    for step in (1, 2):
-        assert told.count(f"trainer stopped: rank 1 ran out of memory on its device in step {step}") == 1
-    assert steps_done(run_dir) == 1

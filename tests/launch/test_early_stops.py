@@ -1,4 +1,6 @@
-"""Ctrl-C in the first seconds of a command: exit code 130, one line, and nothing is left behind."""
+"""Ctrl-C in the first seconds of a command: exit code 130, one line, and nothing is left behind, nothing half-done in
+the cache either. A second signal ends a run at once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import MODULES, Command, Laboratory, assert_the_law, wait_until
+from tests.launch.running import (
+    MODULES,
+    TINY,
+    Command,
+    Laboratory,
+    assert_the_law,
+    logs,
+    said,
+    wait_for_step,
+    wait_until,
+)
 
 STOPPED = "stretto: stopped by Ctrl-C\n"
 
@@ -69,18 +81,36 @@ def test_ctrl_c_while_the_reward_is_tried_ends_its_worker(laboratory: Laboratory
 def test_ctrl_c_before_and_while_the_roles_start_leaves_a_run_that_can_be_resumed(
     laboratory: Laboratory, tmp_path: Path
 ) -> None:
-    run_dir = tmp_path / "run"
-    moments: dict[tuple[str, ...], Callable[[Command], bool]] = {
-        (): lambda command: (run_dir / "machine.json").exists(),
-        ("--resume",): lambda command: bool(command.processes(MODULES["engine"])),
-    }
-    for resume, moment in moments.items():
-        with laboratory.train(run_dir, "trainer.steps=1", *resume) as command:
-            wait_until(lambda: moment(command), "the moment", command)  # noqa: B023 - called here
+    """The third start comes to steps, and is ended by two signals."""
+    run_dir, endless = tmp_path / "run", "trainer.steps=100000"
+    moments: list[Callable[[Command], object]] = [
+        lambda command: wait_until((run_dir / "machine.json").exists, "the folder", command),
+        lambda command: wait_until(lambda: bool(command.processes(MODULES["engine"])), "an engine", command),
+        lambda command: wait_for_step(command, 1),
+    ]
+    for start, moment in enumerate(moments):
+        with laboratory.train(run_dir, endless, *["--resume"] * (start > 0)) as command:
+            moment(command)
+            if start == 2:
+                command.process.send_signal(signal.SIGTERM)  # of one kind they would be one: `processes.stopping.ONCE`
             ended, seconds = command.stop(signal.SIGINT)
             assert ended.code == 130, ended.err
             assert seconds < 10
             assert "Traceback" not in ended.out + ended.err
             command.assert_nothing_is_left()
-    laboratory.trained(run_dir, "trainer.steps=1", "--resume")
-    assert assert_the_law(run_dir).steps == 1
+    assert assert_the_law(run_dir).steps >= 1
+
+
+def test_a_stop_during_the_warm_start_leaves_nothing_half_done(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir, long = tmp_path / "run", tmp_path / "long.toml"
+    long.write_text(TINY.read_text() + "\n[warm_start]\nsteps = 100000\n")
+    with laboratory.train(run_dir, recipe=long) as command:
+        wait_until(lambda: "warm start" in said(run_dir), "the warm start", command)
+        ended, seconds = command.stop(signal.SIGTERM)
+        assert ended.code == 143, ended.err
+        assert seconds < 10
+        assert "Traceback" not in ended.err, ended.err
+        command.assert_nothing_is_left()
+    assert list((laboratory.cache / "warm-starts").glob("*")) == []
+    assert list((run_dir / "policy").iterdir()) == []
+    assert "Traceback" not in logs(run_dir)

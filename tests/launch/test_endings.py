@@ -1,8 +1,8 @@
 """Promises, on one real run: that it runs, was killed, stopped by a signal, ended by an error, finished, is what every
 reader says, `stretto inspect`, the pages, Python and studies; it is resumed after each, and its log is not asked. Its
-roles end within 5 seconds of their conductor, and nothing is lost, before the first checkpoint too. A stop ends within
-10 seconds. What a killed run has left outside of its folder goes when it goes on. A trainer that dies too often ends
-the run with a message that names it and how it died.
+roles end within 5 seconds of their conductor, and nothing is lost, before the first checkpoint too. A run folder has
+one owner. A stop ends within 10 seconds, with a checkpoint. What a killed run has left outside of its folder goes when
+it goes on. A trainer that dies too often ends the run with a message that names it and how it died.
 """
 
 from __future__ import annotations
@@ -22,15 +22,7 @@ from stretto.store.ledger.reading import last_step
 from stretto_app.study.outcome import read_outcome
 from stretto_report.watch.index.cache import Cache
 from stretto_report.watch.runs.run import WatchedRun
-from tests.launch.running import (
-    Laboratory,
-    assert_the_law,
-    exported,
-    said,
-    steps_done,
-    wait_for_step,
-    wait_until,
-)
+from tests.launch.running import TINY, Laboratory, assert_the_law, exported, said, steps_done, wait_for_step, wait_until
 
 ENDLESS = ("trainer.steps=100000", "trainer.checkpoint_every=1000000")
 
@@ -54,6 +46,12 @@ def states(laboratory: Laboratory, run_dir: Path) -> tuple[str, str]:
     return state, reason
 
 
+def checkpointed(run_dir: Path) -> int:
+    """The step of the last checkpoint; 0 if there is none."""
+    checkpoint = Checkpoints(run_dir / "checkpoints").latest()
+    return checkpoint.step if checkpoint is not None else 0
+
+
 def test_every_reader_says_how_a_run_ended_and_it_is_resumed_after_each(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with laboratory.train(run_dir, *ENDLESS) as command:
@@ -66,7 +64,7 @@ def test_every_reader_says_how_a_run_ended_and_it_is_resumed_after_each(laborato
         command.process.wait(10)
         before = last_step(run_dir / "ledger.sqlite")
         assert before >= 3
-        assert Checkpoints(run_dir / "checkpoints").latest() is None
+        assert checkpointed(run_dir) == 0
         state, reason = states(laboratory, run_dir)
         assert (state, reason.partition(";")[0]) == ("dead", "its process is gone without a word")
         # The folder of the sockets; what is in shared memory goes as soon as any other run begins.
@@ -79,13 +77,16 @@ def test_every_reader_says_how_a_run_ended_and_it_is_resumed_after_each(laborato
         with laboratory.train(run_dir, *ENDLESS, "--resume") as resumed:
             wait_for_step(resumed, steps_done(run_dir) + 1)
             assert stretto.open_run(run_dir).state == "running"
+            another = laboratory.run("train", TINY, "--run-dir", run_dir)
+            another.refused(f"{run_dir}: is in use by process {resumed.process.pid}", "choose another folder")
             ended, seconds = resumed.stop(signal.SIGTERM)
-            assert ended.code == 143, ended.err
+            assert (ended.code, "Traceback" in ended.err) == (143, False), ended.err
             assert seconds < 10
             resumed.assert_nothing_is_left()
         command.assert_nothing_is_left()
     assert not (run_dir / ".sockets").exists()
     assert states(laboratory, run_dir) == ("stopped", "stopped by SIGTERM")
+    assert checkpointed(run_dir) == assert_the_law(run_dir).steps
 
     with laboratory.train(run_dir, *ENDLESS, "deadlines.trainer_restarts=0", "--resume") as command:
         wait_for_step(command, steps_done(run_dir) + 1)
@@ -97,8 +98,7 @@ def test_every_reader_says_how_a_run_ended_and_it_is_resumed_after_each(laborato
     assert "failed: trainer was killed by SIGKILL" in said(run_dir)
     assert_the_law(run_dir)
     state, reason = states(laboratory, run_dir)
-    assert state == "dead"
-    assert reason.startswith("trainer was killed by SIGKILL")
+    assert (state, reason.startswith("trainer was killed by SIGKILL")) == ("dead", True)
 
     last = steps_done(run_dir) + 1
     laboratory.trained(run_dir, f"trainer.steps={last}", *ENDLESS[1:], "--resume")

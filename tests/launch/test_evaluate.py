@@ -4,6 +4,7 @@ wrong is one message before anything starts."""
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -15,17 +16,13 @@ from stretto.launch.assemble.final_answers import FINAL_ANSWERS
 from stretto.launch.commands.evaluate import Asked, DataChoice, _recipe, evaluate
 from stretto.launch.recipe.machines import ClusterConfig
 from stretto.loop.records.evaluation import interval, majority, pass_at
-from stretto.model.hf.build import build_policy
-from stretto.model.hf.config import BuildConfig
 from stretto.worlds.sources.task import DatasetTask
 from tests.launch.running import Laboratory
 
-BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
-
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    build_policy(BUILD, tmp_path / "policy", seed=1)
+def model(tmp_path: Path, policy: Path) -> Path:
+    shutil.copytree(policy, tmp_path / "policy")
     (tmp_path / "rows.csv").write_text("prompt,answer\n" + "".join(f"{n}+1=,{n + 1}\n" for n in range(5)))
     return tmp_path / "policy"
 

@@ -2,7 +2,8 @@
 
 - A recipe is checked against the shape of the model; what cannot be checked without weights is told.
 - A mistake is refused as it is with the weights; a run is not started without them.
-- Recipes that people take along are valid, and the commands in them are commands of stretto.
+- Recipes that people take along are valid, and the commands in them are commands of stretto; so are the keys of
+  `[cluster]` and `[weights]` for many machines, and the commands that join.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ import typer
 import yaml  # type: ignore[import-untyped]
 
 from benchmarks.lengths import batch
-from stretto.core.errors import UserError
+from stretto.core.errors import RecipeError, UserError
 from stretto.core.frames import LARGEST_BATCH, frame
 from stretto.launch.commands.train import check, prepare
 from stretto.launch.preflight.paper import is_on_paper, outline
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import build_policy
 from stretto_app.cli.main import app
+from tests.launch.running import TINY as RUN
 from tests.tiny_policy import TINY
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 MODELS = ROOT / "tests" / "data" / "models"
 SMALL, LARGE = MODELS / "qwen3_0.6b", MODELS / "qwen2.5_7b"
-TAKEN_ALONG = {"vllm_1gpu": SMALL, "sglang_8gpu": LARGE}
+TAKEN_ALONG = {"vllm_1gpu": SMALL, "sglang_8gpu": LARGE, "ray_2x8": LARGE}
 
 
 @pytest.mark.parametrize(("name", "model"), TAKEN_ALONG.items(), ids=TAKEN_ALONG)
@@ -130,13 +132,31 @@ def assert_is_a_command(words: list[str]) -> None:
     command.make_context(words[0], words[1:])
 
 
-@pytest.mark.parametrize("name", TAKEN_ALONG)
-def test_the_commands_in_a_recipe_are_commands_of_stretto(name: str) -> None:
-    found = list(commands_in((RECIPES / f"{name}.toml").read_text()))
-    assert found
+@pytest.mark.parametrize(
+    ("file", "count"), [("vllm_1gpu.toml", 2), ("sglang_8gpu.toml", 1), ("ray_2x8.toml", 2), ("slurm.sbatch", 4)]
+)
+def test_the_commands_in_a_recipe_are_commands_of_stretto(file: str, count: int) -> None:
+    found = list(commands_in((RECIPES / file).read_text()))
+    assert len(found) == count
     for words in found:
         assert_is_a_command(words)
-        assert (ROOT / words[1]).is_file()
+        if file in ("vllm_1gpu.toml", "sglang_8gpu.toml"):
+            assert (ROOT / words[1]).is_file()
+
+
+def test_the_recipe_for_two_machines_uses_all_of_their_gpus() -> None:
+    recipe = load_recipe(RECIPES / "ray_2x8.toml")
+    assert recipe.trainer.ranks + recipe.engine.count == 2 * 8
+    assert recipe.cluster.placer == "ray"
+    assert recipe.weights.medium == "http"
+    with pytest.raises(RecipeError, match='"broadcast", and machines may join'):
+        check(RECIPES / "ray_2x8.toml", [f"model.path={LARGE}", "weights.medium=broadcast"])
+
+
+def test_engines_that_are_given_need_an_address_where_they_join() -> None:
+    with pytest.raises(RecipeError, match='placer = "given" needs listen = "HOST:PORT"'):
+        load_recipe(RUN, ["cluster.placer=given"])
+    assert load_recipe(RUN, ["cluster.placer=given", "cluster.listen=0.0.0.0:0"]).cluster.placer == "given"
 
 
 def script() -> str:
@@ -150,6 +170,10 @@ def test_the_script_for_slurm_is_a_script() -> None:
     assert int(orders["nodes"]) > 1
     assert orders["ntasks-per-node"] == "1"  # one agent on each node, which deals the GPUs to its engines
     assert orders["signal"].startswith("B:TERM@")
+    (start,) = [words for words in commands_in(script()) if words[0] == "train" and "--resume" not in words]
+    recipe = load_recipe(RECIPES / "ray_2x8.toml", [word for word in start[1:] if "=" in word])
+    assert (recipe.trainer.ranks, recipe.cluster.placer, recipe.cluster.listen) == (8, "given", "0.0.0.0:7420")
+    assert recipe.deadlines.stop < 300  # seconds from Slurm's signal to the end
 
 
 def objects() -> dict[str, Any]:
@@ -168,6 +192,8 @@ def test_the_objects_for_kubernetes_fit_together() -> None:
     assert engines["spec"]["selector"]["matchLabels"] == engines["spec"]["template"]["metadata"]["labels"]
     (port,) = service["spec"]["ports"]
     train, engine = containers()["Job"], containers()["Deployment"]
+    assert engine["command"] == ["stretto"]
+    assert_is_a_command(engine["args"])
     assert train["ports"] == [{"containerPort": port["port"]}]
     joined = engine["args"][engine["args"].index("--join") + 1]
     assert joined == f"{service['metadata']['name']}:{port['port']}"

@@ -27,13 +27,12 @@ from stretto.launch.preflight.estimates import engine_parts, estimate_disk, esti
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe, validate
 from stretto.model.hf.build import build_policy
-from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
+from tests.tiny_policy import SMALL
 
 pytestmark = pytest.mark.usefixtures("untried")
 
-BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 NEW = Path("runs")  # where a run would be written
 GOOD = {"prompt": "3+8=", "answer": "11", "demonstration": "11"}
 FOUR = [GOOD | {"prompt": f"{number}+{11 - number}="} for number in (3, 4, 5, 6)]
@@ -42,13 +41,6 @@ OWN = {"function": f"{REWARDS}:length"}
 
 Tree = dict[str, Any]
 Planner = Callable[..., Plan]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy") / "tiny"
-    build_policy(BUILD, folder, seed=1)
-    return folder
 
 
 @pytest.fixture
@@ -127,21 +119,6 @@ def test_a_character_that_the_model_does_not_know_is_named_with_its_line(plan_fo
     assert told.startswith(f"{tmp_path}/rows.jsonl:3: 'elf'")
 
 
-def test_a_demonstration_beyond_the_context_is_named_with_its_line(plan_for: Planner, tmp_path: Path) -> None:
-    told = message(plan_for, [GOOD | {"demonstration": "1" * 28}, GOOD], warm_start={})
-    assert told == f"{tmp_path}/rows.jsonl:1: prompt and demonstration of 33 tokens; 32 fit"
-
-
-def test_more_than_twenty_mistakes_are_counted(plan_for: Planner) -> None:
-    told = message(plan_for, [GOOD | {"prompt": "x"}] * 30)
-    assert told.splitlines()[-1] == "the task: 10 more questions like these"
-
-
-def test_a_chat_needs_a_template(plan_for: Planner) -> None:
-    chat = GOOD | {"prompt": [{"role": "user", "content": "3+8="}]}
-    assert "has no chat template" in message(plan_for, [chat, GOOD])
-
-
 def test_texts_are_asked_by_the_chat_template_where_the_task_says_so(
     plan_for: Planner, policy: Path, tmp_path: Path
 ) -> None:
@@ -177,11 +154,10 @@ def test_rows_that_a_reward_could_not_tell_apart_are_refused(plan_for: Planner, 
     assert [line.partition(", and")[0] for line in told] == [f"{place}:{n}: {said} {place}:{n - 4}" for n in (5, 6)]
 
 
-def test_a_reward_is_looked_for_beside_its_recipe_first(tmp_path: Path) -> None:
+def test_a_reward_is_looked_for_beside_its_recipe_first(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "beside_rewards.py").write_text("def own(prompt, completion, answer): return completion == answer\n")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in FOUR))
-    build_policy(BUILD, tmp_path / "policy", seed=1)
-    text = '[model]\npath = "policy"\n[task]\nkind = "jsonl"\nfile = "rows.jsonl"\nheld_out = 1\n[trainer]\n'
+    text = f'[model]\npath = "{policy}"\n[task]\nkind = "jsonl"\nfile = "rows.jsonl"\nheld_out = 1\n[trainer]\n'
     (tmp_path / "recipe.toml").write_text(
         f'{text}[sampling]\nmax_tokens = 8\n[rewards]\nfunction = "beside_rewards:own"\n'
     )
@@ -190,38 +166,9 @@ def test_a_reward_is_looked_for_beside_its_recipe_first(tmp_path: Path) -> None:
     assert not any("reward" in note for note in make_plan(recipe).notes)
 
 
-def test_a_warm_start_needs_demonstrations(plan_for: Planner) -> None:
-    row = {"prompt": "3+8=", "answer": "11"}
-    assert "[warm_start]: the task has no demonstrations" in message(plan_for, [row, row], warm_start={})
-
-
-def test_answers_as_long_as_the_context_are_refused(plan_for: Planner) -> None:
-    told = message(plan_for, sampling={"max_tokens": 32})
-    assert "sampling.max_tokens = 32, and the model's context has 32 tokens" in told
-
-
-def test_answers_longer_than_the_cache_are_refused(plan_for: Planner) -> None:
-    told = message(plan_for, sampling={"max_tokens": 16}, engine={"cache_gib": 1e-6})
-    assert "engine.cache_gib: 1e-06 holds 0 tokens, and sampling.max_tokens = 16" in told
-
-
-def test_a_model_whose_logits_are_capped_is_refused_before_anything_starts(plan_for: Planner, tmp_path: Path) -> None:
-    folder = tmp_path / "capped"
-    build_policy(BUILD, folder, seed=1)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
-    told = message(plan_for, model={"path": str(folder)})
-    assert "final_logit_softcapping = 30.0 changes the logits after the output matrix" in told
-
-
-def test_more_likeliest_tokens_than_there_are_tokens_are_a_mistake(plan_for: Planner) -> None:
-    told = message(plan_for, sampling={"max_tokens": 16, "top_k": 10_000})
-    assert "sampling.top_k = 10000, and the model's vocabulary has" in told
-
-
 def test_a_reference_of_another_vocabulary_is_refused(plan_for: Planner, policy: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    build_policy(BUILD.model_copy(update={"alphabet": "0123456789+-*"}), other, seed=1)
+    build_policy(SMALL.model_copy(update={"alphabet": "0123456789+-*"}), other, seed=1)
     told = message(plan_for, algorithm={"reference": {"path": str(other)}})
     assert told.startswith(f"{other}: its vocabulary")
     assert "algorithm.reference.path needs a model with the policy's tokenizer" in told
@@ -232,7 +179,7 @@ def test_a_reference_of_another_vocabulary_is_refused(plan_for: Planner, policy:
 
 
 def test_a_larger_reference_counts_with_its_own_size_and_must_divide(plan_for: Planner, tmp_path: Path) -> None:
-    large, wide = tmp_path / "large", BUILD.model_copy(update={"heads": 4, "kv_heads": 4, "layers": 3})
+    large, wide = tmp_path / "large", SMALL.model_copy(update={"heads": 4, "kv_heads": 4, "layers": 3})
     build_policy(wide, large, seed=1)
     reference = {"reference": {"path": str(large)}}
     plan = plan_for(algorithm=reference)
@@ -259,54 +206,74 @@ def test_the_engine_and_the_trainer_get_one_setting(plan_for: Planner) -> None:
     assert sampling.stop == ("=", "\n")
 
 
-def test_a_model_folder_that_cannot_be_loaded_is_refused(plan_for: Planner, policy: Path, tmp_path: Path) -> None:
-    def copy(name: str) -> Path:
-        return Path(shutil.copytree(policy, tmp_path / name))
+#: Rows (None: `FOUR`), sections, and the message, or its end.
+MISTAKES: dict[str, tuple[list[Tree] | None, Tree, str]] = {
+    "a chat without a template": (
+        [GOOD | {"prompt": [{"role": "user", "content": "3+8="}]}, GOOD],
+        {},
+        "has no chat template",
+    ),
+    "a warm start without demonstrations": (
+        [{"prompt": "3+8=", "answer": "11"}] * 2,
+        {"warm_start": {}},
+        "[warm_start]: the task has no demonstrations",
+    ),
+    "a demonstration beyond the context": (
+        [GOOD | {"demonstration": "1" * 28}, GOOD],
+        {"warm_start": {}},
+        "rows.jsonl:1: prompt and demonstration of 33 tokens; 32 fit",
+    ),
+    "more than twenty mistakes": ([GOOD | {"prompt": "x"}] * 30, {}, "the task: 10 more questions like these"),
+    "answers as long as the context": (
+        None,
+        {"sampling": {"max_tokens": 32}},
+        "sampling.max_tokens = 32, and the model's context has 32 tokens",
+    ),
+    "answers longer than the cache": (
+        None,
+        {"engine": {"cache_gib": 1e-6}},
+        "engine.cache_gib: 1e-06 holds 0 tokens, and sampling.max_tokens = 16",
+    ),
+    "more likeliest tokens than there are": (
+        None,
+        {"sampling": {"max_tokens": 16, "top_k": 10_000}},
+        "sampling.top_k = 10000, and the model's vocabulary has",
+    ),
+    "ports beyond the last": (
+        None,
+        {"engine": {"transport": "tcp", "base_port": 65_535, "count": 2}},
+        "engine.base_port: 65535, and 2 engines need 2 ports from there; ports end at 65535",
+    ),
+}
 
-    bare, cut, empty = copy("bare"), copy("cut"), tmp_path / "empty"
-    (bare / "config.json").unlink()
-    weights = cut / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    empty.mkdir()
-    assert "config.json: no such file" in message(plan_for, model={"path": str(bare)})
-    assert "model.safetensors: is " in message(plan_for, model={"path": str(cut)})
-    assert "its header says" in message(plan_for, model={"path": str(cut)})
-    assert "holds no weights" in message(plan_for, model={"path": str(empty)})
-    assert "no such folder" in message(plan_for, model={"path": str(tmp_path / "nothing")})
+
+@pytest.mark.parametrize(("rows", "sections", "told"), MISTAKES.values(), ids=MISTAKES)
+def test_what_does_not_fit_is_refused(plan_for: Planner, rows: list[Tree] | None, sections: Tree, told: str) -> None:
+    assert told in message(plan_for, rows, **sections)
 
 
 @pytest.mark.parametrize(
-    ("function", "expected"),
+    ("key", "value", "told"),
     [
-        ("final_anser", "did you mean 'final_answer'?"),
-        ("no.such.module:reward", "cannot import 'no.such.module'"),
-        (f"{REWARDS}:missing", "has no 'missing'"),
-        (f"{REWARDS}:NOT_CALLABLE", "which cannot be called"),
-        (f"{REWARDS}:generator", "is a generator"),
-        (f"{REWARDS}:of_two_arguments", "has another signature"),
+        ("kv_lora_rank", 8, "latent keys and values"),
+        ("final_logit_softcapping", 30.0, "= 30.0 changes the logits after the output matrix"),
     ],
 )
-def test_a_reward_that_is_none_is_refused(plan_for: Planner, function: str, expected: str) -> None:
-    told = message(plan_for, rewards={"function": function})
-    assert told.startswith("rewards.function: ")
-    assert expected in told
-
-
-@pytest.mark.parametrize(
-    ("module", "seconds", "expected"),
-    [
-        ("import os; os._exit(7)", 60.0, "ended while starting: exit status 7"),
-        ("import time; time.sleep(600)", 1.0, "waited 1 s for"),
-        ("raise SystemExit(3)", 60.0, "SystemExit: 3"),
-        ("def reward(", 60.0, "SyntaxError"),
-    ],
-)
-def test_a_reward_whose_module_hangs_or_exits_is_refused(
-    plan_for: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, seconds: float, expected: str
+def test_a_model_that_no_engine_or_no_trainer_computes_is_refused_before_anything_starts(
+    plan_for: Planner, policy: Path, tmp_path: Path, key: str, value: float, told: str
 ) -> None:
-    (tmp_path / "unruly.py").write_text(module)
+    folder = Path(shutil.copytree(policy, tmp_path / "other"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    assert told in message(plan_for, model={"path": str(folder)})
+
+
+def test_a_reward_whose_module_exits_is_refused(
+    plan_for: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unruly.py").write_text("import os; os._exit(7)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert expected in message(plan_for, rewards={"function": "unruly:reward", "start_timeout": seconds})
+    assert "ended while starting: exit status 7" in message(plan_for, rewards={"function": "unruly:reward"})
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(plan_for: Planner) -> None:
@@ -335,23 +302,11 @@ def test_a_gpu_that_is_not_there_is_refused(plan_for: Planner) -> None:
     assert estimate_memory(plan).engines == 0  # of machines that join, and are asked then
 
 
-def test_an_attention_that_no_engine_computes_is_refused(plan_for: Planner, policy: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(policy, tmp_path / "latent"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 8}))
-    assert "latent keys and values" in message(plan_for, model={"path": str(folder)})
-
-
 def test_a_row_that_is_asked_in_training_and_held_out_is_named_once(plan_for: Planner, tmp_path: Path) -> None:
     file = str(tmp_path / "rows.jsonl")
     task = {"kind": "jsonl", "file": file, "held_out_file": file}
     told = message(plan_for, [GOOD, GOOD | {"prompt": "3 apples="}], task=task)
     assert len(told.splitlines()) == 1
-
-
-def test_ports_end(plan_for: Planner) -> None:
-    told = message(plan_for, engine={"transport": "tcp", "base_port": 65_535, "count": 2})
-    assert told == "engine.base_port: 65535, and 2 engines need 2 ports from there; ports end at 65535"
 
 
 def test_an_engine_waits_for_its_first_weights_as_long_as_the_trainer_may_start_and_publish(
@@ -433,7 +388,7 @@ def test_what_works_but_perhaps_not_as_hoped_is_said(plan_for: Planner) -> None:
 
 def test_a_model_is_built_once_and_kept(plan_for: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
-    plan = plan_for(model={"build": BUILD.model_dump()})
+    plan = plan_for(model={"build": SMALL.model_dump()})
     written = (plan.base.path / "model.safetensors").stat().st_mtime_ns
     assert plan.base.path.is_relative_to(tmp_path / "cache" / "models")
     assert base_folder(plan.recipe.model, plan.recipe.seed) == plan.base.path

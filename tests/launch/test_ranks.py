@@ -3,7 +3,8 @@
 - Two ranks train, publish, save and are resumed by one, and the run folder shows no difference.
 - Three ranks are resumed by two. With adapters the engines sample by the policy that they come to,
   however many ranks publish them, and that is what is saved, beside the adapters.
-- A rank that dies or hangs ends the trainer with its name; the conductor replaces the whole set.
+- A rank that dies, hangs or runs out of memory ends the trainer with its name; the conductor replaces the whole set.
+  Where memory is short again, the run ends with what needs less.
 - More ranks than there is work for, or GPUs, is refused before anything starts.
 """
 
@@ -22,6 +23,26 @@ from stretto.store.series.metrics import read_metrics
 from tests.launch.running import TINY, Command, Laboratory, assert_the_law, said, wait_for_step
 from tests.tolerances import EXACT, assert_close
 
+OUT_OF_MEMORY = """
+from pathlib import Path
+import torch
+from stretto.trainer.objective.surrogates import cispo
+from stretto.trainer.trainer import Trainer
+
+train = Trainer.train
+
+def short(self, batch):
+    if self._ranks.rank == 1 and (batch.step == 3 or batch.step == 2 and not Path(ONCE).exists()):
+        Path(ONCE).touch()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total of 80 GiB.")
+    return train(self, batch)
+
+Trainer.train = short
+
+def loss(policy, tokens):
+    return cispo(policy, tokens)
+"""
+
 
 @pytest.mark.parametrize(
     ("number", "how"),
@@ -31,12 +52,14 @@ from tests.tolerances import EXACT, assert_close
         pytest.param(signal.SIGSTOP, "sent no heartbeat", marks=pytest.mark.long),
     ],
 )
-def test_two_ranks_train_are_replaced_as_a_whole_and_one_goes_on(
+def test_two_ranks_train_are_replaced_as_a_whole_whatever_one_of_them_lacks_and_one_goes_on(
     laboratory: Laboratory, tmp_path: Path, number: signal.Signals, how: str
 ) -> None:
-    run_dir = tmp_path / "run"
-    settings = ("trainer.steps=3", "trainer.ranks=2", "deadlines.hung=2", "trainer.keep_versions=1")
-    with laboratory.train(run_dir, *settings) as command:
+    """Memory is short once in step 2, which then goes well, and again and again in step 3."""
+    (tmp_path / "short.py").write_text(OUT_OF_MEMORY.replace("ONCE", repr(str(tmp_path / "once"))))
+    run_dir, kept = tmp_path / "run", "trainer.keep_versions=1"
+    parts = (f"path={tmp_path}", "algorithm.loss=short:loss", "trainer.steps=4")
+    with laboratory.train(run_dir, *parts, kept, "trainer.ranks=2", "deadlines.hung=2") as command:
         wait_for_step(command, 1)
         trainer, lost = command.role("trainer"), rank_of(command)
         os.kill(lost, number)
@@ -44,11 +67,18 @@ def test_two_ranks_train_are_replaced_as_a_whole_and_one_goes_on(
         assert command.role("trainer") != trainer
         assert rank_of(command) != lost
         ended = command.end()
-        assert ended.code == 0, ended.err
         command.assert_nothing_is_left()
-    assert f"trainer lost rank 1, which {how}" in said(run_dir)
-    assert assert_the_law(run_dir).steps == 3
-    laboratory.trained(run_dir, "trainer.steps=4", "trainer.ranks=1", "trainer.keep_versions=1", "--resume")
+    assert ended.code == 1
+    again = "a new trainer fared no better: a smaller trainer.micro_batch_tokens"
+    ended.says(
+        "rank 1 ran out of memory on its device in step 3: CUDA out of memory. Tried to allocate 2.00 GiB", again
+    )
+    told = said(run_dir)
+    assert f"trainer lost rank 1, which {how}" in told
+    for step in (2, 3):
+        assert told.count(f"trainer stopped: rank 1 ran out of memory on its device in step {step}") == 1
+    assert assert_the_law(run_dir).steps == 2
+    laboratory.trained(run_dir, *parts, kept, "trainer.ranks=1", "deadlines.hung=2", "--resume")
     assert assert_the_law(run_dir).steps == 4
     assert (run_dir / "policy" / "v000004" / "model.safetensors").is_file()
 

@@ -106,18 +106,6 @@ def test_whoever_asks_to_be_called_is_called_once_at_once_if_need_be() -> None:
     assert calls == ["before", "after"]
 
 
-def test_a_second_signal_ends_the_task_that_made_the_request() -> None:
-    async def main() -> None:
-        async with signalled(signal.SIGTERM) as stopped:
-            await stopped.unless(Sleeper().sleep())
-            await asyncio.sleep(2 * ONCE)
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.sleep(5)
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(main())
-
-
 def test_a_signal_that_comes_twice_at_once_is_one_request() -> None:
     """As `timeout` sends it; another signal is a second request."""
 

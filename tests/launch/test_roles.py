@@ -1,9 +1,12 @@
 """The end of all roles: each is waited for, and what goes wrong at it is said. What a killed run has left goes with the
-next; what no role has made stays, whatever the run folder says of it, and so do the sockets of a living run."""
+next; what no role has made stays, whatever the run folder says of it, and so do the sockets of a living run. What a
+reward says about itself is recorded with the run: the level of the sandbox it judges programs in.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import shutil
@@ -22,7 +25,7 @@ from stretto.launch.assemble.roles import _endpoints as endpoints
 from stretto.launch.assemble.roles import _in_turn as in_turn
 from stretto.launch.assemble.roles import _sweep as sweep
 from stretto.launch.assemble.roles import _up as up
-from stretto.launch.assemble.roles import end_all, locked_socket_folder, mailbox_name
+from stretto.launch.assemble.roles import end_all, locked_socket_folder, mailbox_name, record_facts
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.records.log import RunLog
@@ -178,3 +181,12 @@ def test_a_socket_folder_that_cannot_be_locked_is_gone(monkeypatch: pytest.Monke
     os.close(held)
     assert list(short.iterdir()) == [sockets]
     shutil.rmtree(short)
+
+
+def test_the_level_of_the_sandbox_is_recorded_with_the_run_and_nothing_where_there_is_none(tmp_path: Path) -> None:
+    facts, written = {"sandbox": "sandbox level A (warm): 33 attacks stopped"}, tmp_path / "run" / "rewards.json"
+    with RunFolder.create(tmp_path / "run") as folder:
+        record_facts(folder, {})
+        assert not written.exists()
+        record_facts(folder, facts)
+    assert json.loads(written.read_text()) == facts

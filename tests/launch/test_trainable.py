@@ -15,23 +15,15 @@ from safetensors.torch import save_file
 from stretto.core.errors import RecipeError, RunFolderError
 from stretto.launch.preflight.trainable import check_checkpoint, check_trainable, router_notes, too_many_ranks
 from stretto.model.hf.build import build_policy
-from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import LoraConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.parallel.lora import adapt
 from stretto.trainer.trainer import Trainer
+from tests.tiny_policy import SMALL
 
-BUILD = BuildConfig(hidden_size=16, layers=2, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 PLAIN, LORA = TrainerConfig(), TrainerConfig(lora=LoraConfig(rank=2))
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy") / "tiny"
-    build_policy(BUILD, folder, seed=1)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -116,8 +108,8 @@ def test_a_checkpoint_of_this_model_is_gone_on_from(policy: Path, tmp_path: Path
 
 def test_a_checkpoint_of_another_model_is_named_by_what_differs(policy: Path, tmp_path: Path) -> None:
     deeper = tmp_path / "deeper"
-    build_policy(BUILD.model_copy(update={"layers": 3}), deeper, seed=1)
-    with pytest.raises(RunFolderError, match=r"of another model; these parameters differ: .*model\.layers\.2\."):
+    build_policy(SMALL.model_copy(update={"layers": 2}), deeper, seed=1)
+    with pytest.raises(RunFolderError, match=r"of another model; these parameters differ: .*model\.layers\.1\."):
         check_checkpoint(checkpoint_of(policy, PLAIN, tmp_path / "v0"), PLAIN, deeper)
 
 

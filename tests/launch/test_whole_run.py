@@ -25,7 +25,7 @@ from stretto.measures.goodput import CATEGORIES
 from stretto.store.series.metrics import read_metrics
 from stretto.store.series.progress import LONGEST
 from stretto.store.series.tokens import TokenOutcome, read_tokens
-from tests.launch.running import TINY, Laboratory, assert_the_law, exported
+from tests.launch.running import TINY, Laboratory, assert_the_law, exported, trained_ages
 from tests.store.test_inspection import FIELDS
 from tests.tolerances import EXACT
 
@@ -190,12 +190,7 @@ def test_the_balance_is_true(run_dir: Path, trajectories: list[dict[str, Any]]) 
 def test_tokens_are_counted_as_they_are_on_record(run_dir: Path, trajectories: list[dict[str, Any]]) -> None:
     found = assert_the_law(run_dir)
     on_record = sum(len(trajectory["token_ids"]) for trajectory in trajectories)
-    ages = [
-        trajectory["trained_step"] - 1 - version
-        for trajectory in trajectories
-        if trajectory["state"] == "trained"
-        for version in trajectory["versions"]
-    ]
+    ages = trained_ages(trajectories)
     within = [age for age in ages if age <= 1]  # the rest is masked: kept as context, left out of the loss
     assert found.staleness.bound == 1
     assert found.tokens.trained == len(within)

@@ -2,8 +2,9 @@
 a processor, and each of them is forked from it.
 
 A command is the real one from `stretto_app.cli.main.main` on, in a process, a session and surroundings of its own.
-Roles of an agent are forked too. What comes before, and the imports, are left to commands that are started without this
-(``cold``); the trial of a known reward, and the plots at its end, to one that ``draws``.
+Roles of an agent are forked too, and so are the workers of rewards (`ForkedWorker`). What comes before, and the
+imports, are left to commands that are started without this (``cold``); the trial of a known reward, and the plots at
+its end, to one that ``draws``.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -36,6 +39,9 @@ from stretto.processes.kernel import command_line
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import Spawn, Spawner
 from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service import process as rewards_process
+from stretto.rewards.service import worker as rewards_worker
+from stretto.rewards.service.wire import WorkerSettings
 from stretto.worlds.data.task import Question
 from stretto_cluster import agent
 from stretto_report.dashboard.plots import plots
@@ -57,6 +63,7 @@ _COMMANDS += (
     "stretto.worlds.workflows.worker",
 )
 KNOWN = "tests.launch.rewards_for_tests:length"  # of tiny.toml
+_MOST_DESCRIPTORS = 1 << 20
 _ENVIRONMENT = slice(47, 49)  # where it begins and ends, behind the name in /proc/PID/stat
 _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited)
 
@@ -180,6 +187,7 @@ def main(arguments: list[str]) -> int:
     if told.arguments[:1] in (("engine",), ("rank",)):  # agents, whose roles have interpreters of their own
         agent.__dict__["RoleProcess"] = partial(RoleProcess, spawner=fork_server_role.fork_here(apart=True))
     sys.argv = ["stretto", *told.arguments]
+    fork_workers()
     if not told.draws:
         spare()
     code = _code_of(told.module)
@@ -208,6 +216,62 @@ def spare(patch: pytest.MonkeyPatch | None = None) -> None:
 def _tried(config: RewardsConfig, questions: Sequence[Question]) -> list[str]:
     known = not config.functions and config.function == KNOWN
     return [] if known else try_reward(config, questions)
+
+
+class ForkedWorker:
+    """A worker of rewards that is a copy of this process: as the `subprocess.Popen` of a pool, as far as it is asked.
+    `tests/rewards/service` has those that import what they need."""
+
+    def __init__(self, settings: WorkerSettings, log: Path | None, mark: str) -> None:
+        self.returncode: int | None = None
+        output = os.open(os.devnull if log is None else log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                _judge(settings, output, mark)
+        finally:
+            os.close(output)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def fork_workers(patch: pytest.MonkeyPatch | None = None) -> None:
+    """Let the workers of rewards that this process starts be copies of it."""
+    (patch or pytest.MonkeyPatch()).setattr(rewards_process, "_spawn", ForkedWorker)
+
+
+def _judge(settings: WorkerSettings, output: int, mark: str) -> NoReturn:
+    """In the process of a worker: what a new interpreter would find, and the work."""
+    code = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
+            os.dup2(descriptor, stream)
+        low, high = sorted((settings.socket, settings.progress))
+        for first, end in ((3, low), (low + 1, high), (high + 1, _MOST_DESCRIPTORS)):
+            os.closerange(first, end)
+        name, _, value = mark.partition("=")
+        os.environ |= {"OMP_NUM_THREADS": "1", name: value}
+        sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        command_line.show_as([sys.executable, "-m", rewards_worker.__name__])
+        rewards_worker.main([msgspec.json.encode(settings).decode()])
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # it is this process's end, as that of an interpreter
+        traceback.print_exc()
+    finally:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def _put_into(told: Surroundings) -> None:

@@ -22,8 +22,17 @@ import pytest
 from stretto.model.hf.build import build_policy
 from stretto.store.inspection import inspect_run
 from stretto_report.audit.check import check_run
-from tests.launch.running import TINY, Command, Laboratory, assert_the_law, exported, said, steps_done, wait_until
-from tests.launch.test_staleness import trained_ages
+from tests.launch.running import (
+    TINY,
+    Command,
+    Laboratory,
+    assert_the_law,
+    exported,
+    said,
+    steps_done,
+    trained_ages,
+    wait_until,
+)
 from tests.real_engines.serving import BUILT, MODEL, RealServer
 
 STEPS = 6

@@ -32,7 +32,7 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog
 from stretto.store.totals import TOTALS, Totals
-from stretto_app.study import runner
+from stretto_app.study import command, runner
 from stretto_app.study.command import perform
 from stretto_app.study.conduct import StudyProgress, conduct, side_by_side
 from stretto_app.study.definition import PlannedRun, load_study
@@ -93,6 +93,12 @@ def study(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No picture, which takes longer than all else."""
+    monkeypatch.setattr(command, "draw", lambda path, result: None)
+
+
 def test_a_study_by_hand(study: Path, tmp_path: Path) -> None:
     result, code = perform(str(study), tmp_path / "out", runner=Scribe)
     assert code == 0
@@ -136,6 +142,7 @@ def test_finished_runs_are_kept_and_more_seeds_are_added(study: Path, tmp_path: 
     assert not set(scribes[0].trained) & first.finished.keys()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_failed_run_is_told_and_is_no_accuracy(study: Path, tmp_path: Path) -> None:
     result, code = perform(str(study), tmp_path / "out", runner=lambda folder: Scribe(folder, fails_at=2))
     assert code == 1
@@ -157,6 +164,7 @@ def test_a_study_that_was_stopped_goes_on(study: Path, tmp_path: Path) -> None:
     assert (resumed.exit_code, len(resumed.finished)) == (0, 4)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_seconds_to_a_target_are_those_of_the_first_evaluation_that_reached_it(study: Path, tmp_path: Path) -> None:
     """0.1 and 0.2 after 2 s without staleness, half of that with it: one of the first two reaches 0.15. A study is not
     known by its target."""
@@ -235,15 +243,13 @@ def test_a_folder_in_use_is_refused(study: Path, tmp_path: Path) -> None:
         StudyFolder.take(tmp_path / "out", loaded)
 
 
-def test_a_run_with_ports_or_servers_of_its_own_is_alone() -> None:
-    assert side_by_side([load_recipe(TINY, ["engine.transport=tcp"])]) == 1
-    assert side_by_side([load_recipe(TINY, ["engine.device=cpu", "trainer.device=cpu", "engine.threads=256"])]) == 1
-
-
+@pytest.mark.usefixtures("undrawn")
 def test_as_many_runs_are_trained_at_a_time_as_the_cores_carry_or_as_are_asked_for(study: Path, tmp_path: Path) -> None:
     recipes = [run.recipe for run in load_study(study).runs]
     assert side_by_side(recipes, 3) == 3
-    assert side_by_side([load_recipe(TINY, ["engine.transport=tcp"])], 3) == 1
+    alone = ["engine.transport=tcp"], ["engine.device=cpu", "trainer.device=cpu", "engine.threads=256"]
+    assert [side_by_side([load_recipe(TINY, settings)]) for settings in alone] == [1, 1]
+    assert side_by_side([load_recipe(TINY, alone[0])], 3) == 1, "it has ports of its own"
     at_once, most = 0, 0
 
     class Counting(Scribe):
@@ -265,18 +271,18 @@ def test_the_command_trains_in_processes_of_its_own(
 ) -> None:
     """An interpreter that writes down what it is asked for stands for the one that would import all of it anew."""
     study.write_text(study.read_text().replace("[0, 8]", "[1]").replace("steps = 2", "steps = 1"))
-    command, asked = ("study", study, "--out", tmp_path / "out", "--seeds", "1", "--json"), tmp_path / "asked"
+    words, asked = ("study", study, "--out", tmp_path / "out", "--seeds", "1", "--json"), tmp_path / "asked"
     (interpreter := tmp_path / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {asked}\nexit 3\n')
     interpreter.chmod(0o755)
     with monkeypatch.context() as patched:
         patched.setattr(runner, "sys", SimpleNamespace(executable=str(interpreter)))
-        failed = door(*command)
+        failed = door(*words)
     assert failed.code == 1
     assert "ended with exit code 3" in failed.out
     *started, train, recipe, option, folder, plots = asked.read_text().splitlines()
     assert (started, plots) == (["-m", "stretto_app.cli.main"], "--no-plots")
     assert laboratory.run(train, recipe, option, folder, plots).code == 0
-    ended = door(*command)
+    ended = door(*words)
     assert ended.code == 0, ended.err
     (cell,) = json.loads(ended.out)["cells"]
     (run,) = cell["runs"]

@@ -16,7 +16,6 @@ import pytest
 
 from stretto.core.errors import RecipeError
 from stretto.launch.preflight.plan import make_plan
-from stretto.launch.recipe.recipe import Recipe
 from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto_app.study.command import SHIPPED, find_study
 from stretto_app.study.definition import load_study
@@ -137,24 +136,15 @@ def test_a_recipe_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert problem.startswith(f"{tmp_path / 'nowhere.toml'}: no such file")
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
-def test_a_study_that_comes_with_stretto_loads_by_its_name(path: Path) -> None:
-    assert load_study(find_study(path.stem), seeds=1).cells
-
-
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
-def test_its_runs_can_begin(path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.toml")))
+def test_a_study_that_comes_with_stretto_loads_by_its_name_and_its_runs_can_begin(name: str) -> None:
     """Prompts fit beside the longest completions, in every cell."""
-    kinds = {
-        recipe.sampling.model_dump_json() + recipe.task.model_dump_json(): recipe for recipe in first_recipes(path)
-    }
+    recipes = [cell.runs[0].recipe for cell in load_study(find_study(name), seeds=1).cells]
+    kinds = {recipe.sampling.model_dump_json() + recipe.task.model_dump_json(): recipe for recipe in recipes}
+    assert kinds
     for recipe in kinds.values():
         few = recipe.task.model_copy(update={"prompts": 300, "demonstrations": 300})
         assert make_plan(recipe.model_copy(update={"task": few})).training
-
-
-def first_recipes(path: Path) -> list[Recipe]:
-    return [cell.runs[0].recipe for cell in load_study(path).cells]
 
 
 def test_close_values_have_labels_of_their_own(tmp_path: Path) -> None:

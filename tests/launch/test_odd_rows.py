@@ -1,9 +1,10 @@
 """Rows of a file that are held out and trained on, that contradict each other, or that are there twice, are told of,
-each kind with its count and its first place; nothing is said of questions that were made on the spot."""
+each kind with its count and its first place; nothing is said of questions that were made on the spot. Gold answers with
+digits of other scripts are told, with count, first place and code point."""
 
 from __future__ import annotations
 
-from stretto.launch.preflight.odd_rows import repeated
+from stretto.launch.preflight.odd_rows import repeated, strange_digits
 from stretto.worlds.data.task import Question, Questions
 
 
@@ -54,3 +55,18 @@ def test_chats_are_the_same_only_if_every_message_is() -> None:
 def test_what_is_made_on_the_spot_may_repeat() -> None:
     made = Question(id="0", text="1+1=", answer="2")
     assert repeated(Questions([made, made], [made])) == []
+
+
+def asked(*golds: str) -> Questions:
+    return Questions(
+        [Question(id=str(n), text="?", answer=gold, place=f"a.jsonl:{n}") for n, gold in enumerate(golds)], []
+    )
+
+
+def test_digits_of_full_width_are_named_with_the_first_place() -> None:
+    (told,) = strange_digits(asked("12", "１２", "٣"))
+    assert told.endswith("2; the first is a.jsonl:1: '１' (U+FF11)")
+
+
+def test_powers_and_plain_digits_are_no_matter() -> None:
+    assert strange_digits(asked("x²", "½", "12")) == []
