@@ -1,7 +1,5 @@
 """A fault that one request or one client meets is its own: the requests of others go on, and none is lost."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ from stretto_tinker.compute.sampler import Sampler
 from stretto_tinker.record.record import Asked, Record
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.wire.outputs import Sampled, encode_sampled
-from stretto_tinker.work import sampling, turns
+from stretto_tinker.work import sampling, turns, worker
 from stretto_tinker.work.sampling import Engines, Lane, SampleQueue
 from tests.tinker.speaking import NAME, Client, held, serving, told
 from tests.tinker.test_training import data_for
@@ -127,6 +125,7 @@ def test_an_accepted_request_is_computed_also_if_the_record_could_not_be_read_th
             raise sqlite3.OperationalError("disk I/O error")
         return next_seq(lane)
 
+    monkeypatch.setattr(worker, "_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(running.record, "next_seq", failing)
     assert client.create()
     assert left == [0]
