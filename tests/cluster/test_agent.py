@@ -208,12 +208,11 @@ async def test_a_conductor_that_is_silent_for_longer_than_the_lease_is_left_and_
 def lone(address: str, before: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
     """An agent in a process of its own, killed at the end of the block."""
     command = [*before, sys.executable, "-m", "tests.cluster.lone_agent", address, TOKEN, ""]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def engines_of(pid: int) -> list[int]:

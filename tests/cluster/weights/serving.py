@@ -103,7 +103,7 @@ class Road:
         self._ends.clear()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
+        number = self.connections = self.connections + 1
         host, _, port = self.target.rpartition(":")
         try:
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
@@ -111,8 +111,8 @@ class Road:
             writer.transport.abort()
             return
         self._ends += [writer, far_writer]
-        for source, target, number in ((reader, far_writer, 0), (far_reader, writer, self.connections)):
-            self._tasks.add(asyncio.create_task(self._carry(source, target, number)))
+        for source, target, which in ((reader, far_writer, 0), (far_reader, writer, number)):
+            self._tasks.add(asyncio.create_task(self._carry(source, target, which)))
 
     async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, number: int) -> None:
         """`number`: of the connection whose replies these are; 0 for requests, which come to no harm."""
