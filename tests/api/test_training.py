@@ -174,6 +174,7 @@ def test_a_script_s_own_function_judges_and_a_killed_script_leaves_no_run(inside
     wait_until(lambda: "1\n" in process.said()[0] or process.poll() is not None, "the first step")
     assert process.said()[0].startswith("1\n"), process.said()[1]
     process.kill()
+    process.wait(30)
     run = stretto.open_run("runs/script")
     wait_until(lambda: not run.running, "the end of the run")
     assert 'function = "script:by_length"' in (run.folder / "recipe.toml").read_text()

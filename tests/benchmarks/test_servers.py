@@ -27,7 +27,7 @@ def test_every_token_is_scored_and_a_wrong_one_is_found(tmp_path: Path) -> None:
     found = servers.rescored(run_dir, wrong)
     assert found["beyond_tolerance"] == 1
     assert found["largest_error"] == pytest.approx(0.25, abs=servers.TOLERANCE)
-    swapped = deepcopy([row for row in rows if min(row["versions"]) > 0][-8:])
+    swapped = deepcopy([row for row in rows if min(row["versions"], default=0) > 0][-8:])
     for row in swapped:
         row["versions"] = [version - 1 for version in row["versions"]]
     assert servers.rescored(run_dir, swapped)["beyond_tolerance"] > 0
