@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.record.record import Asked
+from stretto_tinker.serve import TinkerServer
 from stretto_tinker.work.sampling import SampleQueue, Waiting
-from tests.tinker.speaking import Client, a_client, job, serving, tokens_of, told
+from tests.tinker.speaking import Client, a_client, held, job, serving, tokens_of, told
 from tests.tinker.test_training import data_for
 
 
@@ -163,6 +164,38 @@ def test_what_only_an_ended_session_knows_is_removed(backend: LocalBackend, tmp_
         assert client.output(asked).loss > 0
         server.record.forget_sessions(-1.0)
         assert client.fetch(asked).status_code == 404
+
+
+def test_a_small_client_is_not_kept_waiting_by_a_large_one(server: tuple[str, TinkerServer]) -> None:
+    """By the tokens that are computed until it has its results, so that no clock is asked."""
+    address, running = server
+    large, small = Client(address, "tml-large"), Client(address, "tml-small")
+    busy, quick, before = large.create(), small.create(), running.worker.computed
+    data = data_for("cross_entropy", sequences=32)
+    asked = [large.forward_backward(busy, seq, data) for seq in range(1, 13)]
+    for seq in range(1, 4):
+        small.output(small.forward_backward(quick, seq, data_for("cross_entropy", sequences=1)))
+    waited = running.worker.computed - before
+    large.output(asked[-1])
+    assert waited < (running.worker.computed - before) / 2
+
+
+def test_nobody_waits_for_anothers_backlog_of_samples(backend: LocalBackend, tmp_path: Path) -> None:
+    """By the order of the results, so that no clock is asked."""
+    with serving(backend, tmp_path) as (address, server):
+        large, small = Client(address, "tml-large"), Client(address, "tml-small")
+        many, few = large.sampler(0), small.sampler(0)
+        with held(server):
+            backlog = [
+                large.sample(many, seq, [3, 4, 5, 6], n=100, params={"max_tokens": 20, "stop": []}) for seq in range(6)
+            ]
+            quick = small.sample(few, 0, [3, 4, 5, 6], params={"max_tokens": 2})
+        small.sampled(quick)
+        for one in backlog:
+            large.sampled(one)
+        places = {id: place for id, _, _, place in server.record.settled_after(few, 0, 0, 9)}
+        places |= {id: place for id, _, _, place in server.record.settled_after(many, 0, 0, 9)}
+        assert sum(places[one] < places[quick] for one in backlog) <= 2  # those that were open already
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
