@@ -138,7 +138,8 @@ def test_sampled_logprobs_score_again_to_1e_4(client: Client, id: str) -> None:
     client.step(id, 2, learning_rate=0.05)
     sampler = client.save(id, 3, None, "save_weights_for_sampler", sampling_session_seq_id=0)["sampling_session_id"]
     prompt, numbers = [3, 4, 5], itertools.count()
-    for stop in ({}, {"stop": []}, {"stop": [5]}, {"stop": "7"}):
+    ways: list[dict[str, Any]] = [{}, {"stop": []}, {"stop": [5]}, {"stop": "7"}]
+    for stop in ways:
         asked = client.sample(sampler, next(numbers), prompt, n=4, params={"max_tokens": 40, **stop})
         for sequence in client.sampled(asked).sequences:
             tokens = tokens_of(sequence)
