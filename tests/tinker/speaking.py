@@ -199,7 +199,7 @@ class Client:
 
 
 @contextmanager
-def a_client(backend: Backend, folder: Path) -> Iterator[tuple[Client, TinkerServer]]:
+def a_client(backend: LocalBackend, folder: Path) -> Iterator[tuple[Client, TinkerServer]]:
     """A client of a server of its own, and the server."""
     with serving(backend, folder) as (address, server):
         yield Client(address), server
