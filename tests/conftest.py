@@ -2,12 +2,11 @@
 with ``--hypothesis-profile=long``); kernels for GPUs run in Triton's interpreter where there is no GPU.
 
 The environment is set before anything imports torch, so that child processes inherit it too: two processes with two
-torch threads each on two cores spin against each other and run 10 to 50 times slower.
-"""
+torch threads each on two cores spin against each other and run 10 to 50 times slower."""
 
-from __future__ import annotations
-
+import asyncio
 import gc
+import inspect
 import os
 from functools import cache
 from pathlib import Path
@@ -50,6 +49,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _compares_numbers(item.path):
             item.add_marker(pytest.mark.numeric)
+
+
+#: Of a test that awaits, whatever it waits for.
+_MOST_SECONDS = 60
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine has an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), _MOST_SECONDS))
+    return True
 
 
 def pytest_collection_finish() -> None:

@@ -4,8 +4,6 @@ Every checker takes the folder of a package, or of all packages, and returns vio
 empty list is a kept law. Nothing is imported to be checked, except by `loaded_modules`, which asks a fresh interpreter.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -82,8 +80,7 @@ def read_house(text: str) -> House:
 def inside(name: str) -> tuple[str, ...]:
     """Room, sub-rooms and file of a module of ours; empty for a package of rooms itself, and for what is not ours.
 
-    Example: ``stretto.engine.spec`` is ``("engine", "spec")``, ``stretto_gateway.app`` is ``("gateway", "app")``.
-    """
+    Example: ``stretto.engine.spec`` is ``("engine", "spec")``, ``stretto_gateway.app`` is ``("gateway", "app")``."""
     top, *rest = name.split(".")
     if top in OF_ROOMS:
         return tuple(rest)
@@ -153,7 +150,6 @@ class Code:
 
     imports: tuple[Import, ...]
     classes: tuple[tuple[str, bool], ...]  # public ones, and whether they are Protocols
-    functions: tuple[tuple[int, str, int], ...]  # line, name and length without the docstring
     names: Mapping[str, frozenset[int]]  # the identifiers, and their lines
     clocks: tuple[tuple[int, str], ...]  # uses of the wall clock
 
@@ -162,21 +158,25 @@ class Code:
 def read_code(path: Path, text: str, package: Path) -> Code:
     """Of a file with this text; imports are those of a file of the package."""
     tree, names = ast.parse(text), dict[str, set[int]]()
-    functions, clocks = list[tuple[int, str, int]](), list[tuple[int, str]]()
-    for node in ast.walk(tree):
-        for name in _identifiers(node):
+    clocks, imported = list[tuple[int, str]](), list[Import]()
+    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
+    for node, deferred in waiting:
+        kind = type(node)
+        if (field := _NAMED.get(kind.__name__)) is not None and (name := getattr(node, field)) is not None:
             names.setdefault(name, set()).add(getattr(node, "lineno", 0))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            functions.append((node.lineno, node.name, _length(node)))
-        elif isinstance(node, ast.Attribute) and node.attr in _CLOCKS and _is_clock(used := ast.unparse(node)):
-            clocks.append((node.lineno, used))
+        if kind in _IMPORTING and (modules := _imported_names(node, path, package)):
+            imported.append(Import(package.name, path.relative_to(package), node.lineno, modules, deferred))  # type: ignore[attr-defined]
+        elif kind is ast.Attribute and name in _CLOCKS and (used := ast.unparse(node)).endswith(tuple(WALL_CLOCK)):
+            clocks.append((node.lineno, used))  # type: ignore[attr-defined]
+        inside = deferred or kind in _FUNCTIONS
+        waiting.extend([(child, inside) for child in ast.iter_child_nodes(node)])
     classes = tuple(
         (node.name, any("Protocol" in ast.unparse(base) for base in node.bases))
         for node in tree.body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     lines = {name: frozenset(found) for name, found in names.items()}
-    return Code(_imports_of(path, tree, package), classes, tuple(functions), lines, tuple(clocks))
+    return Code(tuple(imported), classes, lines, tuple(clocks))
 
 
 def codes(package: Path) -> Iterator[tuple[Path, Code]]:
@@ -188,22 +188,12 @@ def codes(package: Path) -> Iterator[tuple[Path, Code]]:
 _CLOCKS = frozenset(clock.rpartition(".")[2] for clock in WALL_CLOCK)
 
 
-def _is_clock(used: str) -> bool:
-    return used.endswith(tuple(WALL_CLOCK))
-
-
-def _imports_of(path: Path, tree: ast.AST, package: Path) -> tuple[Import, ...]:
-    found: list[Import] = []
-    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
-    for node, deferred in waiting:
-        if names := _imported_names(node, path, package):
-            found.append(Import(package.name, path.relative_to(package), node.lineno, names, deferred))  # type: ignore[attr-defined]
-        inside = deferred or isinstance(node, _FUNCTIONS)
-        waiting.extend((child, inside) for child in ast.iter_child_nodes(node))
-    return tuple(found)
-
-
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_FUNCTIONS = frozenset({ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda})
+_IMPORTING = frozenset({ast.Import, ast.ImportFrom, ast.Call})
+#: The field with the name that a node gives or uses.
+_NAMED = {"Name": "id", "Attribute": "attr", "arg": "arg", "keyword": "arg"}
+_NAMED |= dict.fromkeys(("FunctionDef", "AsyncFunctionDef", "ClassDef"), "name")
+_NAMED |= dict.fromkeys(("ExceptHandler", "MatchAs", "MatchStar", "alias"), "name")
 
 
 def _imported_names(node: ast.AST, path: Path, package: Path) -> tuple[str, ...]:
@@ -316,13 +306,6 @@ def dialect(package: Path, refused: frozenset[str]) -> list[str]:
     )
 
 
-def _identifiers(node: ast.AST) -> Iterator[str]:
-    """The names that a node gives or uses."""
-    for field in ("id", "attr", "arg", "name"):
-        if isinstance(value := getattr(node, field, None), str):
-            yield value
-
-
 def concepts(package: Path) -> tuple[int, int]:
     """How many public classes a package has, and how many of these are Protocols."""
     classes = [found for _, code in codes(package) for found in code.classes]
@@ -412,16 +395,26 @@ def undeclared(package: Path, dependencies: list[str]) -> list[str]:
 def too_long(folder: Path) -> list[str]:
     """Files longer than 480 lines, functions longer than 60 (without their docstring)."""
     violations: list[str] = []
-    for path, code in codes(folder):
-        place = f"{folder.name}/{path.relative_to(folder)}"
-        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > LONGEST_FILE:
+    for path in sources(folder):
+        place, text = f"{folder.name}/{path.relative_to(folder)}", path.read_text(encoding="utf-8")
+        if (lines := len(text.splitlines())) > LONGEST_FILE:
             violations.append(f"{place}: {lines} lines; a file holds one thing, in {LONGEST_FILE} lines at most")
         violations += [
-            f"{place}:{line}: {name} has {length} lines; a function has {LONGEST_FUNCTION} at most"
-            for line, name, length in code.functions
-            if length > LONGEST_FUNCTION
+            f"{place}:{one.lineno}: {one.name} has {length} lines; a function has {LONGEST_FUNCTION} at most"
+            for one in _functions_in(ast.parse(text).body)
+            if (length := _length(one)) > LONGEST_FUNCTION
         ]
     return violations
+
+
+def _functions_in(statements: Sequence[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions among statements and in their blocks, as deep as they are; no expression has any."""
+    for one in statements:
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield one
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            if isinstance(inner := getattr(one, block, None), list):
+                yield from _functions_in(inner)
 
 
 def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -4,10 +4,7 @@
 
 uv resolves the dependencies and the extras below to their lowest versions (what they need themselves is the newest that
 fits), in an environment of its own in the user's cache. There every module of the package is imported, and a small run
-trains three steps. A bound that is too low ends here with the name that an old version lacks.
-"""
-
-from __future__ import annotations
+trains three steps. A bound that is too low ends here with the name that an old version lacks."""
 
 import hashlib
 import os

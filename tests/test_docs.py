@@ -7,16 +7,15 @@
 - the tables of the pages on staleness, faults and results, and of the README, are those of the committed results;
 - the site has every page in its navigation, in one of four parts, and loads nothing from elsewhere;
 - every package has a page, which its README and the first page link;
-- all its pages together have at most 50,000 words beside code and numbers.
-"""
-
-from __future__ import annotations
+- all its pages together have at most 50,000 words beside code and numbers."""
 
 import ast
 import json
 import re
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -39,18 +38,34 @@ from stretto_report.audit.laws import LAWS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+SITE_PAGES = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md"]
 SITE = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-METRICS = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
 
 PARTS = {"tutorials", "how_to", "reference", "explanation"}
 MOST_WORDS = 50_000
+
+
+def text_of(page: str) -> str:
+    """A page of docs/, or the README."""
+    return (ROOT / page if page == "README.md" else ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+def result(name: str) -> Any:
+    """What a committed file says."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
+
+
+def words(text: str) -> str:
+    """The text, wherever its lines end."""
+    return " ".join(text.split())
+
 
 _PLACE = re.compile(r"`([\w./-]+\.(?:py|toml|json|md))(?::([\w.]+))?`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 def test_the_page_of_the_keys_is_what_the_configurations_say() -> None:
-    page = (ROOT / "docs" / "reference" / "recipe.md").read_text(encoding="utf-8")
+    page = text_of("reference/recipe.md")
     assert page == recipe_table(), "python -m stretto.launch.recipe.table > docs/reference/recipe.md"
     assert [line for line in page.splitlines() if line.endswith("|  |") and not line.startswith("| `kind` ")] == []
 
@@ -110,13 +125,13 @@ def fields(record: type[msgspec.Struct]) -> list[str]:
 
 @pytest.mark.parametrize("record", [StepMetrics, EvaluationLine, Inspection], ids=lambda record: record.__name__)
 def test_every_field_of_a_record_has_its_line(record: type[msgspec.Struct]) -> None:
-    assert [name for name in fields(record) if f"| `{name}` |" not in METRICS] == []
+    assert [name for name in fields(record) if f"| `{name}` |" not in text_of("reference/metrics.md")] == []
 
 
 def test_every_measurement_of_an_update_has_its_line() -> None:
     keys = {*MEASURED.values(), *written_keys("trainer/metrics.py"), *written_keys("trainer/trainer.py")}
     assert {"loss", "tokens"} <= keys
-    assert [key for key in sorted(keys) if f"| `{key}` |" not in METRICS] == []
+    assert [key for key in sorted(keys) if f"| `{key}` |" not in text_of("reference/metrics.md")] == []
 
 
 def written_keys(file: str) -> set[str]:
@@ -134,90 +149,60 @@ def written_keys(file: str) -> set[str]:
     return keys
 
 
-def words(text: str) -> str:
-    """The text, wherever its lines end."""
-    return " ".join(text.split())
-
-
-def test_the_table_of_staleness_is_the_committed_result() -> None:
-    page = (ROOT / "docs" / "explanation" / "staleness.md").read_text(encoding="utf-8")
-    rows = json.loads((ROOT / "benchmarks" / "results" / "staleness.json").read_text())["results"]["rows"]
-    assert summary(rows, group_size=1, sigma=1.2) in page
-    assert summary(rows, group_size=8, sigma=1.2) in page
-
-
-def test_the_table_of_groups_in_flight_is_the_committed_result() -> None:
-    page = (ROOT / "docs" / "explanation" / "staleness.md").read_text(encoding="utf-8")
-    assert (
-        in_flight(json.loads((ROOT / "benchmarks" / "results" / "in-flight.json").read_text())["results"]["rows"])
-        in page
-    )
+@pytest.mark.parametrize(
+    ("page", "told"),
+    [
+        ("staleness", lambda: [summary(result("staleness")["rows"], group_size=size, sigma=1.2) for size in (1, 8)]),
+        ("staleness", lambda: [in_flight(result("in-flight")["rows"])]),
+        ("faults", lambda: [kills_summary(result("faults"))]),
+        ("faults", lambda: [soak_summary(read(ROOT / "benchmarks" / "results" / "soak.json", "soak")), *in_parts()]),
+        ("faults", lambda: map(machines_killed_and_cut_off, result("cluster").values())),
+        ("faults", lambda: [runs_over_links(result("links"))]),
+    ],
+    ids=["staleness", "groups in flight", "random kills", "soak and campaigns in parts", "machines", "links"],
+)
+def test_a_table_of_a_page_is_the_committed_result(page: str, told: Callable[[], Iterable[str]]) -> None:
+    text = words(text_of(f"explanation/{page}.md"))
+    assert [one for one in told() if words(one) not in text] == []
 
 
 def test_the_laws_on_the_page_are_those_of_the_checker() -> None:
-    section = (
-        (ROOT / "docs" / "explanation" / "faults.md")
-        .read_text(encoding="utf-8")
-        .partition("## The laws\n")[2]
-        .partition("\n## ")[0]
-    )
+    section = text_of("explanation/faults.md").partition("## The laws\n")[2].partition("\n## ")[0]
     names = re.findall(r"^\| (.+?) \|", section, flags=re.MULTILINE)
     assert names == ["law", *(law.__name__.replace("_", " ") for law in LAWS)]
 
 
 def test_the_table_of_faults_is_counted_as_it_is() -> None:
-    page = (ROOT / "docs" / "explanation" / "faults.md").read_text(encoding="utf-8")
+    page = text_of("explanation/faults.md")
     rows = re.findall(r"^\| (\d+) \| [^|]+ \| (.*) \|$", page, flags=re.MULTILINE)
     without = [number for number, shown in rows if "`tests/" not in shown]
     part = [number for number, shown in rows if shown.startswith("part")]
     full = len(rows) - len(part) - len(without)
     told = f"of these {len(rows)} faults: {full} rows are shown in full, {len(part)} in part ({', '.join(part)}), and "
     told += f"{len(without)} have a reason instead of a test ({', '.join(without)})" if without else "each has a test"
-    assert told in " ".join(page.split())
-
-
-def test_the_table_of_random_kills_is_the_committed_result() -> None:
-    page = (ROOT / "docs" / "explanation" / "faults.md").read_text(encoding="utf-8")
-    results = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())["results"]
-    assert words(kills_summary(results)) in words(page)
-
-
-def test_the_soak_and_the_campaigns_that_run_in_parts_are_their_committed_files() -> None:
-    page = (ROOT / "docs" / "explanation" / "faults.md").read_text(encoding="utf-8")
-    assert words(soak_summary(read(ROOT / "benchmarks" / "results" / "soak.json", "soak"))) in words(page)
-    assert [told for told in in_parts() if told not in words(page)] == []
-
-
-def test_the_tables_of_machines_that_come_and_go_are_the_committed_result() -> None:
-    page = (ROOT / "docs" / "explanation" / "faults.md").read_text(encoding="utf-8")
-    results = json.loads((ROOT / "benchmarks" / "results" / "cluster.json").read_text())["results"]
-    assert not [one for one in results.values() if words(machines_killed_and_cut_off(one)) not in words(page)]
-    links = json.loads((ROOT / "benchmarks" / "results" / "links.json").read_text())["results"]
-    assert words(runs_over_links(links)) in words(page)
+    assert told in words(page)
 
 
 def test_the_results_in_the_readme_are_the_committed_ones() -> None:
-    lines = [" ".join(line.split()) for line in (learnt(), *readme())]
-    readme_page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert [line for line in lines if line not in readme_page] == []
+    page = words(text_of("README.md"))
+    assert [line for line in (learnt(), *readme()) if words(line) not in page] == []
 
 
 @pytest.mark.parametrize("model", ["3.4M", "48M"])
 def test_the_readme_has_generation_beside_vllm_in_both_types_of_every_model_that_was_measured(model: str) -> None:
     files = (ROOT / "benchmarks" / "results").glob("generation-rates-*.json")
     assert {re.findall(r"rates-([\d.]+M)", path.name)[0] for path in files} == {"3.4M", "48M"}
-    rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "| vLLM: " in line]
+    rows = [line for line in text_of("README.md").splitlines() if "| vLLM: " in line]
     for dtype in ("float32", "bfloat16"):
         assert [line for line in rows if line.startswith(f"| tokens/s, {model} in {dtype}, ")]
 
 
 def test_what_is_said_of_the_pretrained_model_is_its_committed_result() -> None:
-    assert pretrained() in " ".join((ROOT / "docs" / "tutorials" / "own_model.md").read_text(encoding="utf-8").split())
+    assert pretrained() in words(text_of("tutorials/own_model.md"))
 
 
 def test_the_page_of_results_is_what_the_committed_files_say() -> None:
-    told = (ROOT / "docs" / "reference" / "results.md").read_text(encoding="utf-8")
-    assert told == page(), "python -m benchmarks.summary > docs/reference/results.md"
+    assert text_of("reference/results.md") == page(), "python -m benchmarks.summary > docs/reference/results.md"
 
 
 def test_a_result_of_another_processor_has_a_heading_of_its_own(
@@ -236,21 +221,20 @@ def test_a_result_of_another_processor_has_a_heading_of_its_own(
 
 def test_the_navigation_of_the_site_has_every_page_once() -> None:
     _, _, navigation = SITE.partition("\nnav:\n")
-    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md"]
+    pages = [str(page.relative_to(ROOT / "docs")) for page in SITE_PAGES]
     assert sorted(re.findall(r"(\S+\.md)$", navigation, flags=re.MULTILINE)) == sorted(pages)
     assert "\nexclude_docs: log.md " in SITE
 
 
 def test_every_page_is_in_one_of_the_four_parts() -> None:
-    pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
-    assert {page.parts[0] for page in pages} == PARTS | {"index.md", "log.md"}
+    assert {page.relative_to(ROOT / "docs").parts[0] for page in SITE_PAGES} == PARTS | {"index.md"}
 
 
 @pytest.mark.parametrize("package", sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir()))
 def test_every_package_has_its_page_which_its_readme_links(package: str) -> None:
     page = "explanation/flow.md" if package == "core" else f"how_to/{package}.md"
     assert f"](../../docs/{page})" in (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
-    assert f"]({page})" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert f"]({page})" in text_of("index.md")
 
 
 def prose(text: str) -> list[str]:
@@ -268,8 +252,7 @@ def test_what_is_no_word_is_not_counted() -> None:
 
 
 def test_the_site_is_said_in_few_words() -> None:
-    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md"]
-    assert sum(len(prose(page.read_text(encoding="utf-8"))) for page in pages) <= MOST_WORDS
+    assert sum(len(prose(page.read_text(encoding="utf-8"))) for page in SITE_PAGES) <= MOST_WORDS
 
 
 def test_the_site_loads_no_fonts_from_elsewhere() -> None:
@@ -277,22 +260,14 @@ def test_the_site_loads_no_fonts_from_elsewhere() -> None:
 
 
 def test_the_python_page_names_modules_that_exist() -> None:
-    modules = re.findall(
-        r"^::: ([\w.]+)$",
-        (ROOT / "docs" / "reference" / "docstrings.md").read_text(encoding="utf-8"),
-        flags=re.MULTILINE,
-    )
+    modules = re.findall(r"^::: ([\w.]+)$", text_of("reference/docstrings.md"), flags=re.MULTILINE)
     assert "stretto" in modules
     places = [ROOT / "packages" / "core" / module.replace(".", "/") for module in modules]
-    assert [
-        str(place)
-        for place in places
-        if not (place / "__init__.py").is_file() and not place.with_suffix(".py").is_file()
-    ] == []
+    assert not [one for one in places if not (one / "__init__.py").is_file() and not one.with_suffix(".py").is_file()]
 
 
 def test_the_picture_of_a_run_names_its_machine() -> None:
     images = ROOT / "docs" / "images"
     drawn = msgspec.json.decode((images / "run.json").read_bytes(), type=Drawn)
-    assert f"{drawn.machine.processor}, {drawn.machine.cores} cores" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{drawn.machine.processor}, {drawn.machine.cores} cores" in text_of("README.md")
     assert (images / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -2,10 +2,7 @@
 
 - every line of a recipe in them loads, and composes the function that stands beside it;
 - every choice that a recipe has, and every function that makes an objective, has its row;
-- every row has an equation, a source and a use.
-"""
-
-from __future__ import annotations
+- every row has an equation, a source and a use."""
 
 import ast
 import re

@@ -1,7 +1,5 @@
-"""Promises about an installation: every recipe comes with it, pages that name an extra name one that there is, and a
-recipe that is not there is told where the installed one is."""
-
-from __future__ import annotations
+"""Promises about an installation: every recipe comes with it, and a recipe that is not there is told where the
+installed one is. Extras that pages name are in tests/complaints/test_installation.py."""
 
 import re
 import sys
@@ -43,27 +41,12 @@ def test_a_recipe_that_is_not_there_is_told_where_the_installed_one_is(
     assert load_recipe(place).trainer.steps > 1
 
 
-def test_every_extra_that_is_named_exists_and_setup_installs_that_of_the_data() -> None:
-    pages = [
-        *(ROOT / "docs").rglob("*.md"),
-        ROOT / "README.md",
-        *(ROOT / "application").rglob("*.py"),
-        *(ROOT / "packages").rglob("*.py"),
-    ]
-    named = {
-        extra
-        for path in pages
-        for words in re.findall(r"(?:stretto|'\.)\[([a-z,]+)\]'", path.read_text(encoding="utf-8"))
-        for extra in words.split(",")
-    }
-    assert named >= {"data", "grammars", "ray"}
-    assert named <= EXTRAS.keys()
+def test_setup_installs_the_extra_of_the_data_with_pinned_versions() -> None:
     default = re.search(r"^EXTRAS \?= ([a-z,]+)#", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert default is not None
     assert default[1] == "data"
     pinned = (ROOT / "requirements" / "test.txt").read_text(encoding="utf-8")
-    for package in (re.split("[<>=]", one)[0] for one in EXTRAS["data"]):
-        assert f"\n{package}==" in pinned
+    assert [one for one in EXTRAS["data"] if f"\n{re.split('[<>=]', one)[0]}==" not in pinned] == []
 
 
 def test_the_page_of_names_is_what_the_code_is() -> None:

@@ -3,10 +3,7 @@
 - The core, with verify and nothing else of stretto, trains recipes/arithmetic.toml.
 - What asks for a package that is missing is refused before anything starts, with the key and the extra to install.
 - A package of another version than the core's is refused by name, with both versions.
-- Every package has the version of the core, and depends on others of exactly this version.
-"""
-
-from __future__ import annotations
+- Every package has the version of the core, and depends on others of exactly this version."""
 
 import json
 import os

@@ -1,8 +1,5 @@
 """Promises: the road of a decode step is short. From `NativeEngine.step` to the sampled token the step goes through at
-most 12 files of stretto, and none of them is entered again while it waits for another one (A calls B calls A).
-"""
-
-from __future__ import annotations
+most 12 files of stretto, and none of them is entered again while it waits for another one (A calls B calls A)."""
 
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The smallest policy that is worth a test: 22 tokens (0 padding, 1 end), distributions neither flat nor a point."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -13,10 +13,7 @@ probabilistic rounding error analysis"). Both sides are rounded, in an order tha
                  their sum's
 
 So a tolerance is measured on no processor, and grows with type, width and depth alone. What is promised to the last bit
-(a replay, a checkpoint, the same calls with the same numbers) is compared with `torch.equal` or `==`.
-"""
-
-from __future__ import annotations
+(a replay, a checkpoint, the same calls with the same numbers) is compared with `torch.equal` or `==`."""
 
 import math
 from collections.abc import Sequence

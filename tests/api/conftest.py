@@ -1,10 +1,9 @@
 """A folder with a recipe, a model and one finished run in it: what the examples of the docstrings suppose."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
+import sys
 import textwrap
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +49,12 @@ def warm_process(
     with default_dispositions():
         mark = {MARK: uuid.uuid4().hex}
         return WarmCommand(arguments, Path.cwd(), {**env, **mark}, module, pass_fds)
+
+
+def script(file: Path, *arguments: str | Path) -> WarmCommand:
+    """``python FILE ARGUMENTS``."""
+    words = [sys.executable, "-m", "tests.api.script", *map(str, (file, *arguments))]
+    return warm_process(words, os.environ, ())
 
 
 def living() -> list[int]:

@@ -1,10 +1,7 @@
 """docs/reference/api.md, made from the code: ``python -m tests.api.reference > docs/reference/api.md``.
 
 Each public name of `import stretto` with its signature, its methods and the first sentence of its docstring; of the
-other modules below each further name with its sentence.
-"""
-
-from __future__ import annotations
+other modules below each further name with its sentence."""
 
 import importlib
 import inspect

@@ -2,10 +2,7 @@
 
 - A completion depends on its prompt, its place and its seed, and on nothing else; without a seed, calls differ.
 - One prompt, one stop text, arrays of token ids and a folder of the user's home may be given as they are; messages have
-  a method of their own, and anything else is refused at its place.
-"""
-
-from __future__ import annotations
+  a method of their own, and anything else is refused at its place."""
 
 import json
 import shutil

@@ -4,17 +4,12 @@
 - Each example of the verbs learns, is short, and imports of stretto its public names alone; the asynchronous one is
   killed, goes on, and has trained no trajectory twice.
 - ``examples/first_run.ipynb`` runs from its first cell to its last within an event loop, as in a kernel, and draws a
-  curve; in as many steps as it says its policy comes nearer to the right answers than any single answer is.
-"""
-
-from __future__ import annotations
+  curve; in as many steps as it says its policy comes nearer to the right answers than any single answer is."""
 
 import asyncio
-import os
 import re
 import runpy
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +20,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 from stretto.store.ledger.reading import read_batches
-from tests.api.conftest import warm_process
+from tests.api.conftest import script
 from tests.launch.running import wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -71,7 +66,7 @@ def test_the_asynchronous_loop_goes_on_from_a_kill_and_trains_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where the process writes what it says
-    killed = warm_process([sys.executable, "-m", "tests.api.asynchronous", str(tmp_path), "7"], os.environ, ())
+    killed = script(EXAMPLES / "grpo_async.py", tmp_path, "7")
     try:
         wait_until((tmp_path / "checkpoints" / "step-000005").exists, "the checkpoint")
     finally:

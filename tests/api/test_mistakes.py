@@ -2,10 +2,7 @@
 
 - A reward that its worker could not import is refused with the remedy, wherever it is given.
 - An argument of another kind is refused with what may be given, `on_step` and `run_dir` too.
-- A section that is made alone raises pydantic's ValidationError; within a recipe it is a RecipeError.
-"""
-
-from __future__ import annotations
+- A section that is made alone raises pydantic's ValidationError; within a recipe it is a RecipeError."""
 
 import functools
 import sys

@@ -4,17 +4,11 @@
 - Leaving the loop, and whatever is raised in it, stops the run: a checkpoint is there, no process is left.
 - It works where an event loop runs already; a stopped run goes on.
 - A policy is written with numbers as the model's were; what is trained and sampled is not rounded.
-- A mistake raises the error of the command line with its text, and ends nothing else.
-"""
-
-from __future__ import annotations
+- A mistake raises the error of the command line with its text, and ends nothing else."""
 
 import asyncio
 import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,9 +22,9 @@ from stretto.api.orders import INSIDE
 from stretto.api.run import _MetricsReader
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy, save_policy, weights_dtype
-from tests.api.conftest import living, tiny_recipe
+from tests.api.conftest import living, script, tiny_recipe
 from tests.api.workshop_rewards import length
-from tests.launch.running import Laboratory, default_dispositions
+from tests.launch.running import Laboratory, default_dispositions, wait_until
 from tests.tiny_policy import TINY
 
 
@@ -176,15 +170,13 @@ if __name__ == "__main__":
 
 def test_a_script_s_own_function_judges_and_a_killed_script_leaves_no_run(inside: Path) -> None:
     (inside / "script.py").write_text(_SCRIPT)
-    with subprocess.Popen([sys.executable, "script.py"], stdout=subprocess.PIPE, text=True) as script:
-        assert script.stdout is not None
-        assert script.stdout.readline() == "1\n"
-        script.send_signal(signal.SIGKILL)
+    process = script(inside / "script.py")
+    wait_until(lambda: "1\n" in process.said()[0] or process.poll() is not None, "the first step")
+    assert process.said()[0].startswith("1\n"), process.said()[1]
+    process.kill()
+    process.wait(30)
     run = stretto.open_run("runs/script")
-    until = time.monotonic() + 60
-    while run.running:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: not run.running, "the end of the run")
     assert 'function = "script:by_length"' in (run.folder / "recipe.toml").read_text()
     assert list((run.folder / "checkpoints").iterdir())  # it has stopped as if asked to
 

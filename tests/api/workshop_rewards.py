@@ -1,7 +1,5 @@
 """Reward functions that tests hand over as objects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 

@@ -1,8 +1,5 @@
 """Promises of the conductor's benchmark: simulated machines on real sockets are machines to the run. What they are
-given is trained once and on record, also when some of them vanish in mid-run.
-"""
-
-from __future__ import annotations
+given is trained once and on record, also when some of them vanish in mid-run."""
 
 import asyncio
 from pathlib import Path

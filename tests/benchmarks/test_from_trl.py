@@ -5,10 +5,7 @@
 - each case that the page calls another training is one;
 - the page has every key that `GRPOConfig` adds to transformers', and names no recipe key that does not exist;
 - defaults are those of both sides, and every pair of keys whose defaults differ is in the table;
-- the table of results is that of the record.
-"""
-
-from __future__ import annotations
+- the table of results is that of the record."""
 
 import json
 import math

@@ -1,9 +1,6 @@
 """Promises: `make gpu` runs here at tiny sizes (long); what fails or takes too long is named with the reason, ends
 nothing else, and leaves no process; all parts together have 25 minutes; the results are there after each part; its run
-fits one GPU of 80 GiB; vLLM's script takes what it is given; without a GPU it says so.
-"""
-
-from __future__ import annotations
+fits one GPU of 80 GiB; vLLM's script takes what it is given; without a GPU it says so."""
 
 import fcntl
 import json

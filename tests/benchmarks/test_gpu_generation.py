@@ -1,8 +1,5 @@
 """Promises: what is to run on a GPU unseen runs here on a tiny shape, to the end; answers that are not those of
-transformers are noticed; without a GPU it says so.
-"""
-
-from __future__ import annotations
+transformers are noticed; without a GPU it says so."""
 
 from typing import Any
 

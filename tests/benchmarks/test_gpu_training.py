@@ -1,7 +1,5 @@
 """Promises: what is to run on a GPU unseen runs here on a tiny shape, to the end; its shapes are the real ones."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

@@ -1,9 +1,6 @@
 """Promises of the distributions of |Δ log p| on record: each model family has the embedded engine in every type, one
 has every make; the page of the canary shows them; an honest engine keeps a bit of distance from the limit of its type,
-in whichever 32 tokens it is judged by; and what is farther than they allow is named.
-"""
-
-from __future__ import annotations
+in whichever 32 tokens it is judged by; and what is farther than they allow is named."""
 
 from collections.abc import Sequence
 from dataclasses import replace

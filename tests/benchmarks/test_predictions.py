@@ -3,8 +3,7 @@
 - a step time's error is a share of what was measured, the others are differences, over the roles that both name;
 - the summary has the middle and the worst of all settings, whatever their signs;
 - every setting has a committed prediction; a run beside it is kept, one beside another prediction is made again;
-- a machine that works for others is refused.
-"""
+- a machine that works for others is refused."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Promises of the benchmark of runs with servers: a token whose log-probability is not its version's is found, and of
 the processes of a run those of its server are known."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from copy import deepcopy
@@ -18,20 +16,20 @@ from tests.launch.running import Laboratory
 def test_every_token_is_scored_and_a_wrong_one_is_found(tmp_path: Path) -> None:
     laboratory, run_dir = Laboratory(tmp_path, tmp_path / "cache", warm=True), tmp_path / "run"
     many = ("rollout.max_staleness=4", "rollout.max_in_flight=16")  # so that updates meet completions under way
-    laboratory.trained(run_dir, "trainer.steps=12", "evaluation.prompts=1", *many)
+    laboratory.trained(run_dir, "trainer.steps=8", "evaluation.prompts=1", *many)
     rows = servers.exported_rows(run_dir)
     told = servers.rescored(run_dir, rows)
     assert told["tokens"] == sum(len(row["token_ids"]) for row in rows) > 0
     assert told["completions_of_several_versions"] > 0
     assert told["beyond_tolerance"] == 0
-    wrong = deepcopy(rows)
+    wrong = deepcopy(rows[:4])
     wrong[0]["behavior_logprobs"][-1] -= 0.25
     found = servers.rescored(run_dir, wrong)
     assert found["beyond_tolerance"] == 1
     assert found["largest_error"] == pytest.approx(0.25, abs=servers.TOLERANCE)
-    swapped = deepcopy(rows)
+    swapped = deepcopy([row for row in rows if min(row["versions"], default=0) > 0][-8:])
     for row in swapped:
-        row["versions"] = [max(0, version - 1) for version in row["versions"]]
+        row["versions"] = [version - 1 for version in row["versions"]]
     assert servers.rescored(run_dir, swapped)["beyond_tolerance"] > 0
 
 

@@ -3,10 +3,7 @@
 - Each kind of fault comes in turn, and each role is stopped once in four rounds.
 - A process counts once, at the age that is compared, and by the role that it plays.
 - A role whose later processes have more memory or descriptors than its first ones, by more than 2 %, is not flat.
-- The newest step is that at the end of a file that is longer than what is read of it.
-"""
-
-from __future__ import annotations
+- The newest step is that at the end of a file that is longer than what is read of it."""
 
 import os
 from pathlib import Path

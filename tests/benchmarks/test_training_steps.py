@@ -1,8 +1,5 @@
 """Promises: the padded step that stretto's is measured against is the same step; so is one with a fixed number of
-micro-batches; the fixed number is the smallest that always fits; the count of operations is right by hand.
-"""
-
-from __future__ import annotations
+micro-batches; the fixed number is the smallest that always fits; the count of operations is right by hand."""
 
 from pathlib import Path
 

@@ -2,8 +2,7 @@
 
 - quartiles of length are those of the workload, the same for all policies;
 - seeds are averaged, and of the worst staleness the worst is kept;
-- a fake run trains what it says, with every policy and with both journals.
-"""
+- a fake run trains what it says, with every policy and with both journals."""
 
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """One cache of built models for all system tests of a session; a home for agents, in which nothing may be left."""
 
-from __future__ import annotations
-
 import fcntl
 import tempfile
 import time
@@ -10,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.running import children
 from tests.launch.running import laboratory as laboratory
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The run's folder; what agents leave among temporary files, or in shared memory, is found at the end."""
+    """The run's folder; what agents leave, a process, a temporary file or shared memory, is found at the end."""
     (tmp_path / "newest").write_text("7")
     with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as temporary:
         monkeypatch.setenv("TMPDIR", temporary)
         monkeypatch.setattr(tempfile, "tempdir", None)
-        before = shared()
+        before, processes = shared(), children()
         yield tmp_path
+        assert children() == processes
         until_now = time.monotonic() + 10
         while left := [*Path(temporary).iterdir(), *(shared() - before)]:
             assert time.monotonic() < until_now, left

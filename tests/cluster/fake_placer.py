@@ -1,8 +1,6 @@
 """A placer without Ray: it replies to one order after another as the file at `spec.address` says, line by line; a new
 process goes on where the one before has ended. Every order is written down beside the file."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

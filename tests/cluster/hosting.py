@@ -1,14 +1,11 @@
-"""A gate with what a run has behind it, callers that say what no agent says, and a road between two ends that can be
-frozen, cut and slowed down. Everything over real sockets."""
-
-from __future__ import annotations
+"""A gate with what a run has behind it, and callers that say what no agent says. Everything over real sockets."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -21,7 +18,7 @@ from stretto.processes.wire import Wire, connect
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_cluster.gate import Doors, Gate
 from stretto_cluster.machine import JoinedMachine
-from stretto_cluster.messages import TO_AGENT, Join, RunTerms, ToAgent
+from stretto_cluster.messages import TO_AGENT, Join, MachineReady, RolePlace, RunTerms, ToAgent
 from tests.cluster.weights.serving import KEY, serving
 
 RUN, TOKEN, MAILBOX = "first-0a1b2c3d", "t" * 64, "run"
@@ -131,62 +128,19 @@ async def joined_by_hand(address: str, said: msgspec.Struct, token: str = TOKEN,
     return Wire("the run", reader, writer, TO_AGENT)
 
 
-@dataclass
-class Road:
-    """A relay to `target`, both ways. While it is frozen nothing arrives and nothing breaks; `cut` breaks all."""
-
-    target: str
-    delay: float = 0.0
-    address: str = ""
-    crossed: int = 0
-    _open: asyncio.Event = field(default_factory=asyncio.Event)
-    _ends: list[asyncio.StreamWriter] = field(default_factory=list)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[Road]:
-        self._open.set()
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+@asynccontextmanager
+async def joined(
+    folder: Path, *, address: str = "127.0.0.1:1", **changes: Any
+) -> AsyncIterator[tuple[Host, JoinedMachine, Wire[ToAgent]]]:
+    """A run, a machine that has joined it with a place at `address`, and the end of its agent."""
+    async with hosted(folder, **changes) as host:
+        wire = await joined_by_hand(host.address, introduction())
+        wire.send(ready_at(address))
         try:
-            yield self
+            yield host, await host.machine(), wire
         finally:
-            server.close()
-            self.cut()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            wire.cut()
 
-    def freeze(self) -> None:
-        self._open.clear()
 
-    def thaw(self) -> None:
-        self._open.set()
-
-    def cut(self) -> None:
-        for end in self._ends:
-            end.transport.abort()
-        self._ends.clear()
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.crossed += 1
-        host, _, port = self.target.rpartition(":")
-        try:
-            far_reader, far_writer = await asyncio.open_connection(host, int(port))
-        except OSError:
-            writer.transport.abort()
-            return
-        self._ends += [writer, far_writer]
-        for source, target in ((reader, far_writer), (far_reader, writer)):
-            task = asyncio.create_task(self._carry(source, target))
-            self._tasks.add(task)
-
-    async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await source.read(1 << 16):
-                await asyncio.sleep(self.delay)
-                await self._open.wait()
-                target.write(data)
-                await target.drain()
-            await self._open.wait()
-        target.close()
+def ready_at(address: str) -> MachineReady:
+    return MachineReady(places=(RolePlace(address, "/tmp"),), model="/m", mailbox_folder="/w")

@@ -5,10 +5,7 @@
         ours.become(Conditions(delay=0.05, loss=0.01))
 
 One process has a TUN device in each of the two networks and carries every packet from one to the other. All above IP
-is the kernel's own: what is lost here is sent again by its TCP, and shows to a program as a stall.
-"""
-
-from __future__ import annotations
+is the kernel's own: what is lost here is sent again by its TCP, and shows to a program as a stall."""
 
 import ctypes
 import heapq

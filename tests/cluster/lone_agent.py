@@ -1,7 +1,5 @@
 """An agent in a process of its own, which starts at once: ``python -m tests.cluster.lone_agent ADDRESS TOKEN TLS``."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A role that tells its log what it was started with, and ends: ``python -m tests.cluster.telling_role SPEC``."""
 
-from __future__ import annotations
-
 import sys
 
 from stretto.processes.heartbeat import begin_role

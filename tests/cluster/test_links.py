@@ -1,13 +1,12 @@
 """A machine behind a link that loses packets, lets them overtake each other and brings some twice, over the TCP of the
 kernel (`tests.cluster.link`): it joins, has every version whole, and its engine's completions come whole and once.
-A connection to one that is out of reach is given up, whether or not the request had come there.
-"""
-
-from __future__ import annotations
+A connection to one that is out of reach is given up, whether or not the request had come there."""
 
 import asyncio
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from stretto.engine.http.connections import Connections
 from stretto.weights.folder import path_of
 from tests.cluster.hosting import MAILBOX, hosted
 from tests.cluster.link import Conditions, Link, available, link
-from tests.cluster.test_agent import lone, now, toy
+from tests.cluster.test_agent import lone, toy
 from tests.loop.toy_engine import ANSWER
 
 pytestmark = pytest.mark.skipif(not available(), reason="this machine, or this user, has no TUN devices")
@@ -37,36 +36,29 @@ time.sleep(600)
 """
 
 
-def test_over_a_link_that_loses_packets_and_is_cut_for_a_moment_all_comes_whole_and_once(home: Path) -> None:
-    async def work() -> None:
-        with link(seed=1, conditions=CONDITIONS) as ours:
-            async with hosted(home, lease=20.0, listen=f"{ours.address}:0") as host:
-                process = lone(host.address, home, before=ours.there)
-                try:
-                    machine = await host.machine()
-                    mirrored = Path(machine.mailbox_folder)
-                    for version in (4, 5):
-                        host.publish(version, size=100_000)
-                        assert await machine.until_mirrored(version, 30) == version
-                        came, published = (path_of(MAILBOX, at, version) for at in (mirrored, home / "mailbox"))
-                        assert came.read_bytes() == published.read_bytes()
-                    _, client = await toy(machine, home)
-                    answered = [await asked(client, number) for number in range(8)]
-                    lost = ours.become(Conditions(cut=True)).lost
-                    waiting = asyncio.create_task(asked(client, 8))
-                    await asyncio.sleep(0.5)
-                    assert not waiting.done()
-                    ours.become(CONDITIONS)
-                    assert [*answered, await waiting] == [1] * 9
-                    assert lost > 10  # of 600 packets and more: the weights alone
-                    assert host.gate.machines
-                    await client.close()
-                finally:
-                    process.kill()
-                    process.communicate()
-                await machine.lost
-
-    now(work())
+async def test_over_a_link_that_loses_packets_and_is_cut_for_a_moment_all_comes_whole_and_once(home: Path) -> None:
+    with link(seed=1, conditions=CONDITIONS) as ours:
+        async with hosted(home, lease=20.0, listen=f"{ours.address}:0") as host:
+            with lone(host.address, before=ours.there):
+                machine = await host.machine()
+                mirrored = Path(machine.mailbox_folder)
+                for version in (4, 5):
+                    host.publish(version, size=100_000)
+                    assert await machine.until_mirrored(version, 30) == version
+                    came, published = (path_of(MAILBOX, at, version) for at in (mirrored, home / "mailbox"))
+                    assert came.read_bytes() == published.read_bytes()
+                _, client = await toy(machine, home)
+                answered = [await asked(client, number) for number in range(8)]
+                lost = ours.become(Conditions(cut=True)).lost
+                waiting = asyncio.create_task(asked(client, 8))
+                await asyncio.sleep(0.5)
+                assert not waiting.done()
+                ours.become(CONDITIONS)
+                assert [*answered, await waiting] == [1] * 9
+                assert lost > 10  # of 600 packets and more: the weights alone
+                assert host.gate.machines
+                await client.close()
+            await machine.lost
 
 
 async def asked(client: HttpEngine, number: int) -> int:
@@ -76,11 +68,11 @@ async def asked(client: HttpEngine, number: int) -> int:
 
 
 @pytest.mark.parametrize("came", [True, False], ids=["the request came", "the request is lost"])
-def test_a_connection_is_given_up_when_the_other_machine_is_out_of_reach(came: bool) -> None:
-    async def work(ours: Link, server: subprocess.Popen[str]) -> None:
+async def test_a_connection_is_given_up_when_the_other_machine_is_out_of_reach(came: bool) -> None:
+    with link(seed=1) as ours, silent(ours) as server:
         assert server.stdout is not None
         connections = Connections("engine-0", f"{ours.theirs}:{server.stdout.readline().strip()}", silent=2)
-        async with asyncio.timeout(60), connections.one() as connection:
+        async with connections.one() as connection:
             if came:
                 connection.send("POST", "/generate", b"")
                 assert await asyncio.to_thread(server.stdout.readline)
@@ -90,10 +82,12 @@ def test_a_connection_is_given_up_when_the_other_machine_is_out_of_reach(came: b
             with pytest.raises(EngineLost, match="broke off"):
                 await connection.read()
 
-    with link(seed=1) as ours:
-        words = [*ours.there, sys.executable, "-c", SILENT, ours.theirs]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
-            try:
-                asyncio.run(work(ours, server))
-            finally:
-                server.kill()
+
+@contextmanager
+def silent(ours: Link) -> Iterator[subprocess.Popen[str]]:
+    words = [*ours.there, sys.executable, "-c", SILENT, ours.theirs]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            yield server
+        finally:
+            server.kill()

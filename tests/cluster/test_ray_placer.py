@@ -9,18 +9,14 @@
 - An agent that ends by a mistake of the user is started again after a pause, by its actor.
 - The token of a run is in the environment of none of the roles.
 - Where Ray is not installed, that is said with the command that installs it, before a role starts.
-- A cluster that is not there, or could never have all engines and ranks, is named before there is a run folder.
-"""
-
-from __future__ import annotations
+- A cluster that is not there, or could never have all engines and ranks, is named before there is a run folder."""
 
 import asyncio
-import functools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -35,19 +31,6 @@ from stretto_app.extensions.ray_agents import RayAgents
 from stretto_cluster.placing import AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec, look
 from stretto_cluster.ray_placer import AgentHost, Fleet, Placed, Room, reply
 from tests.launch.running import TINY, Laboratory
-
-
-def in_a_loop(test: Callable[[Path], Awaitable[None]]) -> Callable[[Path], None]:
-    """A test that awaits."""
-
-    @functools.wraps(test)
-    def run(tmp_path: Path) -> None:
-        async def bounded() -> None:
-            await asyncio.wait_for(test(tmp_path), 60)
-
-        asyncio.run(bounded())
-
-    return run
 
 
 class Placer:
@@ -69,6 +52,12 @@ class Placer:
         done = Path(f"{self._script}.orders")
         return [int(word) for word in done.read_text().split()] if done.exists() else []
 
+    async def __aenter__(self) -> RayAgents:
+        return self.agents
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.agents.close()
+
     async def supervised(self, orders: int) -> None:
         """Supervise until a number of orders has been given."""
         watch = asyncio.ensure_future(self.agents.supervise())
@@ -82,73 +71,58 @@ class Placer:
             watch.cancel()
 
 
-@in_a_loop
 async def test_an_order_that_the_cluster_cannot_carry_out_is_refused_and_the_placer_goes_on(tmp_path: Path) -> None:
     placer = Placer(tmp_path, "placed", "refused", "broken", "placed")
-    try:
-        await placer.agents.place(2, 0)
-        pid = placer.agents._process.pid
+    async with placer as agents:
+        await agents.place(2, 0)
+        pid = agents._process.pid
         with pytest.raises(RecipeError, match="no room"):
-            await placer.agents.place(100, 0)
+            await agents.place(100, 0)
         with pytest.raises(RoleFailed, match="RayActorError: it is dead"):
-            await placer.agents.place(3, 0)
-        await placer.agents.place(4, 0)
-        assert placer.agents._process.pid == pid
-    finally:
-        await placer.agents.close()
+            await agents.place(3, 0)
+        await agents.place(4, 0)
+        assert agents._process.pid == pid
     assert placer.orders == [2, 100, 3, 4]
 
 
-@in_a_loop
 async def test_a_reply_after_the_deadline_is_not_taken_for_that_to_the_next_order(tmp_path: Path) -> None:
     placer = Placer(tmp_path, "placed", "late", "placed", seconds=1.0)
-    try:
-        await placer.agents.place(1, 0)
+    async with placer as agents:
+        await agents.place(1, 0)
         with pytest.raises(DeadlineExceeded, match="to place agents"):
-            await placer.agents.place(2, 0)
-        await placer.agents.place(3, 0)
-    finally:
-        await placer.agents.close()
+            await agents.place(2, 0)
+        await agents.place(3, 0)
     assert placer.orders == [1, 2, 3]
     assert [sentence.rpartition(" ")[2] for sentence in placer.said] == ["order-1", "order-3"]
 
 
-@in_a_loop
 async def test_a_new_placer_gets_the_last_order_that_was_carried_out(tmp_path: Path) -> None:
     placer = Placer(tmp_path, "placed", "refused", "dies", "placed")
-    try:
-        await placer.agents.place(2, 0)
+    async with placer as agents:
+        await agents.place(2, 0)
         with pytest.raises(RecipeError):
-            await placer.agents.place(100, 0)
+            await agents.place(100, 0)
         with pytest.raises(RoleDied):
-            await placer.agents.place(3, 0)
+            await agents.place(3, 0)
         await placer.supervised(orders=4)
-    finally:
-        await placer.agents.close()
     assert placer.orders == [2, 100, 3, 2]
 
 
-@in_a_loop
 async def test_a_cluster_that_has_no_room_any_more_is_asked_again(tmp_path: Path) -> None:
     placer = Placer(tmp_path, "placed-and-dies", "refused", "placed")
-    try:
-        await placer.agents.place(2, 0)
+    async with placer as agents:
+        await agents.place(2, 0)
         await placer.supervised(orders=3)
-    finally:
-        await placer.agents.close()
     assert placer.orders == [2, 2, 2]
     assert sum("no room" in sentence for sentence in placer.said) == 1
 
 
-@in_a_loop
 async def test_too_many_failures_end_the_run_as_a_death_and_not_as_a_users_mistake(tmp_path: Path) -> None:
     placer = Placer(tmp_path, "placed-and-dies", "refused", "fails")
-    try:
-        await placer.agents.place(2, 0)
+    async with placer as agents:
+        await agents.place(2, 0)
         with pytest.raises(RoleDied, match=r"Ray does not answer.*3 times"):
             await placer.supervised(orders=9)
-    finally:
-        await placer.agents.close()
     assert placer.orders == [2, 2, 2]
 
 

@@ -3,10 +3,7 @@
 - Machines come, are killed and leave, and the run goes on: no law is broken, no completion fails, nothing is left over.
 - A run that was killed and resumed at its address gets its machines back.
 - `stretto scale` takes engines out of a run that goes on, and brings others in.
-- Who joins with a wrong token, another run's folder or at a wrong address is told so in one sentence.
-"""
-
-from __future__ import annotations
+- Who joins with a wrong token, another run's folder or at a wrong address is told so in one sentence."""
 
 import json
 import os

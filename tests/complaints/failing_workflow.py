@@ -1,7 +1,5 @@
 """A workflow that fails, in one way or another."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

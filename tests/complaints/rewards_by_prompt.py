@@ -1,7 +1,5 @@
 """A reward by which some prompts have no signal, whatever is sampled for them."""
 
-from __future__ import annotations
-
 from zlib import crc32
 
 

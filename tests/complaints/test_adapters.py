@@ -3,10 +3,7 @@ are evicted (SkyRL#1852, SkyRL#1336, SkyRL#2221, trl#5831, trl#7017).
 
 Promises: a version has the bytes of its adapters, and a few for their names; every token of an engine that loads
 adapters while it generates has the log-probability of the merged model of its version, as peft merges it, also where a
-completion was evicted from a small cache and computed again.
-"""
-
-from __future__ import annotations
+completion was evicted from a small cache and computed again."""
 
 from pathlib import Path
 

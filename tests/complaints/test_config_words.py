@@ -5,8 +5,6 @@ Promises: `--dry-run` says what a step and the run come to, in prompts, completi
 tokens; every command and every option that a page names is one of stretto, and every command in a block can be parsed.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from functools import cache

@@ -6,13 +6,10 @@ Promises: a load that takes ten times its deadline and goes on is waited for, an
 standstill is named. No wait of minutes is a constant: each has its key in `[deadlines]`, and comes to where it is kept.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
-import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -27,11 +24,9 @@ from stretto.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.config import DeadlinesConfig
-from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from tests.engine.serving import Mailbox, until_up
 from tests.launch.running import TINY
-from tests.tiny_policy import TINY as SHAPE
 
 DEADLINE = 0.3
 #: Seconds and more that stand in the code, and why no key is needed for them.
@@ -68,14 +63,6 @@ class SlowMailbox(Mailbox):
         return super().load(version)
 
 
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    """A policy; its path is short, for the sockets beside it."""
-    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as path:
-        build_policy(SHAPE, Path(path) / "policy", seed=1)
-        yield Path(path)
-
-
 def updated(folder: Path, seconds: float, still: bool) -> tuple[SlowMailbox, int]:
     """Order version 1 of an engine whose mailbox takes so long."""
 
@@ -97,18 +84,18 @@ def updated(folder: Path, seconds: float, still: bool) -> tuple[SlowMailbox, int
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_load_that_takes_ten_times_its_deadline_and_goes_on_is_ordered_once(folder: Path) -> None:
-    mailbox, version = updated(folder, seconds=10 * DEADLINE, still=False)
+def test_a_load_that_takes_ten_times_its_deadline_and_goes_on_is_ordered_once(short_folder: Path) -> None:
+    mailbox, version = updated(short_folder, seconds=10 * DEADLINE, still=False)
     assert (version, mailbox.loads) == (1, 1)
 
 
-def test_a_load_that_stands_still_is_named(folder: Path) -> None:
+def test_a_load_that_stands_still_is_named(short_folder: Path) -> None:
     with pytest.raises(DeadlineExceeded, match=r"engine-0 waited 0\.3 s for engine-0 to load version 1"):
-        updated(folder, seconds=30.0, still=True)
+        updated(short_folder, seconds=30.0, still=True)
 
 
 def test_every_deadline_of_a_recipe_comes_to_where_it_is_kept(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path))
     given = {name: 7000.0 + at for at, name in enumerate(("start", "answer", "load", "pull", "step", "save"))}
@@ -116,11 +103,11 @@ def test_every_deadline_of_a_recipe_comes_to_where_it_is_kept(
     deadlines = plan.recipe.deadlines
     assert {name: getattr(deadlines, name) for name in given} == given
     endpoints = Endpoints("mailbox", tmp_path, tmp_path)
-    (engine,) = engine_specs(plan.recipe, folder / "policy", endpoints)
+    (engine,) = engine_specs(plan.recipe, short_folder / "policy", endpoints)
     assert engine.publication_seconds == given["start"] + given["save"]
     assert (engine.start_seconds, engine.load_seconds) == (given["start"], given["load"])
     assert deadlines.longest_pull > given["pull"]
-    assert trainer_spec(plan, folder / "policy", endpoints, tmp_path).hung == deadlines.hung
+    assert trainer_spec(plan, short_folder / "policy", endpoints, tmp_path).hung == deadlines.hung
     assert set(given) < set(DeadlinesConfig.model_fields)
 
 
@@ -131,7 +118,8 @@ def test_no_wait_of_minutes_is_a_constant() -> None:
         (str(path.relative_to(package)), target.id)
         for package in packages
         for path in package.rglob("*.py")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if "SECONDS" in (text := path.read_text(encoding="utf-8")) or "PATIENCE" in text
+        for node in ast.parse(text).body
         if isinstance(node, ast.Assign) and (seconds := _number(node.value)) is not None and seconds >= 120
         for target in node.targets
         if isinstance(target, ast.Name) and ("SECONDS" in target.id or "PATIENCE" in target.id)

@@ -8,10 +8,7 @@ Promises, of the README, every page of docs/ and every README of a package:
 
     <!-- needs WHAT [for THE BEGINNING OF A COMMAND] -->        <!-- run by FILE:TEST [for ...] -->
 
-- TOML and JSON can be read, and text holds no command.
-"""
-
-from __future__ import annotations
+- TOML and JSON can be read, and text holds no command."""
 
 import csv
 import json
@@ -65,6 +62,7 @@ SMALLER = {
     "rollout.max_in_flight=8",
     "stretto eval": "sampling.max_tokens=4",
     "stretto eval runs/mine": "evaluation.prompts=2",
+    "stretto eval MODEL_DIR --data reasoning-gym": "source.size=8",
 }
 #: What stands in place of a text of Python that would take minutes.
 SMALLER_PYTHON = {

@@ -3,10 +3,7 @@ the precision of one is (Megatron-LM#4168, AReaL#1207, AReaL#1496, harbor#1288, 
 
 Promises, in part: of what stretto's own engine samples, its own trainer sends no token to other experts in the same
 dtype, float32, however the tokens were batched; an engine in bfloat16 differs in a share of the choices that is
-measured here. Experts are not replayed.
-"""
-
-from __future__ import annotations
+measured here. Experts are not replayed."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,10 +3,7 @@
 evaluated afterwards (rllm#59, prime-rl#2912, slime#2339).
 
 Promises: a policy that a run writes has the names, types and bytes of the model at the start, and says in transformers
-what it says in the engine; the evaluation of a run is, completion for completion, that of `stretto eval`.
-"""
-
-from __future__ import annotations
+what it says in the engine; the evaluation of a run is, completion for completion, that of `stretto eval`."""
 
 import json
 from pathlib import Path

@@ -2,10 +2,7 @@
 (tinker-cookbook#943, SkyRL#9).
 
 Promise: of rollouts that fail, by hundreds and in every way, and are tried again until `rollout.max_attempts`, no
-process, no descriptor, no folder and no control group is left; not after the run, nor while it goes on.
-"""
-
-from __future__ import annotations
+process, no descriptor, no folder and no control group is left; not after the run, nor while it goes on."""
 
 import asyncio
 import os

@@ -2,10 +2,7 @@
 group's baseline (NeMo-RL#3589, NeMo-RL#2207, NeMo-Gym#2750, NeMo-Gym#3351, SkyRL#1613).
 
 Promise: whichever and however many members of a group fail, in the engine, at a judge or in the reward, the advantages
-of the others are, to the last bit, those of a group that never had more members.
-"""
-
-from __future__ import annotations
+of the others are, to the last bit, those of a group that never had more members."""
 
 import asyncio
 import json

@@ -5,10 +5,7 @@ Promise: what hangs Math-Verify, in a burst of ordinary completions that keeps e
 the others and costs no worker. In a gold answer it is undecided: the completion is not to blame. In a completion it is
 wrong, since the excess is its own (docs/explanation/decisions/0041): never right, and never undecided, which nobody
 would unlearn.
-A grader that does hang, of which nobody knows whose fault it is, leaves its completion undecided, and no other.
-"""
-
-from __future__ import annotations
+A grader that does hang, of which nobody knows whose fault it is, leaves its completion undecided, and no other."""
 
 import asyncio
 from pathlib import Path

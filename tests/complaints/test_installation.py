@@ -4,8 +4,6 @@ names (unsloth#4, vime#20, ART#449).
 Promise: the extras on the pages and in messages are those of the package's metadata, and each for users is on a page.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

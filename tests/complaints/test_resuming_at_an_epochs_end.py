@@ -5,10 +5,7 @@ NeMo-RL#3599, NeMo-RL#3480, trl#7274, prime-rl#3332).
 Promise: killed at the end of an epoch, or at any other batch's boundary, and with groups that are filtered and groups
 that are sampled ahead, a run trains on the same prompts as often as one that was never killed: on each prompt whose
 group is not filtered once in each epoch. So with toys, killed at each batch, and with real processes, all of which are
-killed when the last batch of an epoch is on record.
-"""
-
-from __future__ import annotations
+killed when the last batch of an epoch is on record."""
 
 from collections import Counter
 from collections.abc import Sequence

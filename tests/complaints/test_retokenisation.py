@@ -4,10 +4,7 @@ sglang#26555).
 
 Promise: over many turns behind a template that drops old thinking, in tokens that no encoder would choose and with a
 special token inside of answers, a conversation is one row, and the tokens of that row which are trained on are those
-that were sampled.
-"""
-
-from __future__ import annotations
+that were sampled."""
 
 import itertools
 from dataclasses import dataclass, field

@@ -3,17 +3,13 @@ step (prime-rl#2912), for one prompt that is too long for every engine (NeMo-RL#
 nor ends (SkyRL#1173, NeMo-RL#3488, verl#5815, trl#6796).
 
 Promises: a prompt that every engine refuses is given up, and the run goes on, with a real engine too; whichever process
-is stopped, and also when an evaluation is all that is left of the run, the run goes on and ends well.
-"""
-
-from __future__ import annotations
+is stopped, and also when an evaluation is all that is left of the run, the run goes on and ends well."""
 
 import asyncio
 import os
 import signal
-import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -25,7 +21,6 @@ from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.native.engine import NativeEngine
-from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.store.export import read_trajectories
 from stretto.store.series.metrics import read_metrics
@@ -36,14 +31,6 @@ from tests.loop.conducting import PROMPTS, Stage, ToyFleet
 from tests.tiny_policy import TINY
 
 _REFUSED = 7  # the prompt
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    """A policy; its path is short, for the socket beside it."""
-    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as path:
-        build_policy(TINY, Path(path) / "policy", seed=1)
-        yield Path(path)
 
 
 @dataclass
@@ -75,12 +62,12 @@ class RealEngine(ToyFleet):
 
 
 def test_a_prompt_that_every_engine_refuses_is_given_up_each_epoch_and_the_others_are_trained(
-    stage: Stage, folder: Path, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     too_long = msgspec.structs.replace(PROMPTS[_REFUSED], token_ids=(_REFUSED,) * 2 * TINY.context_length)
     prompts = [*PROMPTS[:_REFUSED], too_long, *PROMPTS[_REFUSED + 1 :]]
     monkeypatch.setattr("tests.loop.conducting.PROMPTS", prompts)
-    stage.fleet = RealEngine(folder=folder)
+    stage.fleet = RealEngine(folder=short_folder)
     stage.play(steps=20)  # of two groups: more than two epochs of the other 19 prompts
     trained = Counter(group.prompt.token_ids[0] for batch in stage.trainer.batches for group in batch.groups)
     assert set(trained) == set(range(len(PROMPTS))) - {_REFUSED}

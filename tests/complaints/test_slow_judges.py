@@ -4,10 +4,7 @@ batch, since nobody cancels it with its group (slime#2176, slime#1361, OpenEnv#1
 Promises: no step waits for the group that a judge holds, or whose sandbox does not come up. By default it stays in
 flight, holds one place, and is trained on when it is judged, without the tokens that are too old by then; with
 `beyond_bound = "expire"` its judging is cancelled as soon as it is too old, and its prompt is asked again. A sandbox
-that does not come up is given up at its deadline.
-"""
-
-from __future__ import annotations
+that does not come up is given up at its deadline."""
 
 import asyncio
 import os

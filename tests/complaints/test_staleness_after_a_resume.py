@@ -3,10 +3,7 @@ that its engine did not serve (AReaL#1388, AReaL#1345, verl#4449, verl#7568, sli
 
 Promise: killed and resumed again and again, a run trains on no token that is older than its bound says, by the record
 of each token; an evaluation has the newest version that sampled a token of it, by the record of these tokens, and never
-that of the step beside which it went on.
-"""
-
-from __future__ import annotations
+that of the step beside which it went on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

@@ -1,9 +1,6 @@
 """Promises: docs/explanation/complaints.md has all twenty complaints with their threads, shows each by links to tests
 or campaigns that exist, and is linked from the README and the site's first page; its tables of memory and disk are
-the committed results, by which no role grows and no folder is above its ceiling.
-"""
-
-from __future__ import annotations
+the committed results, by which no role grows and no folder is above its ceiling."""
 
 import json
 import re

@@ -3,10 +3,7 @@ AReaL#1101, NeMo-RL#3841, ray#63968).
 
 Promise: told to end by SIGTERM, one machine after the other, and the conductor's between them, each ends within the
 thirty seconds of such a notice; others go on behind the tokens that its completions have, also behind a resume; none
-fails, and no prompt is asked again. A rank of the trainer begins anew on another machine.
-"""
-
-from __future__ import annotations
+fails, and no prompt is asked again. A rank of the trainer begins anew on another machine."""
 
 import signal
 from contextlib import ExitStack

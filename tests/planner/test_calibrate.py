@@ -7,8 +7,7 @@
 - a file that is there stays until it is replaced by a whole measurement; a run that does not end is an error;
 - the record is in the middle of what roles took alone and in a run, and roles that slow each other down are found out;
 - between two steps the conductor takes what it takes where the next batch is complete;
-- what of a synchronous run is neither generation, training nor the conductor's work is the engine's server's.
-"""
+- what of a synchronous run is neither generation, training nor the conductor's work is the engine's server's."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -197,23 +196,14 @@ def sample(machine: MachineProfile, staleness: int, groups: int) -> RunSample:
 
 
 def slower(machine: MachineProfile, decoding: float, training: float) -> MachineProfile:
-    return msgspec.structs.replace(
-        machine,
-        step_seconds=machine.step_seconds * decoding,
-        layer_seconds=machine.layer_seconds * decoding,
-        row_seconds=machine.row_seconds * decoding,
-        row_width_seconds=machine.row_width_seconds * decoding,
-        decode_flops=machine.decode_flops / decoding,
-        weight_bandwidth=machine.weight_bandwidth / decoding,
-        cache_bandwidth=machine.cache_bandwidth / decoding,
-        train_seconds=machine.train_seconds * training,
-        micro_batch_seconds=machine.micro_batch_seconds * training,
-        token_width_seconds=machine.token_width_seconds * training,
-        pair_width_seconds=machine.pair_width_seconds * training,
-        sequence_seconds=machine.sequence_seconds * training,
-        parameter_seconds=machine.parameter_seconds * training,
-        train_flops=machine.train_flops / training,
-    )
+    """Whose steps of generation and of training take so many times as long."""
+    factors = dict.fromkeys(("step_seconds", "layer_seconds", "row_seconds", "row_width_seconds"), decoding)
+    factors |= dict.fromkeys(("train_seconds", "micro_batch_seconds", "token_width_seconds"), training)
+    factors |= dict.fromkeys(("pair_width_seconds", "sequence_seconds", "parameter_seconds"), training)
+    factors |= dict.fromkeys(("decode_flops", "weight_bandwidth", "cache_bandwidth"), 1 / decoding)
+    factors["train_flops"] = 1 / training
+    changed = {name: getattr(machine, name) * factor for name, factor in factors.items()}
+    return msgspec.structs.replace(machine, **changed)
 
 
 ALONE = msgspec.structs.replace(KNOWN, cores=2.0, prefill_seconds=1e-3, conduct_seconds=1e-5)

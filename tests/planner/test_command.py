@@ -3,8 +3,7 @@
 - a recipe and a model's config.json give the layouts as JSON with the keys that others read, best first;
 - the lengths are those of the demonstrations, those that a user names, or an assumption that is said;
 - the plan of a recipe's own layout goes into the folder of a run, begun or not; a run of another recipe refuses it;
-- mistakes are refused with what is allowed.
-"""
+- mistakes are refused with what is allowed."""
 
 import json
 from contextlib import closing

@@ -4,8 +4,7 @@
   products; tensor parallelism divides all of it and adds two reductions in each layer;
 - a training step is three forward passes, one more with activation checkpointing, and a share for the proximal policy;
   ranks divide it, and gather the parameters where that takes longer;
-- memory is that of weights, gradients, moments and activations on one side, of weights and KV cache on the other.
-"""
+- memory is that of weights, gradients, moments and activations on one side, of weights and KV cache on the other."""
 
 from dataclasses import replace
 

@@ -2,8 +2,7 @@
 
 - a named distribution has the mean that it is given, and the mean of what is cut off is known;
 - a file of lengths, and a run, give what they hold; groups stay together where they are known;
-- anything else is refused with what is allowed.
-"""
+- anything else is refused with what is allowed."""
 
 import json
 import random

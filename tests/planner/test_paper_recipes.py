@@ -2,8 +2,7 @@
 
 - `--dry-run` checks each against its model's config.json, and says the memory of a device on both sides;
 - models have the parameters that their weights have; three quarters of the devices generate;
-- the planner takes a recipe as it is.
-"""
+- the planner takes a recipe as it is."""
 
 import re
 from pathlib import Path

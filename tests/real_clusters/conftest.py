@@ -1,7 +1,5 @@
 """Runs on real clusters; minutes each, so they are no part of the other tests (`make test-clusters`)."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.launch.running import Laboratory

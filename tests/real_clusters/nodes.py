@@ -1,7 +1,5 @@
 """Real nodes of Ray on this machine, each a raylet with processes of its own: started, and killed as machines are."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,8 +1,5 @@
 """Whole runs whose only engine is behind a link that loses, delays, repeats and throttles packets, resets connections,
-or is cut for a while: no law is broken, no completion fails, the balance adds up, and nothing is left over.
-"""
-
-from __future__ import annotations
+or is cut for a while: no law is broken, no completion fails, the balance adds up, and nothing is left over."""
 
 import pytest
 

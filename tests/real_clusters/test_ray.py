@@ -4,10 +4,7 @@
   starts an agent elsewhere, whose engine serves at once. No trajectory is lost, none is trained twice.
 - `stretto scale` lets engines come and go while the run goes on.
 - The head node killed: the run ends with the name of what it has lost, and goes on elsewhere from a copy of its folder.
-- A cluster that is not there, or too small, is refused before any role starts; `--ray local` starts one for the run.
-"""
-
-from __future__ import annotations
+- A cluster that is not there, or too small, is refused before any role starts; `--ray local` starts one for the run."""
 
 import shutil
 import signal

@@ -1,11 +1,9 @@
 """Servers of vLLM and SGLang as their packages are, on this machine's processor; one of each for all tests.
 
 Their environments are made once, in the user's cache (`benchmarks.peers.environment`). Where a package cannot be
-installed, the tests of that make are skipped, with the installer's last words.
-"""
+installed, the tests of that make are skipped, with the installer's last words."""
 
-from __future__ import annotations
-
+import inspect
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +17,17 @@ from tests.launch.running import laboratory as laboratory
 from tests.real_engines.serving import BUILT, Installed, RealServer
 
 collect_ignore = ["verifiers_client.py", "spoilt"]  # run in the environments of verifiers, vLLM and SGLang
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in the event loop of its server."""
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    servers = [one for one in given.values() if isinstance(one, RealServer)]
+    if not (servers and inspect.iscoroutinefunction(pyfuncitem.obj)):
+        return None
+    servers[0].run(pyfuncitem.obj(**given))
+    return True
 
 
 @pytest.fixture(scope="session", params=["vllm", "sglang"])

@@ -1,7 +1,5 @@
 """What transformers, in float32, says of a server's tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import groupby
 from typing import Any

@@ -1,9 +1,6 @@
 """Promises: SGLang as its package is receives versions by a collective (gloo, on this machine's processor), stamps them
 on its tokens, and gives these the log-probabilities of the version's weights, to 1e-4. It proves each version by the
-canary, every tensor compared; what is spoilt on the way is refused, in float32 and bfloat16.
-"""
-
-from __future__ import annotations
+canary, every tensor compared; what is spoilt on the way is refused, in float32 and bfloat16."""
 
 import secrets
 from collections.abc import Mapping
@@ -32,12 +29,12 @@ REQUEST = GenerateRequest("r", PROMPT, (0,), Sampling(max_tokens=LENGTH))
 
 
 @pytest.mark.parametrize("installed", ["sglang"], indirect=True)
-def test_versions_that_were_broadcast_are_those_that_the_server_samples_with(
+async def test_versions_that_were_broadcast_are_those_that_the_server_samples_with(
     server: RealServer, tmp_path: Path
 ) -> None:
     plain: Any = AutoModelForCausalLM.from_pretrained(server.policy, dtype=torch.float32).eval()
     models = {version: shaken(plain, version) for version in (41, 42)}
-    for version, completion in server.run(sampled_after_each(server, models, tmp_path)).items():
+    for version, completion in (await sampled_after_each(server, models, tmp_path)).items():
         assert completion.versions == (version,) * LENGTH
         assert float(scoring.recomputed(models, REQUEST, completion).max()) < TOLERANCE
 
@@ -58,10 +55,14 @@ class Reads:
         return tensors
 
 
-async def _proven(server: RealServer, reads: Reads) -> None:
-    http = JsonServer(server.kind, server.address, seconds=60.0, token_seconds=60.0)
-    wire = SglangByBroadcast(http, 60.0, server.address, "gloo")
-    async with training(server, wire=wire) as (trainer, _):
+@pytest.mark.parametrize("installed", ["sglang"], indirect=True)
+async def test_versions_that_were_broadcast_are_proven_and_spoilt_ones_refused(
+    either_server: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective, "_read", reads := Reads())
+    http = JsonServer(either_server.kind, either_server.address, seconds=60.0, token_seconds=60.0)
+    wire = SglangByBroadcast(http, 60.0, either_server.address, "gloo")
+    async with training(either_server, wire=wire) as (trainer, _):
         for how in SPOILT:
             proof = await trainer.advance()
             assert proof.compared == proof.tensors > 0
@@ -69,14 +70,6 @@ async def _proven(server: RealServer, reads: Reads) -> None:
             assert (await trainer.refused()).evidence == ALONE.get(how, trainer.newest.evidence) != "", how
             reads.spoil = None
         await trainer.advance()
-
-
-@pytest.mark.parametrize("installed", ["sglang"], indirect=True)
-def test_versions_that_were_broadcast_are_proven_and_spoilt_ones_refused(
-    either_server: RealServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collective, "_read", reads := Reads())
-    either_server.run(_proven(either_server, reads))
 
 
 async def sampled_after_each(

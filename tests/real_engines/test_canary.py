@@ -7,10 +7,7 @@
   file, a tensor that is skipped, scaled, swapped with another or rounded, the least bit flipped behind every check, a
   load that never happened, a lying version. In float32 the score alone shows it too.
 - Entries of earlier weights in the cache are refused; where a server has no such cache, that is shown.
-- Afterwards an honest load is proven.
-"""
-
-from __future__ import annotations
+- Afterwards an honest load is proven."""
 
 from pathlib import Path
 from typing import Any
@@ -36,22 +33,27 @@ async def proven(server: RealServer, updates: int) -> None:
     assert (trainer.said, trainer.proving.record.refused) == ([], 0)
 
 
-def test_honest_updates_are_proven(either_server: RealServer) -> None:
-    either_server.run(proven(either_server, UPDATES))
+async def test_honest_updates_are_proven(either_server: RealServer) -> None:
+    await proven(either_server, UPDATES)
 
 
-async def _sabotaged(server: RealServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(server) as (trainer, served):
-        loads = Loads(served._make.load, folder)
+async def _nothing(*arguments: object, **settings: object) -> None: ...
+
+
+async def test_what_goes_wrong_in_a_load_is_refused_and_what_goes_well_is_proven(
+    either_server: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with training(either_server) as (trainer, served):
+        loads = Loads(served._make.load, tmp_path / "spoilt")
         monkeypatch.setattr(served._make, "load", loads)
         await trainer.advance()
         for name, spoil in SPOILT.items():
             await trainer.advance()
             loads.spoil = spoil
             proof = await trainer.refused()
-            assert proof.compared == proof.tensors == len(load_file(server.policy / "model.safetensors"))
+            assert proof.compared == proof.tensors == len(load_file(either_server.policy / "model.safetensors"))
             assert proof.evidence == ALONE.get(name, proof.evidence) != "", name
-            if server.dtype == "float32" and name != "a bit flipped":
+            if either_server.dtype == "float32" and name != "a bit flipped":
                 assert proof.distance > 3 * proof.tolerance, name
             loads.spoil = None
         with monkeypatch.context() as patch:  # the order to load is never carried out
@@ -60,39 +62,16 @@ async def _sabotaged(server: RealServer, folder: Path, monkeypatch: pytest.Monke
         await trainer.advance()
 
 
-async def _nothing(*arguments: object, **settings: object) -> None: ...
-
-
-def test_what_goes_wrong_in_a_load_is_refused_and_what_goes_well_is_proven(
-    either_server: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    either_server.run(_sabotaged(either_server, tmp_path / "spoilt", monkeypatch))
-
-
-async def _lying(server: RealServer) -> None:
-    async with training(server) as (trainer, _):
+@pytest.mark.parametrize("installed", ["vllm"], indirect=True)
+async def test_what_goes_wrong_in_a_servers_own_memory_is_refused(either_server: RealServer) -> None:
+    """It says that it has loaded the version and has not; a bit of a layer flips when all is loaded."""
+    async with training(either_server) as (trainer, _):
         await trainer.advance()
-        with server.loads_spoilt("old"):
+        with either_server.loads_spoilt("old"):
             assert (await trainer.refused()).evidence
         await trainer.advance()
-        with server.loads_spoilt("flipped", DOWN.removesuffix(".weight")):
+        with either_server.loads_spoilt("flipped", DOWN.removesuffix(".weight")):
             assert (await trainer.refused()).evidence == DOWN
-        await trainer.advance()
-
-
-@pytest.mark.parametrize("installed", ["vllm"], indirect=True)
-def test_what_goes_wrong_in_a_servers_own_memory_is_refused(either_server: RealServer) -> None:
-    """It says that it has loaded the version and has not; a bit of a layer flips when all is loaded."""
-    either_server.run(_lying(either_server))
-
-
-async def _stale_cache(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(server) as (trainer, _):
-        await trainer.advance()
-        with monkeypatch.context() as patch:
-            patch.setattr(VllmServer, "pause", _keeps_the_cache)
-            proof = await trainer.refused()
-            assert (proof.evidence, proof.compared) == ("", proof.tensors), "its weights are right"
         await trainer.advance()
 
 
@@ -101,42 +80,44 @@ async def _keeps_the_cache(self: VllmServer, *, keep: bool) -> None:
 
 
 @pytest.mark.parametrize("installed", ["vllm"], indirect=True)
-def test_entries_of_earlier_weights_in_a_cache_are_refused(
+async def test_entries_of_earlier_weights_in_a_cache_are_refused(
     either_server: RealServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    either_server.run(_stale_cache(either_server, monkeypatch))
+    async with training(either_server) as (trainer, _):
+        await trainer.advance()
+        with monkeypatch.context() as patch:
+            patch.setattr(VllmServer, "pause", _keeps_the_cache)
+            proof = await trainer.refused()
+            assert (proof.evidence, proof.compared) == ("", proof.tensors), "its weights are right"
+        await trainer.advance()
 
 
-async def _cached(server: RealServer) -> list[int]:
+@pytest.mark.parametrize("installed", ["sglang"], indirect=True)
+async def test_sglang_has_no_cache_that_could_outlive_its_weights_on_a_processor(server: RealServer) -> None:
+    """A prompt that it has had is computed anew each time: `--disable-radix-cache`, without which it does not start."""
     order = {
         "input_ids": list(TEXT) * 4,
         "sampling_params": {"max_new_tokens": 2, "temperature": 1.0, "ignore_eos": True},
     }
     async with engine(server, "recompute") as (served, _):
         make: Any = served._make
-        return [(await make._http.exchange("POST", "/generate", order))["meta_info"]["cached_tokens"] for _ in range(3)]
+        told = [await make._http.exchange("POST", "/generate", order) for _ in range(3)]
+        assert [one["meta_info"]["cached_tokens"] for one in told] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("installed", ["sglang"], indirect=True)
-def test_sglang_has_no_cache_that_could_outlive_its_weights_on_a_processor(server: RealServer) -> None:
-    """A prompt that it has had is computed anew each time: `--disable-radix-cache`, without which it does not start."""
-    assert server.run(_cached(server)) == [0, 0, 0]
-
-
-async def _kept(server: RealServer) -> None:
-    async with training(server, "keep") as (trainer, _):
+async def test_versions_are_proven_where_the_cache_is_kept(either_server: RealServer) -> None:
+    async with training(either_server, "keep") as (trainer, _):
         for _ in range(5):
             proof = await trainer.advance()
             assert proof.compared == proof.tensors > 0
     assert trainer.proving.record.refused == 0
 
 
-def test_versions_are_proven_where_the_cache_is_kept(either_server: RealServer) -> None:
-    either_server.run(_kept(either_server))
-
-
-async def _agreeing(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(server) as (trainer, served):
+async def test_tokens_that_a_server_has_sampled_are_those_of_the_forward_that_it_has_proven(
+    either_server: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes them again before it loads the next version, where nobody else has compared any."""
+    async with training(either_server) as (trainer, served):
         agreements = list[Agreement]()
         monkeypatch.setattr(trainer.proving, "agreed", lambda found, judge: agreements.extend(found))
         await trainer.advance()
@@ -146,30 +127,19 @@ async def _agreeing(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None
             await trainer.advance()
             assert trainer.version <= 4, "it is asked once nothing was compared for two versions"
         assert agreements[0].tokens >= 32
-        assert agreements[0].error < AGREEING[server.dtype] / 2
+        assert agreements[0].error < AGREEING[either_server.dtype] / 2
         assert not stream.broken
         served.close("r")
 
 
-def test_tokens_that_a_server_has_sampled_are_those_of_the_forward_that_it_has_proven(
-    either_server: RealServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It computes them again before it loads the next version, where nobody else has compared any."""
-    either_server.run(_agreeing(either_server, monkeypatch))
-
-
-async def _coarser(server: RealServer) -> None:
-    async with training(server) as (trainer, served):
+async def test_a_coarser_server_is_compared_with_what_was_published_in_its_type(coarse_server: RealServer) -> None:
+    async with training(coarse_server) as (trainer, served):
         trainer._publish._publisher._dtype = None  # as in a run that has engines of float32 too
         for _ in range(3):
             proof = await trainer.advance()
             assert proof.compared == proof.tensors > 0
-        loads = Loads(served._make.load, server.spoilt.with_suffix(".folder"))
+        loads = Loads(served._make.load, coarse_server.spoilt.with_suffix(".folder"))
         served._make.load = loads  # type: ignore[method-assign]
         await trainer.advance()
         loads.spoil = SPOILT["one tensor skipped"]
         assert (await trainer.refused()).evidence == DOWN
-
-
-def test_a_coarser_server_is_compared_with_what_was_published_in_its_type(coarse_server: RealServer) -> None:
-    coarse_server.run(_coarser(coarse_server))

@@ -4,10 +4,7 @@ record (`benchmarks/results/logprob-distribution.json`), in float32 and in bfloa
 What is likeliest in a server that was started with a trained policy, as a run writes it, is so in transformers.
 
 A part of the fixed set, scored at once and sampled over the cache: neither the mean nor a single token is more than one
-bit farther than the farthest on record of the same make and type, in units of rounding.
-"""
-
-from __future__ import annotations
+bit farther than the farthest on record of the same make and type, in units of rounding."""
 
 from pathlib import Path
 from typing import Any
@@ -29,17 +26,13 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Measuring:
     return Measuring(MODEL, folder, TEXTS)
 
 
-async def _found(server: RealServer, measuring: Measuring) -> list[str]:
+async def test_a_server_is_as_near_to_the_trainer_as_on_record(either_server: RealServer, measuring: Measuring) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(measuring.folder, dtype=torch.float32)
-    async with engine(server, "recompute") as (served, publish):
+    async with engine(either_server, "recompute") as (served, publish):
         publish(1, model)
         await served.update(1)
-        found = await measuring.of_server(server.kind, server.dtype, served._make)
-    return [line for one in found for line in beyond(one, on_record())]
-
-
-def test_a_server_is_as_near_to_the_trainer_as_on_record(either_server: RealServer, measuring: Measuring) -> None:
-    assert either_server.run(_found(either_server, measuring)) == []
+        found = await measuring.of_server(either_server.kind, either_server.dtype, served._make)
+    assert [line for one in found for line in beyond(one, on_record())] == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

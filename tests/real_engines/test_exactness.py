@@ -4,10 +4,7 @@
 
 - "recompute": under its version alone, prompt and all tokens before it included;
 - "keep": over the cache that the versions before have left, which is how it was sampled;
-- under a temperature that is not 1, and, by vLLM, in the renormalised distribution of top_k and top_p.
-"""
-
-from __future__ import annotations
+- under a temperature that is not 1, and, by vLLM, in the renormalised distribution of top_k and top_p."""
 
 from collections.abc import Callable
 from itertools import cycle, pairwise

@@ -11,8 +11,6 @@ In `clients/` a server's worker, its main process and the adapter are killed: a 
 behind the tokens that were journalled, nothing is lost or trained twice, and no process of a server outlives the run.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Promise: a load of vLLM or SGLang that takes ten times its deadline and goes on is waited for, and ordered once; one
 that stands still is named after its deadline."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from pathlib import Path
@@ -68,9 +66,9 @@ async def _slow(server: RealServer) -> None:
         await patient.close()
 
 
-def test_a_load_that_goes_on_is_waited_for_and_one_that_stands_still_is_named(server: RealServer) -> None:
+async def test_a_load_that_goes_on_is_waited_for_and_one_that_stands_still_is_named(server: RealServer) -> None:
     try:
-        server.run(_slow(server))
+        await _slow(server)
     finally:
         for file in server.policy.glob("*.advance"):
             file.unlink()

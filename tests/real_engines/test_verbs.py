@@ -1,8 +1,6 @@
 """`stretto.Engine` with vLLM and SGLang behind it: what is sampled scores again as it was sampled, by the engine and by
 a trainer, under the weights of the folder and under those of an update."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

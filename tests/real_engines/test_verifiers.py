@@ -1,8 +1,6 @@
 """Promise: the training client of verifiers, which is written for vLLM, gets from `stretto serve` the token ids and the
 log-probabilities that the engine samples, unchanged."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trainer beside a real server: versions that are published, loaded and proven, and loads that go wrong unseen."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager

@@ -1,8 +1,6 @@
 """The environment of Tinker's SDK and cookbook; a model with the name of one they know; data of the names that the
 cookbook loads, in folders beside it, so that its programs run as they are and without a network."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

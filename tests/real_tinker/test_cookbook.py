@@ -1,10 +1,7 @@
 """Programs of Tinker's cookbook, unchanged, before a server of ours: they run, and their curves rise.
 
 Supervised ones begin with random weights, those that learn from rewards with a model that has seen demonstrations
-(`conftest.warm_up`).
-"""
-
-from __future__ import annotations
+(`conftest.warm_up`)."""
 
 import json
 from statistics import mean

@@ -1,7 +1,5 @@
 """Tinker's SDK as published, and its command line, before a server of ours."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

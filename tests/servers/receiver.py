@@ -1,9 +1,6 @@
 """A server that receives weights, as small as it can be: the orders that SGLang and vLLM document, over HTTP, and its
 own end of the group on gloo, made as SGLang makes it. ``python receiver.py FILE`` prints its port; each update that
-ends writes its tensors to FILE.
-"""
-
-from __future__ import annotations
+ends writes its tensors to FILE."""
 
 import json
 import sys

@@ -1,9 +1,6 @@
 """The law of an engine over another server, in any order of submitting, sampling, delivering, updating and closing: the
 stamp of every token is the version that sampled it, no token is lost or comes twice, what was told of unfinished
-completions is part of the finished ones, and the counters balance.
-"""
-
-from __future__ import annotations
+completions is part of the finished ones, and the counters balance."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,90 +1,36 @@
 """Promises: a server gets the tensors of a version by a group of two real processes, to the bit and in the orders that
 its make documents; a server that says no, does not join or dies in the middle is an error within the bound, never a
-wait without end; a server that has left can join again.
-"""
-
-from __future__ import annotations
+wait without end; a server that has left can join again."""
 
 import asyncio
-import http.client
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-import tests.servers.receiver as receiver
 from stretto.core.errors import DeadlineExceeded, EngineLost, WireError
 from stretto_servers import broadcast
 from stretto_servers.broadcast import Broadcast, Orders, SglangOrders, VllmOrders
+from tests.servers.conftest import Receiving
 
 SGLANG = SglangOrders("one", "gloo")
 
 
-class Server:
-    """The receiver's process."""
-
-    def __init__(self, file: Path) -> None:
-        command = [sys.executable, receiver.__file__, str(file)]
-        self.file, self.process = file, subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline())
-        self.orders: list[str] = []
-
-    async def post(self, path: str, order: Mapping[str, object] | None) -> Any:
-        self.orders.append(path)
-        return await asyncio.to_thread(self._post, path, order)
-
-    def _post(self, path: str, order: Mapping[str, object] | None) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            connection.request("POST", path, json.dumps(order))
-            response = connection.getresponse()
-            reply = json.loads(response.read())
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineLost("engine-0", f"does not answer ({error})") from error
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise WireError(reply["message"])
-        return reply
-
-    def received(self) -> tuple[str, dict[str, Tensor]]:
-        with safe_open(self.file, "pt") as file:
-            return file.metadata()["version"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=20)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("received") / "received.safetensors")
-    yield made
-    made.end()
-
-
 @pytest.fixture
-def server(shared: Server) -> Server:
-    """One process for all: its start is an import of torch. Tests that break their group have one of their own name."""
+def server(shared: Receiving) -> Receiving:
+    """Tests that break their group have one of their own name."""
     shared.orders.clear()
     shared.file.unlink(missing_ok=True)
     return shared
 
 
-def to(server: Server, orders: Orders = SGLANG, seconds: float = 30.0) -> Broadcast:
+def to(server: Receiving, orders: Orders = SGLANG, seconds: float = 30.0) -> Broadcast:
     return Broadcast("engine-0", server.post, orders, host="127.0.0.1", ranks=1, seconds=seconds)
 
 
@@ -97,28 +43,22 @@ def tensors(value: float) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("orders", [SGLANG, VllmOrders()], ids=["sglang", "vllm"])
-def test_two_versions_arrive_to_the_bit_in_buckets(
-    orders: Orders, server: Server, monkeypatch: pytest.MonkeyPatch
+async def test_two_versions_arrive_to_the_bit_in_buckets_and_two_more_when_the_server_has_left_and_joined_again(
+    orders: Orders, server: Receiving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broadcast, "_BUCKET", 850)  # the embedding has 800 bytes, the others 48 and 32
-
-    async def run() -> None:
+    for life in ((7, 8), (9, 10)):
         ours = to(server, orders)
         await ours.open()
-        for version in (7, 8):
+        for version in life:
             await ours.send(version, tensors(version))
             told, got = server.received()
-            assert told == str(version)
-            assert got.keys() == tensors(0).keys()
+            assert (told, got.keys()) == (str(version), tensors(0).keys())
             assert all(torch.equal(got[name], tensor) for name, tensor in tensors(version).items())
         await ours.close()
-
-    asyncio.run(run())
-    join, begin, receive, end, leave = (
-        path
-        for path, _ in (orders.join("", 0, 2), orders.begin(), orders.receive([], 1), orders.end(1), orders.leave())
-    )
-    assert server.orders == [join, *[begin, receive, receive, end] * 2, leave]
+    named = (orders.join("", 0, 2), orders.begin(), orders.receive([], 1), orders.end(1), orders.leave())
+    join, begin, receive, end, leave = (path for path, _ in named)
+    assert server.orders == [join, *[begin, receive, receive, end] * 2, leave] * 2
 
 
 def test_the_orders_are_those_that_the_makes_document() -> None:
@@ -145,41 +85,25 @@ def test_the_orders_are_those_that_the_makes_document() -> None:
     )
 
 
-def test_a_server_that_has_left_can_join_again(server: Server) -> None:
-    async def run() -> None:
-        for version in (1, 2):
-            ours = to(server, SglangOrders("twice", "gloo"))
-            await ours.open()
-            await ours.send(version, tensors(version))
-            await ours.close()
-
-    asyncio.run(run())
-    assert server.received()[0] == "2"
+class Forgetful(SglangOrders):
+    def begin(self) -> broadcast.Order:
+        return "/nothing", {}
 
 
-def test_a_server_that_says_no_is_an_error_at_once(server: Server) -> None:
+async def test_a_server_that_says_no_is_an_error_at_once(server: Receiving) -> None:
     """Our half of the collective would wait for it."""
-
-    class Forgetful(SglangOrders):
-        def begin(self) -> broadcast.Order:
-            return "/nothing", {}
-
-    async def run() -> float:
-        ours = to(server, Forgetful("broken", "gloo"), seconds=3.0)
-        await ours.open()
-        start = time.monotonic()
-        with pytest.raises(WireError, match="must run between begin and end"):
-            await ours.send(7, {"large": torch.zeros(4 << 20)})
-        return time.monotonic() - start
-
-    assert asyncio.run(run()) < 2.0
+    ours = to(server, Forgetful("broken", "gloo"), seconds=3.0)
+    await ours.open()
+    start = time.monotonic()
+    with pytest.raises(WireError, match="must run between begin and end"):
+        await ours.send(7, {"large": torch.zeros(4 << 20)})
+    assert time.monotonic() - start < 2.0
     assert not server.file.exists()
 
 
-def test_a_server_that_dies_in_the_middle_is_lost(tmp_path: Path) -> None:
-    server = Server(tmp_path / "received.safetensors")
-
-    async def run() -> None:
+async def test_a_server_that_dies_in_the_middle_is_lost(tmp_path: Path) -> None:
+    server = Receiving(tmp_path / "received.safetensors")
+    try:
         ours = to(server, SglangOrders("lost", "gloo"), seconds=10.0)
         await ours.open()
         os.kill(server.process.pid, signal.SIGSTOP)
@@ -188,17 +112,14 @@ def test_a_server_that_dies_in_the_middle_is_lost(tmp_path: Path) -> None:
         server.process.kill()
         with pytest.raises(EngineLost, match="engine-0"):
             await sending
-
-    try:
-        asyncio.run(run())
     finally:
         server.end()
 
 
-def test_a_server_that_does_not_join_meets_the_bound() -> None:
+async def test_a_server_that_does_not_join_meets_the_bound() -> None:
     async def silent(path: str, order: Mapping[str, object] | None) -> Any:
         await asyncio.Event().wait()
 
     ours = Broadcast("engine-0", silent, SglangOrders("silent", "gloo"), host="127.0.0.1", ranks=1, seconds=0.5)
     with pytest.raises((EngineLost, DeadlineExceeded), match="join"):
-        asyncio.run(ours.open())
+        await ours.open()

@@ -1,12 +1,7 @@
 """Promises of weights by a collective: a server gets every tensor of a version to the bit, version after version, also
-after an adapter that was killed in the middle; one whose ranks a group cannot have is refused, and gets nothing.
-"""
-
-from __future__ import annotations
+after an adapter that was killed in the middle; one whose ranks a group cannot have is refused, and gets nothing."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,39 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tests.servers.receiver as receiver
 from stretto.core.errors import RefusedRequest, WireError
 from stretto_servers.collective import SglangByBroadcast
 from stretto_servers.http import JsonServer
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Of a publication."""
-    place = tmp_path / "policy"
-    place.mkdir()
-    return place
+from tests.servers.conftest import Receiving
 
 
 def adapter(port: int) -> SglangByBroadcast:
     address = f"127.0.0.1:{port}"
     http = JsonServer("engine-0", address, seconds=30.0, token_seconds=30.0)
     return SglangByBroadcast(http, 30.0, address, "gloo")
-
-
-@contextmanager
-def receiving(file: Path) -> Iterator[int]:
-    """A server in a process of its own; its port."""
-    words = [sys.executable, receiver.__file__, str(file)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield int(process.stdout.readline())
-        finally:
-            process.kill()
 
 
 @contextmanager
@@ -64,11 +39,6 @@ def answering(file: Path, **ranks: int) -> Iterator[int]:
             thread.join()
 
 
-def received(at: Path) -> tuple[str, dict[str, torch.Tensor]]:
-    with safe_open(at, "pt") as file:
-        return file.metadata()["version"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
 def tensors(version: int) -> dict[str, torch.Tensor]:
     return {"embed": torch.full((5, 8), version, dtype=torch.bfloat16), "norm": torch.arange(8.0) - version}
 
@@ -78,33 +48,30 @@ def publish(folder: Path, version: int) -> Path:
     return folder
 
 
-def test_every_version_arrives_to_the_bit_and_after_a_killed_adapter_too(tmp_path: Path, folder: Path) -> None:
+async def test_every_version_arrives_to_the_bit_and_after_a_killed_adapter_too(
+    tmp_path: Path, shared: Receiving
+) -> None:
     async def load(sender: SglangByBroadcast, version: int) -> None:
-        await sender.load(publish(folder, version), version, keep=False)
-        told, got = received(tmp_path / "received")
+        await sender.load(publish(tmp_path, version), version, keep=False)
+        told, got = shared.received()
         assert (told, got.keys()) == (str(version), tensors(version).keys())
         assert all(torch.equal(got[name], tensor) for name, tensor in tensors(version).items())
 
-    async def run(port: int) -> None:
-        killed, second, third = (adapter(port) for _ in range(3))
-        for version in (7, 8):
-            await load(killed, version)
-        await killed._post("/begin_weight_update", {})
-        await load(second, 9)
-        await second.close()
-        await load(third, 10)
-        await third.close()
-
-    with receiving(tmp_path / "received") as port:
-        asyncio.run(run(port))
+    killed, second, third = (adapter(shared.port) for _ in range(3))
+    for version in (7, 8):
+        await load(killed, version)
+    await killed._post("/begin_weight_update", {})
+    for version, sender in ((9, second), (10, third)):
+        await load(sender, version)
+        await sender.close()
 
 
-def test_a_server_whose_ranks_are_not_those_of_a_group_is_refused(tmp_path: Path, folder: Path) -> None:
+def test_a_server_whose_ranks_are_not_those_of_a_group_is_refused(tmp_path: Path) -> None:
     with (
         answering(tmp_path / "received", tp_size=1, dp_size=2) as port,
         pytest.raises(WireError, match="engine-0 has dp_size 2: a broadcast reaches tensor parallel ranks alone"),
     ):
-        asyncio.run(adapter(port).load(publish(folder, 7), 7, keep=False))
+        asyncio.run(adapter(port).load(publish(tmp_path, 7), 7, keep=False))
     assert not (tmp_path / "received").exists()
 
 

@@ -1,14 +1,11 @@
 """Promises of an engine over another server: every token has the stamp of the version that sampled it, through updates
 of both kinds; none is lost or comes twice; another engine goes on behind what is told; what is not certain is not told.
 
-The server is a small real one, whose tokens say of themselves which version sampled them (`toy.assert_law`).
-"""
-
-from __future__ import annotations
+The server is a small real one, whose tokens say of themselves which version sampled them (`toy.assert_law`)."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,11 +17,14 @@ from stretto_servers.engine import ExternalEngine
 from stretto_servers.make import Occupancy
 from tests.servers.toy import (
     CONTEXT,
+    OnUpdate,
     Publications,
     ToyServer,
     assert_law,
+    at,
     completions_of,
     engine_over,
+    in_steps,
     logprob_of,
     play,
     request,
@@ -41,78 +41,58 @@ def prompt_of(name: str) -> tuple[int, ...]:
     return request(name).prompt_token_ids
 
 
-def test_completions_are_the_servers_tokens_with_the_loaded_version() -> None:
-    async def scenario() -> None:
-        server = ToyServer()
-        engine = engine_over(server)
-        await at_version(engine, 3)
-        found = await completions_of(server, engine.submit_all([request("ab", completions=3)]))
-        assert [completion.member for completion in found] == [0, 1, 2]
-        for completion in found:
-            assert_law(prompt_of("ab"), completion)
-            assert set(completion.versions) == {3}
-        assert [asked.seed for asked in server.asked] == [50, 50, 51]  # halves, since servers take 63 bits
-
-    asyncio.run(scenario())
+async def test_completions_are_the_servers_tokens_with_the_loaded_version() -> None:
+    server, engine = await at(3)
+    found = await completions_of(server, engine.submit_all([request("ab", completions=3)]))
+    assert [completion.member for completion in found] == [0, 1, 2]
+    for completion in found:
+        assert_law(prompt_of("ab"), completion)
+        assert set(completion.versions) == {3}
+    assert [asked.seed for asked in server.asked] == [50, 50, 51]  # halves, since servers take 63 bits
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
-def test_each_token_has_the_version_that_sampled_it_through_several_updates(
-    on_update: Literal["recompute", "keep"],
+async def test_each_token_has_the_version_that_sampled_it_through_several_updates(
+    on_update: OnUpdate,
 ) -> None:
-    async def scenario() -> None:
-        server = ToyServer()
-        engine = engine_over(server, on_update)
-        await at_version(engine, 0)
-        stream = engine.submit_all([request("kl", max_tokens=9)])
-        for version in (1, 2, 5):
-            await play(server, rounds=2)
-            await at_version(engine, version)
-        (found,) = await completions_of(server, stream)
-        assert found.versions == (0, 0, 1, 1, 2, 2, 5, 5, 5)
-        assert found.interrupted == 3
-        assert_law(prompt_of("kl"), found)
-
-    asyncio.run(scenario())
+    server, engine = await at(0, on_update)
+    stream = engine.submit_all([request("kl", max_tokens=9)])
+    for version in (1, 2, 5):
+        await play(server, rounds=2)
+        await at_version(engine, version)
+    (found,) = await completions_of(server, stream)
+    assert found.versions == (0, 0, 1, 1, 2, 2, 5, 5, 5)
+    assert found.interrupted == 3
+    assert_law(prompt_of("kl"), found)
 
 
-def test_a_recompute_asks_again_behind_the_tokens_with_another_seed() -> None:
-    async def scenario() -> None:
-        server = ToyServer()
-        engine = engine_over(server)
-        await at_version(engine, 0)
-        engine.submit_all([request("cd", max_tokens=9)])
-        await play(server, count=4)
-        await at_version(engine, 1)
-        await settle()
-        first, second = server.asked
-        assert second.token_ids[: len(first.token_ids)] == first.token_ids
-        assert len(second.token_ids) == len(first.token_ids) + 4
-        assert (first.max_tokens, second.max_tokens) == (9, 5)
-        assert first.seed != second.seed
-        assert (await engine.health()).recomputed == 4
-
-    asyncio.run(scenario())
+async def test_a_recompute_asks_again_behind_the_tokens_with_another_seed() -> None:
+    server, engine = await at(0)
+    engine.submit_all([request("cd", max_tokens=9)])
+    await play(server, count=4)
+    await at_version(engine, 1)
+    await settle()
+    first, second = server.asked
+    assert second.token_ids[: len(first.token_ids)] == first.token_ids
+    assert len(second.token_ids) == len(first.token_ids) + 4
+    assert (first.max_tokens, second.max_tokens) == (9, 5)
+    assert first.seed != second.seed
+    assert (await engine.health()).recomputed == 4
 
 
-def test_tokens_whose_first_ones_arrive_after_an_update_began_are_asked_for_again() -> None:
-    async def scenario() -> None:
-        server = ToyServer(steps=True)
-        engine = engine_over(server)
-        server.version = engine.version = 0
-        stream = engine.submit_all([request("ab", max_tokens=5)])
-        await settle()
-        server.sample(2)  # by version 0, and on their way
-        update = asyncio.create_task(engine.update(1))
-        await let_on(server, update, deliver=False)
-        server.deliver()  # when version 1 is loaded
-        (found,) = await completions_of(server, stream)
-        assert found.versions == (1, 1, 1, 1, 1)
-        assert found.interrupted == 0
-        assert_law(prompt_of("ab"), found)
-        assert len(server.asked) == 2
-
-    asyncio.run(scenario())
+async def test_tokens_whose_first_ones_arrive_after_an_update_began_are_asked_for_again() -> None:
+    server, engine = in_steps()
+    stream = engine.submit_all([request("ab", max_tokens=5)])
+    await settle()
+    server.sample(2)  # by version 0, and on their way
+    update = asyncio.create_task(engine.update(1))
+    await let_on(server, update, deliver=False)
+    server.deliver()  # when version 1 is loaded
+    (found,) = await completions_of(server, stream)
+    assert found.versions == (1, 1, 1, 1, 1)
+    assert found.interrupted == 0
+    assert_law(prompt_of("ab"), found)
+    assert len(server.asked) == 2
 
 
 async def let_on(server: ToyServer, update: asyncio.Task[Loaded], *, deliver: bool = True) -> None:
@@ -126,209 +106,143 @@ async def let_on(server: ToyServer, update: asyncio.Task[Loaded], *, deliver: bo
     await settle()
 
 
-def test_a_request_that_an_update_finds_blocked_is_served_by_the_new_version() -> None:
-    async def scenario() -> None:
-        server = ToyServer(steps=True)
-        engine = engine_over(server)
-        server.version = engine.version = 0
-        update = asyncio.create_task(engine.update(1))
-        while not server.waiting:
-            await asyncio.sleep(0.0005)
-        stream = engine.submit_all([request("ab", max_tokens=5)])
-        await play(server)
-        assert not server.asked  # weights are being loaded
-        await let_on(server, update)
-        (found,) = await completions_of(server, stream)
-        assert set(found.versions) == {1}
-        assert found.interrupted == 0
-
-    asyncio.run(scenario())
+async def test_a_request_that_an_update_finds_blocked_is_served_by_the_new_version() -> None:
+    server, engine = in_steps()
+    update = asyncio.create_task(engine.update(1))
+    while not server.waiting:
+        await asyncio.sleep(0.0005)
+    stream = engine.submit_all([request("ab", max_tokens=5)])
+    await play(server)
+    assert not server.asked  # weights are being loaded
+    await let_on(server, update)
+    (found,) = await completions_of(server, stream)
+    assert set(found.versions) == {1}
+    assert found.interrupted == 0
 
 
-def test_with_keep_tokens_after_an_update_are_withheld_until_the_server_has_told_their_versions() -> None:
-    async def scenario() -> None:
-        server = ToyServer(steps=True)
-        engine = engine_over(server, "keep")
-        server.version = engine.version = 0
-        stream = engine.submit_all([request("ab", max_tokens=8)])
-        await play(server, count=2)
-        server.sample(1)  # the third token is sampled by version 0 and arrives after the update
-        update = asyncio.create_task(engine.update(4))
-        await let_on(server, update, deliver=False)
-        await play(server, count=3)
-        assert engine.partials({"ab": [1]})["ab"][0].versions == (0,)
-        assert engine.partials({"ab": [2]}) == {}
-        (found,) = await completions_of(server, stream)
-        assert found.versions == (0, 0, 0, 4, 4, 4, 4, 4)
-        assert found.interrupted == 1
-        assert_law(prompt_of("ab"), found)
-        assert len(server.asked) == 1
-
-    asyncio.run(scenario())
+async def test_with_keep_tokens_after_an_update_are_withheld_until_the_server_has_told_their_versions() -> None:
+    server, engine = in_steps("keep")
+    stream = engine.submit_all([request("ab", max_tokens=8)])
+    await play(server, count=2)
+    server.sample(1)  # the third token is sampled by version 0 and arrives after the update
+    update = asyncio.create_task(engine.update(4))
+    await let_on(server, update, deliver=False)
+    await play(server, count=3)
+    assert engine.partials({"ab": [1]})["ab"][0].versions == (0,)
+    assert engine.partials({"ab": [2]}) == {}
+    (found,) = await completions_of(server, stream)
+    assert found.versions == (0, 0, 0, 4, 4, 4, 4, 4)
+    assert found.interrupted == 1
+    assert_law(prompt_of("ab"), found)
+    assert len(server.asked) == 1
 
 
-def test_another_engine_goes_on_behind_what_is_told() -> None:
-    async def scenario() -> None:
-        server, other = ToyServer(), ToyServer()
-        engine, next_engine = engine_over(server), engine_over(other)
-        await at_version(engine, 0)
-        await at_version(next_engine, 2)
-        engine.submit_all([request("ab", completions=2, max_tokens=9)])
-        await play(server, count=4)
-        known = engine.partials({"ab": [0, 0]})["ab"]
-        assert [len(known[member].token_ids) for member in (0, 1)] == [4, 4]
-        assert engine.partials({"ab": [3, 4]})["ab"].keys() == {0}
-        engine.close("ab")
-        prefixes = (known[0], Segment())
-        stream = next_engine.submit_all([request("ab", completions=2, max_tokens=9, prefixes=prefixes)])
-        found = await completions_of(other, stream)
-        assert found[0].versions == (0,) * 4 + (2,) * 5
-        assert found[1].versions == (2,) * 9
-        for completion in found:
-            assert_law(prompt_of("ab"), completion)
-        assert len({asked.seed for asked in (*server.asked, *other.asked)}) == 2  # 100 and 101 halved; one behind four
-
-    asyncio.run(scenario())
+async def test_another_engine_goes_on_behind_what_is_told() -> None:
+    (server, engine), (other, next_engine) = await at(0), await at(2)
+    engine.submit_all([request("ab", completions=2, max_tokens=9)])
+    await play(server, count=4)
+    known = engine.partials({"ab": [0, 0]})["ab"]
+    assert [len(known[member].token_ids) for member in (0, 1)] == [4, 4]
+    assert engine.partials({"ab": [3, 4]})["ab"].keys() == {0}
+    engine.close("ab")
+    prefixes = (known[0], Segment())
+    stream = next_engine.submit_all([request("ab", completions=2, max_tokens=9, prefixes=prefixes)])
+    found = await completions_of(other, stream)
+    assert found[0].versions == (0,) * 4 + (2,) * 5
+    assert found[1].versions == (2,) * 9
+    for completion in found:
+        assert_law(prompt_of("ab"), completion)
+    assert len({asked.seed for asked in (*server.asked, *other.asked)}) == 2  # 100 and 101 halved; one behind four
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
 @pytest.mark.parametrize("updated", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(
-    on_update: Literal["recompute", "keep"], updated: bool, count: int
+async def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(
+    on_update: OnUpdate, updated: bool, count: int
 ) -> None:
-    async def scenario() -> None:
-        tokens, version = list(prompt_of("ab")), 0
-        for place in range(6):
-            version = 1 if updated and place >= 2 else 0
-            tokens.append(token_after(tokens, version))
-        text = "".join(chr(ord("A") + token) for token in tokens[-2:])
-        server = ToyServer()
-        engine = engine_over(server, on_update)
-        await at_version(engine, 0)
-        stream = engine.submit_all([request("ab", stop=(text,))])
-        if updated:
-            await play(server, count=2)
-            await at_version(engine, 1)
-        await play(server, count=count)
-        (found,) = await completions_of(server, stream)
-        assert found.token_ids == tuple(tokens[2:])
-        assert found.stop_reason is StopReason.STOP
-        assert_law(prompt_of("ab"), found)
-        await settle()
-        assert not server.running  # nothing is generated for nobody
-
-    asyncio.run(scenario())
-
-
-def test_a_closed_request_ends_on_the_server_and_its_tokens_count_as_wasted() -> None:
-    async def scenario() -> None:
-        server = ToyServer()
-        engine = engine_over(server)
-        await at_version(engine, 0)
-        engine.submit_all([request("ab", completions=2), request("cd", max_tokens=1)])
-        await play(server, count=3)
-        health = await engine.health()
-        assert (health.running, health.generated, health.unfinished, health.wasted) == (2, 7, 6, 0)
-        engine.close("ab")
-        engine.close("cd")  # it has ended: its token is no waste
-        engine.close("never opened")
-        await settle()
-        assert not server.running
-        health = await engine.health()
-        assert (health.running, health.generated, health.unfinished, health.wasted) == (0, 7, 0, 6)
-
-    asyncio.run(scenario())
-
-
-def test_how_full_the_server_is_counts_and_else_the_slots_of_the_recipe() -> None:
-    async def scenario() -> None:
-        server = ToyServer()
-        engine = engine_over(server, slots=4)
-        await at_version(engine, 0)
-        engine.submit_all([request("ab", completions=2)])
-        await settle()
-        health = await engine.health()  # the server does not say
-        assert (health.needed, health.preempted) == (2 / 4, 0)
-        server.full = Occupancy(running=1, waiting=1, cache=0.6, preempted=3)
-        health = await engine.health()
-        assert (health.needed, health.preempted) == (1.2, 3)
-        engine.close("ab")
-        await settle()
-
-    asyncio.run(scenario())
-
-
-def test_the_context_and_max_tokens_bound_what_is_asked_for() -> None:
-    async def scenario() -> None:
-        server = ToyServer()
-        engine = engine_over(server)
-        await at_version(engine, 0)
-        engine.submit_all([request("ab", max_tokens=500), request("cd", max_tokens=7)])
-        await settle()
-        assert [asked.max_tokens for asked in server.asked] == [CONTEXT - 2, 7]
-        with pytest.raises(RefusedRequest, match="prompt_token_ids"):
-            engine.submit_all([request("x" * CONTEXT)])
-        with pytest.raises(RefusedRequest, match="an id that no open request uses"):
-            engine.submit_all([request("ef"), request("ef")])
-        with pytest.raises(RefusedRequest, match="an id that no open request uses"):
-            engine.submit_all([request("ab")])
-
-    asyncio.run(scenario())
-
-
-def test_two_updates_at_once_are_loaded_one_after_the_other() -> None:
-    async def scenario() -> None:
-        server = ToyServer()
-        engine = engine_over(server)
-        loaded = await asyncio.gather(engine.update(3), engine.update(4), engine.update(4))
-        assert [one.version for one in loaded] == [3, 4, 4]
-        assert (server.version, server.paused, (await engine.health()).updates) == (4, False, 2)
-
-    asyncio.run(scenario())
-
-
-def refused(engine: ExternalEngine, version: int) -> Coroutine[Any, Any, None]:
-    async def scenario() -> None:
-        with pytest.raises((RefusedRequest, TornPublication)):
-            await engine.update(version)
-
-    return scenario()
-
-
-def test_an_older_version_and_a_torn_one_leave_the_engine_as_it_was() -> None:
-    async def scenario() -> None:
-        server, weights = ToyServer(), Publications()
-        weights.torn.add(6)
-        engine = engine_over(server, weights=weights)
-        await at_version(engine, 5)
-        stream = engine.submit_all([request("ab", max_tokens=6)])
+    tokens, version = list(prompt_of("ab")), 0
+    for place in range(6):
+        version = 1 if updated and place >= 2 else 0
+        tokens.append(token_after(tokens, version))
+    text = "".join(chr(ord("A") + token) for token in tokens[-2:])
+    server, engine = await at(0, on_update)
+    stream = engine.submit_all([request("ab", stop=(text,))])
+    if updated:
         await play(server, count=2)
-        await refused(engine, 4)
-        await refused(engine, 6)
-        assert (server.version, server.paused, engine.version) == (5, False, 5)
-        (found,) = await completions_of(server, stream)
-        assert (found.versions, found.interrupted, len(server.asked)) == ((5,) * 6, 0, 1)
+        await at_version(engine, 1)
+    await play(server, count=count)
+    (found,) = await completions_of(server, stream)
+    assert found.token_ids == tuple(tokens[2:])
+    assert found.stop_reason is StopReason.STOP
+    assert_law(prompt_of("ab"), found)
+    await settle()
+    assert not server.running  # nothing is generated for nobody
 
-    asyncio.run(scenario())
+
+async def test_a_closed_request_ends_on_the_server_and_its_tokens_count_as_wasted() -> None:
+    server, engine = await at(0)
+    engine.submit_all([request("ab", completions=2), request("cd", max_tokens=1)])
+    await play(server, count=3)
+    health = await engine.health()
+    assert (health.running, health.generated, health.unfinished, health.wasted) == (2, 7, 6, 0)
+    engine.close("ab")
+    engine.close("cd")  # it has ended: its token is no waste
+    engine.close("never opened")
+    await settle()
+    assert not server.running
+    health = await engine.health()
+    assert (health.running, health.generated, health.unfinished, health.wasted) == (0, 7, 0, 6)
 
 
-def running(check: Callable[[ExternalEngine, ToyServer], Awaitable[None]]) -> None:
-    """`check` while the engine runs, which ends as it was told."""
+async def test_how_full_the_server_is_counts_and_else_the_slots_of_the_recipe() -> None:
+    server = ToyServer()
+    engine = engine_over(server, slots=4)
+    await at_version(engine, 0)
+    engine.submit_all([request("ab", completions=2)])
+    await settle()
+    health = await engine.health()  # the server does not say
+    assert (health.needed, health.preempted) == (2 / 4, 0)
+    server.full = Occupancy(running=1, waiting=1, cache=0.6, preempted=3)
+    health = await engine.health()
+    assert (health.needed, health.preempted) == (1.2, 3)
+    engine.close("ab")
+    await settle()
 
-    async def scenario() -> None:
-        server = ToyServer()
-        engine = engine_over(server)
-        await at_version(engine, 0)
-        life = asyncio.create_task(engine.run())
-        await settle()
-        try:
-            await check(engine, server)
-        finally:
-            life.cancel()
-            await asyncio.gather(life, return_exceptions=True)
 
-    asyncio.run(scenario())
+async def test_the_context_and_max_tokens_bound_what_is_asked_for() -> None:
+    server, engine = await at(0)
+    engine.submit_all([request("ab", max_tokens=500), request("cd", max_tokens=7)])
+    await settle()
+    assert [asked.max_tokens for asked in server.asked] == [CONTEXT - 2, 7]
+    with pytest.raises(RefusedRequest, match="prompt_token_ids"):
+        engine.submit_all([request("x" * CONTEXT)])
+    for twice in (["ef", "ef"], ["ab"]):
+        with pytest.raises(RefusedRequest, match="an id that no open request uses"):
+            engine.submit_all(list(map(request, twice)))
+
+
+async def test_two_updates_at_once_are_loaded_one_after_the_other() -> None:
+    server = ToyServer()
+    engine = engine_over(server)
+    loaded = await asyncio.gather(engine.update(3), engine.update(4), engine.update(4))
+    assert [one.version for one in loaded] == [3, 4, 4]
+    assert (server.version, server.paused, (await engine.health()).updates) == (4, False, 2)
+
+
+async def test_an_older_version_and_a_torn_one_leave_the_engine_as_it_was() -> None:
+    server, weights = ToyServer(), Publications()
+    weights.torn.add(6)
+    engine = engine_over(server, weights=weights)
+    await at_version(engine, 5)
+    stream = engine.submit_all([request("ab", max_tokens=6)])
+    await play(server, count=2)
+    for version, error in ((4, RefusedRequest), (6, TornPublication)):
+        with pytest.raises(error):
+            await engine.update(version)
+    assert (server.version, server.paused, engine.version) == (5, False, 5)
+    (found,) = await completions_of(server, stream)
+    assert (found.versions, found.interrupted, len(server.asked)) == ((5,) * 6, 0, 1)
 
 
 async def computed_again(
@@ -346,26 +260,21 @@ async def computed_again(
     return scores.sampled
 
 
-def test_tokens_of_the_version_before_are_computed_again_before_the_next_one_is_loaded() -> None:
+async def test_tokens_of_the_version_before_are_computed_again_before_the_next_one_is_loaded() -> None:
     class Twisted(ToyServer):
         async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
             return tuple(logprob_of(token, self.version) - 0.5 for token in token_ids[1:])
 
-    async def scenario() -> None:
-        server = Twisted()
-        engine = engine_over(server)
-        await at_version(engine, 1)
-        engine.submit_all([request("ab", completions=2, max_tokens=40)])
-        await play(server, rounds=3)
-        await at_version(engine, 2)
-        await play(server, rounds=2)
-        found = await computed_again(server, engine, 3, 64)
-        assert len(found) == 4, "two tokens of each completion are of version 2"
-        assert all(told <= -3 and told - again == pytest.approx(0.5) for told, again in found)
-        await play(server, rounds=2)
-        assert len(await computed_again(server, engine, 4, 1)) == 2, "one completion is enough"
-
-    asyncio.run(scenario())
+    server, engine = await at(1, server=Twisted())
+    engine.submit_all([request("ab", completions=2, max_tokens=40)])
+    await play(server, rounds=3)
+    await at_version(engine, 2)
+    await play(server, rounds=2)
+    found = await computed_again(server, engine, 3, 64)
+    assert len(found) == 4, "two tokens of each completion are of version 2"
+    assert all(told <= -3 and told - again == pytest.approx(0.5) for told, again in found)
+    await play(server, rounds=2)
+    assert len(await computed_again(server, engine, 4, 1)) == 2, "one completion is enough"
 
 
 @pytest.mark.parametrize(
@@ -373,31 +282,28 @@ def test_tokens_of_the_version_before_are_computed_again_before_the_next_one_is_
     [("keep", {}), ("recompute", {"temperature": 0.7}), ("recompute", {"top_k": 3})],
     ids=["an older cache", "a temperature", "a filter"],
 )
-def test_tokens_that_a_server_cannot_compute_as_they_were_sampled_are_left_out(
-    on_update: Literal["recompute", "keep"], sampling: dict[str, Any]
+async def test_tokens_that_a_server_cannot_compute_as_they_were_sampled_are_left_out(
+    on_update: OnUpdate, sampling: dict[str, Any]
 ) -> None:
-    async def scenario() -> None:
-        server = ToyServer()
-        engine = engine_over(server, on_update)
-        await at_version(engine, 1)
-        wanted = request("ab", max_tokens=40)
-        other = msgspec.structs.replace(wanted.sampling, **sampling)
-        engine.submit_all([msgspec.structs.replace(wanted, sampling=other)])
-        await play(server, rounds=3)
-        assert await computed_again(server, engine, 2, 64) == ()
-
-    asyncio.run(scenario())
+    server, engine = await at(1, on_update)
+    wanted = request("ab", max_tokens=40)
+    other = msgspec.structs.replace(wanted.sampling, **sampling)
+    engine.submit_all([msgspec.structs.replace(wanted, sampling=other)])
+    await play(server, rounds=3)
+    assert await computed_again(server, engine, 2, 64) == ()
 
 
-def test_the_end_of_the_engine_breaks_off_what_is_open_and_keeps_what_is_ended() -> None:
-    async def check(engine: ExternalEngine, server: ToyServer) -> None:
-        short, long = engine.submit_all([request("ab", max_tokens=1)]), engine.submit_all([request("cd")])
-        await play(server)
-        engine._fail(EngineLost("engine-0", "was told to end"))
-        await settle()
-        assert (short.ready, short.broken, long.broken) == (True, False, True)
-        assert not server.running
-        with pytest.raises(EngineLost, match="is stopping"):
-            engine.submit_all([request("ef")])
-
-    running(check)
+async def test_the_end_of_the_engine_breaks_off_what_is_open_and_keeps_what_is_ended() -> None:
+    server, engine = await at(0)
+    life = asyncio.create_task(engine.run())
+    await settle()
+    short, long = engine.submit_all([request("ab", max_tokens=1)]), engine.submit_all([request("cd")])
+    await play(server)
+    engine._fail(EngineLost("engine-0", "was told to end"))
+    await settle()
+    assert (short.ready, short.broken, long.broken) == (True, False, True)
+    assert not server.running
+    with pytest.raises(EngineLost, match="is stopping"):
+        engine.submit_all([request("ef")])
+    life.cancel()
+    await asyncio.gather(life, return_exceptions=True)

@@ -1,18 +1,16 @@
 """Promises: what a server must not send ends the engine with an error that says it, breaks off the completions that are
-open, and nothing of it reaches a stream or a journal."""
-
-from __future__ import annotations
+open, and nothing of it reaches a stream or a journal. Where the request is at fault and not the server, its sender gets
+the server's words, whatever of the request was sampled before; the engine goes on with all other requests."""
 
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from msgspec.structs import replace
 
-from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, StrettoError, WireError
+from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, StrettoError, WireError
 from stretto.core.frames import LARGEST_FRAME, Unframer
 from stretto.engine.http.client import HttpEngine, decoded
 from stretto.engine.http.server import EngineApp, serve_app
@@ -20,12 +18,17 @@ from stretto.engine.wire import Refusal
 from stretto_servers import engine as external
 from stretto_servers.engine import ExternalEngine
 from stretto_servers.make import Continuation, Delta
+from tests.engine.serving import until_up
 from tests.servers.toy import (
     STOP,
     VOCABULARY,
+    OnUpdate,
     ToyServer,
+    assert_law,
+    at,
     completions_of,
     engine_over,
+    in_steps,
     play,
     request,
     settle,
@@ -73,82 +76,59 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_no_token_of_this_model_and_version_ends_the_engine(wrong: str) -> None:
+async def test_what_is_no_token_of_this_model_and_version_ends_the_engine(wrong: str) -> None:
     deltas, message = WRONG[wrong]
-
-    async def scenario() -> None:
-        server = Scripted(deltas)
-        engine = engine_over(server)
-        await engine.update(3)
-        stream = engine.submit_all([request("ab", max_tokens=6)])
-        with pytest.raises(WireError, match=message):
-            await asyncio.wait_for(engine.run(), 5)
-        (told,) = Unframer().feed(await stream.next())
-        assert decoded(told, list[Refusal])[0].error == "EngineLied"
-        assert engine.partials({"ab": [0]}) == {}  # not the tokens before it either, by the same server
-
-    asyncio.run(scenario())
+    _, engine = await at(3, server=Scripted(deltas))
+    stream = engine.submit_all([request("ab", max_tokens=6)])
+    with pytest.raises(WireError, match=message):
+        await asyncio.wait_for(engine.run(), 5)
+    (told,) = Unframer().feed(await stream.next())
+    assert decoded(told, list[Refusal])[0].error == "EngineLied"
+    assert engine.partials({"ab": [0]}) == {}  # not the tokens before it either, by the same server
 
 
-def test_a_client_hears_that_the_server_has_lied_though_the_engine_ends_at_once(tmp_path: Path) -> None:
+async def test_a_client_hears_that_the_server_has_lied_though_the_engine_ends_at_once(tmp_path: Path) -> None:
     """It is the last word over the connection: a client that saw a mere end would keep the tokens that came before."""
-
-    async def scenario() -> None:
-        engine = engine_over(Scripted([good(4), Delta((7,), (math.nan,))]))
-        await engine.update(3)
-        address = f"unix:{tmp_path}/engine.sock"
-        serving = asyncio.create_task(serve_app(EngineApp(engine, LARGEST_FRAME, ""), address, engine.run))
-        while not (tmp_path / "engine.sock").exists():
-            await asyncio.sleep(0.01)
-        client = HttpEngine("engine-0", address)
-        with pytest.raises(EngineLied, match="engine-0 is not trusted: ab: the server sent a log-probability of nan"):
-            await anext(client.generate(request("ab", max_tokens=6)))
-        with pytest.raises(WireError, match="log-probability of nan"):
-            await asyncio.wait_for(serving, 10)
-        await client.close()
-
-    asyncio.run(scenario())
+    _, engine = await at(3, server=Scripted([good(4), Delta((7,), (math.nan,))]))
+    address = f"unix:{tmp_path}/engine.sock"
+    serving = asyncio.create_task(serve_app(EngineApp(engine, LARGEST_FRAME, ""), address, engine.run))
+    while not (tmp_path / "engine.sock").exists():
+        await asyncio.sleep(0.01)
+    client = HttpEngine("engine-0", address)
+    with pytest.raises(EngineLied, match="engine-0 is not trusted: ab: the server sent a log-probability of nan"):
+        await anext(client.generate(request("ab", max_tokens=6)))
+    with pytest.raises(WireError, match="log-probability of nan"):
+        await asyncio.wait_for(serving, 10)
+    await client.close()
 
 
-@pytest.mark.parametrize("ended", ["", "abort", "error"])  # a closed connection; an abort that nobody has asked for
-def test_half_a_completion_goes_to_another_engine_with_the_tokens_that_came(ended: str) -> None:
-    async def scenario() -> None:
-        engine = engine_over(Scripted([good(2, ended)]))
-        await engine.update(3)
-        life = asyncio.create_task(engine.run())
-        stream = engine.submit_all([request("ab", max_tokens=6)])
-        await settle()
-        assert (stream.broken, stream.ready) == (True, False)
-        assert engine.partials({"ab": [0]})["ab"][0].versions == (3, 3)
-        assert not life.done()  # the server may be there all the same: health decides
-        life.cancel()
-
-    asyncio.run(scenario())
+class Late(ToyServer):
+    async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
+        yield good(2)
+        raise DeadlineExceeded("the adapter", "the next tokens", 0.1)
 
 
-def test_tokens_that_are_late_cost_the_completion_its_engine_and_the_engine_nothing() -> None:
-    class Late(ToyServer):
-        async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
-            yield good(2)
-            raise DeadlineExceeded("the adapter", "the next tokens", 0.1)
-
-    async def scenario() -> None:
-        engine = engine_over(Late())
-        await engine.update(3)
-        life = asyncio.create_task(engine.run())
-        stream = engine.submit_all([request("ab", max_tokens=6)])
-        await settle()
-        assert (stream.broken, stream.ready) == (True, False)
-        assert engine.partials({"ab": [0]})["ab"][0].versions == (3, 3)
-        assert not life.done()
-        assert (await engine.health()).version == 3
-        life.cancel()
-
-    asyncio.run(scenario())
+@pytest.mark.parametrize(
+    "server",
+    [*(Scripted([good(2, ended)]) for ended in ("", "abort", "error")), Late()],
+    ids=["a closed connection", "an abort that nobody has asked for", "an error", "tokens that are late"],
+)
+async def test_half_a_completion_goes_to_another_engine_with_the_tokens_that_came(server: ToyServer) -> None:
+    _, engine = await at(3, server=server)
+    life = asyncio.create_task(engine.run())
+    stream = engine.submit_all([request("ab", max_tokens=6)])
+    await settle()
+    assert (stream.broken, stream.ready) == (True, False)
+    assert engine.partials({"ab": [0]})["ab"][0].versions == (3, 3)
+    assert not life.done()  # the server may be there all the same: health decides
+    assert (await engine.health()).version == 3
+    life.cancel()
 
 
 @pytest.mark.parametrize("spans", [(("9", 0, 6),), (("3", 0, 1), ("4", 1, 6)), (("4", 0, 3), ("3", 3, 6)), ()])
-def test_with_keep_versions_that_contradict_what_was_loaded_end_the_engine(spans: tuple[tuple[str, int, int]]) -> None:
+async def test_with_keep_versions_that_contradict_what_was_loaded_end_the_engine(
+    spans: tuple[tuple[str, int, int]],
+) -> None:
     """Two tokens came before version 4 was loaded, so they are of version 3."""
 
     class Lying(ToyServer):
@@ -158,26 +138,19 @@ def test_with_keep_versions_that_contradict_what_was_loaded_end_the_engine(spans
                 await asyncio.sleep(0)
             yield Delta((7,) * 4, (-1.0,) * 4, ended="length", spans=spans)
 
-    async def scenario() -> None:
-        engine = engine_over(Lying(), "keep")
-        await engine.update(3)
-        stream = engine.submit_all([request("ab", max_tokens=6)])
-        await settle()
-        await engine.update(4)
-        with pytest.raises(WireError, match="the server says that versions"):
-            await asyncio.wait_for(engine.run(), 5)
-        assert b"EngineLied" in await stream.next()
-
-    asyncio.run(scenario())
+    _, engine = await at(3, "keep", Lying())
+    stream = engine.submit_all([request("ab", max_tokens=6)])
+    await settle()
+    await engine.update(4)
+    with pytest.raises(WireError, match="the server says that versions"):
+        await asyncio.wait_for(engine.run(), 5)
+    assert b"EngineLied" in await stream.next()
 
 
-def test_the_weights_that_a_server_was_started_with_are_version_0() -> None:
-    async def scenario() -> None:
-        server = Scripted([Delta((7,) * 6, (-1.0,) * 6, ended="length", spans=(("default", 0, 6),))])
-        (found,) = await completions_of(server, engine_over(server).submit_all([request("ab", max_tokens=6)]))
-        assert found.versions == (0,) * 6
-
-    asyncio.run(scenario())
+async def test_the_weights_that_a_server_was_started_with_are_version_0() -> None:
+    server = Scripted([Delta((7,) * 6, (-1.0,) * 6, ended="length", spans=(("default", 0, 6),))])
+    (found,) = await completions_of(server, engine_over(server).submit_all([request("ab", max_tokens=6)]))
+    assert found.versions == (0,) * 6
 
 
 async def ends_with(engine: ExternalEngine, error: type[StrettoError], message: str) -> None:
@@ -189,94 +162,116 @@ async def ends_with(engine: ExternalEngine, error: type[StrettoError], message: 
         await engine.update(3)
 
 
-def test_a_pause_that_ends_no_request_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pause_that_ends_no_request_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "_DRAIN_SECONDS", 0.02)
-
-    async def scenario() -> None:
-        server = ToyServer()
-        server.ignores_pause = True
-        engine = engine_over(server)
-        await engine.update(1)
-        stream = engine.submit_all([request("ab")])
-        await play(server, count=2)
-        await ends_with(engine, EngineLost, "is paused and does not end its requests")
-        assert (server.version, stream.broken) == (1, True)
-        assert engine.partials({"ab": [0]})["ab"][0].versions == (1, 1)  # what version 1 sampled is not lost
-
-    asyncio.run(scenario())
+    server, engine = await at(1)
+    server.ignores_pause = True
+    stream = engine.submit_all([request("ab")])
+    await play(server, count=2)
+    await ends_with(engine, EngineLost, "is paused and does not end its requests")
+    assert (server.version, stream.broken) == (1, True)
+    assert engine.partials({"ab": [0]})["ab"][0].versions == (1, 1)  # what version 1 sampled is not lost
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
-def test_a_load_that_fails_ends_the_engine_and_nothing_is_sampled_any_more(
-    on_update: Literal["recompute", "keep"],
+async def test_a_load_that_fails_ends_the_engine_and_nothing_is_sampled_any_more(
+    on_update: OnUpdate,
 ) -> None:
-    async def scenario() -> None:
-        server = ToyServer()
-        engine = engine_over(server, on_update)
-        await engine.update(1)
-        stream = engine.submit_all([request("ab", max_tokens=8)])
-        await play(server, count=2)
-        server.refuses_load = True
-        await ends_with(engine, WireError, "no weights in /toy/2")
-        await play(server, count=2)
-        assert (stream.broken, stream.ready, server.paused, len(server.asked)) == (True, False, True, 1)
-
-    asyncio.run(scenario())
+    server, engine = await at(1, on_update)
+    stream = engine.submit_all([request("ab", max_tokens=8)])
+    await play(server, count=2)
+    server.refuses_load = True
+    await ends_with(engine, WireError, "no weights in /toy/2")
+    await play(server, count=2)
+    assert (stream.broken, stream.ready, server.paused, len(server.asked)) == (True, False, True, 1)
 
 
-def test_an_update_that_is_cut_off_ends_the_engine() -> None:
-    async def scenario() -> None:
-        server = ToyServer(steps=True)
-        engine = engine_over(server)
-        update = asyncio.create_task(engine.update(1))
-        while not server.waiting:
-            await asyncio.sleep(0.0005)
-        update.cancel()
-        with pytest.raises(EngineLost, match="was stopped while loading"):
-            await asyncio.wait_for(engine.run(), 5)
-
-    asyncio.run(scenario())
+async def test_an_update_that_is_cut_off_ends_the_engine() -> None:
+    server, engine = in_steps()
+    update = asyncio.create_task(engine.update(1))
+    while not server.waiting:
+        await asyncio.sleep(0.0005)
+    update.cancel()
+    with pytest.raises(EngineLost, match="was stopped while loading"):
+        await asyncio.wait_for(engine.run(), 5)
 
 
-def test_an_error_of_our_own_ends_the_engine_too() -> None:
+async def test_an_error_of_our_own_ends_the_engine_too() -> None:
     class Broken(ToyServer):
         async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
             raise ZeroDivisionError
             yield Delta()
 
-    async def scenario() -> None:
-        engine = engine_over(Broken())
-        await engine.update(1)
-        stream = engine.submit_all([request("ab")])
-        with pytest.raises(ZeroDivisionError):
+    _, engine = await at(1, server=Broken())
+    stream = engine.submit_all([request("ab")])
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(engine.run(), 5)
+    assert stream.broken
+
+
+async def test_top_log_probabilities_are_held_against_the_vocabulary_too() -> None:
+    for likeliest, message in [
+        ((((VOCABULARY, -1.0),),), "token 50"),
+        ((((7, math.nan),),), "log-probability of nan"),
+        ((), "0 top lists"),
+    ]:
+        _, engine = await at(1, server=Scripted([Delta((7,), (-1.0,), likeliest)]))
+        engine.submit_all([replace(request("ab"), top_logprobs=1)])
+        with pytest.raises(WireError, match=message):
             await asyncio.wait_for(engine.run(), 5)
-        assert stream.broken
-
-    asyncio.run(scenario())
 
 
-def test_top_log_probabilities_are_held_against_the_vocabulary_too() -> None:
-    async def scenario() -> None:
-        for likeliest, message in [
-            ((((VOCABULARY, -1.0),),), "token 50"),
-            ((((7, math.nan),),), "log-probability of nan"),
-            ((), "0 top lists"),
-        ]:
-            engine = engine_over(Scripted([Delta((7,), (-1.0,), likeliest)]))
-            await engine.update(1)
-            engine.submit_all([replace(request("ab"), top_logprobs=1)])
-            with pytest.raises(WireError, match=message):
-                await asyncio.wait_for(engine.run(), 5)
-
-    asyncio.run(scenario())
+WORDS = RefusedRequest("engine-0/generate", "token id 7 is banned", "what the server allows (status 400)")
+AT_FAULT = "bad"  # the name of the request that is
 
 
-def test_the_toy_itself_does_nothing_of_this() -> None:
-    async def scenario() -> None:
-        server = ToyServer()
-        engine = engine_over(server)
-        await engine.update(3)
-        (found,) = await completions_of(server, engine.submit_all([request("ab", max_tokens=6)]))
-        assert set(found.versions) == {3}
+class Refusing(ToyServer):
+    """A server that refuses one completion of a request: at once, or when it is asked for the rest of it."""
 
-    asyncio.run(scenario())
+    def __init__(self, *, the_rest: bool) -> None:
+        super().__init__()
+        self._the_rest = the_rest
+
+    async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
+        name, member, _ = continuation.id.split("-")
+        asked_before = any(asked.id.startswith(f"{name}-{member}-") for asked in self.asked)
+        if (name, member, asked_before) == (AT_FAULT, "1", self._the_rest):
+            raise WORDS
+        async for delta in super().stream(continuation):
+            yield delta
+
+
+@pytest.mark.parametrize("the_rest", [False, True])
+async def test_what_the_server_refuses_is_refused_with_its_words_and_the_engine_goes_on(
+    tmp_path: Path, the_rest: bool
+) -> None:
+    async def generated(client: HttpEngine, name: str) -> list[int]:
+        found = []
+        async for completion in client.generate(request(name, 3)):
+            assert_law(request(name).prompt_token_ids, completion)
+            found.append(completion.member)
+        return sorted(found)
+
+    server, address = Refusing(the_rest=the_rest), f"unix:{tmp_path}/engine.sock"
+    engine = engine_over(server)
+    await engine.update(1)
+    serving = asyncio.create_task(serve_app(EngineApp(engine), address, engine.run))
+    client = HttpEngine("engine-0", address)
+    await until_up(client)
+    wanted = [asyncio.create_task(generated(client, name)) for name in ("good", AT_FAULT)]
+    while len(server.asked) < (6 if the_rest else 5):
+        await asyncio.sleep(0.001)
+    await play(server, count=2)
+    await engine.update(2)
+    while not all(task.done() for task in wanted):
+        await play(server)
+        await asyncio.sleep(0.001)
+    assert await wanted[0] == [0, 1, 2]
+    with pytest.raises(RefusedRequest) as caught:
+        await wanted[1]
+    assert caught.value.args == WORDS.args
+    assert not serving.done()
+    assert (await client.health()).running == 0
+    await client.close()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)

@@ -1,8 +1,6 @@
 """Promises about a server's process: when its starter is gone, however that ended, nothing of the server is left; its
 exit code is told; a server that ends, or never answers, or falls silent, has a name and a deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -82,18 +80,15 @@ def test_signals_of_a_terminal_do_not_end_the_guard_before_its_server(tmp_path: 
     until(lambda: all(map(gone, pids)))
 
 
-def test_stop_ends_a_server_and_its_environment_is_its_own(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        then = f'echo "$GIVEN-$PYTHONPATH" > {tmp_path}/environment; mv {tmp_path}/pids {tmp_path}/ready; wait'
-        launch = Launch(command(tmp_path / "pids", then), {"GIVEN": "yes"})
-        started = await ServerProcess.start("engine-0", launch)
-        pids = await asyncio.to_thread(pids_in, tmp_path / "ready")
-        await started.stop()
-        await asyncio.to_thread(until, lambda: all(map(gone, pids)))
-        assert (tmp_path / "environment").read_text() == "yes-\n"
-        await started.stop()  # twice is no error
-
-    asyncio.run(scenario())
+async def test_stop_ends_a_server_and_its_environment_is_its_own(tmp_path: Path) -> None:
+    then = f'echo "$GIVEN-$PYTHONPATH" > {tmp_path}/environment; mv {tmp_path}/pids {tmp_path}/ready; wait'
+    launch = Launch(command(tmp_path / "pids", then), {"GIVEN": "yes"})
+    started = await ServerProcess.start("engine-0", launch)
+    pids = await asyncio.to_thread(pids_in, tmp_path / "ready")
+    await started.stop()
+    await asyncio.to_thread(until, lambda: all(map(gone, pids)))
+    assert (tmp_path / "environment").read_text() == "yes-\n"
+    await started.stop()  # twice is no error
 
 
 @pytest.mark.parametrize(
@@ -105,19 +100,16 @@ def test_stop_ends_a_server_and_its_environment_is_its_own(tmp_path: Path) -> No
         ("exec /nowhere/python", "ended with exit code 127"),
     ],
 )
-def test_a_server_that_ends_before_it_is_ready_is_told_with_its_end(tmp_path: Path, then: str, how: str) -> None:
+async def test_a_server_that_ends_before_it_is_ready_is_told_with_its_end(tmp_path: Path, then: str, how: str) -> None:
     class Silent(ToyServer):
         async def ready(self) -> bool:
             await asyncio.sleep(600)  # a request that nobody answers
             return True
 
-    async def scenario() -> None:
-        started = await ServerProcess.start("engine-0", Launch(command(tmp_path / "pids", then), {}))
-        with pytest.raises(RoleDied, match=f"the server of engine-0 {how}"):
-            await until_ready(started, Silent(), 30)
-        await started.stop()
-
-    asyncio.run(scenario())
+    started = await ServerProcess.start("engine-0", Launch(command(tmp_path / "pids", then), {}))
+    with pytest.raises(RoleDied, match=f"the server of engine-0 {how}"):
+        await until_ready(started, Silent(), 30)
+    await started.stop()
 
 
 class Never(ToyServer):
@@ -127,43 +119,32 @@ class Never(ToyServer):
         return False
 
 
-def test_a_server_that_never_answers_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        with pytest.raises(DeadlineExceeded, match=r"engine-0 waited 0\.05 s for its server to be ready"):
-            await until_ready(GivenServer("engine-0", "node:8000", Never()), Never(), 0.05)
-
+async def test_a_server_that_never_answers_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_LOOK_SECONDS", 0.01)
-    asyncio.run(scenario())
+    with pytest.raises(DeadlineExceeded, match=r"engine-0 waited 0\.05 s for its server to be ready"):
+        await until_ready(GivenServer("engine-0", "node:8000", Never()), Never(), 0.05)
 
 
-def test_a_given_server_that_falls_silent_is_named_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_given_server_that_falls_silent_is_named_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_WATCH_SECONDS", 0.005)
     monkeypatch.setattr(servers, "_SILENT_SECONDS", 0.03)
-
-    async def scenario() -> None:
-        given = GivenServer("engine-0", "node:8000", Never())
-        assert str(await given.ended()) == "the server node:8000 does not answer for 0.03 s"
-        await given.stop()
-        answering = asyncio.create_task(GivenServer("engine-0", "node:8000", ToyServer()).ended())
-        await asyncio.sleep(0.1)
-        assert not answering.done()
-        answering.cancel()
-
-    asyncio.run(scenario())
+    given = GivenServer("engine-0", "node:8000", Never())
+    assert str(await given.ended()) == "the server node:8000 does not answer for 0.03 s"
+    await given.stop()
+    answering = asyncio.create_task(GivenServer("engine-0", "node:8000", ToyServer()).ended())
+    await asyncio.sleep(0.1)
+    assert not answering.done()
+    answering.cancel()
 
 
-def test_a_server_that_lives_and_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_lives_and_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers have died, and it waits for the requests that it has."""
     monkeypatch.setattr(servers, "_WATCH_SECONDS", 0.005)
     monkeypatch.setattr(servers, "_SILENT_SECONDS", 0.03)
-
-    async def scenario() -> None:
-        server = await ServerProcess.start("engine-0", Launch(("sleep", "600"), {}))
-        assert str(await lost(server, Never())) == "the server of engine-0 does not answer for 0.03 s"
-        await server.stop()
-        assert (await lost(server, ToyServer())).role == "the server of engine-0"
-
-    asyncio.run(scenario())
+    server = await ServerProcess.start("engine-0", Launch(("sleep", "600"), {}))
+    assert str(await lost(server, Never())) == "the server of engine-0 does not answer for 0.03 s"
+    await server.stop()
+    assert (await lost(server, ToyServer())).role == "the server of engine-0"
 
 
 def test_the_guard_needs_no_more_than_the_standard_library() -> None:

@@ -4,10 +4,7 @@ as those of vLLM and SGLang are.
 - Fused layers, a padded vocabulary, shards of several workers, copies on each of them and layers that compute from a
   copy in an order of their own all come to the sums of the published tensors.
 - A flipped bit, two numbers that change places, a skipped tensor, one that was scaled: each is named, alone.
-- What the workers do not tell is not compared, and counts as such. A file that is not the trainer's is named.
-"""
-
-from __future__ import annotations
+- What the workers do not tell is not compared, and counts as such. A file that is not the trainer's is named."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

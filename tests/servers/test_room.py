@@ -1,8 +1,5 @@
 """Promises: a server is told the part of its GPUs that the dry run says, and the cache that it plans: what `--dry-run`
-shows, the spec and the command agree. Flags of `engine.arguments` win, and a server on a processor gets none.
-"""
-
-from __future__ import annotations
+shows, the spec and the command agree. Flags of `engine.arguments` win, and a server on a processor gets none."""
 
 from collections.abc import Mapping
 

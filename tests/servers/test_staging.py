@@ -1,8 +1,6 @@
 """Promises: a server finds a folder that looks like the model's with the newest verified weights; a damaged publication
 is never staged; what is staged stays whole however many versions are published meanwhile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Promises over real sockets, with replies as vLLM 0.32 and SGLang 0.5.23 have sent them: what is asked is what they
-document, tokens come out the same wherever a stream is cut, and every reply that is none has the server's own words.
-"""
-
-from __future__ import annotations
+document, tokens come out the same wherever a stream is cut, and every reply that is none has the server's own words. A
+server says how full it is, or is told apart (replies made after their pages)."""
 
 import asyncio
 import json
@@ -23,7 +21,7 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.spec import EngineSpec
 from stretto_servers import http as wire
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Continuation, Delta, Make
+from stretto_servers.make import Continuation, Delta, Make, Occupancy
 from stretto_servers.makes import make_of
 from stretto_servers.role import wire_to
 
@@ -422,37 +420,53 @@ def test_a_server_without_an_endpoint_is_named_with_it_and_with_the_release_that
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_server_that_accepts_and_never_replies_has_a_deadline(kind: str) -> None:
-    async def scenario() -> None:
-        with socket.socket() as silent:
-            silent.bind(("127.0.0.1", 0))
-            silent.listen()
-            address = f"127.0.0.1:{silent.getsockname()[1]}"
-            http = JsonServer("engine-0", address, seconds=0.05, token_seconds=0.05)
-            make = make_of(kind, http, 0.05)
-            assert not await make.ready()
-            with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for the next tokens of engine-0"):
-                await all_of(make)
-            with pytest.raises(DeadlineExceeded, match=r"of engine-0"):
-                await make.resume()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_the_deadlines_of_tokens_and_loads_are_those_that_the_engine_was_started_with(
+async def test_a_server_that_accepts_and_never_replies_has_the_deadlines_that_the_engine_was_started_with(
     kind: Literal["vllm", "sglang"],
 ) -> None:
-    async def scenario() -> None:
-        with socket.socket() as silent:
-            silent.bind(("127.0.0.1", 0))
-            silent.listen()
-            address = f"127.0.0.1:{silent.getsockname()[1]}"
-            spec = EngineSpec("engine-0", "", "", "", "", "", 1, 0.0, token_seconds=0.05, load_seconds=0.06)
-            wire = wire_to(address, spec, EngineConfig(kind=kind))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        http = JsonServer("engine-0", address, seconds=0.05, token_seconds=0.05)
+        spec = EngineSpec("engine-0", "", "", "", "", "", 1, 0.0, token_seconds=0.05, load_seconds=0.06)
+        started = wire_to(address, spec, EngineConfig(kind=kind))
+        for make in (given := make_of(kind, http, 0.05), started):
             with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for the next tokens of engine-0"):
-                await all_of(wire)
-            with pytest.raises(DeadlineExceeded, match=r"waited 0\.06 s for .* of engine-0"):
-                await wire.load(Path("/nowhere"), 1, keep=False)
+                await all_of(make)
+        assert not await given.ready()
+        with pytest.raises(DeadlineExceeded, match=r"of engine-0"):
+            await given.resume()
+        with pytest.raises(DeadlineExceeded, match=r"waited 0\.06 s for .* of engine-0"):
+            await started.load(Path("/nowhere"), 1, keep=False)
 
-    asyncio.run(scenario())
+
+METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 6.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 4.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.75
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.25
+vllm:num_preemptions_total{engine="0",model_name="m"} 3.0
+"""
+LOADS = {"loads": [{"num_running_reqs": 8, "num_waiting_reqs": 4, "token_usage": 0.75}]}
+FULL: dict[str, tuple[str, bytes]] = {
+    "vllm": ("/metrics", METRICS.encode()),
+    "sglang": ("/v1/loads?include=core", json.dumps(LOADS).encode()),
+}
+
+
+@pytest.mark.parametrize("kind", FULL)
+def test_a_server_says_how_full_it_is(kind: str) -> None:
+    """Eight requests run in three quarters of the cache and four wait: all need 12 / 8 of it."""
+    path, page = FULL[kind]
+    found, asked = exchange(kind, {path: (200, [page])}, lambda make: make.occupancy())
+    assert found == Occupancy(running=8, waiting=4, cache=0.75, preempted=3 if kind == "vllm" else 0)
+    assert found.needed == pytest.approx(0.75 * 12 / 8)
+    assert [(method, path) for method, path, _ in asked] == [("GET", path)]
+
+
+@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("page", [b"{}", b'{"loads": []}', b"# nothing of the kind"])
+def test_a_server_that_does_not_say_how_full_it_is_is_told_apart(kind: str, page: bytes) -> None:
+    with pytest.raises(WireError, match="does not say how full"):
+        exchange(kind, {FULL[kind][0]: (200, [page])}, lambda make: make.occupancy())

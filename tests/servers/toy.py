@@ -1,10 +1,7 @@
 """A small real inference server in this process (satisfies `stretto_servers.make.Make`), and an engine over it.
 
 Its tokens depend on all tokens before them and on the version that samples them, and so do their log-probabilities:
-of every token of a completion one can say whether it belongs there, and which version sampled it.
-"""
-
-from __future__ import annotations
+of every token of a completion one can say whether it belongs there, and which version sampled it."""
 
 import asyncio
 import math
@@ -26,6 +23,7 @@ from stretto_servers.make import Continuation, Delta, Occupancy, Served
 from stretto_servers.staging import FolderAsItIs
 
 VOCABULARY, CONTEXT, STOP = 50, 64, 1
+OnUpdate = Literal["recompute", "keep"]
 
 
 def token_after(tokens: Sequence[int], version: int) -> int:
@@ -195,12 +193,29 @@ class Publications(FolderAsItIs):
 
 def engine_over(
     server: ToyServer,
-    on_update: Literal["recompute", "keep"] = "recompute",
+    on_update: OnUpdate = "recompute",
     weights: Publications | None = None,
     slots: float = math.inf,
 ) -> ExternalEngine:
     limits = Limits(VOCABULARY, CONTEXT, slots)
     return ExternalEngine("engine-0", server, limits, weights or Publications(), StopTexts(Letters), on_update)
+
+
+async def at(
+    version: int, on_update: OnUpdate = "recompute", server: ToyServer | None = None
+) -> tuple[ToyServer, ExternalEngine]:
+    """A server and its engine, with this version loaded."""
+    server = server or ToyServer()
+    engine = engine_over(server, on_update)
+    assert (await engine.update(version)).version == version
+    return server, engine
+
+
+def in_steps(on_update: OnUpdate = "recompute") -> tuple[ToyServer, ExternalEngine]:
+    """At version 0; every change waits to be let on."""
+    engine = engine_over(server := ToyServer(steps=True), on_update)
+    server.version = engine.version = 0
+    return server, engine
 
 
 def request(

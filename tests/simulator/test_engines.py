@@ -1,12 +1,12 @@
-"""Promises of simulated engines:
+"""Promises of the virtual clock: it jumps from event to event in order, and never goes back. Promises of simulated
+engines:
 
 - the seconds of a step follow its rows and its cache, and a completion takes the steps that it has tokens;
 - completions beyond the slots, or beyond the cache, wait; when the cache is full the newest leaves and is recomputed;
 - a load pauses generation for its seconds and, where it recomputes, for those of the contexts; tokens before it keep
   their version; two loads keep their distance, and an idle engine loads at once;
 - groups go to the engine with the fewest completions; admission waits for the slowest of them;
-- a report that begins after warm steps counts the later ones alone, and one token can stand for several.
-"""
+- a report that begins after warm steps counts the later ones alone, and one token can stand for several."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -263,3 +263,28 @@ def test_a_token_can_stand_for_several() -> None:
     assert coarse.seconds == pytest.approx(fine.seconds)
     assert coarse.sampled == pytest.approx(fine.sampled)
     assert coarse.mean_staleness == pytest.approx(fine.mean_staleness, abs=0.2)
+
+
+def test_events_of_one_moment_run_in_the_order_in_which_they_were_asked_for() -> None:
+    clock, seen = VirtualClock(), list[str]()
+    for name in "abc":
+        clock.call_at(1.0, lambda name=name: seen.append(name))  # type: ignore[misc]
+    while clock.advance():
+        pass
+    assert seen == ["a", "b", "c"]
+
+
+def test_an_event_may_schedule_another() -> None:
+    clock, seen = VirtualClock(), list[float]()
+    clock.call_at(1.0, lambda: clock.call_after(2.0, lambda: seen.append(clock.now())))
+    while clock.advance():
+        pass
+    assert seen == [3.0]
+
+
+def test_nothing_is_scheduled_in_the_past() -> None:
+    clock = VirtualClock()
+    clock.call_at(2.0, lambda: None)
+    clock.advance()
+    with pytest.raises(ValueError, match=r"it is 2\.0 already"):
+        clock.call_at(1.0, lambda: None)

@@ -2,8 +2,7 @@
 
 - tokens that were learned from are counted by their age, masked ones by the length of their answer, never both;
 - an answer that was stopped counts as long as it would have become, and wastes what it had sampled;
-- over a whole run the counts agree with the accounts: nothing is counted twice, nothing is left out.
-"""
+- over a whole run the counts agree with the accounts: nothing is counted twice, nothing is left out."""
 
 import pytest
 

@@ -6,8 +6,7 @@
 - **a bound that the run changes itself** is kept all the same: no token is older than the bound that was in force when
   its group was admitted, and equation 3 holds with that bound;
 - **the accounting law**: issued = trained + filtered + expired + failed + buffered + in flight;
-- the same seed gives the same run.
-"""
+- the same seed gives the same run."""
 
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """One base model, and one server of it, for all tests of a file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 from stretto.model.hf.build import build_policy
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.serve import TinkerServer
-from tests.tinker.speaking import backend_of, serving
+from tests.tinker.speaking import Client, backend_of, serving
 from tests.tiny_policy import TINY
 
 
@@ -35,3 +33,14 @@ def server(backend: LocalBackend, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture
 def address(server: tuple[str, TinkerServer]) -> str:
     return server[0]
+
+
+@pytest.fixture
+def client(address: str) -> Client:
+    return Client(address)
+
+
+@pytest.fixture
+def id(client: Client) -> str:
+    """A new model of the client."""
+    return client.create()

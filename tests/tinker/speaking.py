@@ -1,7 +1,5 @@
 """A server of `stretto tinker` in this process, and a client that speaks as the SDK does, field by field."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import threading
@@ -198,6 +196,13 @@ class Client:
         reply = self.fetch(request)
         assert "protobuf" in reply.headers["content-type"], reply.text
         return schema.parse("SampleResponse", reply.content)
+
+
+@contextmanager
+def a_client(backend: LocalBackend, folder: Path) -> Iterator[tuple[Client, TinkerServer]]:
+    """A client of a server of its own, and the server."""
+    with serving(backend, folder) as (address, server):
+        yield Client(address), server
 
 
 def told(reply: httpx.Response) -> Any:

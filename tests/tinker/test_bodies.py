@@ -1,7 +1,5 @@
 """Bodies and downloads: no reply is a 5xx, few bytes make no large array, an archive leaves nothing behind."""
 
-from __future__ import annotations
-
 import random
 import tarfile
 import tempfile
@@ -23,11 +21,9 @@ from stretto_tinker.work.sampling import dense_targets
 from tests.tinker.speaking import Client, job, told
 
 
-def test_few_bytes_do_not_make_a_large_array(address: str) -> None:
-    client = Client(address)
-    model = client.create()
+def test_few_bytes_do_not_make_a_large_array(client: Client, id: str) -> None:
     for seq, (rows, columns) in enumerate([(1, 2**21), (1, 2**26), (2**31, 2**31)], 1):
-        message = schema.parse("ForwardBackwardRequest", job(model, seq, [([3], {})]))
+        message = schema.parse("ForwardBackwardRequest", job(id, seq, [([3], {})]))
         cells = message.data[0].loss_fn_inputs.add(key="target_tokens").value
         cells.dtype = 2
         cells.shape.extend([rows, columns])
@@ -89,8 +85,7 @@ def test_no_body_on_any_path_is_an_error_of_the_server(server: tuple[str, Tinker
 
 
 @pytest.mark.parametrize("seconds", [10**12, 2**65, 0, -1])
-def test_a_lifetime_beyond_all_dates_is_refused_and_spoils_no_list(seconds: int, address: str) -> None:
-    client = Client(address)
+def test_a_lifetime_beyond_all_dates_is_refused_and_spoils_no_list(seconds: int, address: str, client: Client) -> None:
     model = client.create(seconds % 1_000)
     client.save(model, 1, "x")
     url = f"{address}/api/v1/training_runs/{model}/checkpoints/weights/x/ttl"
@@ -101,9 +96,8 @@ def test_a_lifetime_beyond_all_dates_is_refused_and_spoils_no_list(seconds: int,
 # Archives
 
 
-def test_an_archive_is_whole_and_leaves_nothing_behind(address: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_archive_is_whole_and_leaves_nothing_behind(client: Client, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    client = Client(address)
     model = client.create()
     client.save(model, 1, "x")
     where = client.get(f"training_runs/{model}/checkpoints/weights/x/archive").headers["location"]

@@ -1,22 +1,19 @@
 """Clients beside each other: what is another's is not there, and turns are fair."""
 
-from __future__ import annotations
-
-import time
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.record.record import Asked
+from stretto_tinker.serve import TinkerServer
 from stretto_tinker.work.sampling import SampleQueue, Waiting
-from stretto_tinker.work.turns import Turns
-from tests.tinker.speaking import Client, held, job, serving, tokens_of, told
+from tests.tinker.speaking import Client, a_client, held, job, serving, tokens_of, told
 from tests.tinker.test_training import data_for
 
 
@@ -75,27 +72,7 @@ def test_only_keys_that_were_given_are_let_in(backend: LocalBackend, tmp_path: P
             assert (reply.status_code, reply.json()["detail"]) == (401, "X-API-Key: the key is missing or wrong")
 
 
-def test_the_weights_of_a_sampler_are_those_of_its_name(address: str) -> None:
-    client = Client(address)
-    id = client.create()
-    data = data_for("cross_entropy")
-    told_by, path = [], ""
-    for step in range(3):
-        client.forward_backward(id, 3 * step + 1, data)
-        client.step(id, 3 * step + 2, learning_rate=0.05)
-        path = client.save(id, 3 * step + 3, f"step-{step}", "save_weights_for_sampler")["path"]
-        told_by.append(client.sampler(step, path))
-    prompt = [3, 4, 5, 6, 7, 8]
-    scores = [client.sampled(client.sample(one, 0, prompt, prompt_logprobs=True)).prompt_logprobs for one in told_by]
-    assert len(set(scores)) == 3
-    again = client.sampler(9, path)
-    assert client.sampled(client.sample(again, 0, prompt, prompt_logprobs=True)).prompt_logprobs == scores[2]
-    assert "is there already" in client.save(id, 10, "step-0", "save_weights_for_sampler")["error"]
-
-
-def test_samplers_in_flight_follow_the_newest_weights(address: str) -> None:
-    client = Client(address)
-    id = client.create()
+def test_samplers_in_flight_follow_the_newest_weights(client: Client, id: str) -> None:
     first = client.save(id, 1, None, "save_weights_for_sampler", sampling_session_seq_id=0, kind="inflight")
     frozen = client.save(id, 2, None, "save_weights_for_sampler", sampling_session_seq_id=1)
     sampler, kept = first["sampling_session_id"], frozen["sampling_session_id"]
@@ -110,33 +87,6 @@ def test_samplers_in_flight_follow_the_newest_weights(address: str) -> None:
     client.save(id, 5, None, "save_weights_for_sampler", sampling_session_seq_id=2, kind="inflight")
     assert score(sampler, 1) != before
     assert score(kept, 0) == before
-
-
-def test_a_small_client_is_not_kept_waiting_by_a_large_one(address: str) -> None:
-    large, small = Client(address, "tml-large"), Client(address, "tml-small")
-    busy, quick = large.create(), small.create()
-    data = data_for("cross_entropy", sequences=64)
-    asked = [large.forward_backward(busy, seq, data) for seq in range(1, 41)]
-    began = time.monotonic()
-    for seq in range(1, 6):
-        small.output(small.forward_backward(quick, seq, data_for("cross_entropy", sequences=1)))
-    waited = time.monotonic() - began
-    large.output(asked[-1])
-    assert waited < (time.monotonic() - began) / 2
-
-
-def test_the_client_with_least_computed_is_next() -> None:
-    turns = Turns()
-    lanes = {"a": ["ann"], "b": ["bob"]}
-    order = []
-    for _ in range(6):
-        lane = turns.choose(lanes)
-        order.append(lane)
-        turns.spent(lanes[lane], 1.0 if lane == "a" else 0.25)
-    assert order == ["a", "b", "b", "b", "b", "a"]
-    turns.choose({**lanes, "c": ["eve"]})
-    turns.spent(["eve"], 0.1)
-    assert turns.choose({**lanes, "c": ["eve"]}) in ("b", "c")  # the newcomer is owed no past
 
 
 def test_a_client_that_finishes_leaves_its_work_done_and_its_session_closed(address: str) -> None:
@@ -183,32 +133,27 @@ def test_sessions_are_searched_by_name_metadata_and_status(address: str) -> None
         assert (reply.status_code, name in reply.json()["detail"]) == (400, True), reply.text
 
 
-@pytest.mark.parametrize("stop", [None, [], [5], "7"])
-def test_sampled_logprobs_score_again_to_1e_4(address: str, stop: object) -> None:
-    client = Client(address)
-    id = client.create()
+def test_sampled_logprobs_score_again_to_1e_4(client: Client, id: str) -> None:
     client.forward_backward(id, 1, data_for("cross_entropy"))
     client.step(id, 2, learning_rate=0.05)
     sampler = client.save(id, 3, None, "save_weights_for_sampler", sampling_session_seq_id=0)["sampling_session_id"]
-    prompt = [3, 4, 5]
-    params = {"max_tokens": 40, "stop": stop} if stop is not None else {"max_tokens": 40}
-    found = client.sampled(client.sample(sampler, 0, prompt, n=4, params=params))
-    for at, sequence in enumerate(found.sequences):
-        tokens = tokens_of(sequence)
-        whole = client.sampled(client.sample(sampler, at + 1, [*prompt, *tokens], prompt_logprobs=True))
-        again = np.frombuffer(whole.prompt_logprobs, np.float32)[len(prompt) :]
-        np.testing.assert_allclose(again, np.frombuffer(sequence.logprobs, np.float32), atol=1e-4)
-        ended = len(tokens) < 40
-        assert sequence.stop_reason == (0 if ended else 1)
-        if stop == []:
-            assert not ended
-        if stop == [5] and ended:
-            assert tokens[-1] in (5, 1)
+    prompt, numbers = [3, 4, 5], itertools.count()
+    ways: list[dict[str, Any]] = [{}, {"stop": []}, {"stop": [5]}, {"stop": "7"}]
+    for stop in ways:
+        asked = client.sample(sampler, next(numbers), prompt, n=4, params={"max_tokens": 40, **stop})
+        for sequence in client.sampled(asked).sequences:
+            tokens = tokens_of(sequence)
+            scored = client.sample(sampler, next(numbers), [*prompt, *tokens], prompt_logprobs=True)
+            again = np.frombuffer(client.sampled(scored).prompt_logprobs, np.float32)[len(prompt) :]
+            np.testing.assert_allclose(again, np.frombuffer(sequence.logprobs, np.float32), atol=1e-4)
+            ended = len(tokens) < 40
+            assert sequence.stop_reason == (0 if ended else 1)
+            assert not (ended and stop == {"stop": []})
+            assert not (ended and stop == {"stop": [5]}) or tokens[-1] in (5, 1)
 
 
 def test_what_only_an_ended_session_knows_is_removed(backend: LocalBackend, tmp_path: Path) -> None:
-    with serving(backend, tmp_path) as (address, server):
-        client = Client(address)
+    with a_client(backend, tmp_path) as (client, server):
         id = client.create()
         client.save(id, 1, None, "save_weights_for_sampler", sampling_session_seq_id=0)
         client.save(id, 2, "kept")
@@ -220,6 +165,20 @@ def test_what_only_an_ended_session_knows_is_removed(backend: LocalBackend, tmp_
         assert client.output(asked).loss > 0
         server.record.forget_sessions(-1.0)
         assert client.fetch(asked).status_code == 404
+
+
+def test_a_small_client_is_not_kept_waiting_by_a_large_one(server: tuple[str, TinkerServer]) -> None:
+    """By the tokens that are computed until it has its results, so that no clock is asked."""
+    address, running = server
+    large, small = Client(address, "tml-large"), Client(address, "tml-small")
+    busy, quick, before = large.create(), small.create(), running.worker.computed
+    data = data_for("cross_entropy", sequences=32)
+    asked = [large.forward_backward(busy, seq, data) for seq in range(1, 13)]
+    for seq in range(1, 4):
+        small.output(small.forward_backward(quick, seq, data_for("cross_entropy", sequences=1)))
+    waited = running.worker.computed - before
+    large.output(asked[-1])
+    assert waited < (running.worker.computed - before) / 2
 
 
 def test_nobody_waits_for_anothers_backlog_of_samples(backend: LocalBackend, tmp_path: Path) -> None:
@@ -261,8 +220,7 @@ def test_the_client_with_the_fewest_open_is_begun_next(owners: list[str]) -> Non
 def test_a_client_that_asks_for_a_result_or_sends_a_heartbeat_is_not_silent(
     backend: LocalBackend, tmp_path: Path
 ) -> None:
-    with serving(backend, tmp_path) as (address, server):
-        client = Client(address)
+    with a_client(backend, tmp_path) as (client, server):
         sampler = client.sampler(0)
         asked = client.sample(sampler, 1, [3, 4, 5, 6])
         signs: dict[str, Callable[[], Any]] = {

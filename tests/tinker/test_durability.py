@@ -1,7 +1,5 @@
 """A server that is killed: what was acknowledged is computed once, and gives the same results."""
 
-from __future__ import annotations
-
 import signal
 import sqlite3
 import threading
@@ -18,7 +16,7 @@ from stretto_tinker.serve import RECORD
 from stretto_tinker.work import models, worker
 from tests.launch.running import service
 from tests.launch.warm import WarmCommand
-from tests.tinker.speaking import Client, Output, job, serving, tokens_of, told
+from tests.tinker.speaking import Client, Output, a_client, job, serving, tokens_of, told
 from tests.tinker.test_training import data_for
 
 _BEGUN = "export TINKER_BASE_URL="
@@ -86,8 +84,7 @@ def test_a_server_killed_twice_gives_what_one_that_lives_gives(model: Path, tmp_
 def test_samples_that_were_acknowledged_are_sampled_again_with_the_same_seed(
     backend: LocalBackend, tmp_path: Path
 ) -> None:
-    with serving(backend, tmp_path) as (address, server):
-        client = Client(address)
+    with a_client(backend, tmp_path) as (client, server):
         sampler = client.sampler(0)
         done = client.sample(sampler, 0, [3, 4, 5], n=3, params={"max_tokens": 12})
         first = [tokens_of(one) for one in client.sampled(done).sequences]
@@ -115,8 +112,7 @@ def test_a_snapshot_and_the_requests_behind_it_are_the_state(
         if name == "never":
             monkeypatch.setattr(models.Models, "retire", models.Models.forget)
         folder = tmp_path / name
-        with serving(backend, folder) as (address, _):
-            client = Client(address)
+        with a_client(backend, folder) as (client, _):
             id = client.create()
             results(client, train(client, id, 0, 4))
             client.forward_backward(id, 9, data_for("cross_entropy", 4))
@@ -182,9 +178,7 @@ def test_a_record_that_is_malformed_for_a_while_costs_no_step_and_takes_none_twi
     assert played(backend, tmp_path / "broken", broken) == calm[0]
 
 
-def test_requests_that_come_again_or_out_of_order_are_taken_once(address: str) -> None:
-    client = Client(address)
-    id = client.create()
+def test_requests_that_come_again_or_out_of_order_are_taken_once(client: Client, id: str) -> None:
     data = data_for("cross_entropy")
     bodies = {seq: job(id, seq, data) for seq in (1, 3, 5)}
     steps = {seq: {"model_id": id, "seq_id": seq, "adam_params": {"learning_rate": 1e-2}} for seq in (2, 4, 6)}
@@ -212,9 +206,7 @@ def test_requests_that_come_again_or_out_of_order_are_taken_once(address: str) -
     assert "another request already" in other.text
 
 
-def test_a_step_without_a_whole_gradient_is_not_taken(address: str) -> None:
-    client = Client(address)
-    id = client.create()
+def test_a_step_without_a_whole_gradient_is_not_taken(client: Client, id: str) -> None:
     good, bad = data_for("cross_entropy"), [([3, 4], {"target_tokens": [4, 99]})]
     before = client.output(client.forward_backward(id, 1, good, forward_only=True)).loss
     assert "there is no gradient" in client.result(client.step(id, 2))["error"]

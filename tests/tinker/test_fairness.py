@@ -1,7 +1,5 @@
 """Nobody waits for what others asked: turns are cut by tokens, not by requests."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ from stretto_tinker.http.service import owner_of
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.work import turns
 from stretto_tinker.work.turns import Turns
-from tests.tinker.speaking import NAME, Client, Data, held, serving, tokens_of
+from tests.tinker.speaking import NAME, Client, Data, a_client, held, serving, tokens_of
 
 _TURN, _SLOTS, _MICRO_BATCH = 256, 8, 64
 _FEW = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -147,9 +145,7 @@ def test_no_client_is_a_turn_ahead_of_another_while_both_are_busy(spells: list[t
 
 
 @given(
-    shared=st.lists(st.integers(1, 50), min_size=1, max_size=4),
-    turn=st.floats(0.01, 1.0),
-    alone=st.floats(0.01, 1.0),
+    shared=st.lists(st.integers(1, 50), min_size=1, max_size=4), turn=st.floats(0.01, 1.0), alone=st.floats(0.01, 1.0)
 )
 def test_requests_in_a_shared_lane_take_no_more_than_the_shares_of_their_clients(
     shared: list[int], turn: float, alone: float
@@ -184,8 +180,7 @@ def test_one_who_comes_when_nobody_is_there_is_not_owed_the_hours_of_others() ->
 def sampled_by_many(backend: LocalBackend, folder: Path) -> tuple[list[list[int]], int]:
     """Tokens of long samples by three sets of weights and the base model at once; and the most bytes of cache."""
     most = 0
-    with serving(backend, folder) as (address, server):
-        client = Client(address)
+    with a_client(backend, folder) as (client, server):
         settled = server.worker._settled
 
         def note(id: str, lane: str) -> None:
@@ -197,7 +192,7 @@ def sampled_by_many(backend: LocalBackend, folder: Path) -> tuple[list[list[int]
         model = client.create()
         paths = [client.save(model, seq, f"w{seq}", "save_weights_for_sampler")["path"] for seq in range(1, 4)]
         samplers = [client.sampler(seq, path) for seq, path in enumerate([*paths, None])]
-        params = {"max_tokens": 120, "stop": [], "seed": 3}
+        params = {"max_tokens": 64, "stop": [], "seed": 3}
         with held(server):
             asked = [client.sample(one, at, _PROMPT, n=4, params=params) for one in samplers for at in range(2)]
         found = [client.sampled(one) for one in asked]

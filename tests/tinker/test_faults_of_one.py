@@ -1,7 +1,5 @@
 """A fault that one request or one client meets is its own: the requests of others go on, and none is lost."""
 
-from __future__ import annotations
-
 import sqlite3
 import threading
 import time

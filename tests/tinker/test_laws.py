@@ -4,10 +4,7 @@
 - A sampler has the weights of its name as they were saved last.
 - What a client left behind, by silence or by an end, is computed, and leaves the memory and the disk.
 - A number has one body.
-- A request that kills the server is given up.
-"""
-
-from __future__ import annotations
+- A request that kills the server is given up."""
 
 import itertools
 import shutil
@@ -26,7 +23,7 @@ from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.sampler import Sampler
 from stretto_tinker.http.service import Service
 from stretto_tinker.serve import TinkerServer
-from tests.tinker.speaking import Client, held, serving, told
+from tests.tinker.speaking import Client, a_client, held, serving, told
 from tests.tinker.test_training import data_for
 
 _FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -110,8 +107,7 @@ def test_whatever_one_client_asks_all_that_was_acknowledged_is_settled(
 def test_an_engine_that_fails_is_told_to_its_clients_and_replaced(
     backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(backend, tmp_path) as (address, server):
-        client = Client(address)
+    with a_client(backend, tmp_path) as (client, server):
         sampler = client.sampler(0)
         step, left = Sampler.step, 1
 
@@ -165,6 +161,7 @@ def weights_after(server: tuple[str, TinkerServer], acts: list[str]) -> None:
 
     train()
     path = client.save(model, next_seq(), "latest", "save_weights_for_sampler")["path"]
+    assert "is there already" in client.save(model, next_seq(), "latest", "save_weights_for_sampler")["error"]
     for act in acts:
         if act == "train":
             train()
@@ -182,8 +179,7 @@ def weights_after(server: tuple[str, TinkerServer], acts: list[str]) -> None:
 
 
 def test_engines_of_weights_that_nobody_samples_by_are_few(backend: LocalBackend, tmp_path: Path) -> None:
-    with serving(backend, tmp_path) as (address, server):
-        client = Client(address)
+    with a_client(backend, tmp_path) as (client, server):
         model = client.create()
         paths = [client.save(model, seq, f"w{seq}", "save_weights_for_sampler")["path"] for seq in range(1, 6)]
         samplers = [client.sampler(seq, path) for seq, path in enumerate(paths)]
@@ -214,8 +210,7 @@ def test_log_probabilities_of_a_long_prompt_are_made_a_part_at_a_time(
     np.testing.assert_allclose(again.logprobs, whole.logprobs, atol=1e-5)
 
 
-def test_a_number_of_a_sampler_that_is_in_use_is_refused(address: str) -> None:
-    client = Client(address)
+def test_a_number_of_a_sampler_that_is_in_use_is_refused(client: Client) -> None:
     client.sampler(0)
     model = client.create()
     failed = client.save(model, 1, None, "save_weights_for_sampler", sampling_session_seq_id=0)
@@ -270,8 +265,7 @@ def whole_after_a_leave(backend: LocalBackend, folder: Path, sent: set[int], how
     def send(client: Client, model: str, seq: int) -> str:
         return client.forward_backward(model, seq, data) if seq % 2 else client.step(model, seq)
 
-    with serving(backend, folder) as (address, server):
-        client = Client(address)
+    with a_client(backend, folder) as (client, server):
         model = client.create()
         with held(server):
             asked = {seq: send(client, model, seq) for seq in sorted(sent, reverse=True)}
@@ -297,8 +291,7 @@ def whole_after_a_leave(backend: LocalBackend, folder: Path, sent: set[int], how
 def test_a_session_that_ends_with_work_in_flight_is_looked_after_by_the_next_server(
     backend: LocalBackend, tmp_path: Path
 ) -> None:
-    with serving(backend, tmp_path) as (address, server):
-        client = Client(address)
+    with a_client(backend, tmp_path) as (client, server):
         model = client.create()
         server.worker.stop()
         early = client.step(model, 7)
@@ -310,8 +303,7 @@ def test_a_session_that_ends_with_work_in_flight_is_looked_after_by_the_next_ser
 
 
 def test_what_is_on_disk_is_what_is_on_record(backend: LocalBackend, tmp_path: Path) -> None:
-    with serving(backend, tmp_path) as (address, server):
-        client = Client(address)
+    with a_client(backend, tmp_path) as (client, server):
         model = client.create()
         for seq in range(1, 6):  # a follower needs the newest weights, and a late request those before
             client.save(model, seq, None, "save_weights_for_sampler", sampling_session_seq_id=seq, kind="inflight")
@@ -337,8 +329,7 @@ def test_what_is_on_disk_is_what_is_on_record(backend: LocalBackend, tmp_path: P
 
 def test_the_disk_of_a_long_session_and_of_ended_ones_is_bounded(backend: LocalBackend, tmp_path: Path) -> None:
     """Weeks go by as the record's dates are moved."""
-    with serving(backend, tmp_path) as (address, server):
-        client = Client(address)
+    with a_client(backend, tmp_path) as (client, server):
         model, data = client.create(), data_for("cross_entropy")
         samplers = []
         for at in range(8):  # a loop that samples by the weights of each step
@@ -375,14 +366,12 @@ def test_the_disk_of_a_long_session_and_of_ended_ones_is_bounded(backend: LocalB
         assert server.record._all("SELECT COUNT(*) FROM samplers") == [(0,)]
 
 
-def test_a_load_that_comes_again_is_answered_although_its_checkpoint_is_gone(address: str) -> None:
-    client = Client(address)
-    model = client.create()
-    path = client.save(model, 1, "x")["path"]
-    body = {"model_id": model, "seq_id": 2, "path": path, "optimizer": True}
+def test_a_load_that_comes_again_is_answered_although_its_checkpoint_is_gone(client: Client, id: str) -> None:
+    path = client.save(id, 1, "x")["path"]
+    body = {"model_id": id, "seq_id": 2, "path": path, "optimizer": True}
     first = told(client.post("load_weights", body))
     assert client.result(first["request_id"])["path"] == path
-    client.delete(f"training_runs/{model}/checkpoints/weights/x")
+    client.delete(f"training_runs/{id}/checkpoints/weights/x")
     assert told(client.post("load_weights", body)) == first
     assert client.post("load_weights", {**body, "optimizer": False}).status_code == 422
 
@@ -390,8 +379,7 @@ def test_a_load_that_comes_again_is_answered_although_its_checkpoint_is_gone(add
 def test_a_record_that_cannot_be_read_does_not_end_the_server(
     backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(backend, tmp_path) as (address, server):
-        client = Client(address)
+    with a_client(backend, tmp_path) as (client, server):
         client.opened()
 
         def failing(*_: Any) -> Any:
@@ -412,8 +400,7 @@ def test_a_record_that_cannot_be_read_does_not_end_the_server(
 def test_a_request_under_which_the_server_was_killed_three_times_is_given_up(
     backend: LocalBackend, tmp_path: Path
 ) -> None:
-    with serving(backend, tmp_path) as (address, server):
-        client = Client(address)
+    with a_client(backend, tmp_path) as (client, server):
         model, sampler = client.create(), client.sampler(0)
         server.worker.stop()
         deadly = client.forward_backward(model, 1, data_for("cross_entropy"))
@@ -435,8 +422,7 @@ def test_a_request_under_which_the_server_was_killed_three_times_is_given_up(
 def test_a_result_that_no_row_can_hold_fails_its_request_and_is_no_part_of_the_gradient(
     backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(backend, tmp_path) as (address, server):
-        client = Client(address)
+    with a_client(backend, tmp_path) as (client, server):
         model, data = client.create(), data_for("cross_entropy")
         client.output(client.forward_backward(model, 1, data))
         settle = server.record.settle

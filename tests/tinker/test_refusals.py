@@ -1,7 +1,5 @@
 """What is not right, torn, or not served: one sentence with the place, and never a 5xx."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -20,7 +18,7 @@ from stretto_app.extensions.commands.tinker import tinker
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.http.exchange import LARGEST_BODY
 from stretto_tinker.wire.datums import parse_job
-from tests.tinker.speaking import Client, job, serving, told
+from tests.tinker.speaking import Client, a_client, job, told
 from tests.tinker.test_training import data_for
 
 _GOOD = data_for("cross_entropy")
@@ -50,10 +48,8 @@ _TOKENS = {"target_tokens": [4, 5, 6]}
     ],
 )
 def test_wrong_data_fail_their_own_request_with_a_sentence(
-    data: Any, loss: str, config: dict[str, float], sentence: str, address: str
+    data: Any, loss: str, config: dict[str, float], sentence: str, client: Client, id: str
 ) -> None:
-    client = Client(address)
-    id = client.create()
     failed = client.result(client.forward_backward(id, 1, data, loss, **config))
     assert failed["category"] == "user"
     assert sentence in failed["error"]
@@ -68,16 +64,12 @@ def test_wrong_data_fail_their_own_request_with_a_sentence(
         ({"eps": -1e-8}, "adam_params.eps"),
     ],
 )
-def test_wrong_numbers_of_a_step_are_refused(adam: dict[str, float], sentence: str, address: str) -> None:
-    client = Client(address)
-    id = client.create()
+def test_wrong_numbers_of_a_step_are_refused(adam: dict[str, float], sentence: str, client: Client, id: str) -> None:
     client.forward_backward(id, 1, _GOOD)
     assert sentence in client.result(client.step(id, 2, **adam))["error"]
 
 
-def test_bodies_that_are_none(address: str) -> None:
-    client = Client(address)
-    id = client.create()
+def test_bodies_that_are_none(address: str, client: Client, id: str) -> None:
     whole = job(id, 1, _GOOD)
     for raw in (b"", b"\xff\xff\xff", b"not protobuf at all", whole[: len(whole) // 2]):
         reply = client.post("forward_backward", raw)
@@ -114,8 +106,7 @@ def test_no_torn_request_breaks_the_decoder(data: st.DataObject) -> None:
         parse_job(bytes(whole)).datums()
 
 
-def test_a_body_of_a_gigabyte_is_refused_before_it_is_sent(address: str) -> None:
-    client = Client(address)
+def test_a_body_of_a_gigabyte_is_refused_before_it_is_sent(address: str, client: Client) -> None:
 
     def gigabyte() -> Any:
         for _ in range(1024):
@@ -132,9 +123,7 @@ def test_a_body_of_a_gigabyte_is_refused_before_it_is_sent(address: str) -> None
     told(client.get("get_server_capabilities"))
 
 
-def test_futures_that_were_never_issued(address: str) -> None:
-    client = Client(address)
-    id = client.create()
+def test_futures_that_were_never_issued(client: Client, id: str) -> None:
     for asked in (f"{id}:77", "nothing", "", "x" * 10_000, f"{client.session}:sample:0:0"):
         reply = client.post("retrieve_future", {"request_id": asked})
         assert reply.status_code == 404, reply.text
@@ -145,8 +134,7 @@ def test_futures_that_were_never_issued(address: str) -> None:
     "path",
     ["tinker://../weights/x", "tinker://a/weights/../x", "tinker://a/b/c", "/etc/passwd", "tinker://a/weights/.x", ""],
 )
-def test_paths_that_are_none(path: str, address: str) -> None:
-    client = Client(address)
+def test_paths_that_are_none(path: str, client: Client) -> None:
     body = {"session_id": client.opened(), "model_seq_id": 5, "path": path, "optimizer": True}
     assert client.post("load_weights", body).status_code in (400, 404)
     assert client.post("weights_info", {"tinker_path": path}).status_code in (400, 404)
@@ -155,9 +143,7 @@ def test_paths_that_are_none(path: str, address: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "x" * 200, "naïve"])
-def test_names_that_are_none(name: str, address: str) -> None:
-    client = Client(address)
-    id = client.create()
+def test_names_that_are_none(name: str, client: Client, id: str) -> None:
     assert "path" in client.save(id, 1, name)["error"]
 
 
@@ -171,15 +157,13 @@ def test_names_that_are_none(name: str, address: str) -> None:
         ({"prompt_logprobs_last_n": 9}, "prompt_logprobs_last_n: 9"),
     ],
 )
-def test_wrong_wishes_of_samples_are_refused_at_once(change: dict[str, Any], sentence: str, address: str) -> None:
-    client = Client(address)
+def test_wrong_wishes_of_samples_are_refused_at_once(change: dict[str, Any], sentence: str, client: Client) -> None:
     body = {"sampling_session_id": client.sampler(0), "seq_id": 0, "prompt": {"chunks": [{"tokens": [3, 4]}]}}
     reply = client.post("asample", {**body, "sampling_params": {"max_tokens": 3}, **change})
     assert (reply.status_code, sentence in reply.json()["detail"]) == (400, True), reply.text
 
 
-def test_wrong_prompts_fail_their_own_request(address: str) -> None:
-    client = Client(address)
+def test_wrong_prompts_fail_their_own_request(client: Client) -> None:
     sampler = client.sampler(0)
     asked = [client.sample(sampler, seq, prompt) for seq, prompt in enumerate([[], [99], [3] * 192, [3, 4]])]
     errors = [client.fetch(one) for one in asked]
@@ -187,8 +171,7 @@ def test_wrong_prompts_fail_their_own_request(address: str) -> None:
     assert "protobuf" in errors[3].headers["content-type"]
 
 
-def test_what_is_not_served_says_its_name_and_why(address: str) -> None:
-    client = Client(address)
+def test_what_is_not_served_says_its_name_and_why(client: Client) -> None:
     for path in ("auth/token", "create_custom_loss", "copy_weights"):
         detail = client.post(path).json()["detail"]
         assert detail.startswith(f"{path} is not served: ")
@@ -229,8 +212,7 @@ def test_what_is_not_served_says_its_name_and_why(address: str) -> None:
 def test_a_full_disk_fails_the_checkpoint_and_nothing_else(
     backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(backend, tmp_path) as (address, _):
-        client = Client(address)
+    with a_client(backend, tmp_path) as (client, _):
         id = client.create()
         client.output(client.forward_backward(id, 1, _GOOD))
         client.result(client.step(id, 2))
@@ -251,9 +233,7 @@ def test_a_full_disk_fails_the_checkpoint_and_nothing_else(
         assert client.output(client.forward_backward(id, 5, _GOOD)).loss > 0
 
 
-def test_numbers_that_overflow_fail_the_request_and_leave_the_model(address: str) -> None:
-    client = Client(address)
-    id = client.create()
+def test_numbers_that_overflow_fail_the_request_and_leave_the_model(client: Client, id: str) -> None:
     before = client.output(client.forward_backward(id, 1, _GOOD, forward_only=True)).loss
     tokens, inputs = data_for("importance_sampling", sequences=1)[0]
     wild = {**inputs, "advantages": np.full(len(tokens), 3e38, np.float32)}
@@ -296,11 +276,9 @@ _WRONG_STEPS: list[dict[str, object]] = [
     ],
 )
 def test_a_request_that_is_refused_has_its_number_and_those_behind_it_go_on(
-    path: str, fields: dict[str, Any], sentence: str, address: str
+    path: str, fields: dict[str, Any], sentence: str, address: str, client: Client, id: str
 ) -> None:
     """The client has counted it. The gradient before it stays."""
-    client = Client(address)
-    id = client.create()
     client.output(client.forward_backward(id, 1, _GOOD))
     body = {"model_id": id, "seq_id": 2, **fields}
     asked = told(client.post(path, body))["request_id"]

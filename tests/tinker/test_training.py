@@ -1,7 +1,5 @@
 """Losses, gradients and steps against a plain computation with transformers and peft: equal to 1e-5."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +94,8 @@ RUNS_LONG = [pytest.param(loss, 10, marks=pytest.mark.long) for loss in LOSSES[1
 
 @pytest.mark.parametrize(("loss", "steps"), [*RUNS, *RUNS_LONG])
 def test_steps_of_each_loss_equal_those_of_a_plain_loop(
-    loss: str, steps: int, address: str, model: Path, tmp_path: Path
+    loss: str, steps: int, client: Client, id: str, model: Path, tmp_path: Path
 ) -> None:
-    client = Client(address)
-    id = client.create()
     plain = Plain(model, adapters_of(client, id, 1, tmp_path / "adapters"))
     for step in range(steps):
         data = data_for(loss, step)
@@ -116,9 +112,7 @@ def test_steps_of_each_loss_equal_those_of_a_plain_loop(
         assert client.result(stepped)["metrics"]["grad_norm"] > 0
 
 
-def test_settings_of_a_loss_are_heeded(address: str, model: Path, tmp_path: Path) -> None:
-    client = Client(address)
-    id = client.create()
+def test_settings_of_a_loss_are_heeded(client: Client, id: str, model: Path, tmp_path: Path) -> None:
     plain = Plain(model, adapters_of(client, id, 1, tmp_path))
     for seq, (loss, config) in enumerate(
         [("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.05}), ("dro", {"beta": 0.5})], 2
@@ -132,8 +126,7 @@ def test_settings_of_a_loss_are_heeded(address: str, model: Path, tmp_path: Path
         assert abs(float(expected) - float(other)) > 1e-2
 
 
-def test_gradients_of_several_requests_are_one_gradient(address: str, model: Path, tmp_path: Path) -> None:
-    client = Client(address)
+def test_gradients_of_several_requests_are_one_gradient(client: Client, model: Path, tmp_path: Path) -> None:
     whole, parts = client.create(0), client.create(1)
     data = data_for("cross_entropy", sequences=6)
     client.forward_backward(whole, 1, data)
@@ -144,9 +137,9 @@ def test_gradients_of_several_requests_are_one_gradient(address: str, model: Pat
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_several_targets_a_position_are_scored_and_weighed(address: str, model: Path, tmp_path: Path) -> None:
-    client = Client(address)
-    id = client.create()
+def test_several_targets_a_position_are_scored_and_weighed(
+    client: Client, id: str, model: Path, tmp_path: Path
+) -> None:
     plain = Plain(model, adapters_of(client, id, 1, tmp_path))
     tokens, targets = [3, 4, 5, 6], [[3, 4, 5], [4, 5, 6], [5, 6, 7], [6, 7, 8]]
     weights = np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3)
@@ -157,8 +150,7 @@ def test_several_targets_a_position_are_scored_and_weighed(address: str, model: 
     assert output.loss == pytest.approx(float(-(expected * weights).sum()), rel=1e-5)
 
 
-def test_adapters_are_where_they_were_asked_for(address: str, tmp_path: Path) -> None:
-    client = Client(address)
+def test_adapters_are_where_they_were_asked_for(client: Client, tmp_path: Path) -> None:
     only_mlp = client.create(0, train_attn=False, train_unembed=False)
     every = client.create(1)
     found = {}
@@ -170,8 +162,7 @@ def test_adapters_are_where_they_were_asked_for(address: str, tmp_path: Path) ->
     assert found["all"] == found["mlp"] | {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
 
 
-def test_a_whole_model_is_trained_where_no_adapters_are_asked_for(address: str) -> None:
-    client = Client(address)
+def test_a_whole_model_is_trained_where_no_adapters_are_asked_for(client: Client) -> None:
     body = {"session_id": client.opened(), "model_seq_id": 0, "base_model": "base"}
     id = client.result(client.post("create_model", body).json()["request_id"])["model_id"]
     assert client.post("get_info", {"model_id": id}).json()["is_lora"] is False

@@ -1,7 +1,5 @@
 """Two machines: the trainer's with its mailbox and model folder, and another one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

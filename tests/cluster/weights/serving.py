@@ -1,20 +1,18 @@
-"""What tests of the mirror share: a weights server on a real socket or in a process of its own, a road to it on which
-bytes are lost, changed or late, and what is published and pulled."""
+"""What tests of the mirror share: a weights server on a real socket or in a process of its own, a road to it that can
+be frozen, cut and slowed down and on which bytes are lost or changed, and what is published and pulled."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
+import inspect
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -28,7 +26,7 @@ from stretto_cluster.weights.source import PART_SIZE
 
 KEY = "k" * 32
 _END_SECONDS = 10.0
-T = TypeVar("T")
+Harmed = bytes | None
 
 
 @contextmanager
@@ -56,96 +54,114 @@ def serving(
         assert not thread.is_alive()
 
 
+def nothing(number: int, place: int, piece: bytes) -> bytes:
+    """No harm."""
+    return piece
+
+
 @dataclass
 class Road:
-    """A relay to `target` that does something to the replies.
+    """A relay to `target`, both ways. While it is frozen nothing arrives and nothing breaks; `cut` breaks all.
 
-    `harm` gets the number of the connection, the place of a piece in the reply's bytes and the piece; it returns what
-    to pass on, None to break off.
-    """
+    `harm` gets the number of the connection, the place of a piece in the replies' bytes and the piece; it returns what
+    to pass on, at once or later, None to break off."""
 
     target: str
-    harm: Callable[[int, int, bytes], bytes | None]
+    harm: Callable[[int, int, bytes], Harmed | Awaitable[Harmed]] = nothing
     piece: int = 1 << 16
+    delay: float = 0.0
+    address: str = ""
     connections: int = 0
     passed: int = 0
-    _ends: list[socket.socket] = field(default_factory=list)
+    _open: asyncio.Event = field(default_factory=asyncio.Event)
+    _ends: list[asyncio.StreamWriter] = field(default_factory=list)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    @contextmanager
-    def open(self) -> Iterator[str]:
-        """Its address."""
-        listening = bound("127.0.0.1", 0)
-        accepting = threading.Thread(target=self._accept, args=(listening,))
-        accepting.start()
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Road]:
+        self._open.set()
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
-            yield f"127.0.0.1:{listening.getsockname()[1]}"
+            yield self
         finally:
-            for end in [listening, *self._ends]:
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-                end.close()
-            accepting.join(_END_SECONDS)
+            server.close()
+            self.cut()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _accept(self, listening: socket.socket) -> None:
-        threads = []
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = listening.accept()
-                self.connections += 1
-                self._ends.append(near)
-                threads.append(threading.Thread(target=self._relay, args=(near, self.connections)))
-                threads[-1].start()
-        for thread in threads:
-            thread.join(_END_SECONDS)
+    def freeze(self) -> None:
+        self._open.clear()
 
-    def _relay(self, near: socket.socket, number: int) -> None:
+    def thaw(self) -> None:
+        self._open.set()
+
+    def cut(self) -> None:
+        for end in self._ends:
+            end.transport.abort()
+        self._ends.clear()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = self.connections = self.connections + 1
         host, _, port = self.target.rpartition(":")
-        with contextlib.suppress(OSError), near, socket.create_connection((host, int(port))) as far:
-            self._ends.append(far)
-            request = b""
-            while not request.endswith(b"\r\n\r\n"):
-                if not (part := near.recv(4096)):
-                    return
-                request += part
-            far.sendall(request)
-            place = 0
-            while part := far.recv(self.piece):
-                harmed = self.harm(number, place, part)
-                place += len(part)
+        try:
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.transport.abort()
+            return
+        self._ends += [writer, far_writer]
+        for source, target, which in ((reader, far_writer, 0), (far_reader, writer, number)):
+            self._tasks.add(asyncio.create_task(self._carry(source, target, which)))
+
+    async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, number: int) -> None:
+        """`number`: of the connection whose replies these are; 0 for requests, which come to no harm."""
+        place = 0
+        with contextlib.suppress(OSError):
+            while data := await source.read(self.piece):
+                await asyncio.sleep(self.delay)
+                await self._open.wait()
+                harmed = self.harm(number, place, data) if number else data
+                harmed = await harmed if inspect.isawaitable(harmed) else harmed
                 if harmed is None:
-                    return
-                near.sendall(harmed)
-                self.passed += len(harmed)
+                    break
+                place += len(data)
+                target.write(harmed)
+                await target.drain()
+                self.passed += len(harmed) * (number > 0)
+            await self._open.wait()
+        target.close()
 
 
-@contextmanager
-def lying(said: bytes) -> Iterator[str]:
+@asynccontextmanager
+async def lying(said: bytes) -> AsyncIterator[str]:
     """The address of a server that has one answer to everything."""
-    listening = bound("127.0.0.1", 0)
 
-    def answer() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = listening.accept()
-                with near:
-                    near.recv(4096)
-                    near.sendall(said)
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4096)
+        writer.write(said)
+        writer.close()
 
-    thread = threading.Thread(target=answer)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        with contextlib.suppress(OSError):
-            listening.shutdown(socket.SHUT_RDWR)
-        listening.close()
-        thread.join(_END_SECONDS)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-def slowly(number: int, place: int, piece: bytes) -> bytes:
+async def slowly(number: int, place: int, piece: bytes) -> bytes:
     """A harm: fifty pieces a second."""
-    time.sleep(0.02)
+    await asyncio.sleep(0.02)
     return piece
+
+
+def flipping(at: int, only: int = 0) -> Callable[[int, int, bytes], bytes]:
+    """A harm: a bit of the byte at a place flips, in one connection or in all."""
+
+    def flip(number: int, place: int, piece: bytes) -> bytes:
+        here = at - place
+        if only not in (0, number) or not 0 <= here < len(piece):
+            return piece
+        return piece[:here] + bytes([piece[here] ^ 1]) + piece[here + 1 :]
+
+    return flip
 
 
 @contextmanager
@@ -188,10 +204,6 @@ def mirror(
     beside: Callable[[], Iterable[Path]] = tuple,
 ) -> Mirror:
     return Mirror(source, key, "run", away, patience=patience, seconds=seconds, part_size=part_size, beside=beside)
-
-
-def now(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(work)
 
 
 def names(folder: Path) -> list[str]:

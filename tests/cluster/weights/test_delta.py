@@ -2,9 +2,6 @@
 flipped, it gives no weights; a mirror gets the same publication by a delta as in full, and says which it was and why.
 """
 
-from __future__ import annotations
-
-import asyncio
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +19,7 @@ from stretto.weights.manifest import read_header, verify
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_cluster.weights import delta
 from stretto_cluster.weights.mirror import Mirror, Pulled
-from tests.cluster.weights.serving import KEY, Road, serving
+from tests.cluster.weights.serving import KEY, Road, flipping
 
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
 
@@ -160,90 +157,76 @@ def step(version: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]
     return {"w": (numbers + numbers.abs() * 1e-4 * version).to(dtype), "b": torch.ones(7, dtype=dtype)}
 
 
-def pull_all(home: Path, versions: list[dict[str, Tensor]], ours: Mirror) -> list[Pulled]:
+async def pull_all(home: Path, versions: list[dict[str, Tensor]], ours: Mirror) -> list[Pulled]:
     """Publish and pull one after the other; each is compared with what was published."""
-    publisher = SharedMemoryPublisher("run", home)
-
-    async def work() -> list[Pulled]:
-        pulls = []
-        for version, tensors in enumerate(versions):
-            publisher.publish(version, tensors.items())
-            pulls.append(await ours.pull(version))
-            assert path_of("run", ours.folder, version).read_bytes() == path_of("run", home, version).read_bytes()
-        return pulls
-
-    return asyncio.run(work())
+    publisher, pulls = SharedMemoryPublisher("run", home), list[Pulled]()
+    for version, tensors in enumerate(versions):
+        publisher.publish(version, tensors.items())
+        pulls.append(await ours.pull(version))
+        assert path_of("run", ours.folder, version).read_bytes() == path_of("run", home, version).read_bytes()
+    return pulls
 
 
-def test_the_second_version_comes_as_a_delta_and_the_mailbox_is_the_same(home: Path, tmp_path: Path) -> None:
-    with serving(home, tmp_path / "model") as source:
-        first, second, third = pull_all(
-            home, [step(0), step(1), step(2)], Mirror(source, KEY, "run", tmp_path / "away", delta="always")
-        )
-    assert not first.delta
+async def test_the_second_version_comes_as_a_delta_and_the_mailbox_is_the_same(
+    source: str, home: Path, away: Path
+) -> None:
+    first, second, third = await pull_all(
+        home, [step(0), step(1), step(2)], Mirror(source, KEY, "run", away, delta="always")
+    )
+    assert (first.delta, second.delta, third.delta) == (False, True, True)
     assert first.reason == "in full: no other version is here"
-    assert second.delta
-    assert third.delta
     assert second.reason.startswith("delta: about ")
     assert second.bytes < 0.2 * first.bytes
     assert sorted(path.suffix for path in home.iterdir()) == [".delta", ".weights", ".weights"]
 
 
-def test_where_most_elements_change_the_whole_travels_and_the_reason_is_told(home: Path, tmp_path: Path) -> None:
+async def test_where_most_elements_change_the_whole_travels_and_the_reason_is_told(
+    source: str, home: Path, away: Path
+) -> None:
     versions = [step(version, torch.float32) for version in (0, 1)]
-    with serving(home, tmp_path / "model") as source:
-        _, second = pull_all(home, versions, Mirror(source, KEY, "run", tmp_path / "away", delta="always"))
+    _, second = await pull_all(home, versions, Mirror(source, KEY, "run", away, delta="always"))
     assert not second.delta
     assert second.reason == "in full: about 100.0% of the elements have changed"
 
 
-def test_never_is_never(home: Path, tmp_path: Path) -> None:
-    with serving(home, tmp_path / "model") as source:
-        pulls = pull_all(home, [step(0), step(1)], Mirror(source, KEY, "run", tmp_path / "away", delta="never"))
+async def test_never_is_never(source: str, home: Path, away: Path) -> None:
+    pulls = await pull_all(home, [step(0), step(1)], Mirror(source, KEY, "run", away, delta="never"))
     assert [(pull.delta, pull.reason) for pull in pulls] == [(False, 'in full: weights.delta is "never"')] * 2
 
 
-def test_auto_measures_both_forms_and_then_takes_one_by_its_seconds(home: Path, tmp_path: Path) -> None:
-    with serving(home, tmp_path / "model") as source:
-        pulls = pull_all(home, [step(v) for v in range(4)], Mirror(source, KEY, "run", tmp_path / "away"))
+async def test_auto_measures_both_forms_and_then_takes_one_by_its_seconds(source: str, home: Path, away: Path) -> None:
+    pulls = await pull_all(home, [step(v) for v in range(4)], Mirror(source, KEY, "run", away))
     assert [pull.delta for pull in pulls[:2]] == [False, True]
     assert all(pull.delta or "a GB took" in pull.reason for pull in pulls[2:])
 
 
-def test_a_server_that_does_not_have_the_base_any_more_sends_the_whole(home: Path, tmp_path: Path) -> None:
-    ours = Mirror("", KEY, "run", tmp_path / "away", delta="always")
-    with serving(home, tmp_path / "model") as source:
-        ours.source = source
-        pull_all(home, [step(0)], ours)
-        for version in (1, 2):
-            SharedMemoryPublisher("run", home).publish(version, step(version).items())
-        pulled = asyncio.run(ours.pull(2))
+async def test_a_server_that_does_not_have_the_base_any_more_sends_the_whole(
+    source: str, home: Path, away: Path
+) -> None:
+    ours = Mirror(source, KEY, "run", away, delta="always")
+    await pull_all(home, [step(0)], ours)
+    for version in (1, 2):
+        SharedMemoryPublisher("run", home).publish(version, step(version).items())
+    pulled = await ours.pull(2)
     assert pulled.reason == "in full: the version that the mirror has is not published any more"
 
 
-def test_a_delta_that_is_flipped_on_the_road_is_pulled_again_in_full(home: Path, tmp_path: Path) -> None:
-    def flip(number: int, place: int, piece: bytes) -> bytes:
-        if number == 2 and place <= 20_000 < place + len(piece):
-            at = 20_000 - place
-            return piece[:at] + bytes([piece[at] ^ 1]) + piece[at + 1 :]
-        return piece
-
-    with serving(home, tmp_path / "model") as source, Road(source, flip).open() as road:
-        _, second = pull_all(home, [step(0), step(1)], Mirror(road, KEY, "run", tmp_path / "away", delta="always"))
+async def test_a_delta_that_is_flipped_on_the_road_is_pulled_again_in_full(source: str, home: Path, away: Path) -> None:
+    async with Road(source, flipping(20_000, only=2)).opened() as road:
+        _, second = await pull_all(home, [step(0), step(1)], Mirror(road.address, KEY, "run", away, delta="always"))
     assert not second.delta
     assert second.reason == "in full: the delta gave other bytes"
 
 
-def test_a_base_that_was_damaged_here_is_no_base(home: Path, tmp_path: Path) -> None:
+async def test_a_base_that_was_damaged_here_is_no_base(source: str, home: Path, away: Path) -> None:
     """Its header is whole, so its seal is that of the server's; the checksums of the result do not fit."""
-    with serving(home, tmp_path / "model") as source:
-        ours = Mirror(source, KEY, "run", tmp_path / "away", delta="always")
-        pull_all(home, [step(0)], ours)
-        held = path_of("run", tmp_path / "away", 0)
-        image = bytearray(held.read_bytes())
-        image[read_header(memoryview(image))[1] + 40_001] ^= 8
-        held.write_bytes(image)
-        SharedMemoryPublisher("run", home).publish(1, step(1).items())
-        pulled = asyncio.run(ours.pull(1))
+    ours = Mirror(source, KEY, "run", away, delta="always")
+    await pull_all(home, [step(0)], ours)
+    held = path_of("run", away, 0)
+    image = bytearray(held.read_bytes())
+    image[read_header(memoryview(image))[1] + 40_001] ^= 8
+    held.write_bytes(image)
+    SharedMemoryPublisher("run", home).publish(1, step(1).items())
+    pulled = await ours.pull(1)
     assert pulled.reason == "in full: the delta gave other bytes"
-    verify(map_file(path_of("run", tmp_path / "away", 1)), 1)
+    verify(map_file(path_of("run", away, 1)), 1)

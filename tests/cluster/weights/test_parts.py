@@ -1,9 +1,6 @@
 """Promises: a large version comes in parts over several connections, to the bit, whatever part is cut or late; no byte
-comes twice; one part that fails ends the others, and leaves nothing. Where the kernel does not splice, or what is sent
-is encrypted, the same comes by copies.
-"""
-
-from __future__ import annotations
+comes twice; one part that fails ends the others, and leaves nothing. Where the kernel does not splice, the same comes
+by copies, as what is encrypted does (`test_server.py`)."""
 
 import asyncio
 import errno
@@ -19,17 +16,15 @@ from hypothesis import strategies as st
 from stretto.core.errors import SourceLost, WireError
 from stretto.weights.folder import path_of
 from stretto.weights.shared_memory import SharedMemoryPublisher
-from stretto_cluster.weights.mirror import Mirror
-from tests.certificates import authority
-from tests.cluster.weights.serving import KEY, Road, assert_loads, lying, mirror, names, now, serving, tensors
+from stretto_cluster.weights.mirror import Pulled
+from tests.cluster.weights.serving import Road, assert_loads, lying, mirror, names, tensors
 
 PART = 1 << 16  # of about a megabyte
 
 
-def test_a_large_version_comes_over_several_connections(source: str, home: Path, away: Path) -> None:
-    road = Road(source, lambda number, place, piece: piece)
-    with road.open() as address:
-        pulled = now(mirror(address, away, part_size=PART).pull(7))
+async def test_a_large_version_comes_over_several_connections(source: str, home: Path, away: Path) -> None:
+    async with Road(source).opened() as road:
+        pulled = await mirror(road.address, away, part_size=PART).pull(7)
     assert road.connections == 5  # the first part tells the size
     assert pulled.bytes == path_of("run", home, 7).stat().st_size
     assert path_of("run", away, 7).read_bytes() == path_of("run", home, 7).read_bytes()
@@ -47,72 +42,68 @@ def test_parts_that_are_cut_anywhere_go_on_where_they_broke_off(
         return piece if place + len(piece) <= cuts.get(number, sys.maxsize) else None
 
     away = tmp_path_factory.mktemp("away")
-    with Road(source, cut, piece=1 << 12).open() as address:
-        pulled = now(mirror(address, away, part_size=part).pull(7))
+
+    async def pull() -> Pulled:
+        async with Road(source, cut, piece=1 << 12).opened() as road:
+            return await mirror(road.address, away, part_size=part).pull(7)
+
+    pulled = asyncio.run(pull())
     assert pulled.bytes == path_of("run", home, 7).stat().st_size
     assert path_of("run", away, 7).read_bytes() == path_of("run", home, 7).read_bytes()
 
 
-def test_a_version_that_changes_between_its_parts_is_pulled_anew(source: str, home: Path, away: Path) -> None:
+async def test_a_version_that_changes_between_its_parts_is_pulled_anew(source: str, home: Path, away: Path) -> None:
     def change(number: int, place: int, piece: bytes) -> bytes | None:
         if number == 3 and place > 100_000:
             SharedMemoryPublisher("run", home).publish(7, tensors(70.0).items())
             return None
         return piece
 
-    with Road(source, change).open() as road:
-        now(mirror(road, away, part_size=PART).pull(7))
+    async with Road(source, change).opened() as road:
+        await mirror(road.address, away, part_size=PART).pull(7)
     assert_loads(away, 7, 70.0)
 
 
-def test_a_part_that_is_lost_ends_the_pull_and_leaves_nothing(source: str, away: Path) -> None:
+async def test_a_part_that_is_lost_ends_the_pull_and_leaves_nothing(source: str, away: Path) -> None:
     def lose(number: int, place: int, piece: bytes) -> bytes | None:
         return piece if number == 1 else None
 
-    with Road(source, lose).open() as road, pytest.raises(SourceLost, match="nothing came for"):
-        now(mirror(road, away, patience=0.5, part_size=PART).pull(7))
+    async with Road(source, lose).opened() as road:
+        with pytest.raises(SourceLost, match="nothing came for"):
+            await mirror(road.address, away, patience=0.5, part_size=PART).pull(7)
     assert names(away) == []
 
 
-def test_parts_that_are_cancelled_leave_nothing_and_the_next_pull_works(source: str, away: Path) -> None:
-    async def pulls() -> None:
-        first = True
+async def test_parts_that_are_cancelled_leave_nothing_and_the_next_pull_works(source: str, away: Path) -> None:
+    first = True
 
-        def hang(number: int, place: int, piece: bytes) -> bytes | None:
-            return piece if number == 1 or not first else b""  # the parts never come
+    def hang(number: int, place: int, piece: bytes) -> bytes | None:
+        return piece if number == 1 or not first else b""  # the parts never come
 
-        with Road(source, hang).open() as via:
-            ours = mirror(via, away, patience=30.0, part_size=PART)
-            task = asyncio.create_task(ours.pull(7))
-            while ours.moved < PART:
-                await asyncio.sleep(0.01)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert names(away) == []
-            first = False
-            await ours.pull(7)
-
-    now(pulls())
+    async with Road(source, hang).opened() as via:
+        ours = mirror(via.address, away, patience=30.0, part_size=PART)
+        task = asyncio.create_task(ours.pull(7))
+        while ours.moved < PART:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert names(away) == []
+        first = False
+        await ours.pull(7)
     assert_loads(away, 7, 7.0)
 
 
-def test_a_part_of_another_place_than_asked_for_is_refused(away: Path) -> None:
+async def test_a_part_of_another_place_than_asked_for_is_refused(away: Path) -> None:
     said = b"HTTP/1.1 206 Partial\r\nstretto-run: run\r\ncontent-length: 5\r\ncontent-range: bytes 9-13/14\r\n\r\nhello"
-    with lying(said) as address, pytest.raises(WireError, match="bytes 9 to 14 of 14 came for those from 0"):
-        now(mirror(address, away).pull(7))
+    async with lying(said) as address:
+        with pytest.raises(WireError, match="bytes 9 to 14 of 14 came for those from 0"):
+            await mirror(address, away).pull(7)
     assert names(away) == []
-
-
-def test_parts_come_encrypted_too(home: Path, model: Path, away: Path, tmp_path: Path) -> None:
-    ours = authority(tmp_path / "ours")
-    with serving(home, model, tls=ours) as address:
-        now(Mirror(address, KEY, "run", away, ours, part_size=PART).pull(7))
-    assert_loads(away, 7, 7.0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="splice is of Linux")
-def test_a_file_system_that_does_not_splice_gets_copies(
+async def test_a_file_system_that_does_not_splice_gets_copies(
     source: str, away: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     splice = os.splice
@@ -123,5 +114,5 @@ def test_a_file_system_that_does_not_splice_gets_copies(
         return splice(src, dst, count)
 
     monkeypatch.setattr(os, "splice", refused)
-    now(mirror(source, away, part_size=PART).pull(7))
+    await mirror(source, away, part_size=PART).pull(7)
     assert_loads(away, 7, 7.0)

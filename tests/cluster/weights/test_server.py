@@ -1,8 +1,5 @@
 """Promises: without the key, the run's name or, with TLS, a certificate a weights server tells nothing; a model folder
-comes whole, every file checked, or not at all; the role serves until it is ended, without torch.
-"""
-
-from __future__ import annotations
+comes whole, every file checked, or not at all; the role serves until it is ended, without torch."""
 
 import signal
 import socket
@@ -20,19 +17,19 @@ from tests.cluster.weights.serving import (
     KEY,
     Road,
     assert_loads,
+    flipping,
     free_address,
     mirror,
     names,
-    now,
     role,
     serving,
     tensors,
 )
 
 
-def test_without_the_key_nothing_is_told(source: str, away: Path) -> None:
+async def test_without_the_key_nothing_is_told(source: str, away: Path) -> None:
     with pytest.raises(RefusedRequest, match="key: refused by"):
-        now(mirror(source, away, key="wrong").pull(7))
+        await mirror(source, away, key="wrong").pull(7)
     with socket.create_connection(("127.0.0.1", int(source.rpartition(":")[2]))) as raw:
         raw.sendall(b"GET /versions/7 HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         reply = raw.makefile("rb").read().lower()
@@ -41,63 +38,64 @@ def test_without_the_key_nothing_is_told(source: str, away: Path) -> None:
     assert names(away) == []
 
 
-def test_the_server_of_another_run_is_refused_by_both(home: Path, model: Path, away: Path) -> None:
+async def test_the_server_of_another_run_is_refused_by_both(home: Path, model: Path, away: Path) -> None:
     SharedMemoryPublisher("other", home).publish(7, tensors(1.0).items())
     with serving(home, model, run="other") as other, pytest.raises(WireError, match="serves run other, not run"):
-        now(mirror(other, away).pull(7))
+        await mirror(other, away).pull(7)
     assert names(away) == []
 
 
-def test_the_model_folder_comes_whole_and_a_second_time_at_no_cost(source: str, model: Path, tmp_path: Path) -> None:
+async def test_the_model_folder_comes_whole_and_a_second_time_at_no_cost(
+    source: str, model: Path, tmp_path: Path
+) -> None:
     ours, folder = mirror(source, tmp_path / "away"), tmp_path / "policy"
-    now(ours.fetch_model(folder))
-    now(ours.fetch_model(folder))
+    await ours.fetch_model(folder)
+    await ours.fetch_model(folder)
     assert names(folder) == names(model)
     assert all((folder / name).read_bytes() == (model / name).read_bytes() for name in names(model))
     (folder / "config.json").write_text("{}")
     with pytest.raises(WireError, match="is not the model folder of run run"):
-        now(ours.fetch_model(folder))
+        await ours.fetch_model(folder)
 
 
-def test_a_model_file_that_changed_on_the_road_is_found_and_the_folder_does_not_appear(
+async def test_a_model_file_that_changed_on_the_road_is_found_and_the_folder_does_not_appear(
     source: str, tmp_path: Path
 ) -> None:
-    def flip(number: int, place: int, piece: bytes) -> bytes:
-        return piece if place + len(piece) < 700_000 else piece[:-1] + bytes([piece[-1] ^ 1])
-
-    with Road(source, flip).open() as road, pytest.raises(TornPublication, match=r"model\.safetensors .* other bytes"):
-        now(mirror(road, tmp_path / "away").fetch_model(tmp_path / "policy"))
+    async with Road(source, flipping(700_000)).opened() as road:
+        with pytest.raises(TornPublication, match=r"model\.safetensors .* other bytes"):
+            await mirror(road.address, tmp_path / "away").fetch_model(tmp_path / "policy")
     assert not (tmp_path / "policy").exists()
-    now(mirror(source, tmp_path / "away").fetch_model(tmp_path / "policy"))
+    await mirror(source, tmp_path / "away").fetch_model(tmp_path / "policy")
     assert not [name for name in names(tmp_path) if "partial" in name]
 
 
-def test_a_file_name_that_leads_out_of_the_folder_is_refused(source: str, tmp_path: Path) -> None:
+async def test_a_file_name_that_leads_out_of_the_folder_is_refused(source: str, tmp_path: Path) -> None:
     """A server that lists a path; its reply has the length of the true one."""
 
     def lead(number: int, place: int, piece: bytes) -> bytes:
         return piece.replace(b"config.json", b"../conf.jsn")
 
-    with Road(source, lead).open() as road, pytest.raises(WireError, match=r"'\.\./conf\.jsn', which is no name"):
-        now(mirror(road, tmp_path / "away").fetch_model(tmp_path / "policy"))
+    async with Road(source, lead).opened() as road:
+        with pytest.raises(WireError, match=r"'\.\./conf\.jsn', which is no name"):
+            await mirror(road.address, tmp_path / "away").fetch_model(tmp_path / "policy")
 
 
-def test_with_tls_only_members_of_one_authority_meet(home: Path, model: Path, away: Path, tmp_path: Path) -> None:
+async def test_with_tls_only_members_of_one_authority_meet(home: Path, model: Path, away: Path, tmp_path: Path) -> None:
     ours, theirs = authority(tmp_path / "ours"), authority(tmp_path / "theirs")
     with serving(home, model, tls=ours) as address:
-        now(Mirror(address, KEY, "run", away, ours).pull(7))
+        await Mirror(address, KEY, "run", away, ours, part_size=1 << 16).pull(7)  # in parts
         assert_loads(away, 7, 7.0)
         with pytest.raises(WireError, match="certificate"):
-            now(Mirror(address, KEY, "run", tmp_path / "b", theirs).pull(7))
+            await Mirror(address, KEY, "run", tmp_path / "b", theirs).pull(7)
         with pytest.raises(SourceLost):
-            now(mirror(address, tmp_path / "b", patience=0.3).pull(7))
+            await mirror(address, tmp_path / "b", patience=0.3).pull(7)
     assert names(tmp_path / "b") == []
 
 
-def test_the_role_serves_until_it_is_ended(home: Path, model: Path, away: Path) -> None:
+async def test_the_role_serves_until_it_is_ended(home: Path, model: Path, away: Path) -> None:
     address = free_address()
     with role(home, model, address) as process:
-        now(mirror(address, away, patience=30.0).pull(7))
+        await mirror(address, away, patience=30.0).pull(7)
         process.terminate()
         assert process.wait(timeout=20) in (0, -signal.SIGTERM)
     assert_loads(away, 7, 7.0)

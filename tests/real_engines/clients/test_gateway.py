@@ -1,8 +1,6 @@
 """Promise: `stretto gateway` in front of a real server of another make: every token of a session has the
 log-probability that the model gives it, behind exactly the tokens that are on record."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@ tests have without one: the bound holds under the other policies of staleness (`
 process of a server, and the one between it and the conductor, is killed, and nothing is lost or left
 (`tests/servers/test_processes.py`); a hundred honest updates are proven."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -35,8 +33,8 @@ def test_killed_servers_cost_nothing_and_leave_nothing(
     disturbed(installed, laboratory, tmp_path / "run", ["main", "worker", "adapter"])
 
 
-def test_a_hundred_honest_updates_are_proven(either_server: RealServer) -> None:
-    either_server.run(proven(either_server, 100))
+async def test_a_hundred_honest_updates_are_proven(either_server: RealServer) -> None:
+    await proven(either_server, 100)
 
 
 def disturbed(installed: Installed, laboratory: Laboratory, run_dir: Path, kills: list[str]) -> None:

@@ -1,8 +1,6 @@
 """Promise: in each form, the reward of a completion is the number that the model itself gives prompt and completion,
 when a real server of vLLM serves it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal

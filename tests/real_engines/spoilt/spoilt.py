@@ -6,10 +6,7 @@ none where there is no such file. The environment has its path, `SPOILT`.
     old        nothing is loaded, and the server says that it was (vLLM)
     flipped T  behind the load a bit of a tensor flips in memory (vLLM)
 
-vLLM's worker is extended by `Loader`; SGLang finds `loaded` by the entry point beside this file.
-"""
-
-from __future__ import annotations
+vLLM's worker is extended by `Loader`; SGLang finds `loaded` by the entry point beside this file."""
 
 import os
 import time

@@ -2,8 +2,7 @@
 
     python demonstrations.py MODEL COUNT > demonstrations.jsonl    {"prompt": token ids, "completion": token ids}
 
-A model that has seen them knows the form, and has something to learn from rewards.
-"""
+A model that has seen them knows the form, and has something to learn from rewards."""
 
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """What the SDK offers, used as its users do; says "done" where everything was as it should be."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np
