@@ -30,20 +30,20 @@ CONFIG = TrainerConfig(learning_rate=RATE, eps=EPS, minibatches=3, weight_decay=
 SAMPLING = Sampling(max_tokens=LONGEST)
 
 #: Every token has an advantage of its own, on either side of 0.
-TOKENWISE = {"advantages": {"kind": "reinforce_pp", "gamma": 0.9}}
+TOKENWISE: dict[str, Any] = {"advantages": {"kind": "reinforce_pp", "gamma": 0.9}}
 RECIPES: dict[str, Mapping[str, object]] = {
     "decoupled PPO": {},
     "decoupled PPO, interpolated": {"loss": {"kind": "decoupled_ppo", "anchor": "interpolated"}},
-    "PPO": {"loss": {"kind": "ppo", "clip_low": 0.3, "clip_high": 0.6}} | TOKENWISE,
-    "dual clip": {"loss": {"kind": "dual_clip", "clip_negative": 1.3}} | TOKENWISE,
+    "PPO": {"loss": {"kind": "ppo", "clip_low": 0.3, "clip_high": 0.6}, **TOKENWISE},
+    "dual clip": {"loss": {"kind": "dual_clip", "clip_negative": 1.3}, **TOKENWISE},
     "GSPO": {"loss": {"kind": "gspo", "anchor": "behavior", "clip_high": 0.5}, "aggregation": "sequence_mean"},
-    "decoupled GSPO": {"loss": "gspo"} | TOKENWISE,
-    "CISPO": {"loss": {"kind": "cispo", "anchor": "behavior", "clip_high": 1.0}} | TOKENWISE,
-    "SAPO": {"loss": {"kind": "sapo", "anchor": "behavior"}} | TOKENWISE,
-    "M2PO": {"loss": {"kind": "m2po", "threshold": 0.5}} | TOKENWISE,
-    "TOPR": {"loss": "topr"} | TOKENWISE,
-    "DRO": {"loss": {"kind": "dro", "beta": 0.4}} | TOKENWISE,
-    "policy gradient": {"loss": "policy_gradient"} | TOKENWISE,
+    "decoupled GSPO": {"loss": "gspo", **TOKENWISE},
+    "CISPO": {"loss": {"kind": "cispo", "anchor": "behavior", "clip_high": 1.0}, **TOKENWISE},
+    "SAPO": {"loss": {"kind": "sapo", "anchor": "behavior"}, **TOKENWISE},
+    "M2PO": {"loss": {"kind": "m2po", "threshold": 0.5}, **TOKENWISE},
+    "TOPR": {"loss": "topr", **TOKENWISE},
+    "DRO": {"loss": {"kind": "dro", "beta": 0.4}, **TOKENWISE},
+    "policy gradient": {"loss": "policy_gradient", **TOKENWISE},
     "Dr. GRPO": {"advantages": "group_mean", "aggregation": "fixed_length"},
     "IcePop": {"correction": {"kind": "mask", "low": 0.5, "high": 2.0}},
     "TIS": {"correction": {"kind": "truncate", "high": 1.5}},
