@@ -44,7 +44,7 @@ from stretto.trainer.batch.samples import SampledBatch, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import TO_RANK, Train
 from stretto.trainer.parallel.ranks import Ranks
-from tests.trainer.unloaded_runs import resident
+from tests.trainer.unloaded import resident
 
 MILLION = 1e6
 PROMPT, ANSWER, GROUP = 128, 2048, 8

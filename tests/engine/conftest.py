@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.build import build_policy
+from tests.engine.answering import engine_of
 from tests.engine.byte_policy import NAME, build_byte_policy
 from tests.tiny_policy import TINY
 
@@ -21,6 +23,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def engine(folder: Path) -> NativeEngine:
+    """Eight slots, idle and with the first weights, before a test and after it."""
+    return engine_of(folder)
+
+
+@pytest.fixture(scope="session")
 def plain(folder: Path) -> PreTrainedModel:
     """The same policy as transformers loads it by itself."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -31,3 +39,9 @@ def plain(folder: Path) -> PreTrainedModel:
 def byte_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy that writes any bytes, with a chat template."""
     return build_byte_policy(tmp_path_factory.mktemp("openai") / NAME)
+
+
+@pytest.fixture(scope="session")
+def byte_engine(byte_folder: Path) -> NativeEngine:
+    """Of that policy, idle and with the first weights, before a test and after it."""
+    return engine_of(byte_folder)

@@ -1,6 +1,6 @@
 """Promises, for six families of decoders, each against the plain transformers model in float32:
 
-- greedy answers are those of `generate`, token for token, on 50 prompts of mixed lengths;
+- greedy answers are those of `generate`, token for token, on 20 prompts of mixed lengths;
 - log-probabilities of sampled tokens are those of the full forward to rounding: alone, in full and in ragged batches,
   for answers that share a prompt, after interruptions with "recompute", and when a small cache preempts answers.
 
@@ -39,7 +39,7 @@ from tests.engine.answering import (
 from tests.tolerances import EXACT
 
 VOCABULARY = 40
-PROMPTS = 50
+PROMPTS = 20
 LENGTHS = (1, 2, 3, 5, 9, 14, 23, 31, 48, 63)
 ANSWER = 24
 
@@ -146,7 +146,7 @@ def generated(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> li
     return answers
 
 
-def test_greedy_answers_are_those_of_generate_on_50_prompts_of_mixed_lengths(pair: Pair) -> None:
+def test_greedy_answers_are_those_of_generate_on_prompts_of_mixed_lengths(pair: Pair) -> None:
     requests = [wanted(f"p{i}", LENGTHS[i % len(LENGTHS)], temperature=0.0) for i in range(PROMPTS)]
     ended = finish(pair.engine(max_prefill_tokens=200), *requests)
     varied = {completion.token_ids for completion in ended.values()}
@@ -206,19 +206,15 @@ def test_logprobs_are_those_of_the_full_forward_at_every_batch_composition(pair:
     requests, settings = mixed(), COMPOSITIONS[composition]
     engine = pair.engine(**settings)
     assert worst(pair, requests, finish(engine, *requests)) < EXACT
-    assert (engine.health().preempted > 0) == ("cache_gib" in settings)
-
-
-def test_answers_that_share_a_prompt_share_its_computation_and_are_exact(pair: Pair) -> None:
-    requests = [wanted(f"g{i}", prompt, seeds=range(8)) for i, prompt in enumerate((2, 17, 60))]
-    engine = pair.engine()
-    assert worst(pair, requests, finish(engine, *requests)) < EXACT
-    assert engine.health().prefilled == 2 + 17 + 60
+    health = engine.health()
+    assert (health.preempted > 0) == ("cache_gib" in settings)
+    if composition == "many":  # answers that share a prompt share its computation
+        assert health.prefilled == sum(len(request.prompt_token_ids) for request in requests)
 
 
 def test_after_interruptions_each_token_has_the_logprob_of_its_own_version(pair: Pair) -> None:
     models = {0: pair.plain, 1: shaken(pair.plain, 1), 2: shaken(pair.plain, 2)}
-    requests = [wanted(f"i{i}", prompt, seeds=range(4), stop_token_ids=()) for i, prompt in enumerate((1, 12, 40))]
+    requests = [wanted(f"i{i}", prompt, seeds=range(2), stop_token_ids=()) for i, prompt in enumerate((1, 12, 40))]
     engine = pair.engine(max_prefill_tokens=64)
     for request in requests:
         engine.add(request)
@@ -228,7 +224,8 @@ def test_after_interruptions_each_token_has_the_logprob_of_its_own_version(pair:
             ended += engine.step()
         engine.update(version, weights(models[version]))
     ended += drain(engine).values()
-    assert len(ended) == 12
+    assert len(ended) == 6
     assert_each_token_follows_its_version(models, requests, ended)
-    assert all(set(completion.versions) == {0, 1, 2} for completion in ended)
+    assert all(set(completion.versions) == {0, 1, 2} and completion.interrupted == 2 for completion in ended)
+    assert engine.health().interrupted == 6 * 2
     assert engine.health().recomputed > 0

@@ -20,13 +20,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from stretto.core.engine import MOST_GRAMMAR, json_grammar
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
-from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import FrameListener, Generation
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.truncation import Truncation, truncate
-from tests.engine.answering import shaken, weights
+from tests.engine.answering import engine_of, shaken, weights
 from tests.engine.byte_policy import VOCABULARY, generated
 from tests.gateway.serving import in_a_loop
 from tests.tolerances import EXACT, LOGITS
@@ -53,10 +52,6 @@ def tokenizer(byte_folder: Path) -> Tokenizer:
 def plain_bytes(byte_folder: Path) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(byte_folder, attn_implementation="eager")
     return model
-
-
-def engine_of(folder: Path, **settings: object) -> NativeEngine:
-    return NativeEngine.load(folder, EngineConfig.model_validate({"slots": 8, **settings}))
 
 
 def asked(grammar: str, seeds: Sequence[int] = (1, 2, 3), name: str = "a", **sampling: Any) -> GenerateRequest:
@@ -86,19 +81,18 @@ def test_the_shares_of_the_allowed_tokens_by_hand() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 5.0])
 def test_a_random_model_writes_what_the_schema_wants(
-    byte_folder: Path, tokenizer: Tokenizer, temperature: float
+    byte_engine: NativeEngine, tokenizer: Tokenizer, temperature: float
 ) -> None:
-    told = generated(engine_of(byte_folder), asked(json_grammar(SCHEMA), range(6), temperature=temperature))
+    told = generated(byte_engine, asked(json_grammar(SCHEMA), range(6), temperature=temperature))
     assert all(follows(tokenizer, completion) for completion in told)
     assert (len({completion.token_ids for completion in told}) > 1) is (temperature > 0)
 
 
 def test_log_probabilities_are_of_what_the_grammar_leaves(
-    byte_folder: Path, tokenizer: Tokenizer, plain_bytes: PreTrainedModel
+    byte_engine: NativeEngine, tokenizer: Tokenizer, plain_bytes: PreTrainedModel
 ) -> None:
-    [told] = generated(
-        engine_of(byte_folder), replace(asked('start: "a" ("b" | "c")', (3,), temperature=0.7), top_logprobs=3)
-    )
+    either = replace(asked('start: "a" ("b" | "c")', (3,), temperature=0.7), top_logprobs=3)
+    [told] = generated(byte_engine, either)
     a, b, c = (tokenizer.vocabulary[letter] for letter in "abc")
     with torch.no_grad():
         logits = plain_bytes(torch.tensor([[70, 71, 72, a]])).logits[0, -1, [b, c]] / 0.7
@@ -110,19 +104,18 @@ def test_log_probabilities_are_of_what_the_grammar_leaves(
 
 
 def test_an_object_that_is_interrupted_or_goes_on_elsewhere_stays_whole(
-    byte_folder: Path, tokenizer: Tokenizer, plain_bytes: PreTrainedModel
+    byte_folder: Path, byte_engine: NativeEngine, tokenizer: Tokenizer, plain_bytes: PreTrainedModel
 ) -> None:
     request = asked(json_grammar(SCHEMA), (4,))
-    [whole] = generated(engine_of(byte_folder), request)
+    [whole] = generated(byte_engine, request)
     changed = weights(shaken(plain_bytes, 1))
-    other = engine_of(byte_folder)
     for step in (1, 13, len(whole.token_ids) - 1):  # in the opening, in the middle of a word, before the end
         engine = engine_of(byte_folder)
         engine.add(request)
         for _ in range(step):
             assert not engine.step()
         [partial] = engine.progress({"a": [0]})
-        same = generated(other, replace(request, prefixes=(partial.segment,)))[0]  # of an engine that was killed here
+        same = generated(byte_engine, replace(request, prefixes=(partial.segment,)))[0]  # if it was killed here
         assert same.token_ids == whole.token_ids
         assert same.behavior_logprobs == pytest.approx(whole.behavior_logprobs, abs=EXACT)
         engine.update(1, changed)
@@ -131,23 +124,23 @@ def test_an_object_that_is_interrupted_or_goes_on_elsewhere_stays_whole(
         assert ended.versions[: step + 1] == (0,) * step + (1,)
 
 
-def test_other_rows_are_as_without_a_grammar(byte_folder: Path) -> None:
-    free, engine = asked("", (5, 6), "free", max_tokens=30, top_k=40), engine_of(byte_folder)
-    alone = generated(engine_of(byte_folder), free)
-    engine.add(asked(json_grammar(SCHEMA)))
-    beside = [one for one in generated(engine, free) if one.request == "free"]
+def test_other_rows_are_as_without_a_grammar(byte_engine: NativeEngine) -> None:
+    free = asked("", (5, 6), "free", max_tokens=30, top_k=40)
+    alone = generated(byte_engine, free)
+    byte_engine.add(asked(json_grammar(SCHEMA)))
+    beside = [one for one in generated(byte_engine, free) if one.request == "free"]
     assert [one.token_ids for one in beside] == [one.token_ids for one in alone]
     for one, other in zip(beside, alone, strict=True):
         assert one.behavior_logprobs == pytest.approx(other.behavior_logprobs, abs=EXACT)
 
 
-def test_aborted_rows_leave_nothing_behind(byte_folder: Path) -> None:
+def test_aborted_rows_leave_nothing_behind(byte_folder: Path, byte_engine: NativeEngine) -> None:
     engine = engine_of(byte_folder, slots=1)
     engine.add(asked(json_grammar(SCHEMA), (1,)))
     engine.step()
     engine.abort("a")
     [free] = generated(engine, asked("", (5,), "free", max_tokens=5))
-    assert free.token_ids == generated(engine_of(byte_folder), asked("", (5,), max_tokens=5))[0].token_ids
+    assert free.token_ids == generated(byte_engine, asked("", (5,), max_tokens=5))[0].token_ids
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -177,10 +170,10 @@ def test_a_hostile_grammar_is_refused(byte_folder: Path, kind: str) -> None:
     assert refused.value.field == "sampling.grammar"
 
 
-def test_rules_that_name_each_other_end_no_process(byte_folder: Path) -> None:
+def test_rules_that_name_each_other_end_no_process(byte_engine: NativeEngine) -> None:
     chain = "\n".join(["start: a0", *(f"a{at}: a{at + 1}" for at in range(2500)), 'a2500: "a"'])
     assert MOST_GRAMMAR - 3000 < len(chain) < MOST_GRAMMAR
-    [told] = generated(engine_of(byte_folder), asked(chain, (1,)))
+    [told] = generated(byte_engine, asked(chain, (1,)))
     assert len(told.token_ids) == 2
 
 
@@ -214,21 +207,20 @@ async def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(byte_folde
     generation.engine.check_integrity()
 
 
-def test_what_cannot_go_on_is_refused_by_its_field(byte_folder: Path) -> None:
-    engine = engine_of(byte_folder)
+def test_what_cannot_go_on_is_refused_by_its_field(byte_engine: NativeEngine) -> None:
     request = asked(json_grammar(SCHEMA), (1,))
     stranger = Segment.of((70, 71), (-0.1, -0.1), (0, 0))
     with pytest.raises(RefusedRequest, match="the grammar does not allow"):
-        engine.add(replace(request, prefixes=(stranger,)))
+        byte_engine.add(replace(request, prefixes=(stranger,)))
     with pytest.raises(RefusedRequest, match="ends of sequence"):
-        engine.add(asked(json_grammar(SCHEMA), stop_token_ids=()))
-    assert engine.idle
+        byte_engine.add(asked(json_grammar(SCHEMA), stop_token_ids=()))
+    assert byte_engine.idle
 
 
-def test_an_engine_that_cannot_says_why(folder: Path) -> None:
+def test_an_engine_that_cannot_says_why(engine: NativeEngine) -> None:
     """The tokenizer of these tests' numbers is none of bytes."""
     with pytest.raises(RefusedRequest, match="llguidance cannot use the tokenizer"):
-        engine_of(folder).add(GenerateRequest("a", (5,), (1,), Sampling(4, stop_token_ids=(1,), grammar='start: "1"')))
+        engine.add(GenerateRequest("a", (5,), (1,), Sampling(4, stop_token_ids=(1,), grammar='start: "1"')))
 
 
 def test_without_the_package_the_remedy_is_told(byte_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +229,7 @@ def test_without_the_package_the_remedy_is_told(byte_folder: Path, monkeypatch: 
         engine_of(byte_folder).add(asked(json_grammar(None)))
 
 
-def test_forced_tokens_are_certain(byte_folder: Path) -> None:
-    [told] = generated(engine_of(byte_folder), asked('start: "the same words each time"', (9,)))
+def test_forced_tokens_are_certain(byte_engine: NativeEngine) -> None:
+    [told] = generated(byte_engine, asked('start: "the same words each time"', (9,)))
     assert set(told.behavior_logprobs) == {0.0}
     assert math.exp(sum(told.behavior_logprobs)) == 1

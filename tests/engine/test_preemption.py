@@ -37,13 +37,12 @@ def cache_of(folder: Path, tokens: int, **settings: object) -> NativeEngine:
 
 def test_answers_of_a_tiny_cache_are_those_of_a_large_one(folder: Path) -> None:
     requests = [
-        request(f"r{i}", prompt=3 + 9 * i, seeds=(i, i + 100, i + 200), stop_token_ids=(), max_tokens=70 + i)
-        for i in range(8)
+        request(f"r{i}", prompt=3 + 14 * i, seeds=(i, i + 100), stop_token_ids=(), max_tokens=45 + i) for i in range(5)
     ]
     large = engine_of(folder, slots=16)
     expected = finish(large, *requests)
     assert large.health().preempted == 0
-    for tokens, prefill in ((192, 4096), (700, 16)):
+    for tokens, prefill in ((192, 4096), (400, 16)):
         tiny = cache_of(folder, tokens, slots=16, max_prefill_tokens=prefill)
         assert_same_answers(finish(tiny, *requests), expected)
         health = tiny.health()
@@ -64,8 +63,8 @@ def assert_same_answers(
 
 def test_memory_stays_within_the_budget_in_every_step(folder: Path) -> None:
     engine = cache_of(folder, 1000, slots=32)
-    for i in range(20):
-        engine.add(request(f"r{i}", prompt=1 + 7 * i, seeds=(i, i + 50), stop_token_ids=(), max_tokens=30 + i))
+    for i in range(10):
+        engine.add(request(f"r{i}", prompt=1 + 14 * i, seeds=(i, i + 50), stop_token_ids=(), max_tokens=30 + i))
     held = []
     while not engine.idle:
         engine.step()

@@ -1,9 +1,9 @@
 """Promises: an answer is a function of weights, prompt, seed and sampling, with filters and stop texts as without:
 
-- the same alone, in a full batch, in few slots, before or after others, on another engine, with or without siblings;
+- the same alone, in a full batch, in few slots, before or after others, with or without siblings;
 - the same after any number of interruptions by equal weights, with the cache computed again;
 - log-probabilities are those of the distribution that was drawn from;
-- the edges: an end at the first token, a budget or a context used up, a stop text across an interruption.
+- the edges: a budget used up, a stop text across an interruption.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from stretto.core.errors import RefusedRequest
-from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
+from stretto.core.records import Completion, GenerateRequest, StopReason
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
-from tests.engine.answering import drain, finish
+from tests.engine import answering
+from tests.engine.answering import drain, engine_of, finish
+from tests.model.test_truncation import plain as plainly
 from tests.tolerances import EXACT
 
 Ended = dict[tuple[str, int], Completion]
@@ -40,21 +42,10 @@ SETTINGS: list[dict[str, object]] = [
 
 
 def request(name: str, prompt: int, seeds: Sequence[int], **sampling: object) -> GenerateRequest:
-    random = np.random.default_rng(prompt)
-    settings = {"max_tokens": 24, "stop_token_ids": (1,)} | sampling
-    return GenerateRequest(
-        id=name,
-        prompt_token_ids=tuple(random.integers(2, 22, prompt).tolist()),
-        seeds=tuple(seeds),
-        sampling=Sampling(**settings),  # type: ignore[arg-type]
-    )
+    return answering.request(name, prompt=prompt, seeds=seeds, **{"max_tokens": 24} | sampling)
 
 
 REQUESTS = [request(f"r{i}", 3 + 2 * i, range(10 * i, 10 * i + 3), **SETTINGS[i % len(SETTINGS)]) for i in range(16)]
-
-
-def engine_of(folder: Path, **settings: object) -> NativeEngine:
-    return NativeEngine.load(folder, EngineConfig.model_validate({"slots": 64, **settings}))
 
 
 def answers(ended: Ended) -> dict[tuple[str, int], tuple[tuple[int, ...], StopReason]]:
@@ -64,14 +55,7 @@ def answers(ended: Ended) -> dict[tuple[str, int], tuple[tuple[int, ...], StopRe
 @pytest.fixture(scope="module")
 def together(folder: Path) -> Ended:
     """All answers, from one full batch."""
-    return finish(engine_of(folder), *REQUESTS)
-
-
-def test_alone_on_an_engine_of_its_own(folder: Path, together: Ended) -> None:
-    alone: Ended = {}
-    for wanted in REQUESTS[: len(SETTINGS)]:
-        alone |= finish(engine_of(folder, slots=4), wanted)
-    assert answers(alone) == {key: answer for key, answer in answers(together).items() if key in alone}
+    return finish(engine_of(folder, slots=64), *REQUESTS)
 
 
 def test_one_after_the_other_on_one_engine_and_in_the_other_order(folder: Path, together: Ended) -> None:
@@ -87,16 +71,10 @@ def test_in_few_slots_and_with_little_prefill(folder: Path, together: Ended) -> 
 
 
 def test_without_siblings(folder: Path, together: Ended) -> None:
-    engine = engine_of(folder)
+    engine = engine_of(folder, slots=64)
     for wanted in REQUESTS:
         for member, seed in enumerate(wanted.seeds):
-            single = GenerateRequest(
-                id=f"{wanted.id}.{member}",
-                prompt_token_ids=wanted.prompt_token_ids,
-                seeds=(seed,),
-                sampling=wanted.sampling,
-            )
-            engine.add(single)
+            engine.add(replace(wanted, id=f"{wanted.id}.{member}", seeds=(seed,)))
     expected = {(f"{name}.{member}", 0): answer for (name, member), answer in answers(together).items()}
     assert answers(drain(engine)) == expected
 
@@ -118,16 +96,6 @@ def test_after_interruptions_by_equal_weights(
     assert max(completion.interrupted for completion in ended.values()) > 3
 
 
-def left(logits: torch.Tensor, sampling: Sampling) -> list[int]:
-    """The tokens that the filters leave, one after the other as their definitions say."""
-    shares = (logits / sampling.temperature).softmax(-1).double()
-    ranked = shares.argsort(descending=True).tolist()[: sampling.top_k or None]
-    shares = shares / shares[ranked].sum()
-    if sampling.top_p < 1:
-        ranked = ranked[: int((shares[ranked].cumsum(0) < sampling.top_p).sum()) + 1]
-    return [token for token in ranked if shares[token] >= sampling.min_p * shares[ranked[0]]]
-
-
 def test_log_probabilities_are_those_of_the_distribution_that_was_drawn_from(
     plain: PreTrainedModel, together: Ended
 ) -> None:
@@ -141,22 +109,22 @@ def test_log_probabilities_are_those_of_the_distribution_that_was_drawn_from(
                 if sampling.temperature == 0:
                     expected = line.log_softmax(-1)[token]
                 else:
-                    kept = left(line, sampling)
+                    scaled = (line / sampling.temperature).numpy()
+                    kept = sorted(plainly(scaled, sampling.top_k, sampling.top_p, sampling.min_p))
                     assert token in kept
                     expected = (line[kept] / sampling.temperature).log_softmax(-1)[kept.index(token)]
                 assert abs(logprob - float(expected)) < EXACT
 
 
-def test_top_k_of_one_is_the_greedy_answer(folder: Path) -> None:
+def test_top_k_of_one_is_the_greedy_answer(engine: NativeEngine) -> None:
     greedy, filtered = request("g", 9, (1,), temperature=0.0), request("k", 9, (5,), temperature=2.0, top_k=1)
-    ended = finish(engine_of(folder), greedy, filtered)
+    ended = finish(engine, greedy, filtered)
     assert ended["g", 0].token_ids == ended["k", 0].token_ids
     assert set(ended["k", 0].behavior_logprobs) == {0.0}
 
 
-def test_a_stop_text_ends_the_answer_with_the_token_that_completes_it(folder: Path) -> None:
+def test_a_stop_text_ends_the_answer_with_the_token_that_completes_it(folder: Path, engine: NativeEngine) -> None:
     tokenizer, free = load_tokenizer(folder), request("a", 9, range(6), stop_token_ids=(), max_tokens=40)
-    engine = engine_of(folder)
     unstopped = finish(engine, free)
     for length in (1, 2, 3):
         for member in range(6):
@@ -171,12 +139,13 @@ def test_a_stop_text_ends_the_answer_with_the_token_that_completes_it(folder: Pa
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
-def test_a_stop_text_is_found_across_an_interruption(folder: Path, plain: PreTrainedModel, on_update: str) -> None:
-    tokenizer = load_tokenizer(folder)
-    whole = finish(engine_of(folder), request("a", 9, (3,), stop_token_ids=()))["a", 0].token_ids
-    stop = tokenizer.decode(whole)[3:7]
+def test_a_stop_text_is_found_across_an_interruption(
+    folder: Path, engine: NativeEngine, plain: PreTrainedModel, on_update: str
+) -> None:
+    whole = finish(engine, request("a", 9, (3,), stop_token_ids=()))["a", 0].token_ids
+    stop = load_tokenizer(folder).decode(whole)[3:7]
     wanted = request("a", 9, (3,), stop_token_ids=(), stop=(stop,))
-    undisturbed = finish(engine_of(folder), wanted)["a", 0]
+    undisturbed = finish(engine, wanted)["a", 0]
     engine = engine_of(folder, on_update=on_update)
     for steps in range(1, len(undisturbed.token_ids)):
         engine.add(wanted)
@@ -188,18 +157,16 @@ def test_a_stop_text_is_found_across_an_interruption(folder: Path, plain: PreTra
         assert ended.versions == (steps - 1,) * steps + (steps,) * (len(ended.token_ids) - steps)
 
 
-def test_a_stop_text_at_the_end_of_the_budget_is_a_stop(folder: Path) -> None:
-    text = load_tokenizer(folder).decode(
-        finish(engine_of(folder), request("a", 9, (3,), max_tokens=4))["a", 0].token_ids
-    )
+def test_a_stop_text_at_the_end_of_the_budget_is_a_stop(folder: Path, engine: NativeEngine) -> None:
+    text = load_tokenizer(folder).decode(finish(engine, request("a", 9, (3,), max_tokens=4))["a", 0].token_ids)
     assert len(text) == 4
-    ended = finish(engine_of(folder), request("a", 9, (3,), max_tokens=4, stop=(text,)))["a", 0]
+    ended = finish(engine, request("a", 9, (3,), max_tokens=4, stop=(text,)))["a", 0]
     assert (len(ended.token_ids), ended.stop_reason) == (4, StopReason.STOP)
 
 
-def test_a_row_forgets_the_stop_texts_and_filters_of_the_answer_before(folder: Path) -> None:
+def test_a_row_forgets_the_stop_texts_and_filters_of_the_answer_before(folder: Path, engine: NativeEngine) -> None:
     free = request("b", 9, (3,), stop_token_ids=())
-    alone = answers(finish(engine_of(folder), free))
+    alone = answers(finish(engine, free))
     engine = engine_of(folder, slots=1)
     every = tuple("0123456789+-*/=;#?()")
     finish(engine, request("a", 9, (3,), stop_token_ids=(), stop=every, top_k=1))
@@ -207,13 +174,6 @@ def test_a_row_forgets_the_stop_texts_and_filters_of_the_answer_before(folder: P
     engine.add(request("c", 9, (3,), stop_token_ids=(), stop=every))
     engine.abort("c")
     assert answers(finish(engine, free)) == alone
-
-
-def test_an_end_of_sequence_as_the_first_token_is_a_whole_answer(folder: Path) -> None:
-    first = finish(engine_of(folder), request("a", 9, (4,), max_tokens=1))["a", 0].token_ids
-    ended = finish(engine_of(folder), request("a", 9, (4,), stop_token_ids=first))["a", 0]
-    assert (ended.token_ids, ended.stop_reason) == (first, StopReason.STOP)
-    assert (len(ended.behavior_logprobs), ended.versions) == (1, (0,))
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
@@ -231,47 +191,6 @@ def test_a_budget_whose_last_token_comes_after_an_interruption_ends_with_length(
         assert completion.versions == (0, 0, 0, 0, 2)
         assert completion.stop_reason is StopReason.LENGTH
         assert completion.interrupted >= 1
-
-
-def test_a_prompt_that_leaves_one_place_gets_one_token_and_one_that_leaves_none_is_refused(folder: Path) -> None:
-    engine = engine_of(folder)
-    ended = finish(engine, request("a", 191, (1,), stop_token_ids=(), max_tokens=8))["a", 0]
-    assert (len(ended.token_ids), ended.stop_reason) == (1, StopReason.LENGTH)
-    for length in (192, 193, 500):
-        with pytest.raises(
-            RefusedRequest, match=f"prompt_token_ids: {length} tokens; at most 191, so that the context"
-        ):
-            engine.add(request("b", length, (1,)))
-    assert engine.idle
-
-
-@pytest.mark.parametrize(
-    ("sampling", "message"),
-    [
-        ({"top_p": float("nan")}, "sampling.top_p: nan; greater than 0, at most 1"),
-        ({"top_p": 0.0}, "sampling.top_p: 0.0; greater than 0"),
-        ({"top_p": -0.5}, "sampling.top_p: -0.5; greater than 0"),
-        ({"top_p": 1.01}, "sampling.top_p: 1.01; greater than 0, at most 1"),
-        ({"top_k": -1}, "sampling.top_k: -1; 0 to 22, the vocabulary"),
-        ({"top_k": 23}, "sampling.top_k: 23; 0 to 22, the vocabulary"),
-        ({"min_p": float("nan")}, "sampling.min_p: nan; 0 to 1"),
-        ({"min_p": -0.1}, "sampling.min_p: -0.1; 0 to 1"),
-        ({"min_p": 2.0}, "sampling.min_p: 2.0; 0 to 1"),
-        ({"temperature": float("inf")}, "sampling.temperature: inf"),
-        ({"stop": ("",)}, "sampling.stop: a text of 0 characters; 1 to 256"),
-        ({"stop": ("7", "a" * 257)}, "sampling.stop: a text of 257 characters; 1 to 256"),
-        ({"stop": ("7",) * 100_000}, "sampling.stop: 100000 texts; at most 64"),
-        ({"stop": ("7\ufffd",)}, "sampling.stop: '7\ufffd'; characters; U+FFFD"),
-    ],
-)
-def test_a_setting_that_means_nothing_is_refused_with_its_field(
-    folder: Path, sampling: dict[str, object], message: str
-) -> None:
-    engine = engine_of(folder)
-    with pytest.raises(RefusedRequest) as error:
-        engine.add(request("a", 9, (1,), **sampling))
-    assert message in str(error.value)
-    assert engine.idle
 
 
 def test_an_engine_without_a_tokenizer_refuses_stop_texts_alone(folder: Path) -> None:

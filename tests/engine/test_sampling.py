@@ -69,8 +69,8 @@ def test_the_loop_and_torch_draw_the_same_tokens(seed: int, tokens: int, size: f
     assert found[same].tolist() == near(logprobs[same].tolist(), tokens, size=10 * size)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> None:
+def test_tokens_come_as_often_as_their_probability_says() -> None:
+    temperature = 2.0
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     draws = 40_000
     tokens, logprobs = draw(probabilities.log().expand(draws, 5), temperature)

@@ -37,7 +37,10 @@ from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation
 from stretto.engine.wire import Refusal
 from stretto.processes.http.asgi import LARGEST_BODY
+from tests.engine.answering import engine_of
+from tests.engine.byte_policy import generated
 from tests.engine.serving import Mailbox, served, until_up
+from tests.gateway.serving import in_a_loop
 
 
 def request(name: str, answers: int = 3, max_tokens: int = 20) -> GenerateRequest:
@@ -48,18 +51,6 @@ def request(name: str, answers: int = 3, max_tokens: int = 20) -> GenerateReques
 def endless(name: str, answers: int = 2) -> GenerateRequest:
     sampling = Sampling(max_tokens=180)
     return GenerateRequest(id=name, prompt_token_ids=(5, 12), seeds=tuple(range(answers)), sampling=sampling)
-
-
-def engine_of(folder: Path, slots: int = 8) -> NativeEngine:
-    return NativeEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
-
-
-def alone(engine: NativeEngine, wanted: GenerateRequest) -> list[Completion]:
-    ended = list[Completion]()
-    engine.add(wanted)
-    while not engine.idle:
-        ended += engine.step()
-    return sorted(ended, key=lambda completion: completion.member)
 
 
 async def collect(client: HttpEngine, wanted: GenerateRequest) -> list[Completion]:
@@ -73,80 +64,73 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_answers_arrive_as_the_engine_made_them(folder: Path, tmp_path: Path, transport: str) -> None:
+@in_a_loop
+async def test_answers_arrive_as_the_engine_made_them(folder: Path, tmp_path: Path, transport: str) -> None:
     address = tmp_path / "e.sock" if transport == "unix" else f"127.0.0.1:{free_port()}"
 
-    async def main() -> None:
-        async with served(engine_of(folder), address) as client:
-            wanted = [request(f"r{i}", answers=1 + i % 4) for i in range(12)]
-            received = await asyncio.gather(*(collect(client, each) for each in wanted))
-            engine = engine_of(folder)
-            for each, completions in zip(wanted, received, strict=True):
-                assert [c.token_ids for c in completions] == [c.token_ids for c in alone(engine, each)]
-            health = await client.health()
-            assert health.generated == sum(len(c.token_ids) for completions in received for c in completions)
-            assert {span.name for span in await client.spans()} == {"generate"}
-            assert await client.spans() == []
-
-    asyncio.run(main())
+    async with served(engine_of(folder), address) as client:
+        wanted = [request(f"r{i}", answers=1 + i % 4) for i in range(12)]
+        received = await asyncio.gather(*(collect(client, each) for each in wanted))
+        engine = engine_of(folder)
+        for each, completions in zip(wanted, received, strict=True):
+            assert [c.token_ids for c in completions] == [c.token_ids for c in generated(engine, each)]
+        health = await client.health()
+        assert health.generated == sum(len(c.token_ids) for completions in received for c in completions)
+        assert {span.name for span in await client.spans()} == {"generate"}
+        assert await client.spans() == []
 
 
-def test_a_server_loads_the_newest_version_before_it_serves(
+@in_a_loop
+async def test_a_server_loads_the_newest_version_before_it_serves(
     folder: Path, tmp_path: Path, plain: PreTrainedModel
 ) -> None:
-    async def main() -> None:
-        mailbox = Mailbox({version: dict(plain.named_parameters()) for version in (3, 7)})
-        async with served(engine_of(folder), tmp_path / "e.sock", mailbox) as client:
-            assert (await client.health()).version == 7
-            assert {v for c in await collect(client, request("a")) for v in c.versions} == {7}
-
-    asyncio.run(main())
+    mailbox = Mailbox({version: dict(plain.named_parameters()) for version in (3, 7)})
+    async with served(engine_of(folder), tmp_path / "e.sock", mailbox) as client:
+        assert (await client.health()).version == 7
+        assert {v for c in await collect(client, request("a")) for v in c.versions} == {7}
 
 
-def test_an_update_interrupts_an_open_stream_which_then_goes_on(
+@in_a_loop
+async def test_an_update_interrupts_an_open_stream_which_then_goes_on(
     folder: Path, tmp_path: Path, plain: PreTrainedModel
 ) -> None:
     other = copy.deepcopy(plain)
     with torch.no_grad():
         next(other.parameters()).mul_(1.01)
 
-    async def main() -> None:
-        engine, mailbox = engine_of(folder), Mailbox()
-        async with served(engine, tmp_path / "e.sock", mailbox) as client:
-            stream = asyncio.create_task(collect(client, endless("a")))
-            while (await client.health()).generated < 10:
-                pass
-            mailbox.publications[1] = dict(other.named_parameters())
-            assert (await client.update(1)).version == 1
-            completions = await stream
-            assert all(set(c.versions) == {0, 1} and c.interrupted == 1 for c in completions)
-            assert (await client.health()).updates == 1
-
-    asyncio.run(main())
+    engine, mailbox = engine_of(folder), Mailbox()
+    async with served(engine, tmp_path / "e.sock", mailbox) as client:
+        stream = asyncio.create_task(collect(client, endless("a")))
+        while (await client.health()).generated < 10:
+            pass
+        mailbox.publications[1] = dict(other.named_parameters())
+        assert (await client.update(1)).version == 1
+        completions = await stream
+        assert all(set(c.versions) == {0, 1} and c.interrupted == 1 for c in completions)
+        assert (await client.health()).updates == 1
 
 
-def test_errors_of_the_engine_reach_the_client_as_themselves(
+@in_a_loop
+async def test_errors_of_the_engine_reach_the_client_as_themselves(
     folder: Path, tmp_path: Path, plain: PreTrainedModel
 ) -> None:
     torn = {name: tensor for name, tensor in plain.named_parameters() if "norm" not in name}
 
-    async def main() -> None:
-        mailbox = Mailbox()
-        async with served(engine_of(folder), tmp_path / "e.sock", mailbox) as client:
-            with pytest.raises(RefusedRequest, match=r"sampling\.max_tokens: 0; at least 1"):
-                await collect(client, request("a", max_tokens=0))
-            with pytest.raises(WireError, match="version 2 is not there"):
-                await client.update(2)
-            mailbox.publications[1] = torn
-            with pytest.raises(TornPublication, match="lacks"):
-                await client.update(1)
-            assert (await client.health()).version == 0
-            assert len(await collect(client, request("b"))) == 3
-
-    asyncio.run(main())
+    mailbox = Mailbox()
+    async with served(engine_of(folder), tmp_path / "e.sock", mailbox) as client:
+        with pytest.raises(RefusedRequest, match=r"sampling\.max_tokens: 0; at least 1"):
+            await collect(client, request("a", max_tokens=0))
+        with pytest.raises(WireError, match="version 2 is not there"):
+            await client.update(2)
+        mailbox.publications[1] = torn
+        with pytest.raises(TornPublication, match="lacks"):
+            await client.update(1)
+        assert (await client.health()).version == 0
+        assert len(await collect(client, request("b"))) == 3
 
 
-def test_a_message_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
+@in_a_loop
+async def test_a_message_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
     async def exchange(connections: Connections, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         async with connections.one() as connection:
             connection.send(method, path, body)
@@ -155,131 +139,116 @@ def test_a_message_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None
                 parts.append(part)
             return connection.status, b"".join(parts)
 
-    async def main() -> None:
-        async with served(engine_of(folder), tmp_path / "e.sock"):
-            connections = Connections("engine-0", f"unix:{tmp_path / 'e.sock'}")
-            for path, body in (("/generate", b"\x00"), ("/generate", b"\x81"), ("/update_weights", b"junk")):
-                status, reply = await exchange(connections, "POST", path, body)
-                assert status == 400
-                assert msgspec.msgpack.decode(reply, type=Refusal).field == "body"
-            assert (await exchange(connections, "GET", "/nowhere", b""))[0] == 404
-            assert (await exchange(connections, "GET", "/generate", b""))[0] == 405
-            connections.close()
-
-    asyncio.run(main())
+    async with served(engine_of(folder), tmp_path / "e.sock"):
+        connections = Connections("engine-0", f"unix:{tmp_path / 'e.sock'}")
+        for path, body in (("/generate", b"\x00"), ("/generate", b"\x81"), ("/update_weights", b"junk")):
+            status, reply = await exchange(connections, "POST", path, body)
+            assert status == 400
+            assert msgspec.msgpack.decode(reply, type=Refusal).field == "body"
+        assert (await exchange(connections, "GET", "/nowhere", b""))[0] == 404
+        assert (await exchange(connections, "GET", "/generate", b""))[0] == 405
+        connections.close()
 
 
-def test_a_client_that_leaves_has_its_request_aborted(folder: Path, tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = engine_of(folder, slots=2)
-        async with served(engine, tmp_path / "e.sock") as client:
-            leaver = asyncio.create_task(collect(client, endless("a", answers=6)))
-            while (await client.health()).running < 2:
+@in_a_loop
+async def test_a_client_that_leaves_has_its_request_aborted(folder: Path, tmp_path: Path) -> None:
+    engine = engine_of(folder, slots=2)
+    async with served(engine, tmp_path / "e.sock") as client:
+        leaver = asyncio.create_task(collect(client, endless("a", answers=6)))
+        while (await client.health()).running < 2:
+            pass
+        leaver.cancel()
+        await asyncio.gather(leaver, return_exceptions=True)
+        async with asyncio.timeout(20):
+            while (await client.health()).running or (await client.health()).waiting:
                 pass
-            leaver.cancel()
-            await asyncio.gather(leaver, return_exceptions=True)
-            async with asyncio.timeout(20):
-                while (await client.health()).running or (await client.health()).waiting:
-                    pass
-            engine.check_integrity()
-            assert len(await collect(client, request("b"))) == 3
-
-    asyncio.run(main())
+        engine.check_integrity()
+        assert len(await collect(client, request("b"))) == 3
 
 
-def test_leaving_after_the_first_answer_aborts_the_rest(folder: Path, tmp_path: Path) -> None:
+@in_a_loop
+async def test_leaving_after_the_first_answer_aborts_the_rest(folder: Path, tmp_path: Path) -> None:
     async def first(client: HttpEngine) -> Completion:
         async for completion in client.generate(endless("a", answers=6)):
             return completion
         raise AssertionError("no answer")
 
-    async def main() -> None:
-        async with served(engine_of(folder, slots=1), tmp_path / "e.sock") as client:
-            await first(client)
-            async with asyncio.timeout(20):
-                while (await client.health()).running:
-                    await asyncio.sleep(0)
-
-    asyncio.run(main())
+    async with served(engine_of(folder, slots=1), tmp_path / "e.sock") as client:
+        await first(client)
+        async with asyncio.timeout(20):
+            while (await client.health()).running:
+                await asyncio.sleep(0)
 
 
-def test_an_abort_ends_the_stream_of_that_request(folder: Path, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with served(engine_of(folder, slots=1), tmp_path / "e.sock") as client:
-            stream = asyncio.create_task(collect(client, endless("a", answers=3)))
-            while not (await client.health()).running:
-                pass
-            await client.abort("a")
-            with pytest.raises(EngineLost, match="engine-0 broke off"):
-                await stream
-            await client.abort("unknown")
-
-    asyncio.run(main())
+@in_a_loop
+async def test_an_abort_ends_the_stream_of_that_request(folder: Path, tmp_path: Path) -> None:
+    async with served(engine_of(folder, slots=1), tmp_path / "e.sock") as client:
+        stream = asyncio.create_task(collect(client, endless("a", answers=3)))
+        while not (await client.health()).running:
+            pass
+        await client.abort("a")
+        with pytest.raises(EngineLost, match="engine-0 broke off"):
+            await stream
+        await client.abort("unknown")
 
 
-def test_an_engine_that_fails_breaks_its_streams_and_ends_with_its_error(
+@in_a_loop
+async def test_an_engine_that_fails_breaks_its_streams_and_ends_with_its_error(
     folder: Path, tmp_path: Path, plain: PreTrainedModel
 ) -> None:
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in plain.named_parameters()}
 
-    async def main() -> None:
-        mailbox, address = Mailbox(), f"unix:{tmp_path / 'e.sock'}"
-        server = asyncio.create_task(run_server(engine_of(folder, slots=1), mailbox, address))
-        client = HttpEngine("engine-0", address, answer_seconds=20)
-        await until_up(client)
-        stream = asyncio.create_task(collect(client, endless("a", answers=3)))
-        while not (await client.health()).running:
-            pass
-        mailbox.publications[1] = broken
-        await client.update(1)
-        with pytest.raises(EngineLost, match="engine-0 broke off"):
-            await stream
-        with pytest.raises(FloatingPointError, match="not finite"):
-            await server
-        with pytest.raises(EngineLost, match="engine-0 does not listen"):
-            await client.health()
-        await client.close()
-
-    asyncio.run(main())
+    mailbox, address = Mailbox(), f"unix:{tmp_path / 'e.sock'}"
+    server = asyncio.create_task(run_server(engine_of(folder, slots=1), mailbox, address))
+    client = HttpEngine("engine-0", address, answer_seconds=20)
+    await until_up(client)
+    stream = asyncio.create_task(collect(client, endless("a", answers=3)))
+    while not (await client.health()).running:
+        pass
+    mailbox.publications[1] = broken
+    await client.update(1)
+    with pytest.raises(EngineLost, match="engine-0 broke off"):
+        await stream
+    with pytest.raises(FloatingPointError, match="not finite"):
+        await server
+    with pytest.raises(EngineLost, match="engine-0 does not listen"):
+        await client.health()
+    await client.close()
 
 
-def test_a_silent_engine_is_a_deadline_with_a_name(tmp_path: Path) -> None:
-    async def main() -> None:
-        listeners: list[asyncio.Task[None] | None] = []
+@in_a_loop
+async def test_a_silent_engine_is_a_deadline_with_a_name(tmp_path: Path) -> None:
+    listeners: list[asyncio.Task[None] | None] = []
 
-        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            listeners.append(asyncio.current_task())
-            await reader.read()
-            writer.close()
-            await writer.wait_closed()
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        listeners.append(asyncio.current_task())
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
 
-        server = await asyncio.start_unix_server(silent, tmp_path / "e.sock")
-        client = HttpEngine(
-            "engine-0", f"unix:{tmp_path / 'e.sock'}", answer_seconds=0.05, load_seconds=0.05, health_seconds=0.05
-        )
-        with pytest.raises(
-            DeadlineExceeded, match=r"the client of engine-0 waited 0\.05 s for the next completion to a"
-        ):
-            await collect(client, request("a"))
-        with pytest.raises(DeadlineExceeded, match="engine-0 to load version 3"):
-            await client.update(3)
-        server.close()
-        await asyncio.gather(*(listener for listener in listeners if listener is not None))
-
-    asyncio.run(main())
+    server = await asyncio.start_unix_server(silent, tmp_path / "e.sock")
+    client = HttpEngine(
+        "engine-0", f"unix:{tmp_path / 'e.sock'}", answer_seconds=0.05, load_seconds=0.05, health_seconds=0.05
+    )
+    with pytest.raises(DeadlineExceeded, match=r"the client of engine-0 waited 0\.05 s for the next completion to a"):
+        await collect(client, request("a"))
+    with pytest.raises(DeadlineExceeded, match="engine-0 to load version 3"):
+        await client.update(3)
+    server.close()
+    await asyncio.gather(*(listener for listener in listeners if listener is not None))
 
 
 def test_a_completion_may_take_longer_than_the_deadline_while_the_engine_samples(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes three times as long, and comes whole; where the steps stop in its middle, the deadline ends the wait."""
+    """It takes nearly twice as long, and comes whole; where steps stop in its middle, the deadline ends the wait."""
 
     async def main(steps: int) -> list[Completion]:
         engine, left = engine_of(folder, slots=1), iter(range(steps))
         quick = engine.step
 
         def slow() -> list[Completion]:
-            time.sleep(0.02)
+            time.sleep(0.01)
             return quick() if next(left, None) is not None else []
 
         monkeypatch.setattr(engine, "step", slow)
@@ -349,17 +318,15 @@ def test_an_idle_engine_that_still_holds_a_slot_ends_with_the_violated_bound(fol
         asyncio.run(Generation(engine).run())
 
 
-def test_the_tokens_of_groups_that_another_engine_has_lost_may_be_many(byte_folder: Path, tmp_path: Path) -> None:
+@in_a_loop
+async def test_the_tokens_of_groups_that_another_engine_has_lost_may_be_many(byte_folder: Path, tmp_path: Path) -> None:
     """A body of an engine's role is refused for its tokens, if at all, and not for its bytes."""
     tokens = tuple(range(40)) * 100_000
     prefix = Segment.of(token_ids=tokens, behavior_logprobs=(-1.0,) * len(tokens), versions=(0,) * len(tokens))
     asked = GenerateRequest("a", (5,), (1,), Sampling(max_tokens=9), prefixes=(prefix,))
     assert len(msgspec.msgpack.encode([asked])) > LARGEST_BODY
 
-    async def main() -> None:
-        engine = NativeEngine.load(byte_folder, EngineConfig(slots=2))
-        async with served(engine, tmp_path / "s.sock") as client:
-            with pytest.raises(RefusedRequest, match="fewer than"):
-                [completion async for completion in client.generate(asked)]
-
-    asyncio.run(main())
+    engine = NativeEngine.load(byte_folder, EngineConfig(slots=2))
+    async with served(engine, tmp_path / "s.sock") as client:
+        with pytest.raises(RefusedRequest, match="fewer than"):
+            [completion async for completion in client.generate(asked)]

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stretto.core.errors import RefusedRequest
+from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.sampling import Filtered, top_logprobs
 from stretto.model.truncation import Truncation
 from tests.engine.answering import drain, engine_of, finish, request, shaken, weights
@@ -41,13 +42,10 @@ def test_tokens_that_a_filter_takes_are_not_among_them() -> None:
     assert ranked([3, 3], 1.0, two) == [[(0, 0.5), (1, 0.3), (2, 0.2)], [(0, 0.625), (1, 0.375)]]
 
 
-@pytest.mark.parametrize("tokens", [4096, 256])
-def test_they_are_the_full_forwards_through_updates_and_preemption(
-    folder: Path, plain: PreTrainedModel, tokens: int
-) -> None:
+def test_they_are_the_full_forwards_through_updates_and_preemption(folder: Path, plain: PreTrainedModel) -> None:
     """A cache for 256 tokens preempts answers; versions of the weights change twice."""
     models = {0: plain, 1: shaken(plain, 1), 2: shaken(plain, 2)}
-    engine = engine_of(folder, cache_gib=tokens * 256 / 2**30)
+    engine = engine_of(folder, cache_gib=256 * 256 / 2**30)
     asked = [
         msgspec.structs.replace(
             request(f"r{i}", prompt=4 + 3 * i, seeds=(i, i + 50), stop_token_ids=(), max_tokens=90, temperature=0.8),
@@ -63,7 +61,7 @@ def test_they_are_the_full_forwards_through_updates_and_preemption(
             ended += engine.step()
         engine.update(version, weights(models[version]))
     ended += drain(engine).values()
-    assert (engine.health().preempted > 0) == (tokens == 256)
+    assert engine.health().preempted > 0
     for completion in ended:
         wanted = asked[int(completion.request[1:])]
         assert len(completion.top_logprobs) == (len(completion.token_ids) if wanted.top_logprobs else 0)
@@ -90,6 +88,6 @@ def test_who_does_not_ask_is_answered_as_if_nobody_did(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 21])
-def test_a_number_that_is_not_told_is_refused_by_name(folder: Path, count: int) -> None:
+def test_a_number_that_is_not_told_is_refused_by_name(engine: NativeEngine, count: int) -> None:
     with pytest.raises(RefusedRequest, match=f"top_logprobs: {count}; 0 to 20"):
-        engine_of(folder).add(msgspec.structs.replace(request("a"), top_logprobs=count))
+        engine.add(msgspec.structs.replace(request("a"), top_logprobs=count))

@@ -9,7 +9,8 @@ from transformers import AutoConfig, PreTrainedConfig
 VOCABULARY = 30
 SLIDING = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-FAMILIES: list[tuple[str, int, int, dict[str, Any]]] = [
+Family = tuple[str, int, int, dict[str, Any]]
+FAMILIES: list[Family] = [
     ("qwen3", 2, 2, {}),
     ("qwen3", 4, 1, {}),
     ("qwen2", 4, 2, {}),

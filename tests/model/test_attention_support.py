@@ -8,28 +8,16 @@ import copy
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from stretto.core.errors import ModelFolderError
 from stretto.model.attention_support import check_attention, refuse_unsupported, refuse_untrainable
 from stretto.model.decode.policy import DecodePolicy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import check_policy
+from tests.model import families
+from tests.model.families import SLIDING
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 30,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
-SLIDING = ["sliding_attention", "full_attention"]
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LONG = {
     "rope_type": "longrope",
@@ -41,7 +29,7 @@ LONG = {
 
 
 def config(family: str, **special: object) -> PreTrainedConfig:
-    return AutoConfig.for_model(family, **SHAPE | special)
+    return families.config(family, 2, 1, special)
 
 
 def model(family: str, **special: object) -> PreTrainedModel:

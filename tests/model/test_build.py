@@ -17,8 +17,7 @@ from stretto.model.hf.folder import inspect_model_folder
 SMALL = {"hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 24}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", True), ("llama", False)])
 def test_transformers_loads_what_was_built(tmp_path: Path, family: str, tied: bool) -> None:
     config = BuildConfig.model_validate(
         {**SMALL, "family": family, "alphabet": "01+=", "context_length": 32, "tie_embeddings": tied}
@@ -27,13 +26,8 @@ def test_transformers_loads_what_was_built(tmp_path: Path, family: str, tied: bo
     folder = inspect_model_folder(tmp_path / "policy")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
-    assert (folder.vocab_size, folder.context_length, folder.layers, folder.kv_heads, folder.head_dim) == (
-        6,
-        32,
-        2,
-        1,
-        8,
-    )
+    assert (folder.vocab_size, folder.context_length) == (6, 32)
+    assert (folder.layers, folder.kv_heads, folder.head_dim) == (2, 1, 8)
     assert folder.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert folder.dtype == "float32"
     assert tokenizer("1+0=")["input_ids"] == [3, 4, 2, 5]

@@ -5,6 +5,7 @@ holds, for full and sliding attention, with grouped heads, capped scores and exp
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,8 @@ def test_every_row_has_the_logits_of_the_plain_model_through_growth_departure_an
     family: str, heads: int, kv_heads: int, special: dict[str, Any]
 ) -> None:
     rows = Rows(*twins(family, heads, kv_heads, special))
+    experts = {"num_experts", "num_local_experts"} & special.keys()
+    assert isinstance(rows.policy.forward_of_model, partial) is not bool(experts), "traced, but for experts"
     differences = [rows.step(rows.enter(58, 0, 1, 2), rows.enter(1, 3), rows.enter(20, 4), rows.enter(130, 5))]
     differences += [rows.step() for _ in range(8)]  # rows 0 to 2 outgrow their bucket of 64
     rows.leave(1)

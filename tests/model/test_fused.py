@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from stretto.model.kernels import fused
 from stretto.model.kernels.compiled import AVAILABLE
 from stretto.model.trace import trace
-from tests.model.test_trace import Family, model
+from tests.model.families import Family
+from tests.model.test_trace import model
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="numba is not installed")

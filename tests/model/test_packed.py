@@ -1,5 +1,9 @@
 """Promises: a packed forward is the forward of each sequence alone, gradients included, for every family of decoders;
 sliding windows and capped scores are computed; what is not computed is refused by name.
+
+Where no fused kernel computes a layer's scores, they are in memory block by block, also backward, and the result is
+that of all at once; query heads share a key head only where a fused kernel can, and elsewhere keys are repeated, with
+the same result; head sizes that flash attention does not take go another way.
 """
 
 from __future__ import annotations
@@ -8,58 +12,30 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.errors import ModelFolderError
+from stretto.model.attention_support import Rule
 from stretto.model.layout import Packing, pack
-from stretto.model.packed.attention import PACKED_ATTENTION, packed_attention
+from stretto.model.packed import attention
+from stretto.model.packed.attention import PACKED_ATTENTION, _flash_takes, _in_bucket, _shares_heads, packed_attention
+from tests.model.families import FAMILIES, VOCABULARY, Family, config
 from tests.tolerances import assert_close, operations_of
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 17,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
-SLIDING = ["sliding_attention", "full_attention"]
-NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "pad_token_id": 0}
-LENGTHS = [5, 1, 9, 2, 9, 3]
-FAMILIES = [
-    Qwen2Config(**SHAPE, num_key_value_heads=2),
-    Qwen3Config(**SHAPE, num_key_value_heads=1, head_dim=8),
-    LlamaConfig(**SHAPE, num_key_value_heads=4),
-    MistralConfig(**SHAPE, num_key_value_heads=2, head_dim=4, sliding_window=3),
-    Gemma3TextConfig(**SHAPE, num_key_value_heads=1, head_dim=8, sliding_window=4, layer_types=SLIDING, **NO_TOKENS),
-    Gemma2Config(**SHAPE, num_key_value_heads=2, head_dim=8, sliding_window=4, attn_logit_softcapping=0.5, **NO_TOKENS),
-    Qwen3MoeConfig(**SHAPE, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12),
-]
-CAPPED = {"gemma2"}  # transformers' sdpa leaves the cap out
+LENGTHS = [5, 1, 9, 2, 9, 3, 14]
 
 
-def build(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+def build(family: Family, attention: str) -> PreTrainedModel:
     torch.manual_seed(3)
-    copy = type(config).from_dict(config.to_dict())
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy, attn_implementation=attention)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config(*family), attn_implementation=attention)
     model.eval()
     return model
 
 
 def tokens() -> list[torch.Tensor]:
-    return list(torch.randint(17, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1)).split(LENGTHS))
+    return list(torch.randint(VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1)).split(LENGTHS))
 
 
 def forward(model: PreTrainedModel, packing: Packing, sequences: list[torch.Tensor]) -> torch.Tensor:
@@ -68,27 +44,19 @@ def forward(model: PreTrainedModel, packing: Packing, sequences: list[torch.Tens
     return logits
 
 
-@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_packed_forward_is_the_forward_of_each_sequence_alone(config: PretrainedConfig, attention: str) -> None:
-    sequences = tokens()
-    packed = forward(build(config, PACKED_ATTENTION), pack(LENGTHS), sequences)
-    alone = build(config, "eager" if config.model_type in CAPPED else attention)
-    expected = torch.cat([alone(sequence[None]).logits[0] for sequence in sequences])
-    assert_close(packed, expected, operations_of(config))
-
-
-@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)
-def test_the_packed_gradient_is_the_sum_of_the_gradients_of_each_sequence_alone(config: PretrainedConfig) -> None:
-    sequences = tokens()
-    packed, alone = build(config, PACKED_ATTENTION), build(config, "eager")
-    forward(packed, pack(LENGTHS), sequences).square().sum().backward()
-    for sequence in sequences:
-        alone(sequence[None]).logits.square().sum().backward()
-    for (name, ours), theirs in zip(packed.named_parameters(), alone.parameters(), strict=True):
-        assert ours.grad is not None, name
-        assert theirs.grad is not None, name
-        assert_close(ours.grad, theirs.grad, operations_of(config, backward=True))
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_packed_forward_and_its_gradient_are_those_of_each_sequence_alone(family: Family) -> None:
+    sequences, shape = tokens(), config(*family)
+    ours, theirs = build(family, PACKED_ATTENTION), build(family, "eager")
+    packed = forward(ours, pack(LENGTHS), sequences)
+    alone = [theirs(sequence[None]).logits[0] for sequence in sequences]
+    assert_close(packed, torch.cat(alone), operations_of(shape))
+    packed.square().sum().backward()
+    torch.stack([logits.square().sum() for logits in alone]).sum().backward()
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert other.grad is not None, name
+        assert_close(mine.grad, other.grad, operations_of(shape, backward=True))
 
 
 @pytest.mark.parametrize("asked", [{"s_aux": torch.zeros(1)}, {"position_bias": torch.zeros(1)}])
@@ -103,3 +71,63 @@ def test_a_sliding_window_that_no_sequence_reaches_is_plain_attention() -> None:
     plain, _ = packed_attention(torch.nn.Identity(), x, x, x, None, packing=pack([5]))
     windowed, _ = packed_attention(torch.nn.Identity(), x, x, x, None, packing=pack([5]), sliding_window=5)
     assert torch.equal(plain, windowed)
+
+
+LONG = 37
+
+
+def leaves() -> list[Tensor]:
+    chance = torch.Generator().manual_seed(1)
+    return [torch.randn(2, heads, LONG, 8, generator=chance).requires_grad_() for heads in (4, 2, 2)]
+
+
+def attended(rule: Rule) -> list[Tensor]:
+    """Attention of a bucket, and its gradients."""
+    own = leaves()
+    query, keys, values = own
+    out = _in_bucket(query, keys, values, rule)
+    gradients = torch.autograd.grad(out.square().sum(), own)
+    return [out.detach(), *gradients]
+
+
+@pytest.mark.parametrize("rule", [Rule(softcap=0.7), Rule(softcap=30.0, window=5), Rule(softcap=2.0, scaling=0.1)])
+def test_capped_scores_are_computed_block_by_block(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, most = attended(rule), list[int]()
+    by_products = attention.attention_by_products
+
+    def watched(query: Tensor, key: Tensor, *further: object) -> Tensor:
+        most.append(query.shape[:-1].numel() * key.shape[-2])
+        return by_products(query, key, *further)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "attention_by_products", watched)
+    monkeypatch.setattr(attention, "SCORES", bound := 2 * 4 * 5 * LONG)
+    for ours, expected in zip(attended(rule), whole, strict=True):
+        assert_close(ours, expected)
+    assert max(most) <= bound
+    assert len(most) == 2 * -(-LONG // 5), "each block twice: the backward pass computes it again"
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(window=5)])
+def test_keys_that_are_repeated_are_those_that_are_shared(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = attended(rule)
+    monkeypatch.setattr(attention, "_shares_heads", lambda *_: False)
+    for ours, expected in zip(attended(rule), shared, strict=True):
+        assert_close(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "masked", "shares"),
+    [
+        ("cpu", torch.float32, 8, True, True),
+        ("cuda", torch.float32, 128, False, False),
+        ("cuda", torch.bfloat16, 128, False, True),
+        ("cuda", torch.bfloat16, 128, True, False),
+        ("cuda", torch.bfloat16, 512, False, False),
+    ],
+)
+def test_heads_are_shared_where_a_fused_kernel_can(
+    device: str, dtype: torch.dtype, width: int, masked: bool, shares: bool
+) -> None:
+    with FakeTensorMode():
+        assert _shares_heads(torch.empty(1, 2, 3, width, device=device, dtype=dtype), masked) is shares
+    assert [size for size in (8, 20, 64, 128, 256, 264, 512) if _flash_takes(size)] == [8, 64, 128, 256]

@@ -92,10 +92,10 @@ def test_logits_are_those_of_steps_by_bucket_through_growth_departure_and_recomp
     family: str, heads: int, kv_heads: int, special: dict[str, Any]
 ) -> None:
     both = Both(family, heads, kv_heads, special, torch.float32)
-    differences = [both.step(both.enter(63, 0, 1), both.enter(1, 2))]
-    differences += [both.step(), both.step()]  # rows 0 and 1 outgrow their bucket of 64
+    differences = [both.step(both.enter(63, 0), both.enter(1, 1, 2))]
+    differences += [both.step(), both.step()]  # row 0 outgrows its bucket of 64
     both.leave(1)
-    differences += [both.step(), both.step(both.enter(5, 3)), both.step()]
+    differences += [both.step(), both.step(both.enter(5, 3))]
     differences += [both.step(*both.recompute()), both.step()]
     assert max(differences) < EXACT
     assert both.capture.captured == (2 if DEVICE.type == "cpu" else 0)  # three rows, filled up to four; two

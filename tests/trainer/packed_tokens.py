@@ -28,7 +28,7 @@ def tokens(
     return LossTokens(
         behavior_logprobs=anchor if behavior is None else behavior,
         anchor_logprobs=anchor,
-        advantages=torch.tensor(advantages),
+        advantages=torch.tensor(advantages, dtype=torch.float32),
         scale=torch.full((len(advantages),), scale),
         sequences=Sequences.of(torch.tensor(lengths or [len(advantages)])),
         kept=None if kept is None else torch.tensor(kept),

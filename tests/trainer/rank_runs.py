@@ -1,15 +1,14 @@
 """Trainings by 1, 2 and 3 ranks, real processes each: ``python -m tests.trainer.rank_runs FOLDER``.
 
-For every scenario ``FOLDER/COUNT-SCENARIO-RANK.pt`` holds what that rank saw. The processes
-are forked, so that torch is imported once.
+For every scenario ``FOLDER/COUNT-SCENARIO-RANK.pt`` holds what that rank saw. Models of several ranks begin without
+memory, and are filled from ``FOLDER/tiny`` and ``FOLDER/tied``. ``FOLDER/models`` holds a folder for each family, and
+``large`` of 48M parameters: ``FOLDER/2-RANK.pt`` is what two ranks made of them, ``FOLDER/2-saved`` a policy that they
+have saved.
 """
 
 from __future__ import annotations
 
 import math
-import multiprocessing
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,20 +24,23 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, Sampling, Segment
+from stretto.model.hf.layers import decoder_layers
 from stretto.store.series.tokens import SampledTokens
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.outcomes import TokenSink, TrainedTokens
 from stretto.trainer.parallel.lora import adapt
-from stretto.trainer.parallel.ranks import ALONE, Ranks
-from stretto.trainer.parallel.rendezvous import join, open_store, reach_store
+from stretto.trainer.parallel.ranks import ALONE, Ranks, ShardedRanks
+from stretto.trainer.parallel.rendezvous import join, reach_store
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import EPS, RATE
 from tests.trainer.batches import LONGEST, batch
+from tests.trainer.several_ranks import fork_ranks, prepare
 from tests.trainer.staging import staged
 from tests.trainer.tiny import tiny
+from tests.trainer.unloaded import FIRST, beyond_the_shards, filled, save, unloaded
 
 SAMPLING = Sampling(max_tokens=LONGEST)
 
@@ -51,7 +53,7 @@ class Scenario:
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     sampling: Sampling = SAMPLING
-    model: Callable[[], PreTrainedModel] = tiny
+    tied: bool = False
     batch: Callable[[int], Batch] = batch
 
 
@@ -69,7 +71,7 @@ def poisoned(version: int) -> Batch:
 
 
 SCENARIOS = {
-    "paper": Scenario(algorithm={"correction": {"kind": "mask", "high": 4.0}}, model=partial(tiny, tied=True)),
+    "paper": Scenario(algorithm={"correction": {"kind": "mask", "high": 4.0}}, tied=True),
     "few": Scenario(steps=1, trainer={"minibatches": 6}),  # two answers in each: the third rank has nothing to do
     "small": Scenario(algorithm={"aggregation": "sequence_mean", "loss": "gspo"}, trainer={"micro_batch_tokens": 24}),
     "critic": Scenario(algorithm={"advantages": {"kind": "gae", "critic": {"learning_rate": RATE}}}),
@@ -86,6 +88,10 @@ SCENARIOS = {
     ),
     "adapters": Scenario(trainer={"lora": {"rank": 2}}, algorithm={"reference": {"weight": 0.1}}),
     "poisoned": Scenario(algorithm={"loss": "ppo"}, batch=poisoned),
+    "once": Scenario(trainer={"reduce_every": "minibatch", "micro_batch_tokens": 24}),
+    "half": Scenario(
+        trainer={"dtype": "bfloat16"}, algorithm={"advantages": {"kind": "gae", "critic": {"learning_rate": RATE}}}
+    ),
 }
 
 #: A loss of each token alone, one of sequences, and one that chooses over the minibatch of all ranks, an optimizer step
@@ -135,25 +141,41 @@ class KeptTokens:
         self.steps.append(divided(*tokens.sampled()))
 
 
-def trainer_of(scenario: Scenario, ranks: Ranks, sink: TokenSink | None = None) -> Trainer:
-    """The scenario's trainer at version 0."""
-    config = TrainerConfig.model_validate({"learning_rate": RATE, "eps": EPS, "minibatches": 2, **scenario.trainer})
-    algorithm = AlgorithmConfig.model_validate(scenario.algorithm)
-    model = scenario.model()
+def settings(scenario: Scenario) -> TrainerConfig:
+    return TrainerConfig.model_validate({"learning_rate": RATE, "eps": EPS, "minibatches": 2, **scenario.trainer})
+
+
+def trainer_of(
+    scenario: Scenario,
+    ranks: Ranks,
+    load: Callable[[], PreTrainedModel] | None = None,
+    sink: TokenSink | None = None,
+) -> Trainer:
+    """The scenario's trainer at version 0; `load` makes its models."""
+    config, algorithm = settings(scenario), AlgorithmConfig.model_validate(scenario.algorithm)
+    load = load or partial(tiny, tied=scenario.tied)
+    model = load()
     if config.lora is not None:
         adapt(model, config.lora)
     wanted = algorithm.reference is not None and config.lora is None
-    reference = ReferencePolicy(scenario.model(), config, scenario.sampling, ranks) if wanted else None
-    critic = Critic(scenario.model(), config, algorithm.critic, ranks) if algorithm.critic else None
+    reference = ReferencePolicy(load(), config, scenario.sampling, ranks) if wanted else None
+    critic = Critic(load(), config, algorithm.critic, ranks) if algorithm.critic else None
     return Trainer(
         model, config, algorithm, scenario.sampling, reference=reference, critic=critic, ranks=ranks, sink=sink
     )
 
 
-def play(scenario: Scenario, ranks: Ranks, file: Path) -> None:
+def loader(scenario: Scenario, ranks: Ranks, folder: Path) -> Callable[[], PreTrainedModel] | None:
+    """Of models without memory where there are several ranks."""
+    return partial(unloaded, folder / ("tied" if scenario.tied else "tiny")) if ranks.count > 1 else None
+
+
+def play(scenario: Scenario, ranks: Ranks, folder: Path, name: str) -> None:
     """Train, and write down what this rank saw. AdamW's first moment is a tenth of the gradient after one step."""
-    sink = KeptTokens()
-    trainer = trainer_of(scenario, ranks, sink)
+    sink, streams = KeptTokens(), list[torch.dtype]()
+    trainer = trainer_of(scenario, ranks, loader(scenario, ranks, folder), sink)
+    first = decoder_layers(trainer.learner.model)[0]
+    first.register_forward_hook(lambda module, inputs, output: streams.append(output.dtype))
     updates = [trainer.train(scenario.batch(version)) for version in range(scenario.steps)]
     weights = dict(trainer.full_parameters())
     facts = [{name: v for name, v in u.metrics.items() if not name.startswith("seconds")} for u in updates]
@@ -166,9 +188,10 @@ def play(scenario: Scenario, ranks: Ranks, file: Path) -> None:
         "weights": weights,
         "moments": moments,
         "own": own,
+        "streams": list(set(streams)),
         "tokens": [{id: columns_of(one) for id, one in step.items()} for step in sink.steps],
     }
-    torch.save(seen, file)
+    torch.save(seen, folder / f"{ranks.count}-{name}-{ranks.rank}.pt")
 
 
 def divided(lengths: Mapping[str, int], tokens: SampledTokens) -> dict[str, SampledTokens]:
@@ -190,7 +213,8 @@ def columns_of(tokens: SampledTokens) -> torch.Tensor:
 def play_on(scenario: Scenario, ranks: Ranks, folder: Path, resumed: Resumed) -> None:
     """Go on, a step; write the checkpoint while training goes on, and the weights that it should hold."""
     states = {"optimizer_states": "host" if resumed.host else "device"}
-    trainer, name = trainer_of(replace(scenario, trainer=states), ranks), resumed.name
+    trainer = trainer_of(replace(scenario, trainer=states), ranks, loader(scenario, ranks, folder))
+    name = resumed.name
     if resumed.apart and ranks.rank > 0:
         folder /= "not-there"
     if resumed.start is not None:
@@ -213,40 +237,34 @@ def ranks_own(parameter: torch.Tensor) -> int:
 
 def play_all(folder: Path, rank: int, count: int, port: int) -> None:
     """As one rank of several."""
-    ranks = join(reach_store(port, count), rank, count, "cpu")
+    ranks, models = join(reach_store(port, count), rank, count, "cpu"), folder / "models"
+    if count == 2:
+        beyond = beyond_the_shards(models / "large", ranks)
+        whole = {one.name: filled(one, ranks) for one in models.iterdir() if one.name != "large"}
+        torch.save({"beyond": beyond, "filled": whole}, folder / f"{count}-{rank}.pt")
+        save(models / FIRST, ranks, folder / f"{count}-saved")
     for name in PLAYED[count]:
-        play(SCENARIOS[name], ranks, folder / f"{count}-{name}-{rank}.pt")
-    with staged():
-        for resumed in (one for one in RESUMED if one.ranks == count):
-            play_on(SCENARIOS["critic"], ranks, folder, resumed)
+        play(SCENARIOS[name], ShardedRanks("cpu", settings(SCENARIOS[name])), folder, name)
+    play_resumed(ranks, folder, [one for one in RESUMED if one.ranks == count])
     torch.distributed.destroy_process_group()
 
 
-def play_alone(folder: Path, several: Sequence[Resumed]) -> None:
+def play_resumed(ranks: Ranks, folder: Path, several: Sequence[Resumed]) -> None:
     with staged():
         for resumed in several:
-            play_on(SCENARIOS["critic"], ALONE, folder, resumed)
+            play_on(SCENARIOS["critic"], ranks, folder, resumed)
 
 
 def main() -> None:
-    """Warnings are errors."""
-    folder = Path(sys.argv[1])
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    play_alone(folder, RESUMED[:1])
+    folder = prepare()
+    for name in ("tiny", "tied"):
+        tiny(tied=name == "tied").save_pretrained(folder / name)
+    play_resumed(ALONE, folder, RESUMED[:1])
     for count in PLAYED:
-        store = open_store(count)  # in the parent: all ranks are its children
-        forked = multiprocessing.get_context("fork")
-        processes = [forked.Process(target=play_all, args=(folder, rank, count, store.port)) for rank in range(count)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-            if process.exitcode:
-                sys.exit(f"{count} ranks: one ended with exit code {process.exitcode}")
-    play_alone(folder, [one for one in RESUMED[1:] if one.ranks == 1])
+        fork_ranks(count, play_all, folder)
+    play_resumed(ALONE, folder, [one for one in RESUMED[1:] if one.ranks == 1])
     for name, scenario in SCENARIOS.items():
-        play(scenario, ALONE, folder / f"1-{name}-0.pt")
+        play(scenario, ALONE, folder, name)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ second model; a checkpoint holds the adapters alone, and peft reads what is save
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import peft
@@ -13,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Sampling
@@ -32,23 +30,22 @@ from stretto.trainer.trainer import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from tests.tolerances import assert_close, rounding
 from tests.trainer.batches import batch
-from tests.trainer.tiny import FORWARD
+from tests.trainer.tiny import FORWARD, tiny
 
-Build = Callable[[], PreTrainedModel]
 LORA = LoraConfig(rank=2, alpha=4, target_modules=("q_proj", "down_proj"))
 CONFIG = TrainerConfig(learning_rate=3e-3, minibatches=2, lora=LORA)
 PACKED = pack_tokens([(1, 2, 3, 4), (5, 6)])
 
 
-def adapted(build: Build, algorithm: AlgorithmConfig | None = None) -> Trainer:
-    model = build()
+def adapted(algorithm: AlgorithmConfig | None = None) -> Trainer:
+    model = tiny()
     adapt(model, LORA)
     return Trainer(model, CONFIG, algorithm or AlgorithmConfig())
 
 
-def test_the_start_is_the_policy_itself(build: Build) -> None:
-    trainer = adapted(build)
-    plain = Learner(build(), CONFIG)
+def test_the_start_is_the_policy_itself() -> None:
+    trainer = adapted()
+    plain = Learner(tiny(), CONFIG)
     assert torch.equal(trainer.learner.logprobs(PACKED).logprobs, plain.logprobs(PACKED).logprobs)
     for (name, ours), (theirs, parameter) in zip(
         trainer.full_parameters(), plain.model.named_parameters(), strict=True
@@ -57,8 +54,8 @@ def test_the_start_is_the_policy_itself(build: Build) -> None:
         assert torch.equal(ours, parameter)
 
 
-def test_nothing_but_the_adapters_is_trained(build: Build) -> None:
-    trainer, start = adapted(build), dict(build().named_parameters())
+def test_nothing_but_the_adapters_is_trained() -> None:
+    trainer, start = adapted(), dict(tiny().named_parameters())
     for version in range(3):
         trainer.train(batch(version))
     moved = {name for name, parameter in trainer.full_parameters() if not torch.equal(parameter, start[name])}
@@ -69,9 +66,9 @@ def test_nothing_but_the_adapters_is_trained(build: Build) -> None:
     assert held == 2 * (2 * (16 + 16) + 2 * (24 + 16))  # layers * (A and B of q_proj, 16 to 16; of down_proj, 24 to 16)
 
 
-def test_adapters_alone_are_published_and_come_to_the_policy_that_was_trained(build: Build, tmp_path: Path) -> None:
+def test_adapters_alone_are_published_and_come_to_the_policy_that_was_trained(tmp_path: Path) -> None:
     """A plain model that has loaded the published versions gives the log-probabilities of the adapted one."""
-    trainer, plain = adapted(build), build().requires_grad_(False)
+    trainer, plain = adapted(), tiny().requires_grad_(False)
     loaded = Parameters(plain)
     for version in range(3):
         trainer.train(batch(version))
@@ -86,9 +83,9 @@ def test_adapters_alone_are_published_and_come_to_the_policy_that_was_trained(bu
     assert_close(ours, theirs, FORWARD)
 
 
-def test_the_policy_at_the_start_is_the_reference_without_a_second_model(build: Build) -> None:
-    trainer = adapted(build, AlgorithmConfig(reference=ReferenceConfig(weight=0.1)))
-    second = ReferencePolicy(build(), CONFIG, UNCHANGED)
+def test_the_policy_at_the_start_is_the_reference_without_a_second_model() -> None:
+    trainer = adapted(AlgorithmConfig(reference=ReferenceConfig(weight=0.1)))
+    second = ReferencePolicy(tiny(), CONFIG, UNCHANGED)
     kl = [trainer.train(batch(version)).metrics["kl_reference"] for version in range(3)]
     assert kl[2] > rounding(FORWARD)
     assert trainer._gradients._reference is not None
@@ -98,37 +95,35 @@ def test_the_policy_at_the_start_is_the_reference_without_a_second_model(build: 
     assert {id: [*column] for id, column in ours.items()} == {id: [*column] for id, column in theirs.items()}
 
 
-def test_a_checkpoint_holds_the_adapters_and_goes_on(build: Build, tmp_path: Path) -> None:
-    straight, first = adapted(build), adapted(build)
+def test_a_checkpoint_holds_the_adapters_and_goes_on(tmp_path: Path) -> None:
+    straight, first = adapted(), adapted()
     for version in range(4):
         straight.train(batch(version))
     for version in range(2):
         first.train(batch(version))
     first.save_checkpoint(tmp_path / "v2")
-    resumed = adapted(build)
+    resumed = adapted()
     resumed.load_checkpoint(tmp_path / "v2")
     for version in range(2, 4):
         resumed.train(batch(version))
     for (_, ours), (_, theirs) in zip(resumed.full_parameters(), straight.full_parameters(), strict=True):
         assert torch.equal(ours, theirs)
     with pytest.raises(StoreError, match=r"is of another model; these parameters differ: .*lora_A"):
-        Trainer(build(), CONFIG, AlgorithmConfig()).load_checkpoint(tmp_path / "v2")
+        Trainer(tiny(), CONFIG, AlgorithmConfig()).load_checkpoint(tmp_path / "v2")
 
 
-def test_peft_reads_what_is_saved_of_them(build: Build, tmp_path: Path) -> None:
-    trainer = adapted(build)
+def test_peft_reads_what_is_saved_of_them(tmp_path: Path) -> None:
+    trainer = adapted()
     trainer.train(batch(0))
     gather_adapters(trainer.learner.model, LORA, ALONE)(tmp_path)
-    theirs = peft.PeftModel.from_pretrained(build(), tmp_path / "adapter").merge_and_unload()
+    theirs = peft.PeftModel.from_pretrained(tiny(), tmp_path / "adapter").merge_and_unload()
     found: dict[str, Tensor] = dict(theirs.named_parameters())
     for name, parameter in trainer.full_parameters():
         assert_close(found[name], parameter)
 
 
-def test_a_saved_policy_has_its_adapters_when_it_appears(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build().save_pretrained(tmp_path / "start")
+def test_a_saved_policy_has_its_adapters_when_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny().save_pretrained(tmp_path / "start")
     spec = TrainerSpec(
         model=str(tmp_path / "start"),
         mailbox="",
@@ -155,8 +150,8 @@ def test_a_saved_policy_has_its_adapters_when_it_appears(
     ]
 
 
-def test_without_names_every_linear_layer_of_the_decoder_gets_one(build: Build) -> None:
-    model = build()
+def test_without_names_every_linear_layer_of_the_decoder_gets_one() -> None:
+    model = tiny()
     adapt(model, LoraConfig(rank=1))
     trained = {name.split(".")[-4] for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -5,7 +5,7 @@ answer by answer, without packing, and differentiated by autograd; and the packi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stretto.core.records import Sampling
+from stretto.core.records import Batch, Sampling
 from stretto.trainer.batch.packing import minibatches
 from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.config import TrainerConfig
@@ -29,19 +29,21 @@ from tests.trainer.tiny import BACKWARD, elsewhere, tiny
 CONFIG = TrainerConfig(learning_rate=RATE, eps=EPS, minibatches=3, weight_decay=0.1, max_grad_norm=0.7)
 SAMPLING = Sampling(max_tokens=LONGEST)
 
+#: Every token has an advantage of its own, on either side of 0.
+TOKENWISE: dict[str, Any] = {"advantages": {"kind": "reinforce_pp", "gamma": 0.9}}
 RECIPES: dict[str, Mapping[str, object]] = {
     "decoupled PPO": {},
     "decoupled PPO, interpolated": {"loss": {"kind": "decoupled_ppo", "anchor": "interpolated"}},
-    "PPO": {"loss": {"kind": "ppo", "clip_low": 0.3, "clip_high": 0.6}},
-    "dual clip": {"loss": {"kind": "dual_clip", "clip_negative": 1.3}},
+    "PPO": {"loss": {"kind": "ppo", "clip_low": 0.3, "clip_high": 0.6}, **TOKENWISE},
+    "dual clip": {"loss": {"kind": "dual_clip", "clip_negative": 1.3}, **TOKENWISE},
     "GSPO": {"loss": {"kind": "gspo", "anchor": "behavior", "clip_high": 0.5}, "aggregation": "sequence_mean"},
-    "decoupled GSPO": {"loss": "gspo"},
-    "CISPO": {"loss": {"kind": "cispo", "anchor": "behavior", "clip_high": 1.0}},
-    "SAPO": {"loss": {"kind": "sapo", "anchor": "behavior"}},
-    "M2PO": {"loss": {"kind": "m2po", "threshold": 0.5}},
-    "TOPR": {"loss": "topr"},
-    "DRO": {"loss": {"kind": "dro", "beta": 0.4}},
-    "policy gradient": {"loss": "policy_gradient"},
+    "decoupled GSPO": {"loss": "gspo", **TOKENWISE},
+    "CISPO": {"loss": {"kind": "cispo", "anchor": "behavior", "clip_high": 1.0}, **TOKENWISE},
+    "SAPO": {"loss": {"kind": "sapo", "anchor": "behavior"}, **TOKENWISE},
+    "M2PO": {"loss": {"kind": "m2po", "threshold": 0.5}, **TOKENWISE},
+    "TOPR": {"loss": "topr", **TOKENWISE},
+    "DRO": {"loss": {"kind": "dro", "beta": 0.4}, **TOKENWISE},
+    "policy gradient": {"loss": "policy_gradient", **TOKENWISE},
     "Dr. GRPO": {"advantages": "group_mean", "aggregation": "fixed_length"},
     "IcePop": {"correction": {"kind": "mask", "low": 0.5, "high": 2.0}},
     "TIS": {"correction": {"kind": "truncate", "high": 1.5}},
@@ -53,18 +55,9 @@ RECIPES: dict[str, Mapping[str, object]] = {
     "KL by k2": {"reference": {"estimator": "k2", "weight": 0.5}},
     "KL and entropy": {"reference": {"estimator": "k3", "weight": 0.5}, "entropy_bonus": 0.1},
 }
-TOKENWISE = {"advantages": {"kind": "gae", "gamma": 0.9, "lam": 0.9}}
-LOSSES = ("dual_clip", "gspo", "cispo", "sapo", "m2po", "topr", "dro", "policy_gradient", "ppo")
-#: Of a token, of a whole answer, and of a choice among the tokens of a minibatch; the others are of a token as well,
-#: and their equations are held above.
-DAILY_LOSSES = ("dual_clip", "gspo", "m2po", "topr")
 #: What sums over an answer, a minibatch or a batch; the terms of other recipes are of a token, and those of a packed
 #: row are held to their equations above, which know no packing.
 DAILY_PACKINGS = ("decoupled PPO", "GSPO", "M2PO", "Dr. GRPO", "geometric rejection", "GAE", "KL and entropy")
-
-
-def each(names: Iterable[str], daily: Sequence[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in daily else [pytest.mark.long]) for name in names]
 
 
 @dataclass(frozen=True)
@@ -191,69 +184,57 @@ def written_out(config: AlgorithmConfig, part: Sequence[Known], answers: float) 
     return total
 
 
-class Plain:
-    """A trainer without packing."""
-
-    def __init__(self, model: PreTrainedModel, config: AlgorithmConfig) -> None:
-        self.model, self._reference, self._config = model, elsewhere(tiny()), config
-        self._optimizer = adamw(model)
-
-    def train(self, version: int) -> None:
-        samples = samples_of(batch(version), self._config, LONGEST).samples
-        with torch.no_grad():
-            proximal = [sample_logprobs(self.model, sample)[0] for sample in samples]
-            compared = samples if self._config.reference else ()
-            reference = [sample_logprobs(self._reference, sample)[0] for sample in compared]
-        for part in minibatches([len(sample.token_ids) for sample in samples], 3):
-            known = [self._known(samples[i], proximal[i], reference[i] if reference else None) for i in part]
-            loss = written_out(self._config, known, len(samples) / 3)
-            self._optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.7)
-            self._optimizer.step()
-
-    def _known(self, sample: Sample, proximal: Tensor, reference: Tensor | None) -> Known:
-        policy, entropy = sample_logprobs(self.model, sample)
-        behavior, scores = torch.tensor(sample.behavior_logprobs), torch.tensor(sample.advantages)
-        return Known(policy, entropy, behavior, proximal, reference, torch.tensor(sample.staleness), scores)
+def plain_step(config: AlgorithmConfig, given: Batch) -> PreTrainedModel:
+    """A training step without packing."""
+    model, other = tiny(), elsewhere(tiny())
+    optimizer, samples = adamw(model), samples_of(given, config, LONGEST).samples
+    with torch.no_grad():
+        proximal = [sample_logprobs(model, sample)[0] for sample in samples]
+        reference = [sample_logprobs(other, sample)[0] if config.reference else None for sample in samples]
+    for part in minibatches([len(sample.token_ids) for sample in samples], 3):
+        known = [known_of(model, samples[i], proximal[i], reference[i]) for i in part]
+        optimizer.zero_grad()
+        written_out(config, known, len(samples) / 3).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        optimizer.step()
+    return model
 
 
-def trainer(config: AlgorithmConfig, tokens: int, minibatches: int = 3) -> Trainer:
+def known_of(model: PreTrainedModel, sample: Sample, proximal: Tensor, reference: Tensor | None) -> Known:
+    policy, entropy = sample_logprobs(model, sample)
+    behavior, scores = torch.tensor(sample.behavior_logprobs), torch.tensor(sample.advantages)
+    return Known(policy, entropy, behavior, proximal, reference, torch.tensor(sample.staleness), scores)
+
+
+def trainer(config: AlgorithmConfig, tokens: int, version: int = 0, minibatches: int = 3) -> Trainer:
     settings = CONFIG.model_copy(update={"micro_batch_tokens": tokens, "minibatches": minibatches})
     reference = ReferencePolicy(elsewhere(tiny()), settings, SAMPLING) if config.reference else None
-    return Trainer(tiny(), settings, config, SAMPLING, reference=reference)
+    return Trainer(tiny(), settings, config, SAMPLING, reference=reference, version=version)
+
+
+#: Its tokens are of three versions.
+GIVEN = batch(2)
+
+
+def first_matrix(recipe: Mapping[str, object]) -> tuple[PreTrainedModel, Tensor]:
+    """The model after a step."""
+    one = trainer(AlgorithmConfig.model_validate(recipe), 24, version=2)
+    one.train(GIVEN)
+    return one.learner.model, next(iter(one.learner.model.parameters())).detach()
 
 
 @cache
-def first_step_of_the_default() -> Tensor:
-    """One matrix after it."""
-    one = trainer(AlgorithmConfig(), 24)
-    one.train(batch(0))
-    return next(iter(one.learner.model.parameters())).detach()
+def of_the_default(tokenwise: bool) -> Tensor:
+    return first_matrix(TOKENWISE if tokenwise else {})[1]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_step_is_the_equation_written_out(name: str) -> None:
     """Every recipe differs from the default: otherwise this would pass on a part that is never reached."""
-    config = AlgorithmConfig.model_validate(RECIPES[name])
-    plain, packed = Plain(tiny(), config), trainer(config, 24)
-    plain.train(0)
-    packed.train(batch(0))
-    weight = next(iter(packed.learner.model.parameters()))
-    assert torch.equal(weight, first_step_of_the_default()) == (config == AlgorithmConfig())
-    plain.train(1)
-    packed.train(batch(1))
-    assert_same(packed.learner.model, plain.model, steps=2 * 3)
-
-
-@pytest.mark.parametrize("loss", each(LOSSES, DAILY_LOSSES))
-def test_so_it_is_where_every_token_has_an_advantage_of_its_own(loss: str) -> None:
-    config = AlgorithmConfig.model_validate(TOKENWISE | {"loss": loss})
-    assert any(len(set(sample.advantages)) > 1 for sample in samples_of(batch(0), config, LONGEST).samples)
-    packed, plain = trainer(config, 24), Plain(tiny(), config)
-    packed.train(batch(0))
-    plain.train(0)
-    assert_same(packed.learner.model, plain.model, steps=3)
+    recipe = RECIPES[name]
+    model, matrix = first_matrix(recipe)
+    assert torch.equal(matrix, of_the_default(recipe.items() > TOKENWISE.items())) == (recipe == {})
+    assert_same(model, plain_step(AlgorithmConfig.model_validate(recipe), GIVEN), steps=3)
 
 
 def gradients(one: Trainer) -> list[Tensor]:
@@ -261,7 +242,9 @@ def gradients(one: Trainer) -> list[Tensor]:
     return [state["exp_avg"] * 10 for state in one.learner.adamw.state.values()]
 
 
-@pytest.mark.parametrize("name", each(RECIPES, DAILY_PACKINGS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DAILY_PACKINGS else [pytest.mark.long]) for name in RECIPES]
+)
 def test_the_packing_changes_no_gradient(name: str) -> None:
     config = AlgorithmConfig.model_validate(RECIPES[name])
     together, alone = trainer(config, 10_000, minibatches=1), trainer(config, 1, minibatches=1)

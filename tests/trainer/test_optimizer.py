@@ -5,12 +5,10 @@ and ends the training when it keeps coming; dropout is off; activations that are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from stretto.core.errors import TrainingDiverged
 from stretto.core.records import Sampling
@@ -20,9 +18,8 @@ from stretto.trainer.optimizer import Learner, learning_rate
 from stretto.trainer.parallel.lora import adapt
 from tests.tolerances import assert_close, near
 from tests.trainer.staging import staged
-from tests.trainer.tiny import FORWARD
+from tests.trainer.tiny import FORWARD, tiny
 
-Build = Callable[[], PreTrainedModel]
 PACKED = pack_tokens([(1, 2, 3, 4), (5, 6)])
 
 
@@ -43,15 +40,15 @@ def test_a_run_longer_than_its_schedule_stays_at_the_end_of_it() -> None:
     assert learning_rate(config, 12, steps=10) == 0.0
 
 
-def test_norms_and_biases_do_not_decay(build: Build) -> None:
-    decaying, free = Learner(build(), OptimizerConfig(weight_decay=0.05)).adamw.param_groups
+def test_norms_and_biases_do_not_decay() -> None:
+    decaying, free = Learner(tiny(), OptimizerConfig(weight_decay=0.05)).adamw.param_groups
     assert (decaying["weight_decay"], free["weight_decay"]) == (0.05, 0.0)
     assert {p.dim() for p in decaying["params"]} == {2}
     assert {p.dim() for p in free["params"]} == {1}
 
 
-def test_the_gradient_is_clipped_by_its_global_norm(build: Build) -> None:
-    learner = Learner(build(), OptimizerConfig(max_grad_norm=0.01, weight_decay=0.0))
+def test_the_gradient_is_clipped_by_its_global_norm() -> None:
+    learner = Learner(tiny(), OptimizerConfig(max_grad_norm=0.01, weight_decay=0.0))
     (-learner.logprobs(PACKED).logprobs.sum()).backward()
     before = math.sqrt(sum(float(p.grad.square().sum()) for p in learner.model.parameters() if p.grad is not None))
     step = learner.step(1e-3, training_step=0)
@@ -60,8 +57,8 @@ def test_the_gradient_is_clipped_by_its_global_norm(build: Build) -> None:
     assert moment == near(0.1 * 0.01, FORWARD)  # (1 - beta1) * clipped gradient
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(build: Build) -> None:
-    learner = Learner(build(), OptimizerConfig(max_bad_steps=2))
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted() -> None:
+    learner = Learner(tiny(), OptimizerConfig(max_bad_steps=2))
     before = [p.clone() for p in learner.model.parameters()]
     (learner.logprobs(PACKED).logprobs.sum() * math.nan).backward()
     assert not learner.step(1e-3, training_step=0).taken
@@ -72,8 +69,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(build: Bui
     assert learner.bad_steps_in_a_row == 0
 
 
-def test_bad_steps_in_a_row_end_the_training_with_a_name(build: Build) -> None:
-    learner = Learner(build(), OptimizerConfig(max_bad_steps=2))
+def test_bad_steps_in_a_row_end_the_training_with_a_name() -> None:
+    learner = Learner(tiny(), OptimizerConfig(max_bad_steps=2))
     (learner.logprobs(PACKED).logprobs.sum() * math.inf).backward()
     learner.step(1e-3, training_step=41)
     (learner.logprobs(PACKED).logprobs.sum() * math.inf).backward()
@@ -81,13 +78,13 @@ def test_bad_steps_in_a_row_end_the_training_with_a_name(build: Build) -> None:
         learner.step(1e-3, training_step=42)
 
 
-def test_a_temperature_of_zero_has_no_log_probabilities(build: Build) -> None:
+def test_a_temperature_of_zero_has_no_log_probabilities() -> None:
     with pytest.raises(ValueError, match="above 0"):
-        Learner(build(), OptimizerConfig(), Sampling(max_tokens=1, temperature=0.0))
+        Learner(tiny(), OptimizerConfig(), Sampling(max_tokens=1, temperature=0.0))
 
 
-def test_bfloat16_computes_close_by_and_keeps_parameters_in_float32(build: Build) -> None:
-    full, half = Learner(build(), OptimizerConfig()), Learner(build(), OptimizerConfig(dtype="bfloat16"))
+def test_bfloat16_computes_close_by_and_keeps_parameters_in_float32() -> None:
+    full, half = Learner(tiny(), OptimizerConfig()), Learner(tiny(), OptimizerConfig(dtype="bfloat16"))
     ours, theirs = full.logprobs(PACKED).logprobs, half.logprobs(PACKED).logprobs
     assert theirs.dtype is torch.float32
     assert not torch.equal(ours, theirs)
@@ -97,9 +94,9 @@ def test_bfloat16_computes_close_by_and_keeps_parameters_in_float32(build: Build
     assert {p.dtype for p in half.model.parameters()} == {torch.float32}
 
 
-def test_in_bfloat16_steps_too_small_for_it_are_not_lost(build: Build) -> None:
+def test_in_bfloat16_steps_too_small_for_it_are_not_lost() -> None:
     """The parameters that AdamW moves are float32: what bfloat16 cannot tell apart today adds up."""
-    learner = Learner(build(), OptimizerConfig(dtype="bfloat16", weight_decay=0.0))
+    learner = Learner(tiny(), OptimizerConfig(dtype="bfloat16", weight_decay=0.0))
     matrix = learner.model.get_output_embeddings().weight
     with torch.no_grad():
         matrix.copy_(matrix.bfloat16())
@@ -114,11 +111,11 @@ def test_in_bfloat16_steps_too_small_for_it_are_not_lost(build: Build) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
-def test_moments_in_host_memory_give_the_same_weights(build: Build, lora: LoraConfig | None) -> None:
+def test_moments_in_host_memory_give_the_same_weights(lora: LoraConfig | None) -> None:
     """To the last bit; they go through the device in several parts."""
     learners = []
     for states in ("device", "host"):
-        model = build()
+        model = tiny()
         if lora is not None:
             adapt(model, lora)
         learner = Learner(model, OptimizerConfig.model_validate({"optimizer_states": states, "max_grad_norm": 0.01}))
@@ -136,10 +133,10 @@ def test_moments_in_host_memory_give_the_same_weights(build: Build, lora: LoraCo
             assert all(torch.equal(host.state_of(ours)[key], one) for key, one in device.state_of(theirs).items())
 
 
-def test_activations_that_are_computed_again_take_less_memory_and_give_the_same_gradients(build: Build) -> None:
+def test_activations_that_are_computed_again_take_less_memory_and_give_the_same_gradients() -> None:
     gradients, kept = list[list[Tensor | None]](), list[int]()
     for again in (False, True):
-        learner, held = Learner(build(), OptimizerConfig(activation_checkpointing=again)), list[int]()
+        learner, held = Learner(tiny(), OptimizerConfig(activation_checkpointing=again)), list[int]()
 
         def hold(tensor: Tensor, held: list[int] = held) -> Tensor:
             held.append(tensor.numel())

@@ -8,16 +8,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from transformers import PreTrainedModel
 
 from stretto.store.series.config import TokensConfig
 from stretto.store.series.tokens import SampledTokens, TokenOutcome, read_tokens, tokens_file
@@ -35,11 +32,10 @@ from tests.tolerances import EPS, LOGITS, RATE, near
 from tests.trainer.batches import LONGEST, batch, sample_logprobs
 from tests.trainer.packed_tokens import logs, tokens
 from tests.trainer.rank_runs import LOSSES, divided
-from tests.trainer.test_segments import FIRST, SECOND, TOOL
-from tests.trainer.test_segments import batch as conversation
-from tests.trainer.tiny import FORWARD
+from tests.trainer.test_samples import FIRST, SECOND, TOOL
+from tests.trainer.test_samples import batch as conversation
+from tests.trainer.tiny import FORWARD, tiny
 
-Build = Callable[[], PreTrainedModel]
 #: Large updates, so that later minibatches of a step clip.
 CONFIG = TrainerConfig(learning_rate=RATE, eps=1e-5, minibatches=3, micro_batch_tokens=24)
 IN_LOSS, BOUNDED, CORRECTED, WEIGHTLESS = TokenOutcome
@@ -116,28 +112,11 @@ def test_what_is_decided_for_a_completion_is_the_outcome_of_each_of_its_tokens()
     assert loss.ratio.tolist() == near([math.sqrt(2)] * 2 + [1.0, 1.0, 0.5])
 
 
-PROBABILITIES = st.floats(0.01, 0.99)
-ROWS = st.lists(st.tuples(PROBABILITIES, PROBABILITIES, PROBABILITIES, st.floats(-2, 2)), min_size=1, max_size=8)
-
-
-@given(ROWS)
-def test_outcomes_add_up_to_the_sums_of_the_loss(rows: list[tuple[float, float, float, float]]) -> None:
-    objective = Objective(
-        partial(decoupled_ppo.ppo, clip_low=0.2, clip_high=0.2), partial(corrections.mask, low=0.5, high=2.0)
-    )
-    behavior, anchor, policy = (logs(*[row[i] for row in rows]) for i in range(3))
-    loss = evaluate(objective, policy, tokens([row[3] for row in rows], anchor, behavior=behavior))
-    found = outcomes(loss).to(torch.uint8)
-    clipped, capped, *_ = loss.sums.tolist()
-    assert [int((found & flag > 0).sum()) for flag in (IN_LOSS, BOUNDED, CORRECTED)] == [len(rows), clipped, capped]
-    assert int((found & WEIGHTLESS > 0).sum()) == capped  # a mask leaves no weight that it has changed
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
-def test_the_records_of_a_step_count_what_its_metrics_say(build: Build, algorithm: dict[str, object]) -> None:
+def test_the_records_of_a_step_count_what_its_metrics_say(algorithm: dict[str, object]) -> None:
     kept = Kept()
     given = batch(2, oldest_trainable=1)
-    update = Trainer(build(), CONFIG, AlgorithmConfig.model_validate(algorithm), version=2, sink=kept).train(given)
+    update = Trainer(tiny(), CONFIG, AlgorithmConfig.model_validate(algorithm), version=2, sink=kept).train(given)
     records = kept.last().values()
     trained = count(records, IN_LOSS)
     assert list(kept.last()) == [t.id for group in given.groups for t in group.trajectories]
@@ -150,8 +129,8 @@ def test_the_records_of_a_step_count_what_its_metrics_say(build: Build, algorith
     assert np.nanmean(ratios, dtype=np.float64) == pytest.approx(update.metrics["ratio_mean"], rel=1e-5)
 
 
-def test_log_probabilities_are_those_of_the_policy_before_the_step(build: Build) -> None:
-    model, kept, given = build(), Kept(), batch(0)
+def test_log_probabilities_are_those_of_the_policy_before_the_step() -> None:
+    model, kept, given = tiny(), Kept(), batch(0)
     with torch.no_grad():
         before = {
             one.id: sample_logprobs(model, one)[0] for one in samples_of(given, AlgorithmConfig(), LONGEST).samples
@@ -164,9 +143,9 @@ def test_log_probabilities_are_those_of_the_policy_before_the_step(build: Build)
         assert record.trainer_logprob.tolist() == near(before[id].tolist(), FORWARD, size=LOGITS)
 
 
-def test_without_a_policy_before_the_step_only_the_first_minibatch_has_its_log_probabilities(build: Build) -> None:
+def test_without_a_policy_before_the_step_only_the_first_minibatch_has_its_log_probabilities() -> None:
     kept = Kept()
-    Trainer(build(), CONFIG, AlgorithmConfig.model_validate({"loss": "ppo"}), sink=kept).train(batch(0))
+    Trainer(tiny(), CONFIG, AlgorithmConfig.model_validate({"loss": "ppo"}), sink=kept).train(batch(0))
     known = [bool(np.isfinite(record.trainer_logprob).all()) for record in kept.last().values()]
     unknown = [bool(np.isnan(record.trainer_logprob).all()) for record in kept.last().values()]
     assert 0 < sum(known) < len(known)
@@ -174,31 +153,31 @@ def test_without_a_policy_before_the_step_only_the_first_minibatch_has_its_log_p
     assert all(np.isfinite(record.ratio).all() for record in kept.last().values())
 
 
-def test_the_tokens_of_several_turns_and_of_a_branch_stand_in_the_order_of_their_segments(build: Build) -> None:
+def test_the_tokens_of_several_turns_and_of_a_branch_stand_in_the_order_of_their_segments() -> None:
     # versions 5 6 | 6 7, and a branch from the prompt with 6 7; tokens of version 5 are too old
     branch = type(SECOND).of((6,), (-0.25,), (7,), stop_reason=SECOND.stop_reason, parent=-1)
     kept, config = Kept(), CONFIG.model_copy(update={"minibatches": 1})
     algorithm = AlgorithmConfig(advantages=ESTIMATORS("reward", credit="turn"))
-    given = conversation(FIRST, TOOL, SECOND, branch, oldest_trainable=6)
-    Trainer(build(), config, algorithm, version=7, sink=kept).train(given)
+    given = conversation((FIRST, TOOL, SECOND, branch), oldest_trainable=6)
+    Trainer(tiny(), config, algorithm, version=7, sink=kept).train(given)
     (record,) = kept.last().values()
-    sampled = {one.id: sample_logprobs(build(), one)[0].tolist() for one in samples_of(given, algorithm, 8).samples}
+    sampled = {one.id: sample_logprobs(tiny(), one)[0].tolist() for one in samples_of(given, algorithm, 8).samples}
     assert record.outcome.tolist() == [0, 1, 1, 1, 1]
     assert record.trainer_logprob.tolist()[1:] == near([*sampled["g/0"], *sampled["g/0:1"]], FORWARD, size=LOGITS)
     assert [math.isnan(column[0]) for column in (record.trainer_logprob, record.ratio, record.advantage)] == [True] * 3
 
 
-def test_a_step_without_loss_tokens_is_on_record_too(build: Build) -> None:
+def test_a_step_without_loss_tokens_is_on_record_too() -> None:
     kept = Kept()
-    Trainer(build(), CONFIG, AlgorithmConfig(), version=2, sink=kept).train(batch(2, oldest_trainable=9))
+    Trainer(tiny(), CONFIG, AlgorithmConfig(), version=2, sink=kept).train(batch(2, oldest_trainable=9))
     assert [count([record], IN_LOSS) for record in kept.last().values()] == [0] * 12
 
 
-def test_a_step_that_is_trained_again_after_a_resume_writes_the_same_bytes(build: Build, tmp_path: Path) -> None:
+def test_a_step_that_is_trained_again_after_a_resume_writes_the_same_bytes(tmp_path: Path) -> None:
     config = TrainerConfig(learning_rate=RATE, eps=EPS, minibatches=3)
 
     def trainer(sink: TokenWriter) -> Trainer:
-        return Trainer(build(), config, AlgorithmConfig(), sink=sink)
+        return Trainer(tiny(), config, AlgorithmConfig(), sink=sink)
 
     first = writer(tmp_path / "first")
     straight = trainer(first)
@@ -219,18 +198,18 @@ def test_a_step_that_is_trained_again_after_a_resume_writes_the_same_bytes(build
 
 
 def test_a_disk_that_fails_is_a_line_of_the_log_and_ends_no_training(
-    build: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tokens").touch()
     sink = writer(tmp_path / "tokens")
-    assert Trainer(build(), CONFIG, AlgorithmConfig(), sink=sink).train(batch(0)).version == 1
+    assert Trainer(tiny(), CONFIG, AlgorithmConfig(), sink=sink).train(batch(0)).version == 1
     sink.finish()
     assert "the tokens of step 0 are not on record" in capsys.readouterr().err
 
 
-def test_a_disk_that_hangs_is_waited_for_once(build: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_hangs_is_waited_for_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = Kept()
-    Trainer(build(), CONFIG, AlgorithmConfig(), sink=kept).train(batch(0))
+    Trainer(tiny(), CONFIG, AlgorithmConfig(), sink=kept).train(batch(0))
     hanging = tmp_path / f".{tokens_file(tmp_path, 0).name}.{os.getpid()}.part"
     os.mkfifo(hanging)  # to open it hangs until somebody reads
     patience, later = 0.5, 40
@@ -243,7 +222,7 @@ def test_a_disk_that_hangs_is_waited_for_once(build: Build, tmp_path: Path, caps
     hanging.read_bytes()
 
 
-def test_every_nth_step_is_kept_or_all_or_none(build: Build, tmp_path: Path) -> None:
+def test_every_nth_step_is_kept_or_all_or_none(tmp_path: Path) -> None:
     assert [step for step in range(1, 8) if writer(tmp_path, tokens=3).keeps(step)] == [3, 6]
     assert writer(tmp_path, tokens="all").keeps(1)
     assert not writer(tmp_path, tokens="none").keeps(1)

@@ -100,17 +100,6 @@ def test_a_rank_on_another_machine_trains_what_one_process_trains_and_goes_on_fr
     assert_trained(site, second / "policy", 3)
 
 
-def test_a_rank_that_is_killed_on_another_machine_is_named(site: Site) -> None:
-    async def scenario() -> None:
-        async with running(site) as group:
-            await group.start_rank()
-            await group.reply(Ready)
-            os.kill(group.rank.pid, signal.SIGKILL)
-            assert await lost(group) == "lost rank 1, which closed its connection"
-
-    run(scenario())
-
-
 class Recorded(Recovery):
     """The batches of a run whose ledger has none."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -22,8 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def warmed() -> Iterator[None]:
     """Processes of their own are forked from one that has imported what they need; a fresh one takes seconds for it."""
     fresh, forking = FreshSpawner.start, ContextVar("forking", default=False)
 
@@ -36,7 +38,15 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             forking.set(False)
 
-    monkeypatch.setattr(FreshSpawner, "start", start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FreshSpawner, "start", start)
+        yield
+
+
+@pytest.fixture
+def warm() -> Iterator[None]:
+    with warmed():
+        yield
 
 
 @pytest.fixture(scope="session")

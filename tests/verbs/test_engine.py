@@ -33,12 +33,18 @@ from tests.launch.running import wait_until
 from tests.verbs.plain import plain_model
 
 PROMPT = (5, 12, 8)
-_TURNS, _LENGTH = 3, 20
+_TURNS, _LENGTH, _LONG = 3, 20, 90
 
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> stretto.Engine:
     return stretto.Engine.load(folder, cache_gib=0.05)
+
+
+@pytest.fixture(scope="module")
+def after(folder: Path, data: list[stretto.Datum]) -> stretto.Trainer:
+    """A trainer after some steps."""
+    return trained(folder, data)
 
 
 def trained(folder: Path, data: list[stretto.Datum], **settings: Any) -> stretto.Trainer:
@@ -54,19 +60,16 @@ def scored(trainer: stretto.Trainer, tokens: tuple[int, ...]) -> tuple[float, ..
 
 
 def test_new_weights_interrupt_completions_and_each_token_is_of_its_version(
-    folder: Path, data: list[stretto.Datum]
+    folder: Path, after: stretto.Trainer
 ) -> None:
-    engine = stretto.Engine.load(folder, cache_gib=0.05)
-    before, after = stretto.Trainer(folder), trained(folder, data)
-    weights = after.weights()
-    future = engine.submit(PROMPT, n=8, max_tokens=180, seed=1, stop_token_ids=())
+    engine, before = stretto.Engine.load(folder, cache_gib=0.05), stretto.Trainer(folder)
+    future = engine.submit(PROMPT, n=8, max_tokens=90, seed=1, stop_token_ids=())
 
     async def change() -> None:
         """In the thread of the engine: between two steps, and in mid-completion whatever else the machine does."""
-        source: Any = engine._source
-        while source._generation.engine.health().generated < 80:
+        while generated(engine) < 80:
             await asyncio.sleep(0)
-        await source.update(weights)
+        await cast(Any, engine._source).update(after.weights())
 
     background().call(change())
     assert engine.version == 1
@@ -156,10 +159,10 @@ def test_an_engine_in_a_process_of_its_own_says_the_same(
 
 @pytest.mark.parametrize("apart", [False, True], ids=["here", "apart"])
 def test_weights_that_are_older_or_of_another_model_are_refused_and_the_engine_goes_on(
-    folder: Path, data: list[stretto.Datum], warm: None, apart: bool
+    folder: Path, after: stretto.Trainer, warm: None, apart: bool
 ) -> None:
     with stretto.Engine.load(folder, apart=apart, cache_gib=0.05) as engine:
-        weights = trained(folder, data).weights()
+        weights = after.weights()
         other = {name: torch.zeros(2, 2) for name in weights.tensors}
         with pytest.raises(TornPublication, match="version 5 is not of this model"):
             engine.update(replace(weights, version=5, tensors=other))
@@ -183,15 +186,15 @@ def running(mark: str) -> list[Path]:
     return found
 
 
-@given(tokens=st.integers(1, 370), changed=st.integers(0, 370), members=st.integers(1, 2))
+@given(tokens=st.integers(1, 2 * _LONG), changed=st.integers(0, 2 * _LONG), members=st.integers(1, 2))
 @settings(max_examples=4)
 def test_after_a_kill_a_ticket_goes_on_after_the_tokens_on_record(
-    folder: Path, data: list[stretto.Datum], tokens: int, changed: int, members: int
+    folder: Path, after: stretto.Trainer, tokens: int, changed: int, members: int
 ) -> None:
     """`tokens`: sampled when the loop is killed; `changed`: when the engine got new weights, if that was before."""
-    asked: dict[str, Any] = {"max_tokens": 185, "stop_token_ids": ()}
+    asked: dict[str, Any] = {"max_tokens": _LONG, "stop_token_ids": ()}
     bounds: dict[str, Any] = {"batch_size": 1, "group_size": members, "version": 1}
-    weights, whole_length = trained(folder, data).weights(), 185 * members
+    weights, whole_length = after.weights(), _LONG * members
     with tempfile.TemporaryDirectory() as place:
         left = Path(place) / "left"
         with stretto.Ledger(Path(place) / "run") as ledger:
@@ -202,17 +205,16 @@ def test_after_a_kill_a_ticket_goes_on_after_the_tokens_on_record(
 
             async def live() -> None:
                 nonlocal sampled
-                source, tickets = cast(Any, engine._source), cast(Any, engine._tickets)
                 for at in sorted({changed, tokens}):
-                    while source._generation.engine.health().generated < at and not future.done():
+                    while generated(engine) < at and not future.done():
                         await asyncio.sleep(0)
                     if at == changed:
-                        await source.update(weights)
+                        await cast(Any, engine._source).update(weights)
                     if at == tokens:
-                        while source._generation.engine.health().generated >= whole_length and not future.done():
+                        while generated(engine) >= whole_length and not future.done():
                             await asyncio.sleep(0)  # what has ended comes to the journal a turn later
-                        await tickets._kept()
-                        sampled = source._generation.engine.health().generated
+                        await cast(Any, engine._tickets)._kept()
+                        sampled = generated(engine)
                         shutil.copytree(ledger.folder, left)  # what a kill leaves
 
             background().call(live())
@@ -227,9 +229,9 @@ def test_after_a_kill_a_ticket_goes_on_after_the_tokens_on_record(
                 engine.update(weights)
                 ticket = admitted(scheduler)
                 found = engine.sample(ticket, **asked)
-                generated = cast(Any, engine._source)._generation.engine.health().generated
+                new = generated(engine)
                 assert engine.sample(ticket, **asked) == found  # from the record
-            assert generated == sum(len(one.token_ids) for one in whole) - sum(one.length for one in known)
+            assert new == sum(len(one.token_ids) for one in whole) - sum(one.length for one in known)
             for one, before, uninterrupted in zip(found, known, whole, strict=True):
                 assert one.token_ids[: before.length] == before.token_ids
                 assert one.logprobs[: before.length] == before.behavior_logprobs
@@ -288,10 +290,7 @@ def test_after_a_kill_a_conversation_goes_on_after_the_turns_on_record(folder: P
 
             background().call(kill())
             whole = talk.result(120)
-        with (
-            stretto.Ledger(left) as ledger,
-            stretto.Engine.load(folder, cache_gib=0.05, ledger=ledger) as engine,
-        ):
+        with stretto.Ledger(left) as ledger, stretto.Engine.load(folder, cache_gib=0.05, ledger=ledger) as engine:
             [group] = ledger.unfinished()
             records = [group.members[member].segments if member in group.members else () for member in (0, 1)]
             scheduler = stretto.Scheduler([PROMPT], ledger=ledger, **bounds)

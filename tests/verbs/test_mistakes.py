@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -73,17 +72,17 @@ def trainer(folder: Path) -> stretto.Trainer:
             r"loss: kind 'sft' is unknown; .*; demonstrations are learnt by .* \"cross_entropy\" of",
         ),
         ([SAMPLED], "poo", {}, r"forward_backward: loss: kind 'poo' is unknown.*did you mean 'ppo'\?"),
-        (
-            [SAMPLED],
-            "ppo",
-            {"agregation": "sum"},
-            r"forward_backward: agregation: unknown key; did you mean 'agg",
-        ),
+        ([SAMPLED], "ppo", {"agregation": "sum"}, r"forward_backward: agregation: unknown key; did you mean 'agg"),
         ([SAMPLED], "ppo", {"advantages": "group"}, r"advantages: is for a batch of groups, .*; leave it out"),
+        ([TOLD], lambda logprobs: logprobs[0].sum(), {}, "<lambda>: too many positional arguments; it is called with"),
         ([TOLD], lambda logprobs, data: 3.0, {}, r"loss: <lambda> returned 3.0; one number is needed, a tensor"),
+        ([TOLD], lambda logprobs, data: (logprobs[0].sum(), {}, 3), {}, "one number is needed"),
+        ([TOLD], lambda logprobs, data: (logprobs[0].sum(), {"a": "x"}), {}, "'a' is no number"),
+        ([TOLD], lambda logprobs, data: logprobs[0].sum().to(torch.complex64), {}, "one number is needed"),
+        ([TOLD], lambda *_: torch.zeros((), requires_grad=True) * 2, {}, "computed from the log-probabilities"),
         ([TOLD], lambda logprobs, data: torch.zeros(()), {}, r"returned tensor\(0.\); .*from the log-probabilities"),
     ],
-    ids=range(18),
+    ids=range(23),
 )
 def test_data_and_losses(
     trainer: stretto.Trainer, data: Any, loss: Any, settings: dict[str, Any], message: str
@@ -97,42 +96,25 @@ def test_data_and_losses(
     ("act", "message"),
     [
         (lambda folder: stretto.Trainer(folder, learning_rat=1), "Trainer: learning_rat: unknown key; did you mean"),
-        (
-            lambda folder: stretto.Trainer(folder, lora=0),
-            "Trainer: lora: rank: 0; input should be greater",
-        ),
+        (lambda folder: stretto.Trainer(folder, lora=0), "Trainer: lora: rank: 0; input should be greater"),
         (lambda folder: stretto.Trainer(folder, lora=cast(Any, "x")), "Trainer: lora: 'x'; give a rank, such as 16"),
-        (
-            lambda folder: stretto.Trainer(folder, sampling={"top": 1}),
-            "Trainer: sampling.top: unknown key; allowed",
-        ),
-        (
-            lambda folder: stretto.Trainer(stretto.SharedModel(folder)),
-            "lora: is missing: a shared model",
-        ),
-        (
-            lambda folder: stretto.Trainer(folder).optim_step(-1.0),
-            "optim_step: learning_rate: -1.0; input should",
-        ),
+        (lambda folder: stretto.Trainer(folder, sampling={"top": 1}), "Trainer: sampling.top: unknown key; allowed"),
+        (lambda folder: stretto.Trainer(stretto.SharedModel(folder)), "lora: is missing: a shared model"),
+        (lambda folder: stretto.Trainer(folder).optim_step(-1.0), "optim_step: learning_rate: -1.0; input should"),
         (lambda folder: stretto.Trainer(folder).load("nowhere"), "nowhere: holds nothing that a trainer has saved"),
-        (
-            lambda folder: stretto.Trainer(folder).export("x", adapters_only=True),
-            "this trainer has none",
-        ),
+        (lambda folder: stretto.Trainer(folder).export("x", adapters_only=True), "this trainer has none"),
         (lambda folder: stretto.Trainer("nowhere"), "nowhere: no such folder"),
+        (
+            lambda folder: stretto.Engine.load(folder, slots=0),
+            "^Engine.load: slots: 0; input should be greater than or",
+        ),
         (lambda folder: stretto.Engine.load(folder, slot=3), "Engine.load: slot: unknown key; did you mean 'slots'?"),
         (lambda folder: stretto.Engine.load(folder, lora=3), "Engine.load: lora: is for a shared model; leave it out"),
         (lambda folder: stretto.Engine.load(folder, python="python3"), "python: is given, and the engine is stretto's"),
-        (
-            lambda folder: stretto.Engine.load(stretto.SharedModel(folder), apart=True),
-            "model: a model in the",
-        ),
+        (lambda folder: stretto.Engine.load(stretto.SharedModel(folder), apart=True), "model: a model in the"),
         (lambda folder: stretto.Engine.load(folder, deadlines={"strat": 3}), "deadlines: strat: unknown key; did you"),
         (lambda folder: stretto.Scheduler([]), "Scheduler: prompts: there is none; give one at least"),
-        (
-            lambda folder: stretto.Scheduler(["3+4="]),
-            r"prompts\[0\]: is a text, and there is no tokenizer",
-        ),
+        (lambda folder: stretto.Scheduler(["3+4="]), r"prompts\[0\]: is a text, and there is no tokenizer"),
         (lambda folder: stretto.Scheduler([(2,)], batchsize=3), "Scheduler: batchsize: unknown key; did you mean"),
         (lambda folder: stretto.Scheduler([{"question": "3"}]), r"prompts\[0\]: has no key 'prompt'; a row is"),
         (lambda folder: stretto.build_model("x", layer=1), "build_model: layer: unknown key; did you mean 'layers'?"),
@@ -143,7 +125,7 @@ def test_data_and_losses(
             r"prompts\[1\]: has the id '1' of prompts\[0\]; give each",
         ),
     ],
-    ids=range(22),
+    ids=range(23),
 )
 def test_settings(folder: Path, act: Callable[[Path], object], message: str) -> None:
     with pytest.raises(stretto.UserError, match=message):
@@ -225,10 +207,11 @@ def test_a_closed_engine_and_weights_of_others(folder: Path, tmp_path: Path) -> 
 
 def test_two_writers_of_one_folder(folder: Path, tmp_path: Path) -> None:
     first, second = stretto.Trainer(folder, lora=2), stretto.Trainer(folder, lora=2)
-    first.save(tmp_path)
-    with pytest.raises(stretto.RunFolderError, match=f"is in use by process {os.getpid()}"):
-        second.save(tmp_path)
-    first.close()
+    for _ in range(2):  # a closed one holds no folder, and takes it again
+        first.save(tmp_path)
+        with pytest.raises(stretto.RunFolderError, match=f"is in use by process {os.getpid()}"):
+            second.save(tmp_path)
+        first.close()
     second.save(tmp_path)
     with pytest.raises(stretto.StoreError, match="is of another model; these parameters differ"):
         stretto.Trainer(folder, lora=4).load(tmp_path)
@@ -238,14 +221,6 @@ def test_two_writers_of_one_folder(folder: Path, tmp_path: Path) -> None:
         assert stretto.Scheduler([(2, 3)], ledger=ledger, seed=1).admit() is not None
         with pytest.raises(stretto.RunFolderError, match="was begun with seed 1, not 2; give seed=1"):
             stretto.Scheduler([(2, 3)], ledger=ledger, seed=2)
-
-
-def test_a_mistake_ends_a_program_with_its_message(folder: Path) -> None:
-    with pytest.raises(stretto.RecipeError) as told:
-        stretto.Engine.load(folder, slots=0)
-    assert "".join(traceback.format_exception_only(told.value)) == (
-        "stretto.core.errors.RecipeError: Engine.load: slots: 0; input should be greater than or equal to 1\n"
-    )
 
 
 def test_what_was_saved_is_what_the_folder_gives_back(folder: Path, tmp_path: Path) -> None:
@@ -265,11 +240,3 @@ def test_what_was_saved_is_what_the_folder_gives_back(folder: Path, tmp_path: Pa
     older.close()
     assert newer.save(tmp_path).is_dir()
     assert older.load(tmp_path) == 2
-
-
-def test_a_closed_trainer_holds_no_folder_whatever_it_has_done_since(folder: Path, tmp_path: Path) -> None:
-    first, second = stretto.Trainer(folder), stretto.Trainer(folder)
-    for _ in range(2):
-        first.save(tmp_path)
-        first.close()
-    second.save(tmp_path)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -14,7 +15,6 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,24 @@ import torch
 
 import stretto
 from stretto.store.lock import is_held
+from stretto.verbs import role
 from stretto.verbs.apart.trainer import TrainerApart
 from stretto.verbs.apart.wire import CallResult
+from tests.verbs.conftest import warmed
 from tests.verbs.losses import likelihood
 
 
 @pytest.fixture(scope="module")
 def apart(folder: Path) -> Iterator[TrainerApart]:
-    with stretto.Trainer.apart(folder, learning_rate=1e-2) as trainer:
+    with warmed():
+        trainer = stretto.Trainer.apart(folder, learning_rate=1e-2)
+    with trainer:
         yield trainer
+
+
+def test_its_process_is_a_program() -> None:
+    """Elsewhere it is a fresh interpreter's; here it is forked from a warm one."""
+    assert inspect.getsource(role).endswith('\n\nif __name__ == "__main__":\n    sys.exit(main(sys.argv[1:]))\n')
 
 
 def test_its_weights_are_those_of_a_trainer_here(
@@ -123,16 +132,16 @@ def test_what_cannot_start_is_told(folder: Path, tmp_path: Path) -> None:
         stretto.Trainer.apart(stretto.SharedModel(folder), lora=4)  # type: ignore[arg-type]
 
 
+def interrupted(*_: object) -> CallResult:
+    raise KeyboardInterrupt
+
+
 def test_a_call_that_was_interrupted_while_it_waited_leaves_the_next_one_right(
     apart: TrainerApart, data: list[stretto.Datum], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results and requests that are larger than a pipe holds: neither side may wait for the other to read."""
-    expected, long = apart.forward(data).logprobs, [*data] * 2_000
+    expected, long = apart.forward(data).logprobs, [*data] * 800
     result = TrainerApart._result
-
-    def interrupted(self: TrainerApart, number: int, seconds: float | None) -> CallResult:
-        raise KeyboardInterrupt
-
     for _ in range(2):
         monkeypatch.setattr(TrainerApart, "_result", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -145,9 +154,6 @@ def test_a_call_that_was_interrupted_while_it_waited_leaves_the_next_one_right(
 def test_a_gradient_whose_call_was_interrupted_does_not_count(
     apart: TrainerApart, data: list[stretto.Datum], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: TrainerApart, number: int, seconds: float | None) -> CallResult:
-        raise KeyboardInterrupt
-
     norms = []
     for broken in (0, 1, 2):
         apart.forward_backward(data, "cross_entropy")
@@ -171,9 +177,6 @@ def test_a_call_that_was_interrupted_within_a_message_ends_the_trainer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("stretto.verbs.background._QUIET_SECONDS", 0.0)
-
-    def interrupted(connection: Connection) -> CallResult:
-        raise KeyboardInterrupt
 
     with stretto.Trainer.apart(folder) as trainer:
         [pid] = trainer.pids

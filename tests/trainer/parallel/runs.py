@@ -6,11 +6,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,12 @@ from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner
 from stretto.trainer.parallel.ranks import Ranks, ShardedRanks
-from stretto.trainer.parallel.rendezvous import join, open_store, reach_store
+from stretto.trainer.parallel.rendezvous import join, reach_store
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import RATE
-from tests.trainer.rank_runs import Scenario
-from tests.trainer.unloaded_runs import held_by, played, save, settings, trainer_of, unloaded
+from tests.trainer.rank_runs import Scenario, settings, trainer_of
+from tests.trainer.several_ranks import fork_ranks, prepare
+from tests.trainer.unloaded import held_by, save, unloaded
 
 FIRST = "qwen3"
 TENSOR, CONTEXT = {"tensor_parallel": 2}, {"context_parallel": 2}
@@ -71,6 +71,13 @@ def scored(learner: Learner) -> Tensor:
         return learner.logprobs(pack_tokens([[1, 5, 3, 7, 2, 9, 11], [4, 4, 8]])).logprobs
 
 
+def played(scenario: Scenario, trainer: Trainer) -> dict[str, Any]:
+    """What training comes to."""
+    updates = [trainer.train(scenario.batch(version)) for version in range(scenario.steps)]
+    facts = [{name: v for name, v in u.metrics.items() if not name.startswith("seconds")} for u in updates]
+    return {"metrics": facts, "weights": dict(trainer.full_parameters())}
+
+
 def went_on(trainer: Trainer, start: Path, folder: Path) -> Mapping[str, Tensor]:
     """The weights of a checkpoint, which is then written to another folder."""
     trainer.load_checkpoint(start)
@@ -85,13 +92,14 @@ def play_all(folder: Path, rank: int, count: int, port: int) -> None:
     for name, scenario in PLAYED[count].items():
         settled_scenario = settled(scenario, count)
         ranks = ShardedRanks("cpu", settings(settled_scenario))
-        trainer = trainer_of(settled_scenario, models / FIRST, ranks, unloaded)
+        load = partial(unloaded, models / FIRST)
+        trainer = trainer_of(settled_scenario, ranks, load)
         seen[name] = played(settled_scenario, trainer)
         if name == "matrices":
             trainer.save_checkpoint(folder / f"{count}-checkpoint")
             seen["filled"] = {one.name: filled(one, ranks) for one in models.iterdir()}
             save(models / FIRST, ranks, folder / f"{count}-saved")
-            again = trainer_of(settled_scenario, models / FIRST, ranks, unloaded)
+            again = trainer_of(settled_scenario, ranks, load)
             seen["again"] = went_on(again, folder / "1-checkpoint", folder / f"1-{count}-checkpoint")
             apart = folder if rank == 0 else folder / "not-there"
             seen["apart"] = went_on(again, apart / f"1-{count}-checkpoint", apart / f"1-{count}-apart")
@@ -100,19 +108,7 @@ def play_all(folder: Path, rank: int, count: int, port: int) -> None:
 
 
 def main() -> None:
-    """Warnings are errors."""
-    folder, count = Path(sys.argv[1]), int(sys.argv[2])
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    store = open_store(count)  # in the parent: all ranks are its children
-    forked = multiprocessing.get_context("fork")
-    processes = [forked.Process(target=play_all, args=(folder, rank, count, store.port)) for rank in range(count)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        if process.exitcode:
-            sys.exit(f"{count} ranks: one ended with exit code {process.exitcode}")
+    fork_ranks(int(sys.argv[2]), play_all, prepare())
 
 
 if __name__ == "__main__":

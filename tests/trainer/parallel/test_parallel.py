@@ -10,10 +10,9 @@ Two ranks are in every test run, four (FSDP beside, and both at once) in the lon
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 import torch
@@ -26,11 +25,12 @@ from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import Learner
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.parallel.tensor import refuse_undividable
-from tests.launch.warm import MARK, WarmCommand
 from tests.model.families import EXPERTS, SLIDING, config
 from tests.tolerances import EXACT, after_adam, operations
-from tests.trainer.parallel.runs import FIRST, PLAYED, scored, settled
-from tests.trainer.unloaded_runs import held_by, played, save, trainer_of
+from tests.trainer.parallel.runs import FIRST, PLAYED, played, scored, settled
+from tests.trainer.rank_runs import trainer_of
+from tests.trainer.several_ranks import run_program
+from tests.trainer.unloaded import held_by, save
 
 FAMILIES: dict[str, dict[str, Any]] = {
     FIRST: {},
@@ -63,35 +63,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def ran(models: Path) -> dict[int, str]:
-    """Numbers of ranks that have run, and what went wrong."""
-    return {}
-
-
 def loaded(folder: Path) -> Any:
     return load_policy(folder, attention=PACKED_ATTENTION)
 
 
 def alone(folder: Path, count: int, name: str) -> Any:
     """The trainer of one rank."""
-    return trainer_of(settled(PLAYED[count][name], 1), folder / "models" / FIRST, ALONE, loaded)
+    return trainer_of(settled(PLAYED[count][name], 1), ALONE, partial(loaded, folder / "models" / FIRST))
 
 
-@pytest.fixture
-def seen(models: Path, ran: dict[int, str]) -> Any:
+@pytest.fixture(scope="module")
+def seen(models: Path) -> Any:
     """What a rank of so many saw."""
+    ran = set[int]()
 
     def of(count: int, rank: int = 0) -> dict[str, Any]:
         if count not in ran:
-            arguments, environment = [str(models), str(count)], {**os.environ, MARK: uuid4().hex}
-            command = WarmCommand(arguments, models, environment, "tests.trainer.parallel.runs")
-            try:
-                said = "".join(command.communicate(200))
-            finally:
-                command.kill()
-            ran[count] = said if command.returncode else ""
-        assert not ran[count], ran[count]
+            run_program("tests.trainer.parallel.runs", models, str(count))
+            ran.add(count)
         found: dict[str, Any] = torch.load(models / f"{count}-{rank}.pt", weights_only=False)
         return found
 

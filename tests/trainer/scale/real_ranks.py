@@ -7,7 +7,6 @@ steps and the bytes at the peak of the second, beyond those of the process befor
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import random
 import sys
 from pathlib import Path
@@ -28,8 +27,9 @@ from stretto.trainer.metrics import Meter
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner
 from stretto.trainer.parallel.ranks import ALONE, Ranks
-from stretto.trainer.parallel.rendezvous import join, open_store, reach_store
-from tests.trainer.unloaded_runs import resident
+from stretto.trainer.parallel.rendezvous import join, reach_store
+from tests.trainer.several_ranks import fork_ranks
+from tests.trainer.unloaded import resident
 
 
 def shape_of(vocabulary: int, width: int, layers: int, inner: int) -> Qwen3Config:
@@ -113,15 +113,7 @@ def main() -> None:
     if count == 1:
         torch.save(play(folder, ALONE), folder / "1-0.pt")
         return
-    store = open_store(count)  # in the parent: all ranks are its children
-    forked = multiprocessing.get_context("fork")
-    processes = [forked.Process(target=play_one, args=(folder, rank, count, store.port)) for rank in range(count)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        if process.exitcode:
-            sys.exit(f"{count} ranks: one ended with exit code {process.exitcode}")
+    fork_ranks(count, play_one, folder)
 
 
 if __name__ == "__main__":

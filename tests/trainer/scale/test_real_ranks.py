@@ -3,18 +3,16 @@ the memory that is counted without machines (`counting`)."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.launch.warm import MARK, WarmCommand
 from tests.trainer.scale.counting import step_bytes
 from tests.trainer.scale.real_ranks import SEQUENCES, SETTINGS, SHAPE, SMALL, TOKENS
+from tests.trainer.several_ranks import run_program
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def played(folder: Path, count: int) -> list[dict[str, Any]]:
     """What each of so many ranks saw."""
-    command = WarmCommand(
-        [str(folder), str(count)], folder, {**os.environ, MARK: uuid4().hex}, "tests.trainer.scale.real_ranks"
-    )
-    try:
-        said = "".join(command.communicate(300))
-    finally:
-        command.kill()
-    assert command.returncode == 0, said
+    run_program("tests.trainer.scale.real_ranks", folder, str(count), seconds=300)
     return [torch.load(folder / f"{count}-{rank}.pt") for rank in range(count)]
 
 

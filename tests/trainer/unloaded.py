@@ -1,0 +1,75 @@
+"""Models that begin without memory, and what several ranks make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from stretto.core.records import Sampling
+from stretto.model.hf.filling import own
+from stretto.model.hf.layers import decoder_layers
+from stretto.model.hf.skeleton import skeleton
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.messages import SavePolicy
+from stretto.trainer.optimizer import UNCHANGED, Policy
+from stretto.trainer.parallel.ranks import Ranks
+from stretto.trainer.parallel.sharding import shard
+from stretto.trainer.roles.trainer import TrainerRole
+from stretto.trainer.spec import TrainerSpec
+from stretto.weights.mailbox import GatheringPublisher
+from tests.trainer.batches import LONGEST
+
+SAVED = {"lora": {"rank": 2}, "save_dtype": "bfloat16"}
+FIRST = "qwen3"
+
+
+def unloaded(folder: Path) -> PreTrainedModel:
+    return skeleton(folder, PACKED_ATTENTION)
+
+
+def held_by(model: nn.Module, ranks: Ranks) -> Mapping[str, torch.Tensor]:
+    """Gather all parameters and buffers of a model, by name."""
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: ranks.full_tensor(one.detach()) for name, one in held.items()}
+
+
+def filled(folder: Path, ranks: Ranks) -> Mapping[str, torch.Tensor]:
+    policy = Policy(unloaded(folder), TrainerConfig(), UNCHANGED, ranks)
+    shard(policy, policy.model, ranks)
+    return held_by(policy.model, ranks)
+
+
+def save(folder: Path, ranks: Ranks, saved: Path) -> None:
+    """Load a policy with adapters as the trainer's process does, and save it."""
+    spec = TrainerSpec(
+        model=str(folder),
+        mailbox="",
+        mailbox_folder="",
+        trainer=TrainerConfig.model_validate({"ranks": ranks.count, "minibatches": 1, **SAVED}).model_dump_json(),
+        algorithm="{}",
+        sampling=Sampling(max_tokens=LONGEST),
+        threads=1,
+    )
+    TrainerRole(spec, GatheringPublisher(), ranks, lambda told: None).carry_out(SavePolicy(folder=str(saved)))
+
+
+def resident(field: str) -> int:
+    """Bytes of a field of this process's status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def beyond_the_shards(folder: Path, ranks: Ranks) -> tuple[int, int, int]:
+    """Bytes of this rank at the peak of loading, beyond its shards; those of one layer, and of the shards."""
+    policy = Policy(unloaded(folder), TrainerConfig(), UNCHANGED, ranks)
+    layer = sum(parameter.nbytes for parameter in decoder_layers(policy.model)[0].parameters())
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    shard(policy, policy.model, ranks)
+    shards = sum(own(parameter).nbytes for parameter in policy.model.parameters())
+    return resident("VmHWM") - before - shards, layer, shards
