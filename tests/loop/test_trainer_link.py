@@ -165,7 +165,7 @@ def test_a_version_that_a_dead_trainer_had_not_written_is_written_by_its_replace
             raise AssertionError(step)
 
     async def work(link: TrainerLink) -> tuple[bool, int]:
-        link._recovery = WithoutCheckpoint()  # there is no ledger
+        cast(Any, link)._recovery = WithoutCheckpoint()  # there is no ledger
         await link.train(BATCH)
         waiting = asyncio.create_task(link.published(1))
         await asyncio.sleep(0.05)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.processes import fork_server_role
+from stretto.processes import fork_server
 
 ROOT = Path(__file__).parents[2]
 HERE = """
@@ -114,7 +114,7 @@ def test_a_copy_that_has_ended_is_waited_for_and_killed_without_harm(ignored: bo
     try:
         if (pid := os.fork()) == 0:
             os._exit(0)
-        copy = fork_server_role.ForkedHere(pid)
+        copy = fork_server.ForkedHere(pid)
         copy.wait(10)
         copy.wait(10)
         copy.kill()

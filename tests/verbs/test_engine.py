@@ -159,7 +159,7 @@ def test_an_engine_in_a_process_of_its_own_says_the_same(
 
 @pytest.mark.parametrize("apart", [False, True], ids=["here", "apart"])
 def test_weights_that_are_older_or_of_another_model_are_refused_and_the_engine_goes_on(
-    folder: Path, after: stretto.Trainer, warm: None, apart: bool
+    folder: Path, after: stretto.Trainer, data: list[stretto.Datum], warm: None, apart: bool
 ) -> None:
     with stretto.Engine.load(folder, apart=apart, cache_gib=0.05) as engine:
         weights = after.weights()

@@ -68,6 +68,7 @@ class Worker:
         self._cancelled: set[str] = set()  # ids of requests for samples to cancel after the turn
         self._orders: list[Callable[[], None]] = []  # functions of other threads, to call between two turns
         self._later: list[Asked] = []  # accepted requests for which the record could not be read, to queue `_again`
+        self._clock = time.monotonic  # for the length of turns and for the clients' shares
         self._again = 0.0  # time of `time.monotonic` before which the record is not tried again
         self._wake = threading.Condition()
         self._stopping = False
@@ -177,9 +178,9 @@ class Worker:
                 self._guarded(order)
             if ready:
                 chosen = self._turns.choose(ready, held)
-                owners, began = ready[chosen], time.monotonic()
+                owners, began = ready[chosen], self._clock()
                 self._guarded(lambda chosen=chosen: self._turn(chosen))  # type: ignore[misc]
-                self._turns.spent(owners, time.monotonic() - began)
+                self._turns.spent(owners, self._clock() - began)
         for id, lane in list(self._models.items()):
             if lane.work is not None:
                 lane.work.close()
@@ -343,7 +344,7 @@ class Worker:
 
     def _sample(self, lane: Lane) -> None:
         """Take a turn of sampling on one engine. After an error all requests on the engine are settled as failed."""
-        began = time.monotonic()
+        began = self._clock()
         try:
             sampling = self._sampling(lane)
         except Exception as error:  # weights are missing, damaged or too large: their requests fail, others go on
@@ -363,7 +364,7 @@ class Worker:
             """Whether the fraction `part` of the turn is used up; `due` tokens count as computed already."""
             self.computed = others + engine.computed
             full = self.computed + due - before >= part * turns.TURN_TOKENS
-            return full or time.monotonic() - began > part * turns.TURN_SECONDS
+            return full or self._clock() - began > part * turns.TURN_SECONDS
 
         try:
             self._engines.make_room(engine)
