@@ -35,11 +35,10 @@ from benchmarks.lengths import batch
 from benchmarks.report import Table, save
 from stretto.core.frames import LENGTH, frame
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches
-from stretto.trainer.batch.minibatch import Minibatch, minibatch
-from stretto.trainer.batch.packing import minibatches
+from stretto.trainer.batch.minibatch import Minibatch, minibatch, minibatches
 from stretto.trainer.batch.samples import SampledBatch, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import TO_RANK, Train

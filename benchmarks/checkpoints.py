@@ -27,7 +27,7 @@ from benchmarks.report import Table, save
 from benchmarks.shapes import SHAPES, make
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
 from stretto.model.hf.folder import load_policy
-from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.checkpoints import Checkpoints
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer

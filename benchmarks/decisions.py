@@ -40,10 +40,10 @@ from stretto.core.states import Journal
 from stretto.rollout.config import BeyondBound, RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto_foresight.simulator.accounts import Accounts
-from stretto_foresight.simulator.clock import VirtualClock
+from stretto_foresight.simulator.engines import VirtualClock
 
 GROUP, BATCH, IN_FLIGHT, TOKENS, STALENESS = 8, 32, 64, 35, 4
 POLICIES: tuple[BeyondBound, ...] = ("train", "wait", "mask", "expire")

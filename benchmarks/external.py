@@ -40,14 +40,13 @@ from stretto.core.errors import EngineLost
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import MAKES, EngineConfig
 from stretto.engine.http.client import HttpEngine
-from stretto.engine.spec import EngineSpec
+from stretto.engine.wire import EngineSpec
 from stretto.processes.tree import descendants
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_servers import sglang, vllm
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Continuation
-from stretto_servers.makes import launch_of, make_of
+from stretto_servers.make import Continuation, launch_of, make_of
 from stretto_servers.server import ServerProcess, free_port, until_ready
 
 CONCURRENT, TOKENS, VOCABULARY = 64, 128, 1024

@@ -39,8 +39,7 @@ from stretto.launch.preflight.estimates import rank_of
 from stretto.launch.preflight.paper import outline
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.attention_support import Rule
-from stretto.model.decode.chunks import cut
-from stretto.model.decode.slot_tables import slots_of
+from stretto.model.decode.slot_tables import cut, slots_of
 from stretto.model.hf.build import character_tokenizer
 from stretto.model.hf.config import BuildConfig
 from stretto.model.kernels.triton_attention import GRAIN, read_rows

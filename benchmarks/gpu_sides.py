@@ -18,13 +18,13 @@ from benchmarks.lengths import batch
 from benchmarks.runs import train
 from stretto.core.records import Sampling
 from stretto.engine.native.sampling import Filtered, draw_by_torch, tempered
-from stretto.model.kernels.triton_draw import draw_on_device
+from stretto.model.kernels.draw import draw_on_device
 from stretto.model.truncation import Truncation
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.trainer import Trainer
+from stretto.weights.copying import texts
 from stretto.weights.folder import remove, shared_folder
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
-from stretto.weights.sums import texts
 
 _RUN = "benchmark.gpu"
 _NEAR = 1e-5  # nats

@@ -30,12 +30,12 @@ import numpy as np
 
 from benchmarks.report import Table, save
 from stretto.processes.tree import descendants, own_resident_bytes
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import StepMetrics, read_metrics
 from stretto_report.audit.alarms import findings_of
 from stretto_report.audit.check import check_run
-from stretto_report.audit.symptoms.evidence import Evidence
+from stretto_report.audit.evidence import Evidence
 
 RECIPE = Path(__file__).resolve().parent.parent / "tests" / "launch" / "recipes" / "tiny.toml"
 _SETTINGS = (
@@ -50,7 +50,7 @@ _SETTINGS = (
     "cluster.listen=127.0.0.1:0",
 )
 #: Processes that no metric of a run has, by what their command line has.
-_WEIGHED = {"fork server": "stretto.processes.fork_server_role", "weights server": "stretto_cluster.weights.role"}
+_WEIGHED = {"fork server": "stretto.processes.fork_server_role", "weights server": "stretto_cluster.weights.server"}
 _LOOK_SECONDS = 2.0
 _KEPT = 2  # checkpoints, and policies beside the first and the last
 

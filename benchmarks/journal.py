@@ -21,7 +21,7 @@ from benchmarks.report import Table, save
 from stretto.core.records import Completion, GenerateRequest, Partials, Prompt, Sampling, Segment
 from stretto.core.tasks import cancel_and_wait
 from stretto.loop.engines.in_flight import InFlight
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 
 GROUPS, MEMBERS, PIECE = 16, 16, 64

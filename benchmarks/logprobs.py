@@ -49,8 +49,7 @@ from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Continuation, Make
-from stretto_servers.makes import launch_of, make_of
+from stretto_servers.make import Continuation, Make, launch_of, make_of
 from stretto_servers.server import ServerProcess, free_port, until_ready
 from tests.tiny_policy import make_of_family
 

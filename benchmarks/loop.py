@@ -28,7 +28,7 @@ from benchmarks.peers.environment import Environment, PeerUnavailable
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE, Run, train
 from stretto.launch.recipe.recipe import load_recipe
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 
 ASYNCHRONOUS = {
     "every version": ("rollout.max_staleness=4",),

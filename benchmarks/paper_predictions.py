@@ -24,8 +24,7 @@ import msgspec
 
 from benchmarks.report import RESULTS, Table, save
 from stretto_app.extensions.commands.plan import job_of
-from stretto_foresight.planner.costs import Costs, Layout
-from stretto_foresight.planner.job import Job
+from stretto_foresight.planner.costs import Costs, Job, Layout
 from stretto_foresight.planner.layouts import candidate
 from stretto_foresight.planner.lengths import LogNormalLengths
 from stretto_foresight.planner.machine import MachineProfile, machine_of

@@ -16,8 +16,7 @@ from typing import Any
 
 from benchmarks.paper_predictions import PROMPT, at, jobs
 from benchmarks.report import Table, save
-from stretto_foresight.planner.costs import Costs, Layout
-from stretto_foresight.planner.job import Job
+from stretto_foresight.planner.costs import Costs, Job, Layout
 from stretto_foresight.planner.lengths import LogNormalLengths
 from stretto_foresight.planner.machine import MachineProfile, machine_of
 

@@ -37,8 +37,8 @@ from benchmarks.peers.environment import Environment
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE, train
 from stretto.processes.tree import children, descendants
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import read_metrics
 from stretto_report.audit.check import check_run
 

@@ -35,18 +35,17 @@ from stretto.loop.conductor import Conductor
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluations
-from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import SilentReporter
-from stretto.loop.records.tenure import next_tenure
-from stretto.loop.records.totals import RunClock
+from stretto.loop.records.totals import RunClock, next_tenure
+from stretto.loop.trainer_link import TrainerLink
 from stretto.processes.spawn import FRESH
 from stretto.rewards.service.pool import RewardPool
 from stretto.rollout.controller import CONTROLLER, Controller
 from stretto.rollout.prompts import PromptStream
-from stretto.store.folder.checkpoints import Checkpoints
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.checkpoints import Checkpoints
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
 from stretto.store.totals import ENGINES, Totals
 from stretto.worlds.single_turn import SingleTurn
 from stretto_app.extensions.machines import Cluster, identity_of

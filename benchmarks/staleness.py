@@ -24,9 +24,8 @@ import msgspec
 
 from benchmarks.report import Table, save
 from stretto.rollout.config import BeyondBound, RolloutConfig
-from stretto_foresight.simulator.report import SimulationReport
-from stretto_foresight.simulator.run import SimulatedRun
-from stretto_foresight.simulator.workload import Workload
+from stretto_foresight.simulator.accounts import SimulationReport
+from stretto_foresight.simulator.run import SimulatedRun, Workload
 
 BATCH = 16
 IN_FLIGHT = {1: 64, 8: 128}  # groups, by group size: enough that generation alone never limits the trainer

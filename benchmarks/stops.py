@@ -26,7 +26,7 @@ import msgspec
 
 from benchmarks.report import RESULTS, Table, save
 from stretto.core.errors import RunFolderError
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto_report.audit.check import check_run
 from tests.launch.running import MODULES, Command, Laboratory, said, shared_files, steps_done, wait_until
 

@@ -32,17 +32,15 @@ from benchmarks.padded import PaddedTrainer
 from stretto.core.records import Batch, Sampling
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
-from stretto.store.series.config import TokensConfig
-from stretto.trainer.batch.minibatch import Minibatch, minibatch
-from stretto.trainer.batch.packing import micro_batches
+from stretto.store.config import TokensConfig
+from stretto.trainer.batch.minibatch import Minibatch, micro_batches, minibatch
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import TrainerConfig
+from stretto.trainer.messages import TokensSpec
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.objective.estimators import ESTIMATORS
-from stretto.trainer.outcomes import TokenSink
-from stretto.trainer.roles.token_writer import TokenWriter
-from stretto.trainer.spec import TokensSpec
+from stretto.trainer.outcomes import TokenSink, TokenWriter
 from stretto.trainer.trainer import Trainer
 
 LONGEST = 144

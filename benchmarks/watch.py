@@ -31,9 +31,9 @@ import msgspec
 
 from benchmarks.report import Table, save
 from stretto.core.events import Span
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.schema import open_for_writing
 from stretto.store.ledger.seals import seal
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import StepMetrics
 
 PATIENCE_SECONDS = 180.0  # for anything that is waited for

@@ -41,7 +41,7 @@ from playwright.sync_api import Page, sync_playwright
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE
 from benchmarks.watch import PATIENCE_SECONDS, make_run, server, until
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import read_metrics
 from stretto.store.series.spans import read_spans
 

@@ -42,8 +42,7 @@ from stretto.model.hf.folder import load_policy
 from stretto.weights.folder import path_of, remove, shared_folder
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from stretto_cluster.weights.mirror import Mirror
-from stretto_cluster.weights.role import WeightsServerSpec
-from stretto_cluster.weights.server import bound
+from stretto_cluster.weights.server import WeightsServerSpec, bound
 
 WIDE = SHAPES["48M"].model_copy(update={"hidden_size": 576, "layers": 38, "heads": 9, "kv_heads": 3})
 MODELS = {**SHAPES, "135M": WIDE}
@@ -80,7 +79,7 @@ def place(model: Path, needed: int) -> Iterator[Place]:
         with bound("127.0.0.1", 0) as free:
             source = f"127.0.0.1:{free.getsockname()[1]}"
         spec = WeightsServerSpec(run, str(home), str(model), source, str(Path(scratch) / "key"))
-        command = [sys.executable, "-m", "stretto_cluster.weights.role", msgspec.json.encode(spec).decode()]
+        command = [sys.executable, "-m", "stretto_cluster.weights.server", msgspec.json.encode(spec).decode()]
         server = subprocess.Popen(command)
         undo.callback(server.wait)
         undo.callback(server.terminate)

@@ -27,7 +27,7 @@ LONGEST_FILE = 480
 WALL_CLOCK = frozenset({"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"})
 #: Where the date is written down for a reader, and nothing is decided by it.
 WRITES_DATES = frozenset(
-    {"gateway/agents/groups", "gateway/app", "gateway/sessions/sessions", "store/ledger/ledger", "tinker/record/dates"}
+    {"gateway/agents/groups", "gateway/app", "gateway/sessions/sessions", "store/ledger/ledger", "tinker/dates"}
 )
 
 
@@ -80,7 +80,7 @@ def read_house(text: str) -> House:
 def inside(name: str) -> tuple[str, ...]:
     """Room, sub-rooms and file of a module of ours; empty for a package of rooms itself, and for what is not ours.
 
-    Example: ``stretto.engine.spec`` is ``("engine", "spec")``, ``stretto_gateway.app`` is ``("gateway", "app")``."""
+    Example: ``stretto.engine.wire`` is ``("engine", "wire")``, ``stretto_gateway.app`` is ``("gateway", "app")``."""
     top, *rest = name.split(".")
     if top in OF_ROOMS:
         return tuple(rest)

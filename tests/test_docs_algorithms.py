@@ -20,12 +20,12 @@ from stretto.doors.door import Door
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters
 from stretto.trainer.objective import advantages, aggregation, returns
+from stretto.trainer.objective.advantages import Shaping, overlong, shaped
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.objective.decoupled_ppo import interpolated
 from stretto.trainer.objective.estimators import ESTIMATORS, EstimatorSection, RewardedCompletion
 from stretto.trainer.objective.losses import evaluate, objective
-from stretto.trainer.objective.shaping import Shaping, overlong, shaped
 from stretto.trainer.objective.surrogates import LOSSES
 from stretto.trainer.objective.token_estimators import advantages_of
 from stretto.trainer.trainer import Trainer
@@ -215,12 +215,10 @@ def test_every_word_of_a_recipe_has_its_row() -> None:
     "file",
     [
         "trainer/objective/surrogates.py",
-        "trainer/objective/m2po.py",
         "trainer/objective/decoupled_ppo.py",
         "trainer/objective/corrections.py",
         "trainer/objective/advantages.py",
         "trainer/objective/returns.py",
-        "trainer/objective/shaping.py",
         "trainer/objective/kl.py",
         "rollout/filters.py",
     ],

@@ -21,7 +21,7 @@ import torch
 import stretto
 import stretto_servers
 from stretto.core.errors import UserError
-from stretto.doors import packages
+from stretto.doors import loading
 from stretto.launch.commands.train import check
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +48,7 @@ SMALL = {
 }
 TRAINED = f"""
 import importlib.util, json, stretto
-from stretto.doors.packages import check_packages
+from stretto.doors.loading import check_packages
 run = stretto.train({str(ARITHMETIC)!r}, run_dir="run", **{SMALL!r})
 steps = [step.step for step in run]
 run.wait()
@@ -114,7 +114,7 @@ def test_a_missing_package_is_refused_with_its_extra_and_another_version_with_bo
         'workflow={kind="agent"}': ("workflow.kind", "stretto and stretto-gateway", "'stretto[gateway]'"),
     }
     ours = {"stretto", "stretto_verify"}
-    monkeypatch.setattr(packages, "find_spec", lambda name: find_spec(name) if name in ours else None)
+    monkeypatch.setattr(loading, "find_spec", lambda name: find_spec(name) if name in ours else None)
     for override, (place, package, brought_by) in asked.items():
         refused = told(override)
         assert place in refused

@@ -10,7 +10,7 @@ import csv
 from collections.abc import Sequence
 
 from stretto.store.series.samples import SampledCompletion
-from stretto_report.audit.symptoms.evidence import Alarm
+from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import About, Cursor, How
 from stretto_report.outlets.points import MetricsPoint
 

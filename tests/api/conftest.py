@@ -15,7 +15,7 @@ import pytest
 
 import stretto
 from stretto import sections
-from stretto.api import orders
+from stretto.api import run
 from stretto.launch.recipe.recipe import to_toml
 from stretto.model.hf.build import build_policy
 from tests.api.workshop_rewards import length
@@ -69,7 +69,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # the processes of a run find this stretto
-        patch.setattr(orders, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": warm_process}))
+        patch.setattr(run, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": warm_process}))
         (folder / "recipe.toml").write_text(to_toml(tiny_recipe()))
         build_policy(TINY, folder / "model", seed=1)
         yield folder

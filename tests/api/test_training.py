@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 
 import stretto
 from stretto import sections
-from stretto.api.orders import INSIDE
-from stretto.api.run import _MetricsReader
+from stretto.api.run import INSIDE, _MetricsReader
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy, save_policy, weights_dtype
 from tests.api.conftest import living, script, tiny_recipe

@@ -13,8 +13,7 @@ import pytest
 
 from stretto.store.series.metrics import EvaluationLine
 from stretto_report.audit.alarms import AlarmWatch, findings_of, mismatch_of
-from stretto_report.audit.symptoms.evidence import Alarm, Disk, Evidence
-from stretto_report.audit.symptoms.windows import WINDOW
+from stretto_report.audit.evidence import WINDOW, Alarm, Disk, Evidence
 from tests.store.lines import evaluation_line, step_line
 
 N = 60

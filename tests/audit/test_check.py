@@ -19,9 +19,9 @@ from stretto.launch.commands.train import _MAY_CHANGE
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller
 from stretto.rollout.prompts import PromptStream
-from stretto.store.folder.checkpoints import seal_files
+from stretto.store.checkpoints import seal_files
 from stretto.store.totals import Membership
-from stretto_report.audit import check, checksums, forest, history, laws
+from stretto_report.audit import check, checksums, history, laws, token_laws
 from stretto_report.audit.check import check_run, print_balance, print_findings
 from tests.audit.runs import RECIPE, flip_a_bit, steps, trajectories
 from tests.store.make import buffered, judged, ledger_at, prompts, sampled, sql
@@ -286,7 +286,7 @@ def test_a_folder_without_a_run_is_the_users_mistake(tmp_path: Path, there: bool
         check_run(folder)
 
 
-@pytest.mark.parametrize("module", [check, checksums, forest, history, laws])
+@pytest.mark.parametrize("module", [check, checksums, token_laws, history, laws])
 def test_the_checker_shares_only_the_states_and_the_check_of_the_log_with_the_writers(module: object) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())  # type: ignore[attr-defined]
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

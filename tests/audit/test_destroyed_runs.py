@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from stretto.store.series.metrics import EvaluationLine
 from stretto_report.audit.alarms import CHECKS, findings_of, findings_of_run
-from stretto_report.audit.symptoms.evidence import Evidence
-from stretto_report.audit.symptoms.windows import WINDOW, Numbers
+from stretto_report.audit.evidence import WINDOW, Evidence, Numbers
 from tests.store.lines import evaluation_line
 
 ROOT = Path(__file__).parent.parent.parent

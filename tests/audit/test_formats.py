@@ -9,9 +9,9 @@ import pytest
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Prompt, Segment, StopReason
+from stretto.store.config import StoreConfig
 from stretto.store.export import export_run, read_trajectories
 from stretto.store.inspection import inspect_run
-from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto.store.totals import Membership

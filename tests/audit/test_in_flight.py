@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from stretto.rollout.adaptive import AdaptiveInFlight, Pressure
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState, Ticket
-from stretto.rollout.pressure import AdaptiveInFlight, Pressure
 from stretto.rollout.prompts import PromptStream
 from stretto.store.inspection import inspect_run
 from stretto_report.audit.check import check_run

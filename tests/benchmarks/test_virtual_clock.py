@@ -12,7 +12,7 @@ import pytest
 from benchmarks.decisions import JOURNALS, POLICIES, trajectories_per_second
 from benchmarks.staleness import Outcome, Setting, by_quartile, cuts, measure, merged, settings
 from stretto.rollout.config import BeyondBound
-from stretto_foresight.simulator.workload import Workload
+from stretto_foresight.simulator.run import Workload
 
 
 def test_the_middle_cut_is_the_median_and_the_others_are_as_far_from_it_in_logarithms() -> None:

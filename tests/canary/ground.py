@@ -20,7 +20,7 @@ from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation
-from stretto.engine.spec import EngineSpec
+from stretto.engine.wire import EngineSpec
 from stretto.loop.engines.proving import Proving
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy

@@ -24,7 +24,7 @@ import pytest
 from stretto.core.canary import Agreement, Ask, Canary, Challenge, Loaded, Scores
 from stretto.core.errors import UnprovenWeights
 from stretto.engine.config import EngineConfig
-from stretto.engine.spec import EngineSpec
+from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 from stretto.core.canary import CANARY, CanaryRecord
+from stretto.store.config import StoreConfig
 from stretto.store.inspection import inspect_run
-from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto_report.audit.check import check_run
 from tests.cluster.test_whole_runs import machine

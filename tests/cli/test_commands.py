@@ -18,7 +18,7 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from stretto.launch.assemble.warm_start import warm_start
+from stretto.launch.assemble.supervised import warm_start
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import Recipe, load_recipe
 from stretto.store.inspection import inspect_run

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from tests.launch.running import TINY
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,8 @@ import msgspec
 import torch
 
 from stretto import __version__
-from stretto.loop.records.tenure import Tenure
-from stretto.processes.handshake import call
-from stretto.processes.tls import client_context
+from stretto.loop.records.totals import Tenure
+from stretto.processes.handshake import call, client_context
 from stretto.processes.wire import Wire, connect
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_cluster.gate import Doors, Gate

@@ -23,11 +23,10 @@ from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.http.server import run_server
-from stretto.engine.spec import EngineSpec
-from stretto.engine.wire import Refusal
+from stretto.engine.wire import EngineSpec, Refusal
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.build import build_policy
-from stretto.processes.tls import client_context
+from stretto.processes.handshake import client_context
 from stretto.processes.wire import Wire
 from stretto_cluster.guest import GuestEngine
 from stretto_cluster.messages import Beat, Mirrored, RunTerms, ToAgent

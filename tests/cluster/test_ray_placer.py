@@ -24,7 +24,7 @@ import pytest
 from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, RoleFailed
 from stretto.loop.config import DeadlinesConfig
 from stretto.processes.spawn import environment
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto_app.extensions.commands.join import offer
 from stretto_app.extensions.machines import identity_of
 from stretto_app.extensions.ray_agents import RayAgents

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from stretto.core.errors import DeadlineExceeded, RunFolderError
-from stretto.loop.records.tenure import Tenure, next_tenure
-from stretto.store.folder.run_folder import RunFolder
+from stretto.loop.records.totals import Tenure, next_tenure
+from stretto.store.run_folder import RunFolder
 from stretto_app.extensions.machines import identity_of, write_join_file
 from stretto_cluster import succession
+from stretto_cluster.address import JOIN, JoinFile, read_join_file
 from stretto_cluster.agent import Offer, run_agent
-from stretto_cluster.join_file import JOIN, JoinFile, read_join_file
 from stretto_cluster.messages import Dismissed, RunTerms
 from stretto_cluster.succession import RunSuperseded, assert_alone, tell
 from tests.cluster.hosting import FIRST, RUN, TOKEN, hosted, introduction, joined_by_hand, until

@@ -78,7 +78,7 @@ def test_machines_come_are_killed_and_leave_and_the_run_goes_on(laboratory: Labo
             first.process.send_signal(signal.SIGKILL)
             wait_until(lambda: "has left: " in said(run_dir), "the loss of one", command)
             goes_on(command, run_dir)
-            (server,) = command.processes("stretto_cluster.weights.role")
+            (server,) = command.processes("stretto_cluster.weights.server")
             os.kill(server, signal.SIGKILL)
             with machine(laboratory, run_dir) as third:
                 wait_until(lambda: said(run_dir).count("has joined, at version") == 3, "a third engine", command)

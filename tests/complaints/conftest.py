@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from stretto.model.hf.build import build_policy
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
 from tests.launch.running import laboratory as laboratory
 from tests.loop.conducting import Stage
 from tests.tiny_policy import TINY

@@ -18,8 +18,7 @@ from stretto.core.records import Outcome, State
 from stretto.processes.tree import descendants
 from stretto.rollout.controller import Controller
 from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.group import QuestionDetails, WorkflowGroups
-from stretto.worlds.workflows.pool import WorkflowPool
+from stretto.worlds.workflows.pool import QuestionDetails, WorkflowGroups, WorkflowPool
 from tests.launch.running import children
 from tests.rollout.test_controller import controller
 from tests.worlds.workflows.benches import Bench

@@ -38,8 +38,7 @@ from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.worlds.single_turn import SingleTurn
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Services
-from stretto.worlds.workflows.group import QuestionDetails, WorkflowGroups
-from stretto.worlds.workflows.pool import WorkflowPool
+from stretto.worlds.workflows.pool import QuestionDetails, WorkflowGroups, WorkflowPool
 from stretto.worlds.workflows.rendering import PlainRendering
 from tests.rewards.replying import serving
 from tests.rollout.test_controller import answers, controller

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from stretto.core.records import Verdict
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches
+from stretto.store.run_folder import RunFolder
 from tests.launch.running import Laboratory, assert_the_law, wait_for_step, wait_until
 from tests.loop.conducting import OUTCOMES, PROMPTS, Stage, ToyFleet, ToyTrainer
 

@@ -15,7 +15,7 @@ import pytest
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
 from stretto.loop.evaluation import Evaluator, is_evaluation
 from stretto.loop.records.evaluation import Evaluation
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches
 from stretto.store.series.metrics import read_metrics

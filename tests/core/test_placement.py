@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.machine import Gpu, on_gpus, parse_gpus, visible
-from stretto.core.placement import Need, place
+from stretto.core.machine import Gpu, Need, on_gpus, parse_gpus, place, visible
 
 GIB = 1 << 30
 SMI = """\

@@ -23,8 +23,14 @@ from stretto.measures.selection import SELECTION, Bias, SelectionBias
 from stretto.store.inspection import CanaryProof, inspect_run
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import TOTALS, Totals
-from stretto_report.dashboard.terminal.panel import panel, sparkline
-from stretto_report.dashboard.terminal.progress import Display, LineDisplay, PanelDisplay, open_display
+from stretto_report.dashboard.terminal.progress import (
+    Display,
+    LineDisplay,
+    PanelDisplay,
+    open_display,
+    panel,
+    sparkline,
+)
 from stretto_report.dashboard.terminal.snapshot import Snapshot
 from stretto_report.dashboard.terminal.summary import bar, print_inspection, print_summary
 from tests.store.lines import evaluation_line, step_line

@@ -18,11 +18,9 @@ from stretto.core.events import Span
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.series.spans import SpanLog
 from stretto.store.totals import TOTALS, Totals
-from stretto_report.dashboard.plots.curves import smooth
-from stretto_report.dashboard.plots.planned import draw_splits
-from stretto_report.dashboard.plots.plots import plot_run
-from stretto_report.dashboard.plots.style import canvas
-from stretto_report.dashboard.plots.timeline import Window, busy_fraction, middle_window, plot_timeline
+from stretto_report.dashboard.plots import plot_run, smooth
+from stretto_report.dashboard.style import canvas
+from stretto_report.dashboard.timeline import Window, busy_fraction, draw_splits, middle_window, plot_timeline
 from tests.store.lines import evaluation_line, step_line, write_lines
 from tests.store.make import Make, run_at, trained
 

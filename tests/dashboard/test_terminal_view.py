@@ -19,11 +19,11 @@ from rich.console import Console
 
 from stretto.store.series.metrics import StepMetrics
 from stretto_report.audit.alarms import AlarmWatch, findings_of
-from stretto_report.audit.symptoms.evidence import Evidence
+from stretto_report.audit.evidence import Evidence
 from stretto_report.dashboard.terminal import progress
 from stretto_report.dashboard.terminal.characters import AsciiConsole, harmless, is_ascii, is_ascii_locale, open_console
 from stretto_report.dashboard.terminal.progress import LineDisplay, open_display
-from stretto_report.dashboard.terminal.trend import Trend
+from stretto_report.dashboard.terminal.snapshot import Trend
 from tests.store.lines import evaluation_line, step_line
 
 HOSTILE = "[/]evil\x1b[2J\x07\u202e\x9b31m"

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.native.capacity import longest_row, longest_row_of
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.scheduler import Scheduler
+from stretto.engine.native.scheduler import Scheduler, longest_row, longest_row_of
 from stretto.model.decode.length_buckets import CacheLayout
 from stretto.model.hf.folder import inspect_model_folder
 

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from stretto.core.errors import RefusedRequest, TornPublication
+from stretto.core.events import MOST_SPANS, BusySpans
 from stretto.core.records import GenerateRequest, Sampling, StopReason
-from stretto.engine.busy_spans import MOST_SPANS, BusySpans
 from stretto.engine.native.engine import NativeEngine
 from tests.engine.answering import drain, engine_of, expected_logprobs, finish, request, shaken, weights
 from tests.tolerances import EXACT

@@ -18,8 +18,8 @@ from stretto.core.canary import TensorDigest
 from stretto.core.errors import TornPublication
 from stretto.engine.native import parameters as engine_parameters
 from stretto.engine.native.parameters import Parameters
+from stretto.weights.copying import texts
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, name_of
-from stretto.weights.sums import texts
 
 START = ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
 A, B = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[10.0], [-1.0]])  # B A = ((10, 0, 20), (-1, 0, -2))

@@ -38,15 +38,15 @@ from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.engines.restoring import restore
 from stretto.loop.engines.rounds import Rounds
+from stretto.loop.engines.sessions import restore
 from stretto.loop.evaluation import Evaluations
-from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
+from stretto.loop.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.pacing import Continuous, InRounds
 from stretto.rollout.prompts import PromptStream
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches, read_unfinished
 from stretto.worlds.single_turn import SingleTurn

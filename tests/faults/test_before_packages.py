@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto_report.audit.check import check_run
 from tests.faults.test_recorded_run import ROUNDING, weights

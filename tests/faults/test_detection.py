@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.checkpoints import Checkpoints
 from stretto.store.series.spans import read_spans
 from tests.faults.test_company import end_well
 from tests.launch.running import (

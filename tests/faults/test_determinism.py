@@ -25,7 +25,7 @@ from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.packed.attention import PACKED_ATTENTION
-from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.checkpoints import Checkpoints
 from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.series.tokens import tokens_file
 from stretto.trainer.trainer import Trainer

@@ -23,8 +23,8 @@ import pytest
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Segment
-from stretto.store.folder.checkpoints import Checkpoints, verify
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.checkpoints import Checkpoints, verify
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto_report.audit.check import check_run
@@ -41,8 +41,8 @@ COPIES = """
 import os, sys
 from contextlib import suppress
 from pathlib import Path
-from stretto.store.folder.checkpoints import Checkpoints
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.checkpoints import Checkpoints
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from tests.faults.one_step import one_step
 

@@ -22,14 +22,14 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import StoreError
+from stretto.store.config import StoreConfig
 from stretto.store.export import read_trajectories
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
-from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches
-from stretto.store.ledger.wal import check_log
+from stretto.store.ledger.schema import check_log
 from stretto.store.lock import is_held
+from stretto.store.run_folder import RunFolder
 from stretto_report.audit.check import check_run
 from stretto_report.audit.diff import diff_runs
 from tests.faults.one_step import RECIPE, one_step
@@ -39,9 +39,9 @@ from tests.verify.sandbox.other_users import ORDINARY, as_user
 WRITER = """
 import sys
 from pathlib import Path
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from tests.faults.one_step import one_step
 with RunFolder.create(Path(sys.argv[1])) as folder:
     ledger = Ledger(folder.ledger, StoreConfig(flush_seconds=0))
@@ -172,9 +172,9 @@ def test_the_log_of_a_run_that_is_running_is_left_to_the_run(dead: Path) -> None
 ON_AND_ON = """
 import itertools, sys
 from pathlib import Path
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from tests.faults.one_step import RECIPE, one_step
 with RunFolder.create(Path(sys.argv[1])) as folder:
     folder.write("recipe.toml", RECIPE)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.checkpoints import Checkpoints
 from tests.launch.running import Laboratory, assert_the_law, shared_files, steps_done, wait_for_step, wait_until
 
 

@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from stretto.conversation.session import Sampler, SessionRecord, TurnRequest
 from stretto.core.records import Sampling, Segment, StopReason
-from stretto.launch.recipe.agents import GatewayConfig
+from stretto.launch.recipe.extensions import GatewayConfig
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.processes.http.names import LOOPBACK, HostNames
 from stretto.processes.http.server import HttpServer, settings_of
 from stretto_gateway.model import ServedModel
-from stretto_gateway.sampling import CallForms, SamplingRule
+from stretto_gateway.requests import CallForms, SamplingRule
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import RecordedSessions
 

@@ -18,7 +18,7 @@ from stretto.conversation.forest import Tokens
 from stretto.conversation.session import MemoryRecord, Session
 from stretto.core.errors import EngineLost, UserError
 from stretto.core.records import Outcome, Prompt, Trajectory, Verdict
-from stretto.launch.recipe.agents import AgentConfig
+from stretto.launch.recipe.extensions import AgentConfig
 from stretto.processes.http.server import serving_beside
 from stretto_gateway.agents import groups
 from stretto_gateway.agents.environment import environment_of

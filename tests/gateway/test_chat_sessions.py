@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import EngineLost
-from stretto.launch.recipe.agents import GatewayConfig
+from stretto.launch.recipe.extensions import GatewayConfig
 from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway, in_a_loop, served_gateway, tokenizer_of, wished
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.core.result import Ok
 
-from stretto.launch.recipe.agents import GatewayConfig
+from stretto.launch.recipe.extensions import GatewayConfig
 from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway
 
 PATHS = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from stretto.launch.recipe.agents import GatewayConfig
+from stretto.launch.recipe.extensions import GatewayConfig
 from stretto_gateway.agents.groups import WaitingSessions
 from stretto_gateway.sessions.app import GatewayApp
 from tests.gateway.serving import ScriptedModel, ServedGateway, in_a_loop, served_gateway

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from stretto.core.records import Batch, Group, Outcome, Prompt, Sampling, Trajectory, Verdict
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
-from stretto.launch.recipe.agents import AgentConfig
+from stretto.launch.recipe.extensions import AgentConfig
 from stretto.loop.engines.sessions import sessions_of_evaluation
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -27,7 +27,7 @@ from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto_gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
 from stretto_gateway.model import ServedModel
-from stretto_gateway.sampling import SamplingRule
+from stretto_gateway.requests import SamplingRule
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import SessionTable
 from tests.engine.answering import shaken, weights

@@ -27,7 +27,7 @@ from stretto.engine.http.client import HttpEngine
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
-from stretto_gateway.sampling import CallForms
+from stretto_gateway.requests import CallForms
 from tests.engine.serving import served
 from tests.gateway.serving import (
     ENDS,

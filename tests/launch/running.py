@@ -27,8 +27,8 @@ import pytest
 
 from stretto.launch.assemble.roles import mailbox_name
 from stretto.processes import fork_server_role
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
+from stretto.store.run_folder import RunFolder
 from stretto.worlds.workflows.pool import WorkflowPool
 from stretto_app.cli.main import main
 from tests.launch.warm import (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import WorkflowError
-from stretto.launch.recipe.agents import AgentConfig
+from stretto.launch.recipe.extensions import AgentConfig
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.store.inspection import inspect_run

@@ -25,15 +25,14 @@ from stretto.launch.commands.train import prepare
 from stretto.launch.preflight.paths import check_data_files, data_files
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.preflight.trial import try_reward
-from stretto.launch.recipe.functions import with_named_reward
-from stretto.launch.recipe.overrides import Overrides
+from stretto.launch.recipe.overrides import Overrides, with_named_reward
 from stretto.launch.recipe.recipe import load_recipe, to_toml, validate
 from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rewards.service.wire import Row
 from stretto.rollout.prompts import PromptSource
+from stretto.store.config import StoreConfig
 from stretto.store.export import read_trajectories
 from stretto.store.inspection import inspect_run
-from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics, read_sets
 from stretto.worlds.data.task import Question

@@ -34,7 +34,7 @@ from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.proving import Proving
-from stretto.loop.learner.link import TrainerLink
+from stretto.loop.trainer_link import TrainerLink
 from stretto.processes.spawn import FreshSpawner, RunningProcess, Spawn
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.memory import collective_bytes

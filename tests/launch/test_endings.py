@@ -17,10 +17,10 @@ from contextlib import closing
 from pathlib import Path
 
 import stretto
-from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.checkpoints import Checkpoints
 from stretto.store.ledger.reading import last_step
-from stretto_app.study.outcome import read_outcome
-from stretto_report.watch.index.cache import Cache
+from stretto_app.study.conduct import read_outcome
+from stretto_report.watch.index.columns import Cache
 from stretto_report.watch.runs.run import WatchedRun
 from tests.launch.running import TINY, Laboratory, assert_the_law, exported, said, steps_done, wait_for_step, wait_until
 

@@ -12,9 +12,9 @@ import pytest
 
 from stretto.core.errors import UserError
 from stretto.core.records import Outcome
-from stretto.launch.assemble.final_answers import FINAL_ANSWERS
+from stretto.launch.assemble.evaluations import FINAL_ANSWERS
 from stretto.launch.commands.evaluate import Asked, DataChoice, _recipe, evaluate
-from stretto.launch.recipe.machines import ClusterConfig
+from stretto.launch.recipe.extensions import ClusterConfig
 from stretto.loop.records.evaluation import interval, majority, pass_at
 from stretto.worlds.sources.task import DatasetTask
 from tests.launch.running import Laboratory

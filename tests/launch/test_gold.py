@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.core.errors import DataError
-from stretto.launch.preflight.gold import sift
+from stretto.launch.preflight.questions import sift
 from stretto.rewards.config import RewardsConfig
 from stretto.worlds.data.task import Question, Questions
 

@@ -22,8 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import DeadlineExceeded, RecipeError
-from stretto.core.machine import Gpu
-from stretto.core.placement import Need, place
+from stretto.core.machine import Gpu, Need, place
 from stretto.launch.assemble.specs import Endpoints
 from stretto.launch.preflight.descriptors import no_room_for
 from stretto.launch.preflight.plan import Plan
@@ -32,12 +31,12 @@ from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.proving import Proving
 from stretto.processes.spawn import FRESH
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto_app.extensions.commands.join import dealt, offer, scale
 from stretto_app.extensions.machines import Cluster
 from stretto_app.extensions.machines import _why_not as why_not
+from stretto_cluster.address import JOIN, JoinFile
 from stretto_cluster.agent import Offer
-from stretto_cluster.join_file import JOIN, JoinFile
 from tests.cluster.hosting import FIRST, introduction
 from tests.launch.running import TINY
 from tests.processes.greeting import admit_from_thread

@@ -19,10 +19,9 @@ from stretto.core.errors import DataError, ModelFolderError, RewardFunctionError
 from stretto.launch.preflight.plan import make_plan, schedule_notes
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import build_policy
-from stretto.model.hf.headers import POINTS
-from stretto.model.hf.inspection import inspect_model_folder
+from stretto.model.hf.inspection import POINTS, inspect_model_folder
 from stretto.rewards.service.loading import load_reward
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.worlds.data.jsonl import read_rows, require
 from tests.launch.test_recipe import SMALL, message, write
 from tests.tiny_policy import TINY

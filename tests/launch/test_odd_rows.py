@@ -4,7 +4,7 @@ digits of other scripts are told, with count, first place and code point."""
 
 from __future__ import annotations
 
-from stretto.launch.preflight.odd_rows import repeated, strange_digits
+from stretto.launch.preflight.questions import repeated, strange_digits
 from stretto.worlds.data.task import Question, Questions
 
 

@@ -28,10 +28,9 @@ from stretto.launch.assemble.roles import _up as up
 from stretto.launch.assemble.roles import end_all, locked_socket_folder, mailbox_name, record_facts
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.records.log import RunLog
-from stretto.loop.records.reporter import SilentReporter
+from stretto.loop.records.reporter import RunLog, SilentReporter
 from stretto.store import lock
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.spans import SpanLog
 from stretto_app.extensions.machines import Cluster
 

@@ -19,22 +19,22 @@ import pytest
 
 from stretto.core.errors import RecipeError, RunFolderError, StoreError
 from stretto.launch.assemble.run import StartState
-from stretto.launch.assemble.warm_start import copy_policy
-from stretto.launch.commands.own_sources import digests_of
+from stretto.launch.assemble.supervised import copy_policy
+from stretto.launch.commands.recorded import digests_of
 from stretto.launch.commands.train import Prepared, check, prepare
 from stretto.launch.recipe.recipe import load_recipe
-from stretto.loop.learner.recovery import seal_start
 from stretto.loop.records.reporter import SilentReporter
+from stretto.loop.recovery import seal_start
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.rewards.config import RewardsConfig
+from stretto.store.checkpoints import Checkpoints
+from stretto.store.config import StoreConfig
 from stretto.store.ending import ENDING, Ending, read_ending
-from stretto.store.folder.checkpoints import Checkpoints
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
-from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig

@@ -44,7 +44,7 @@ from stretto.rewards.service import worker as rewards_worker
 from stretto.rewards.service.wire import WorkerSettings
 from stretto.worlds.data.task import Question
 from stretto_cluster import agent
-from stretto_report.dashboard.plots import plots
+from stretto_report.dashboard import plots
 from tests.launch import poverty
 
 ROOT = Path(__file__).parents[2]

@@ -26,21 +26,21 @@ from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.engines.restoring import restore
+from stretto.loop.engines.sessions import restore
 from stretto.loop.evaluation import Evaluations, PeriodicEvaluation
-from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import SilentReporter
 from stretto.loop.records.totals import RunClock, Work
+from stretto.loop.trainer_link import TrainerLink
+from stretto.rollout.adaptive import Pressure
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
-from stretto.rollout.pressure import Pressure
 from stretto.rollout.prompts import PromptStream
-from stretto.store.folder.checkpoints import Checkpoints
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.checkpoints import Checkpoints
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_unfinished
+from stretto.store.run_folder import RunFolder
 from stretto.store.totals import Totals
 from stretto.trainer.config import TrainerConfig
 from stretto.worlds.single_turn import SingleTurn

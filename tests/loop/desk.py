@@ -8,9 +8,9 @@ from stretto.core.records import Update
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import SilentReporter
 from stretto.loop.records.totals import RunClock, Work
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
 from stretto.store.totals import Totals
 from tests.store.make import PROMPT, Make, buffered
 

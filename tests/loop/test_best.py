@@ -17,11 +17,10 @@ from typing import cast
 import pytest
 
 from stretto.core.records import Update
-from stretto.loop.best import BestPolicy
-from stretto.loop.evaluation import Evaluations, PeriodicEvaluation
+from stretto.loop.evaluation import BestPolicy, Evaluations, PeriodicEvaluation
 from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.recorder import Recorder
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from tests.store.lines import evaluation_line
 
 

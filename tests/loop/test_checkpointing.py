@@ -31,11 +31,11 @@ from stretto.core.records import (
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.evaluation import PeriodicEvaluation
-from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.totals import Work
+from stretto.loop.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller
-from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.checkpoints import Checkpoints
 from stretto.store.inspection import inspect_run
 from stretto.store.series.metrics import read_metrics
 from stretto.trainer.config import TrainerConfig

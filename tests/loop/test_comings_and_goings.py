@@ -25,7 +25,7 @@ from stretto.core.engine import EngineHealth
 from stretto.core.errors import EngineLost
 from stretto.core.records import GenerateRequest, Sampling, Segment
 from stretto.core.tasks import cancel_and_wait, first_of
-from stretto.engine.spec import EngineSpec
+from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.in_flight import InFlight

@@ -30,12 +30,12 @@ from stretto.core.errors import (
 )
 from stretto.core.events import Span
 from stretto.core.records import Batch, Completion, GenerateRequest, Update
-from stretto.loop.best import BestPolicy
+from stretto.loop.evaluation import BestPolicy
 from stretto.loop.records.evaluation import Evaluation
 from stretto.rollout.controller import TooManyFailures
-from stretto.store.folder.checkpoints import Checkpoints
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.checkpoints import Checkpoints
 from stretto.store.inspection import inspect_run
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import read_metrics
 from stretto.store.series.spans import read_spans
 from tests.loop.conducting import Stage, ToyFleet, ToyTrainer

@@ -18,7 +18,7 @@ from stretto.core.records import Completion, GenerateRequest, Partials, Prompt, 
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.router import LOSSES, attempts
 from stretto.loop.engines.sessions import sessions_of_evaluation
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_unfinished
 from tests.store.make import completion

@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.events import SupervisedProgress
-from stretto.loop.records.log import RunLog
-from stretto.loop.records.reporter import SilentReporter
+from stretto.loop.records.reporter import RunLog, SilentReporter
 from tests.store.lines import evaluation_line, step_line
 
 STEP = step_line(3, rl_seconds=4.0, reward=0.25, length_mean=12.0)

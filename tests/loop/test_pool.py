@@ -24,7 +24,7 @@ from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.core.tasks import run_beside
 from stretto.engine.config import EngineConfig
-from stretto.engine.spec import EngineSpec
+from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.pool import EnginePool
 from tests.asynchronous import Test, run_by

@@ -20,7 +20,7 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.http.connections import Connection
 from stretto.engine.http.server import EngineApp
 from stretto.engine.native.scheduler import Scheduler
-from stretto.engine.spec import EngineSpec
+from stretto.engine.wire import EngineSpec
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.pool import EnginePool

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from stretto.core.records import Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
 from stretto.loop.records.alarms import SlowReward, WatchedSamples, line
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.progress import LONGEST
 from stretto.store.series.samples import SampledCompletion, rewind_samples
 

@@ -21,12 +21,12 @@ import pytest
 from stretto.core.errors import CheckpointLost, RoleDied, RoleFailed
 from stretto.core.records import Batch, Sampling
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.learner.link import TrainerLink
-from stretto.loop.learner.recovery import Recovery
+from stretto.loop.recovery import Recovery
+from stretto.loop.trainer_link import TrainerLink
 from stretto.processes import fork_server
 from stretto.processes.spawn import Spawner
-from stretto.store.folder.run_folder import RunFolder
-from stretto.trainer.spec import TrainerSpec
+from stretto.store.run_folder import RunFolder
+from stretto.trainer.messages import TrainerSpec
 from tests.asynchronous import Test, run_by
 from tests.launch.running import children, wait_until
 from tests.launch.warm import children_of
@@ -40,7 +40,7 @@ NEXT = Batch(step=2, version=1, groups=(), oldest_trainable=0)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers that wait for a reply have a tenth of a second to get the error first."""
-    monkeypatch.setattr("stretto.loop.learner.link._LAST_REPLY_SECONDS", 0.1)
+    monkeypatch.setattr("stretto.loop.trainer_link._LAST_REPLY_SECONDS", 0.1)
 
 
 def played(

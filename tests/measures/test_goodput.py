@@ -23,7 +23,7 @@ from stretto.measures.goodput import (
     role_times,
     tokens_by_category,
 )
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from tests.store.make import Make
 

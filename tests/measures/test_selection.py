@@ -29,8 +29,7 @@ from stretto.measures.selection import (
 )
 from stretto.rollout.config import BeyondBound, RolloutConfig
 from stretto_foresight.simulator.accounts import Accounts
-from stretto_foresight.simulator.run import SimulatedRun
-from stretto_foresight.simulator.workload import Workload
+from stretto_foresight.simulator.run import SimulatedRun, Workload
 from tests.store.make import Make
 
 

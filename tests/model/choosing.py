@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stretto.model.kernels.choice import KernelChoice, Name, Shape
-from stretto.model.kernels.matmul import Chooser
+from stretto.model.kernels.matmul import Chooser, KernelChoice, Name, Shape
 
 
 def always(kernel: Name, fewest: int = 1) -> Chooser:

@@ -10,8 +10,8 @@ import json
 import sys
 from typing import Any
 
+from stretto.model.kernels import draw
 from stretto.model.kernels import triton_attention as ragged_gpu
-from stretto.model.kernels import triton_draw
 
 triton: Any = vars(ragged_gpu)["triton"]  # None where it is not installed
 
@@ -49,7 +49,7 @@ def kernels(kind: str, softcap: str, width: str) -> dict[str, str]:
         "read": assembly(ragged_gpu._read, kind, shape | reading),
         "write": assembly(ragged_gpu._write, kind, shape | {"BLOCK_W": 16}),
         "combine": assembly(ragged_gpu._combine, kind, shape | {"HEADS": 16, "PARTS": 16}),
-        "draw": assembly(triton_draw._draw, "fp32", {"FILTERS": True, "BITS": 33, "BLOCK": 2048}),
+        "draw": assembly(draw._draw_in_blocks, "fp32", {"FILTERS": True, "BITS": 33, "BLOCK": 2048}),
     }
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.model.kernels import choice as kernel_choice
-from stretto.model.kernels.choice import FILE, GENERATION, KernelChoice, Name, Shape, choose, measure
+from stretto.model.kernels import matmul as kernel_choice
+from stretto.model.kernels.matmul import FILE, GENERATION, KernelChoice, Name, Shape, choose, measure
 
 SHAPES: list[Shape] = [(64, 96), (96, 64)]
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stretto.core.errors import ModelFolderError
-from stretto.model.hf.fitting import check_fit
 from stretto.model.hf.folder import inspect_model_folder, load_policy
+from stretto.model.hf.skeleton import check_fit
 from tests.model.test_folder import SMALL, edit
 from tests.model.test_folder import folder as folder
 from tests.model.test_folder import good as good

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.records import Sampling
-from stretto.model.kernels import fused_logprobs as chosen
-from stretto.model.kernels.fused_logprobs import chosen_logprobs
-from stretto.model.packed.logprobs import _head_logprobs
+from stretto.model.packed import logprobs as chosen
+from stretto.model.packed.logprobs import _head_logprobs, chosen_logprobs
 from tests.tolerances import assert_close, near
 
 ROWS = st.lists(st.lists(st.floats(-20, 20), min_size=5, max_size=5), min_size=1, max_size=6)

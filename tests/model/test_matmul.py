@@ -7,8 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.model.kernels.choice import GENERATION, TRAINING, Kernel, KernelChoice, Name, fits
-from stretto.model.kernels.matmul import OneDnnLinear, use_onednn
+from stretto.model.kernels.matmul import (
+    GENERATION,
+    TRAINING,
+    Kernel,
+    KernelChoice,
+    Name,
+    OneDnnLinear,
+    fits,
+    use_onednn,
+)
 from tests.model.choosing import always
 from tests.tolerances import assert_close
 

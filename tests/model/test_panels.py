@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from stretto.model.kernels.compiled import AVAILABLE
-from stretto.model.kernels.panels import in_panels, multiply_panels
-from stretto.model.kernels.tile import WIDE
+from stretto.model.kernels.panels import WIDE, in_panels, multiply_panels
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="numba is not installed")

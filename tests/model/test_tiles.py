@@ -12,11 +12,9 @@ import torch
 
 from stretto.model.attention_support import Rule
 from stretto.model.decode import slot_tables
-from stretto.model.decode.chunks import cut
 from stretto.model.decode.length_buckets import CacheLayout
-from stretto.model.decode.slot_tables import read_seconds, slots_of
-from stretto.model.kernels.tiles import TABLE, Tile, chosen
-from stretto.model.kernels.triton_attention import read_rows
+from stretto.model.decode.slot_tables import cut, read_seconds, slots_of
+from stretto.model.kernels.triton_attention import TABLE, Tile, chosen, read_rows
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")

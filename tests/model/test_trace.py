@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from stretto.model import trace as tracing
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
-from stretto.model.kernels.choice import Name, fits
-from stretto.model.kernels.matmul import use_onednn
+from stretto.model.kernels.matmul import Name, fits, use_onednn
 from stretto.model.trace import Forward, module_forward, trace
 from tests.model.choosing import always
 from tests.model.families import FAMILIES, VOCABULARY, Family, config

@@ -10,8 +10,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from stretto.launch.recipe.outlets import OutletsConfig
-from stretto.store.folder.run_folder import RunFolder
+from stretto.launch.recipe.extensions import OutletsConfig
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import MetricsLog, read_metrics, rewind_metrics
 from stretto_report.outlets.supervision import followed
 from tests.outlets.recorded import evaluation, step

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from stretto.core.records import Outcome
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineWriter
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.series.samples import SampledCompletion
-from stretto_report.audit.symptoms.evidence import Alarm
+from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import Cursor, How, RunFollower, read_cursor
 from stretto_report.outlets.points import MetricsPoint
 from stretto_report.outlets.role import FollowerSpec, follow

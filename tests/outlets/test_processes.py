@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stretto.launch.recipe.outlets import OutletsConfig
+from stretto.launch.recipe.extensions import OutletsConfig
 from stretto_report.outlets import supervision
 from stretto_report.outlets.role import MODULE
 from stretto_report.outlets.supervision import ToolFollower, followed

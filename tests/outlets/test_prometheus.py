@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stretto.core.errors import RecipeError
 from stretto.launch.preflight.checks import check_logging
-from stretto.launch.recipe.outlets import OutletsConfig
+from stretto.launch.recipe.extensions import OutletsConfig
 from stretto_report.outlets.follower import About, Cursor, RunFollower
 from stretto_report.outlets.supervision import followed
 from stretto_report.outlets.tools.prometheus_page import PrometheusPage, series_of

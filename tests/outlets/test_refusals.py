@@ -10,7 +10,7 @@ import pytest
 
 from stretto.core.errors import RecipeError
 from stretto.launch.preflight.checks import check_logging, is_installed
-from stretto.launch.recipe.outlets import OutletsConfig, destinations
+from stretto.launch.recipe.extensions import OutletsConfig, destinations
 from stretto.launch.recipe.recipe import load_recipe
 from tests.launch.running import TINY
 

@@ -22,8 +22,8 @@ from stretto.core.events import Span
 from stretto.engine.config import EngineConfig
 from stretto.model.hf.shape import ModelShape
 from stretto.rollout.config import RolloutConfig
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.spans import SpanLog
 from stretto.trainer.config import TrainerConfig
 from stretto.weights.mailbox import Gather, Publication, as_it_is
@@ -31,24 +31,25 @@ from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_app.extensions.commands import calibrate as calibrating
 from stretto_app.extensions.commands.calibrate import between_roles, between_steps
 from stretto_foresight.planner import measure
-from stretto_foresight.planner.costs import Costs, Layout
+from stretto_foresight.planner.costs import Costs, Job, Layout
 from stretto_foresight.planner.fit import (
     DecodeSample,
     LoadSample,
     PrefillSample,
+    RunPair,
+    RunSample,
     TrainSample,
     fit_decode,
     fit_loads,
     fit_prefill,
+    fit_runs,
     fit_training,
     least_squares,
 )
-from stretto_foresight.planner.job import Job
 from stretto_foresight.planner.lengths import LogNormalLengths
 from stretto_foresight.planner.machine import MachineProfile, machine_of
 from stretto_foresight.planner.measure import ON_A_PROCESSOR, Measurements, measure_shape, profile_of
 from stretto_foresight.planner.predict import predict
-from stretto_foresight.planner.whole_runs import RunPair, RunSample, fit_runs
 
 SHAPES = (
     ModelShape(90_000, 2, 64, 4, 4, 16, 32, tied=True),

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from stretto.core.errors import RunFolderError, UserError
+from stretto.launch.commands.recorded import record_recipe
 from stretto.launch.recipe.recipe import load_recipe, to_toml
-from stretto.launch.recipe.recorded import record_recipe
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
 from stretto_app.extensions.commands.machine_choice import PlanChoice
 from stretto_app.extensions.commands.plan import as_json, job_of, plan_recipe, rank_share, table
 from stretto_app.extensions.commands.plan_picture import draw

@@ -16,8 +16,7 @@ from stretto.model.hf.shape import ModelShape
 from stretto.rollout.config import RolloutConfig
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.memory import rank_memory
-from stretto_foresight.planner.costs import Costs, Layout, Memory
-from stretto_foresight.planner.job import Job
+from stretto_foresight.planner.costs import Costs, Job, Layout, Memory
 from stretto_foresight.planner.lengths import LogNormalLengths
 from stretto_foresight.planner.machine import MachineProfile
 

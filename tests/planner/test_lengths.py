@@ -14,9 +14,9 @@ from statistics import fmean
 import pytest
 
 from stretto.core.errors import DataError
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
 from stretto_foresight.planner.lengths import MeasuredLengths, alone, lengths_of
 from tests.store.make import Make
 

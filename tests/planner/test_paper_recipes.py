@@ -11,7 +11,7 @@ import pytest
 
 from stretto.launch.commands.train import check
 from stretto.launch.preflight import paper
-from stretto.launch.preflight.gold import Sifted
+from stretto.launch.preflight.questions import Sifted
 from stretto.launch.recipe.recipe import load_recipe
 from stretto_app.extensions.commands.plan import job_of
 from stretto_foresight.planner.costs import Costs, Layout

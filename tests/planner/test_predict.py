@@ -21,8 +21,7 @@ from stretto.engine.config import EngineConfig
 from stretto.model.hf.shape import ModelShape
 from stretto.rollout.config import RolloutConfig
 from stretto.trainer.config import TrainerConfig
-from stretto_foresight.planner.costs import Costs, Layout
-from stretto_foresight.planner.job import Job
+from stretto_foresight.planner.costs import Costs, Job, Layout
 from stretto_foresight.planner.layouts import candidates, own_layout
 from stretto_foresight.planner.lengths import LogNormalLengths
 from stretto_foresight.planner.machine import MachineProfile, known_machines, machine_of

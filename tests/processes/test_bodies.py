@@ -10,7 +10,7 @@ import pytest
 
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record
-from stretto.processes.http.bodies import parse_record, refusal_of
+from stretto.processes.http.asgi import parse_record, refusal_of
 
 
 class Part(Record, frozen=True):

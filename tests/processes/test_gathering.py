@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.processes.http.gathering import Gathered, GatheringTransport
+from stretto.processes.http.transport import Gathered, GatheringTransport
 from stretto.processes.kernel.event_loop import run
 
 

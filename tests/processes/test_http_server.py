@@ -18,8 +18,8 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from stretto.processes.handshake import client_context, server_context
 from stretto.processes.http.server import HttpServer, admit, settings_of
-from stretto.processes.tls import client_context, server_context
 from tests.certificates import authority
 
 _MOST, _PATIENCE = 16, 0.5

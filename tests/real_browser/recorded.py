@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stretto.core.events import Span
 from stretto.core.records import Segment, StopReason
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import MetricsLog
 from stretto.store.series.spans import SpanLog
 from tests.store.make import ledger_at

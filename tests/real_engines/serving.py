@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.logprobs import SMALL
+from stretto.conversation.text import StopTexts
 from stretto.core.canary import TensorDigest
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest, Sampling
@@ -24,14 +25,12 @@ from stretto.core.tasks import cancel_and_wait
 from stretto.engine.backend import Stream
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.client import decoded
-from stretto.engine.native.stops import StopTexts
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from stretto_servers.engine import ExternalEngine, Limits
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Continuation, Launch, Make
-from stretto_servers.makes import launch_of, make_of
+from stretto_servers.make import Continuation, Launch, Make, launch_of, make_of
 from stretto_servers.server import ServerProcess, free_port, until_ready
 from stretto_servers.staging import StagedWeights
 from tests.engine.answering import shaken

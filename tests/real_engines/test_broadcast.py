@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
-from stretto_servers import collective
-from stretto_servers.collective import SglangByBroadcast
+from stretto_servers import broadcast
+from stretto_servers.broadcast import SglangByBroadcast
 from stretto_servers.http import JsonServer
 from stretto_servers.make import Continuation
 from tests.engine.answering import shaken
@@ -43,7 +43,7 @@ class Reads:
     """What an adapter sends in place of what it has read and checked."""
 
     def __init__(self) -> None:
-        self._honest = collective._read
+        self._honest = broadcast._read
         self._before: dict[str, torch.Tensor] = {}
         self.spoil: Spoil | None = None
 
@@ -59,7 +59,7 @@ class Reads:
 async def test_versions_that_were_broadcast_are_proven_and_spoilt_ones_refused(
     either_server: RealServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective, "_read", reads := Reads())
+    monkeypatch.setattr(broadcast, "_read", reads := Reads())
     http = JsonServer(either_server.kind, either_server.address, seconds=60.0, token_seconds=60.0)
     wire = SglangByBroadcast(http, 60.0, either_server.address, "gloo")
     async with training(either_server, wire=wire) as (trainer, _):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.canary import Ask, Canary, Loaded, Proof, TensorDigest, text
 from stretto.core.errors import UnprovenWeights
-from stretto.engine.spec import EngineSpec
+from stretto.engine.wire import EngineSpec
 from stretto.loop.engines.proving import Proving
 from stretto_servers.engine import ExternalEngine
 from stretto_servers.make import Make

@@ -21,7 +21,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stretto.store import lock
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, read_metrics
 from stretto_report.outlets.follower import read_cursor
 from stretto_report.outlets.role import MODULE, FollowerSpec

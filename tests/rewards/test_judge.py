@@ -16,7 +16,7 @@ import pytest
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
-from stretto.rewards.judge import Judge, JudgeConfig
+from stretto.rewards.models import Judge, JudgeConfig
 from stretto.rewards.service.wire import ScoreItem
 from tests.rewards.replying import Question, Reply, ReplyServer, serving
 from tests.rewards.scoring import scored

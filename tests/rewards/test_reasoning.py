@@ -12,7 +12,7 @@ import pytest
 
 from stretto.core.errors import DataError
 from stretto.core.records import Outcome
-from stretto.launch.preflight.gold import sift
+from stretto.launch.preflight.questions import sift
 from stretto.rewards import reasoning
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided

@@ -17,7 +17,7 @@ from stretto.core.records import Outcome
 from stretto.launch.preflight.checks import check_reward_addresses
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
-from stretto.rewards.reward_model import RewardModel, RewardModelConfig
+from stretto.rewards.models import RewardModel, RewardModelConfig
 from stretto.rewards.service.wire import ScoreItem
 from tests.rewards.replying import Question, ReplyServer, serving
 from tests.rewards.scoring import scored

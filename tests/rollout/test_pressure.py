@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.rollout.pressure import ROOM, AdaptiveInFlight, Pressure, decided, measured
+from stretto.rollout.adaptive import ROOM, AdaptiveInFlight, Pressure, decided, measured
 
 Load = Callable[[int], Pressure]
 

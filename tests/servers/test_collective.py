@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import tests.servers.receiver as receiver
 from stretto.core.errors import RefusedRequest, WireError
-from stretto_servers.collective import SglangByBroadcast
+from stretto_servers.broadcast import SglangByBroadcast
 from stretto_servers.http import JsonServer
 from tests.servers.conftest import Receiving
 

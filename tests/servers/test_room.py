@@ -7,14 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.machine import Gpu
-from stretto.core.placement import Need, place
+from stretto.core.machine import Gpu, Need, place
 from stretto.engine.config import EngineConfig
 from stretto.launch.preflight.devices import notes_of
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
-from stretto_servers.make import Room
-from stretto_servers.makes import launch_of
+from stretto_servers.make import Room, launch_of
 
 GIB = 1 << 30
 KINDS = ("vllm", "sglang")

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError
 from stretto.core.records import Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.spec import EngineSpec
+from stretto.engine.wire import EngineSpec
 from stretto_servers import http as wire
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Continuation, Delta, Make, Occupancy
-from stretto_servers.makes import make_of
+from stretto_servers.make import Continuation, Delta, Make, Occupancy, make_of
 from stretto_servers.role import wire_to
 
 SAMPLING = Sampling(max_tokens=99, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(1,), stop=("x",))

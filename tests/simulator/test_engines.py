@@ -20,8 +20,7 @@ from stretto.core.records import Prompt
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Ticket
 from stretto.rollout.prompts import PromptStream
-from stretto_foresight.simulator.clock import VirtualClock
-from stretto_foresight.simulator.engines import EngineLimits, Flight, SimulatedEngine
+from stretto_foresight.simulator.engines import EngineLimits, Flight, SimulatedEngine, VirtualClock
 from stretto_foresight.simulator.run import SimulatedRun
 
 

@@ -18,9 +18,8 @@ from stretto.core.records import (
     Verdict,
 )
 from stretto.rollout.config import BeyondBound, RolloutConfig
-from stretto_foresight.simulator.report import SimulationReport
-from stretto_foresight.simulator.run import SimulatedRun
-from stretto_foresight.simulator.workload import Workload
+from stretto_foresight.simulator.accounts import SimulationReport
+from stretto_foresight.simulator.run import SimulatedRun, Workload
 
 
 def batch(*answers: tuple[int, ...], version: int, oldest_trainable: int = 0) -> Batch:

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from stretto.core.admission import BoundChange
 from stretto.core.records import Batch, State
 from stretto.rollout.config import BeyondBound, RolloutConfig
+from stretto_foresight.simulator.accounts import SimulationReport
 from stretto_foresight.simulator.engines import EngineLimits
-from stretto_foresight.simulator.report import SimulationReport
-from stretto_foresight.simulator.run import SimulatedRun
-from stretto_foresight.simulator.workload import Workload
+from stretto_foresight.simulator.run import SimulatedRun, Workload
 
 workloads = st.builds(
     Workload,

@@ -21,9 +21,9 @@ from stretto.core.records import (
     Verdict,
     trajectory_id,
 )
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
 
 PROMPT = Prompt(id="17", token_ids=(5, 12, 8, 13), text="3+8=", answer="11")
 RIGHT, WRONG = Verdict(outcome=Outcome.RIGHT, reward=1.0), Verdict(outcome=Outcome.WRONG, reward=0.0)

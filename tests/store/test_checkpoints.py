@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.store import lock
-from stretto.store.folder.checkpoints import Checkpoints, verify
+from stretto.store.checkpoints import Checkpoints, verify
 
 FLIPS = [*(1 << bit for bit in range(8)), 0xFF]
 

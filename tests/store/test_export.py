@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RunFolderError, StoreError, UserError
 from stretto.core.records import Outcome, Segment, State, Trajectory, Verdict
+from stretto.store import formats
 from stretto.store.export import FORMATS, ExportedTrajectory, export_run
-from stretto.store.formats import parquet
-from stretto.store.formats.text import cell
+from stretto.store.formats import cell
 from tests.store.make import Make, run_at
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
@@ -254,7 +254,7 @@ def short_and_long(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_memory_does_not_grow_with_the_run(
     format: str, short_and_long: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet, "_GROUP_BYTES", 40_000)
+    monkeypatch.setattr(formats, "_GROUP_BYTES", 40_000)
     peaks = []
     for run in short_and_long:
         export_run(run, tmp_path / "rows", format)  # modules are imported

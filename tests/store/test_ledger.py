@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Outcome, Segment, State, Verdict
-from stretto.store.ledger import forgetting, reading
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
+from stretto.store.ledger import reading, schema
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import read_batches, read_unfinished
@@ -309,10 +309,10 @@ def test_a_disk_that_is_full_ends_the_run_with_the_path(path: Path, make: Make) 
 
 STATEMENTS = {
     "the trajectories of a batch": (reading._TRAJECTORIES, (0, 8)),
-    "what ended untrained is forgotten": (forgetting.FORGET_UNTRAINED, (0,)),
-    "what was trained is forgotten": (forgetting.FORGET_TRAINED, (0, 1)),
-    "prompts are forgotten": (forgetting.FORGET_PROMPTS, (0, 1)),
-    "what is not settled": (forgetting.UNSETTLED, (0, 1)),
+    "what ended untrained is forgotten": (schema.FORGET_UNTRAINED, (0,)),
+    "what was trained is forgotten": (schema.FORGET_TRAINED, (0, 1)),
+    "prompts are forgotten": (schema.FORGET_PROMPTS, (0, 1)),
+    "what is not settled": (schema.UNSETTLED, (0, 1)),
 }
 
 

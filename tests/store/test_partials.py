@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from stretto.core.errors import StoreError
 from stretto.core.events import RecordedCall
 from stretto.core.records import NOTHING, PROMPT, Segment, State, StopReason
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import read_unfinished

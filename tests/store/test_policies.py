@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.store.folder.policies import same_weights, why_incomparable
+from stretto.store.checkpoints import same_weights, why_incomparable
 
 ONE = {"model.safetensors": b"weights"}
 TWO = {"model-00001-of-00002.safetensors": b"wei", "model-00002-of-00002.safetensors": b"ghts"}

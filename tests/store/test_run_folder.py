@@ -17,14 +17,14 @@ import pytest
 
 from stretto.core.errors import RunFolderError
 from stretto.store import lock
-from stretto.store.folder.checkpoints import Checkpoints
-from stretto.store.folder.provenance import library_versions, machine
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.checkpoints import Checkpoints
+from stretto.store.provenance import library_versions, machine
+from stretto.store.run_folder import RunFolder
 from tests.store.make import run_at
 
 _HOLDER = """
 import sys
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 folder = RunFolder.create(sys.argv[1])
 print("locked", flush=True)
 sys.stdin.read()

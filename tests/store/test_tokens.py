@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import StoreError
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.series.config import TokensConfig
+from stretto.store.config import TokensConfig
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.tokens import SampledTokens, TokenFiles, read_tokens, tokens_file
 from tests.store.make import run_at
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import StoreError
-from stretto.store.ledger.wal import check_log
+from stretto.store.ledger.schema import check_log
 
 FRAME = 24 + 4096
 

@@ -26,18 +26,18 @@ import pytest
 from stretto.core.errors import RunFolderError
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.processes.stopping import StopSignal
+from stretto.store.config import StoreConfig
 from stretto.store.ending import ENDING, Ending
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog
 from stretto.store.totals import TOTALS, Totals
-from stretto_app.study import command, runner
+from stretto_app.study import command
+from stretto_app.study import conduct as runner
 from stretto_app.study.command import perform
-from stretto_app.study.conduct import StudyProgress, conduct, side_by_side
+from stretto_app.study.conduct import StudyProgress, TrainProcesses, conduct, side_by_side
 from stretto_app.study.definition import PlannedRun, load_study
 from stretto_app.study.folder import StudyFolder
-from stretto_app.study.runner import TrainProcesses
 from stretto_app.study.summary import summarise, table
 from tests.launch.running import TINY, Ended, Laboratory
 from tests.store.make import Make

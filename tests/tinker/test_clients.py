@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto_tinker.compute.base import LocalBackend
-from stretto_tinker.record.record import Asked
+from stretto_tinker.record import Asked
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.work.sampling import SampleQueue, Waiting
 from tests.tinker.speaking import Client, a_client, held, job, serving, tokens_of, told

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stretto_tinker.compute.base import LocalBackend
-from stretto_tinker.record.record import Record
+from stretto_tinker.record import Record
 from stretto_tinker.serve import RECORD
 from stretto_tinker.work import models, worker
 from tests.launch.running import service

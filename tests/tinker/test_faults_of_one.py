@@ -17,7 +17,7 @@ from stretto.engine.config import EngineConfig
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.learner import Learner
 from stretto_tinker.compute.sampler import Sampler
-from stretto_tinker.record.record import Asked, Record
+from stretto_tinker.record import Asked, Record
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.wire.outputs import Sampled, encode_sampled
 from stretto_tinker.work import sampling, turns, worker

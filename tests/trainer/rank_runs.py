@@ -31,8 +31,7 @@ from stretto.trainer.critic import Critic
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.outcomes import TokenSink, TrainedTokens
 from stretto.trainer.parallel.lora import adapt
-from stretto.trainer.parallel.ranks import ALONE, Ranks, ShardedRanks
-from stretto.trainer.parallel.rendezvous import join, reach_store
+from stretto.trainer.parallel.ranks import ALONE, Ranks, ShardedRanks, join, reach_store
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import EPS, RATE

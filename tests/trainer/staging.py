@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.trainer import muon
-from stretto.trainer.parallel import moments
+from stretto.trainer import optimizer
 
 
 @contextmanager
@@ -24,8 +23,8 @@ def staged(largest: int | None = None) -> Iterator[list[int]]:
         return held.clone()
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (moments, muon):
+        for module in (optimizer, optimizer):
             patch.setattr(module, "to_device", to_device)
         if largest is not None:
-            patch.setattr(moments, "_THROUGH", largest)
+            patch.setattr(optimizer, "_THROUGH", largest)
         yield through

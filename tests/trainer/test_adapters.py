@@ -18,14 +18,13 @@ from stretto.core.records import Sampling
 from stretto.engine.native.parameters import Parameters
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import LoraConfig, TrainerConfig
-from stretto.trainer.messages import SavePolicy
+from stretto.trainer.messages import SavePolicy, TrainerSpec
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner
 from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.roles.trainer import TrainerRole
-from stretto.trainer.spec import TrainerSpec
 from stretto.trainer.trainer import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from tests.tolerances import assert_close, rounding

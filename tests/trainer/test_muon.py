@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.trainer.muon import Muon, orthogonal
+from stretto.trainer.optimizer import Muon, orthogonal
 from tests.trainer.staging import staged
 
 

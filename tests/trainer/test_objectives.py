@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, Sampling
-from stretto.trainer.batch.packing import minibatches
+from stretto.trainer.batch.minibatch import minibatches
 from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig

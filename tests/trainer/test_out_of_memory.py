@@ -14,11 +14,10 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from stretto.core.errors import OutOfMemory
 from stretto.model.device import memory_named, take_share
-from stretto.trainer.messages import Demonstration, Demonstrations, SaveCheckpoint
+from stretto.trainer.messages import Demonstration, Demonstrations, SaveCheckpoint, SupervisedSpec, TrainerSpec
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.roles import supervised
 from stretto.trainer.roles.trainer import TrainerRole
-from stretto.trainer.spec import SupervisedSpec, TrainerSpec
 from stretto.trainer.trainer import Trainer
 from stretto.weights.mailbox import GatheringPublisher
 from tests.trainer.rank_runs import SAMPLING, SCENARIOS, trainer_of

@@ -16,17 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.store.series.config import TokensConfig
+from stretto.store.config import TokensConfig
 from stretto.store.series.tokens import SampledTokens, TokenOutcome, read_tokens, tokens_file
 from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.config import TrainerConfig
+from stretto.trainer.messages import TokensSpec
 from stretto.trainer.objective import corrections, decoupled_ppo, surrogates
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.objective.losses import Objective, evaluate
-from stretto.trainer.outcomes import TrainedTokens, outcomes
-from stretto.trainer.roles.token_writer import TokenWriter
-from stretto.trainer.spec import TokensSpec
+from stretto.trainer.outcomes import TokenWriter, TrainedTokens, outcomes
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import EPS, LOGITS, RATE, near
 from tests.trainer.batches import LONGEST, batch, sample_logprobs

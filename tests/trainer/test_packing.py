@@ -7,7 +7,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.trainer.batch.packing import balanced, micro_batches, minibatches, shares
+from stretto.trainer.batch.minibatch import balanced, micro_batches, minibatches, shares
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 

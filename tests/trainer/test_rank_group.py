@@ -21,33 +21,35 @@ import torch
 from stretto.core.machine import interface_of
 from stretto.core.records import Batch
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.learner.link import TrainerLink
-from stretto.loop.learner.recovery import Recovery
+from stretto.loop.recovery import Recovery
+from stretto.loop.trainer_link import TrainerLink
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.role import RoleProcess
-from stretto.store.folder.checkpoints import Checkpoints
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.checkpoints import Checkpoints
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import (
+    RANK_ROLE,
     CheckpointSaved,
     Copied,
     PolicySaved,
     Publish,
     Published,
     RanksAwaited,
+    RankSpec,
     Ready,
     SaveCheckpoint,
     SavePolicy,
     Stop,
     Train,
     Trained,
+    TrainerSpec,
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.roles.rank import _as_here
-from stretto.trainer.spec import RANK_ROLE, RankSpec, TrainerSpec
 from stretto.trainer.trainer import Trainer
 from tests.tiny_policy import TINY
 from tests.tolerances import after_adam, operations_of

@@ -14,7 +14,7 @@ import pytest
 from stretto.core.errors import HandshakeRefused
 from stretto.processes.handshake import call
 from stretto.trainer.messages import Ready
-from stretto.trainer.parallel.rendezvous import LOOPBACK, open_store
+from stretto.trainer.parallel.ranks import LOOPBACK, open_store
 from stretto.trainer.roles.rank_group import RankGroup, RankIntroduction
 from tests.certificates import authority
 from tests.trainer.two_machines import Running, Site, refused, run, running

@@ -22,20 +22,18 @@ import pytest
 import torch
 
 from stretto.core.errors import ModelFolderError, StoreError
-from stretto.model.hf import writing
+from stretto.model.hf import folder as writing
 from stretto.model.hf.filling import fill
-from stretto.model.hf.folder import load_policy, save_policy
+from stretto.model.hf.folder import load_policy, save_policy, write_weights
 from stretto.model.hf.layers import saved_buffers
 from stretto.model.hf.skeleton import skeleton
-from stretto.model.hf.writing import write_weights
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.store.series.tokens import TokenOutcome
 from stretto.trainer import checkpoint
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.messages import RankLost
+from stretto.trainer.messages import RankLost, TrainerSpec
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.roles.rank_group import RankGroup
-from stretto.trainer.spec import TrainerSpec
 from tests.tolerances import after_adam, assert_close
 from tests.trainer.conftest import FAMILIES
 from tests.trainer.rank_runs import LOSSES, PLAYED, SAMPLING, SCENARIOS, trainer_of

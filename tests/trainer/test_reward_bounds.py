@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
 from stretto.core.states import LARGEST_REWARD, bounded_reward, why_no_reward
 from stretto.trainer.batch.samples import samples_of
+from stretto.trainer.objective.advantages import Shaping
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
-from stretto.trainer.objective.shaping import Shaping
 
 PROMPT = Prompt(id="0", token_ids=(5, 12), text="", answer="")
 KINDS = ("group", "group_mean", "leave_one_out", "lite_ppo", "batch", "reinforce_pp", "reinforce_pp_baseline", "gae")

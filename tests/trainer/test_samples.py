@@ -43,10 +43,10 @@ from stretto.trainer.batch.minibatch import minibatch
 from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
+from stretto.trainer.objective.advantages import Shaping
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
 from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.objective.losses import evaluate, objective
-from stretto.trainer.objective.shaping import Shaping
 from stretto.trainer.objective.tokens import LossTokens
 from stretto.trainer.optimizer import Learner
 from stretto.trainer.trainer import Trainer

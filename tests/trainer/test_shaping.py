@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.trainer.objective.shaping import Shaping, overlong, shaped
+from stretto.trainer.objective.advantages import Shaping, overlong, shaped
 
 
 def test_the_overlong_penalty_by_hand() -> None:

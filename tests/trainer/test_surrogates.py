@@ -15,8 +15,7 @@ from torch import Tensor
 
 from stretto.trainer.objective import decoupled_ppo, surrogates
 from stretto.trainer.objective.decoupled_ppo import interpolated
-from stretto.trainer.objective.m2po import m2po_mask
-from stretto.trainer.objective.surrogates import Surrogate
+from stretto.trainer.objective.surrogates import Surrogate, m2po_mask
 from stretto.trainer.objective.tokens import LossTokens
 from tests.tolerances import FEW, near, rounding
 from tests.trainer.packed_tokens import logs, tokens

@@ -14,7 +14,7 @@ import torch
 
 from stretto.core.errors import BoundViolated, StoreError, TrainingDiverged
 from stretto.core.records import Batch, Segment, Trajectory
-from stretto.trainer.batch.packing import minibatches
+from stretto.trainer.batch.minibatch import minibatches
 from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig

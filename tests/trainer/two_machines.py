@@ -21,6 +21,7 @@ from stretto.processes.spawn import Spawner
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import (
     FROM_TRAINER,
+    RANK_ROLE,
     FromTrainer,
     Publish,
     Published,
@@ -29,9 +30,9 @@ from stretto.trainer.messages import (
     SaveCheckpoint,
     SavePolicy,
     Train,
+    TrainerSpec,
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.spec import RANK_ROLE, TrainerSpec
 from stretto.weights.folder import remove
 from tests.certificates import authority
 from tests.launch.warm import session_fork_server

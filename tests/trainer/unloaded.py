@@ -15,12 +15,11 @@ from stretto.model.hf.layers import decoder_layers
 from stretto.model.hf.skeleton import skeleton
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.messages import SavePolicy
+from stretto.trainer.messages import SavePolicy, TrainerSpec
 from stretto.trainer.optimizer import UNCHANGED, Policy
 from stretto.trainer.parallel.ranks import Ranks
 from stretto.trainer.parallel.sharding import shard
 from stretto.trainer.roles.trainer import TrainerRole
-from stretto.trainer.spec import TrainerSpec
 from stretto.weights.mailbox import GatheringPublisher
 from tests.trainer.batches import LONGEST
 

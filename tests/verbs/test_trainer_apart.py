@@ -24,8 +24,7 @@ import torch
 import stretto
 from stretto.store.lock import is_held
 from stretto.verbs import role
-from stretto.verbs.apart.trainer import TrainerApart
-from stretto.verbs.apart.wire import CallResult
+from stretto.verbs.trainer_apart import CallResult, TrainerApart
 from tests.verbs.conftest import warmed
 from tests.verbs.losses import likelihood
 
@@ -184,7 +183,7 @@ def test_a_call_that_was_interrupted_within_a_message_ends_the_trainer(
             f"Trainer.apart: still starting; what it says is in {trainer._log}"
         ]
         with monkeypatch.context() as patched:
-            patched.setattr("stretto.verbs.apart.trainer.receive", interrupted)
+            patched.setattr("stretto.verbs.trainer_apart.receive", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 trainer.forward(data)
         with pytest.raises(stretto.StrettoError, match="interrupted within a message"):

@@ -16,7 +16,7 @@ import pytest
 
 from stretto_verify import Judged, ProgramJudge, judge_math, judge_program, judging
 from stretto_verify.cli import main
-from stretto_verify.sandbox.attacks.catalogue import ATTACKS
+from stretto_verify.sandbox.attacks import ATTACKS
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import probe
 from stretto_verify.worker import Worker

@@ -10,8 +10,8 @@ import numpy as np
 from stretto.core.canary import CANARY, CanaryRecord, Proof
 from stretto.core.events import Span
 from stretto.core.records import Batch, Group, Prompt, Segment, State, StopReason, Trajectory
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.series.spans import SpanLog
 from stretto.store.series.tokens import SampledTokens, TokenFiles

@@ -21,8 +21,8 @@ from stretto.store import lock
 from stretto.store.series.metrics import read_metrics
 from stretto_app.cli.main import inspect
 from stretto_report.audit.alarms import AlarmWatch
-from stretto_report.audit.symptoms.evidence import Alarm
-from stretto_report.watch.index.cache import Cache
+from stretto_report.audit.evidence import Alarm
+from stretto_report.watch.index.columns import Cache
 from stretto_report.watch.runs.run import WatchedRun
 from stretto_report.watch.serve import watch
 from stretto_report.watch.terminal import watch_in_terminal

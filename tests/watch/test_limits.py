@@ -29,7 +29,7 @@ from stretto.core.errors import StrettoError
 from stretto.processes.http.names import HostNames
 from stretto.store import lock
 from stretto_report.watch.index import trajectories as trajectories_module
-from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.index.columns import Cache
 from stretto_report.watch.index.files import read_ledger
 from stretto_report.watch.index.steps import Steps
 from stretto_report.watch.index.trajectories import Trajectories, count_states
@@ -105,7 +105,7 @@ def test_a_second_comparison_is_refused_while_one_is_made(tmp_path: Path) -> Non
 
 
 def test_the_end_of_the_process_waits_for_no_reading() -> None:
-    program = "import time\nfrom stretto_report.watch.web.thread import ReadingThread as Thread\n"
+    program = "import time\nfrom stretto_report.watch.web.app import ReadingThread as Thread\n"
     program += "Thread('w').submit(time.sleep, 3600)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

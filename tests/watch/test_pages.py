@@ -23,11 +23,11 @@ import pytest
 
 from stretto.core.records import Outcome, State, Verdict
 from stretto.store import lock
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import MetricsLog, rewind_metrics
-from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.index.columns import Cache
 from stretto_report.watch.index.steps import Steps, curves
 from stretto_report.watch.index.trajectories import Trajectories
 from stretto_report.watch.runs.folder import logs_of

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stretto.core.events import Span
 from stretto.store.series.spans import SpanLog
-from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.index.columns import Cache
 from stretto_report.watch.index.timeline import Spans, lanes
 
 EIGHTH = st.integers(0, 80).map(lambda eighths: eighths / 8)

@@ -18,9 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.weights.copying import Copies, copied_beside
+from stretto.weights.copying import Copies, as_text, copied_beside, texts
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
-from stretto.weights.sums import as_text, texts
 
 DEVICE = torch.device("cpu")
 SLOW = 0.03  # seconds of each copy

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 
 from stretto.core.errors import DataError
-from stretto.worlds.synthetic.arithmetic import ArithmeticTask
-from stretto.worlds.synthetic.drawing import is_held_out
-from stretto.worlds.synthetic.programs import Description, Instruction, ProgramsTask
+from stretto.worlds.arithmetic import ArithmeticTask
+from stretto.worlds.data.task import is_held_out
+from stretto.worlds.programs import Description, Instruction, ProgramsTask
 
 WORDS, OPERANDS = ("plus", "minus", "times", "max", "min"), ("a", "b", "c", *"123456789")
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.worlds.synthetic.programs import Description, Instruction, ProgramsTask
+from stretto.worlds.programs import Description, Instruction, ProgramsTask
 
 TASK = ProgramsTask(kind="programs", prompts=300, held_out=50, demonstrations=300)
 

@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn, Optional
 
 import typer
 
-from stretto.doors.packages import check_packages
+from stretto.doors.loading import check_packages
 
 JoinAddress = Annotated[
     str,

@@ -10,8 +10,7 @@ import typer
 
 from stretto import __version__
 from stretto.core.errors import StrettoError, described
-from stretto.doors.packages import check_packages
-from stretto_app.cli.exporting import export
+from stretto.doors.loading import check_packages
 from stretto_app.cli.interrupts import Commands, forking, importing
 from stretto_app.cli.joining import engine, rank
 from stretto_app.cli.mistakes import (
@@ -23,9 +22,8 @@ from stretto_app.cli.mistakes import (
     refuse_run,
 )
 from stretto_app.cli.planning import plan
+from stretto_app.cli.runs import export, study, watch
 from stretto_app.cli.score import score
-from stretto_app.cli.studies import study
-from stretto_app.cli.watching import watch
 
 app = typer.Typer(
     name="stretto",
@@ -132,7 +130,7 @@ def train(
     print("\n".join(alarms.findings().lines()))
     if plots:
         # imported only now: matplotlib takes a second, for which neither a mistake nor the training should wait
-        from stretto_report.dashboard.plots.plots import plot_run
+        from stretto_report.dashboard.plots import plot_run
 
         for plot in plot_run(prepared.path):
             print(f"plot  {plot}")
@@ -151,7 +149,7 @@ def sft(
     """Train on the recipe's demonstrations (its [warm_start]), and write a Hugging Face folder."""
     with forking(refuse_recipe(recipe, overrides or [])) as spawner:
         with importing():
-            from stretto.launch.assemble.warm_start import sft
+            from stretto.launch.assemble.supervised import sft
             from stretto_report.dashboard.terminal.progress import open_display
 
         with open_display(0) as display:

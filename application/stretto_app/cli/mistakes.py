@@ -30,7 +30,7 @@ def refuse_model(folder: Path) -> None:
 
 def refuse_run(folder: Path) -> None:
     """Raise a user's mistake if a folder holds no run."""
-    from stretto.store.folder.run_folder import RunFolder
+    from stretto.store.run_folder import RunFolder
 
     RunFolder.open(folder)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from stretto.doors.packages import check_packages
+from stretto.doors.loading import check_packages
 from stretto_app.cli.mistakes import refuse_recipe
 
 if TYPE_CHECKING:  # of a package that may be missing

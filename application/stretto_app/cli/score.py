@@ -22,9 +22,9 @@ def score_math(
 ) -> None:
     """Judge final answers in mathematics: each line has `gold` and `completion`, and gets `verdict` and `seconds`."""
     from stretto.rewards.config import RewardsConfig
-    from stretto.rewards.files.math import print_scored
+    from stretto.rewards.files import print_scored_answers
 
-    print_scored(file, RewardsConfig(function="math", workers=workers, timeout=timeout))
+    print_scored_answers(file, RewardsConfig(function="math", workers=workers, timeout=timeout))
 
 
 @score.command("code")
@@ -44,7 +44,7 @@ def score_code(
 ) -> None:
     """Run programs against tests: each line has `completion` and `tests`, and gets `verdict`, `passed`, `seconds` and
     `level`."""
-    from stretto.rewards.files.code import print_scored
+    from stretto.rewards.files import print_scored_programs
     from stretto_verify.sandbox.config import SandboxConfig
 
     config = SandboxConfig(
@@ -55,4 +55,4 @@ def score_code(
         lowest_level=lowest_level,
         unsafe=unsafe,
     )
-    print_scored(file, config, workers)
+    print_scored_programs(file, config, workers)

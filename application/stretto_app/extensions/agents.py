@@ -15,17 +15,17 @@ from stretto.core.records import Verdict
 from stretto.engine.http.lifecycle import bind
 from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
-from stretto.launch.recipe.agents import AgentConfig
+from stretto.launch.recipe.extensions import AgentConfig
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.processes.http.names import HostNames, is_loopback
 from stretto.processes.http.server import serving_beside
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.worlds.single_turn import Score
 from stretto_gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
 from stretto_gateway.checks import KEY, check_agent, check_reach
 from stretto_gateway.model import ServedModel
-from stretto_gateway.sampling import SamplingRule
+from stretto_gateway.requests import SamplingRule
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import SessionTable
 

@@ -24,28 +24,26 @@ from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.records.tenure import Tenure
-from stretto.processes.handshake import new_key
+from stretto.loop.records.totals import Tenure
+from stretto.processes.handshake import client_context, new_key
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import TOKEN, Spawner
 from stretto.processes.supervisor import RestartBudget, Supervisor
-from stretto.processes.tls import client_context
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.weights.config import ChosenMedium
 from stretto.weights.folder import release
 from stretto_app.extensions.ray_agents import RayAgents, placing_seconds
 from stretto_app.extensions.remote_ranks import RemoteRanks
-from stretto_cluster.address import bound
+from stretto_cluster.address import JOIN, PATIENCE_SECONDS, JoinFile, bound, read_join_file
 from stretto_cluster.gate import Doors, Gate
 from stretto_cluster.guest import guest
-from stretto_cluster.join_file import JOIN, PATIENCE_SECONDS, JoinFile, read_join_file
 from stretto_cluster.machine import JoinedMachine
 from stretto_cluster.messages import AGENTS_TLS, Join, RunTerms
 from stretto_cluster.placing import RayPlacerSpec
 from stretto_cluster.succession import RunSuperseded, tell
-from stretto_cluster.weights.role import WeightsServerSpec
+from stretto_cluster.weights.server import WeightsServerSpec
 
-_WEIGHTS_ROLE = "stretto_cluster.weights.role"
+_WEIGHTS_ROLE = "stretto_cluster.weights.server"
 _STOP_GRACE = 1.0
 _ANYWHERE = "0.0.0.0:0"
 _LOOK_SECONDS = 1.0

@@ -1,4 +1,4 @@
-"""Trainer ranks on machines that have joined for this purpose (implements `loop.learner.link.StartRanks`)."""
+"""Trainer ranks on machines that have joined for this purpose (implements `loop.trainer_link.StartRanks`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied
 from stretto.core.tasks import gather_or_cancel, gather_to_the_end
-from stretto.trainer.messages import RanksAwaited
-from stretto.trainer.spec import RANK_ROLE, TrainerSpec
+from stretto.trainer.messages import RANK_ROLE, RanksAwaited, TrainerSpec
 from stretto_cluster.machine import JoinedMachine, RemoteProcess
 from stretto_cluster.messages import AGENTS_TLS
 
@@ -46,7 +45,7 @@ class RemoteRanks:
 
     async def __call__(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
         """Stop the ranks of before, and start the `awaited` ones on joined machines; see
-        `loop.learner.link.StartRanks`."""
+        `loop.trainer_link.StartRanks`."""
         await gather_to_the_end(*(rank.stop(0.0) for rank in self._ranks))
         self._ranks = []
         places = await self._places(len(awaited.ranks))

@@ -11,11 +11,10 @@ import msgspec
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.processes.stopping import until_cut_short
 from stretto.store.files import write_atomically
-from stretto_app.study.conduct import conduct
+from stretto_app.study.conduct import TrainProcesses, conduct
 from stretto_app.study.definition import load_study
 from stretto_app.study.folder import StudyFolder
 from stretto_app.study.picture import draw
-from stretto_app.study.runner import TrainProcesses
 from stretto_app.study.summary import StudyResult, summarise, table
 
 SHIPPED = Path(__file__).parent / "shipped"

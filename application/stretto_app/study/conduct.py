@@ -1,22 +1,171 @@
-"""Train the runs of a study, as many at the same time as the cores allow. Finished runs are never repeated."""
+"""Train the runs of a study, each by `stretto train` in a process of its own, as many at the same time as the cores
+allow. Finished runs are never repeated; the result of a run is read from its folder.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
-from stretto.core.errors import RunFolderError, StoreError
+from stretto.core.deadlines import deadline, waiting
+from stretto.core.errors import DeadlineExceeded, RunFolderError, StoreError
 from stretto.core.machine import cores
+from stretto.core.records import Record
 from stretto.core.tasks import gather_or_cancel
 from stretto.launch.recipe.recipe import Recipe
+from stretto.processes.heartbeat import die_with_parent
+from stretto.processes.spawn import describe_exit
 from stretto.processes.stopping import StopSignal
-from stretto.store.folder.provenance import machine
+from stretto.store.ending import condition, read_ending
+from stretto.store.inspection import inspect_run
+from stretto.store.provenance import machine
+from stretto.store.run_folder import RunFolder
+from stretto.store.series.metrics import read_metrics
 from stretto_app.study.definition import PlannedRun, Study
 from stretto_app.study.folder import StudyFolder
-from stretto_app.study.outcome import RunOutcome, read_outcome
-from stretto_app.study.runner import TrainProcesses
+from stretto_app.study.statistics import Evaluated
+
+
+class RunOutcome(Record, frozen=True):
+    """Result of a finished run. `seconds`: from the first admitted prompt to the last update; rates are over this
+    time."""
+
+    seed: int
+    digest: str
+    accuracy: float  # held-out accuracy of the last version
+    seconds: float
+    trajectories: int  # trained trajectories
+    trained_tokens: int
+    generated_tokens: int
+    recomputed_tokens: int
+    wasted_tokens: int
+    staleness_mean: float
+    staleness_max: int
+    evaluations: tuple[Evaluated, ...]
+
+    @property
+    def trained_per_second(self) -> float:
+        """Trained tokens per second (effective throughput)."""
+        return self.trained_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def generated_per_second(self) -> float:
+        """Generated tokens per second."""
+        return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def seconds_to(self, accuracy: float) -> float | None:
+        """Seconds until an evaluation first reached this held-out accuracy; None if none reached it."""
+        return next((one.seconds for one in self.evaluations if one.accuracy >= accuracy), None)
+
+
+def read_outcome(path: Path, steps: int, seed: int, digest: str) -> RunOutcome | None:
+    """Read the outcome of the run in a folder; None if there is no run, it is not finished, or it had fewer than
+    `steps` steps. `seed` and `digest` are copied into the outcome.
+
+    Raises:
+        StoreError: the run folder cannot be read.
+    """
+    if not (path / "ledger.sqlite").is_file() or condition(path).state != "finished":
+        return None
+    _, lines = read_metrics(RunFolder.open(path).metrics)
+    seen = inspect_run(path)
+    last = [line.accuracy for line in lines if line.version == steps]
+    if seen.steps < steps or not last:
+        return None
+    return RunOutcome(
+        seed=seed,
+        digest=digest,
+        accuracy=last[-1],
+        seconds=seen.rl_seconds,
+        trajectories=seen.trajectories.trained,
+        trained_tokens=seen.tokens.trained,
+        generated_tokens=seen.tokens.generated,
+        recomputed_tokens=seen.tokens.recomputed,
+        wasted_tokens=seen.tokens.wasted,
+        staleness_mean=seen.staleness.mean,
+        staleness_max=seen.staleness.max,
+        evaluations=tuple(Evaluated(line.step, line.rl_seconds, line.accuracy) for line in lines),
+    )
+
+
+_STOPPING = 120.0  # seconds for the current step and a checkpoint; the run's own deadlines are shorter
+
+
+class TrainProcesses:
+    """Runs ``stretto train``, which resumes a run that an earlier process of the study started. The processes end with
+    this one, and draw no plots, because a study has its own."""
+
+    def __init__(self, folder: StudyFolder) -> None:
+        self._folder = folder
+
+    async def train(self, run: PlannedRun, stop: StopSignal) -> str | None:
+        """Train the run to its end, or resume it. Return None, or the reason of its failure. A requested `stop` ends it
+        early."""
+        place = self._folder.run(run)
+        resumes = (place / "ledger.sqlite").is_file()
+        what = [str(place), "--resume"] if resumes else [str(self._folder.recipe(run)), "--run-dir", str(place)]
+        log = self._folder.log(run)
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "stretto_app.cli.main",
+                "train",
+                *what,
+                "--no-plots",
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C reaches only the study, which then stops its runs
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+        stop.call(partial(_terminate, process))
+        try:
+            code = await self._ended(process, run, stop)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if code == 0:
+            return None
+        last = _reason(place) or log.read_text(errors="replace").strip().rpartition("\n")[2]
+        return f"{describe_exit(code)}: {last}" if last else describe_exit(code)
+
+    async def _ended(self, process: asyncio.subprocess.Process, run: PlannedRun, stop: StopSignal) -> int:
+        """Wait for the process; return its exit code. Once asked to stop, it has `_STOPPING` seconds; before, there is
+        no limit, because a run has its own deadlines and watchdog."""
+        owner, awaited = "study", f"the run {run.digest}"
+        with waiting(owner, awaited, run.recipe.deadlines.still):
+            code = await stop.unless(process.wait())
+        if code is None:
+            with contextlib.suppress(DeadlineExceeded):  # it will be killed, and can be resumed
+                async with deadline(owner, f"{awaited} to stop", _STOPPING):
+                    await process.wait()
+        return process.returncode if process.returncode is not None else -signal.SIGKILL
+
+
+def _reason(place: Path) -> str:
+    """Reason of a run's failure on record in its ledger; "" if there is none, as for a refused or killed run."""
+    try:
+        ending = read_ending(RunFolder(place).ledger)
+    except StoreError:  # reported when the outcome is read
+        return ""
+    return ending.reason if ending is not None and ending.how == "failed" else ""
+
+
+def _terminate(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+
 
 Say = Callable[[str], None]
 

@@ -11,7 +11,7 @@ from matplotlib.ticker import PercentFormatter
 
 from stretto_app.study.statistics import CurvePoint, Interval
 from stretto_app.study.summary import CellSummary, StudyResult
-from stretto_report.dashboard.plots.style import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, panels, saved_as, titled
+from stretto_report.dashboard.style import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, panels, saved_as, titled
 
 _COLOURS = (BLUE, RED, GREEN, ORANGE, PINK, SKY)
 _ROW = 0.3  # inches

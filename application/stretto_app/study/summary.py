@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from stretto.core.records import Record
-from stretto.store.folder.provenance import Machine, library_versions, machine
-from stretto_app.study.conduct import StudyProgress
+from stretto.store.provenance import Machine, library_versions, machine
+from stretto_app.study.conduct import RunOutcome, StudyProgress
 from stretto_app.study.definition import Study
-from stretto_app.study.outcome import RunOutcome
 from stretto_app.study.statistics import CurvePoint, Interval, accuracy_at, by_clock, by_step, interval
 
 INTERVALS = "mean and 95 % interval over seeds (Student t)"

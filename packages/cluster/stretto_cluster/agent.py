@@ -39,9 +39,8 @@ from stretto.core.errors import (
     WireError,
 )
 from stretto.core.tasks import NamedTasks, cancel_and_wait, to_the_end
-from stretto.processes.handshake import call
+from stretto.processes.handshake import call, client_context
 from stretto.processes.role import RoleProcess
-from stretto.processes.tls import client_context
 from stretto.processes.wire import Wire, connect
 from stretto.weights.folder import release
 from stretto_cluster.address import speaks_tls

@@ -23,8 +23,8 @@ from stretto import __version__
 from stretto.core.errors import UNREADABLE, DeadlineExceeded, HandshakeBroken, HandshakeRefused, StrettoError
 from stretto.core.frames import frame
 from stretto.core.tasks import cancel_and_wait, first_of
-from stretto.loop.records.tenure import Tenure
-from stretto.processes.tls import server_context
+from stretto.loop.records.totals import Tenure
+from stretto.processes.handshake import server_context
 from stretto.processes.wire import Reception, Wire
 from stretto_cluster.address import bound
 from stretto_cluster.machine import JoinedMachine

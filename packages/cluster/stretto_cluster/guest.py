@@ -20,7 +20,7 @@ from stretto.core.errors import (
 )
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment
 from stretto.engine.http.client import HttpEngine
-from stretto.engine.spec import ENGINE_KEY, EngineSpec
+from stretto.engine.wire import ENGINE_KEY, EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.proving import Proving

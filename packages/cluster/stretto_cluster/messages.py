@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from stretto.core.records import Record
-from stretto.loop.records.tenure import Tenure
+from stretto.loop.records.totals import Tenure
 
 #: Valid range of clocks and byte counts; a message with another number is invalid.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]

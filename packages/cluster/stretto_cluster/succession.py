@@ -27,11 +27,10 @@ from stretto.core.errors import (
     StrettoError,
     WireError,
 )
-from stretto.loop.records.tenure import Tenure
-from stretto.processes.handshake import call
-from stretto.processes.tls import client_context
+from stretto.loop.records.totals import Tenure
+from stretto.processes.handshake import call, client_context
 from stretto.processes.wire import Wire, connect
-from stretto_cluster.join_file import JOIN, JoinFile, read_join_file
+from stretto_cluster.address import JOIN, JoinFile, read_join_file
 from stretto_cluster.messages import TENURE, Look
 
 UNIX = "unix:"  #: prefix of an address on this machine

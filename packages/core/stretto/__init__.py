@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from stretto.verbs.datum import Datum, Forward
     from stretto.verbs.engine import LocalEngine as Engine
     from stretto.verbs.ledger import FolderLedger as Ledger
+    from stretto.verbs.models import PolicyWeights as Weights
+    from stretto.verbs.models import SharedModel
     from stretto.verbs.scheduler import GroupScheduler as Scheduler
-    from stretto.verbs.shared_model import SharedModel
     from stretto.verbs.small_model import build_model
     from stretto.verbs.trainer import LocalTrainer as Trainer
-    from stretto.verbs.weights import PolicyWeights as Weights
     from stretto.worlds.workflows.conversation import Conversation, Workflow
     from stretto.worlds.workflows.task import Reward, TurnReply, WorkflowTask
 
@@ -110,7 +110,7 @@ _ORIGINS = {
     "Run": "stretto.api.run",
     "RunFolderError": _ERRORS,
     "Scheduler": "stretto.verbs.scheduler:GroupScheduler",
-    "SharedModel": "stretto.verbs.shared_model",
+    "SharedModel": "stretto.verbs.models",
     "StepMetrics": "stretto.store.series.metrics",
     "StoreError": _ERRORS,
     "StrettoError": _ERRORS,
@@ -119,7 +119,7 @@ _ORIGINS = {
     "Trainer": "stretto.verbs.trainer:LocalTrainer",
     "TurnReply": _TASK,
     "UserError": _ERRORS,
-    "Weights": "stretto.verbs.weights:PolicyWeights",
+    "Weights": "stretto.verbs.models:PolicyWeights",
     "Workflow": _CONVERSATION,
     "WorkflowError": _ERRORS,
     "WorkflowTask": _TASK,

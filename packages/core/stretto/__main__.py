@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 
 from stretto.core.errors import UserError
-from stretto.doors.packages import from_package
+from stretto.doors.loading import from_package
 
 
 def main() -> None:

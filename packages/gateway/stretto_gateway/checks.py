@@ -11,7 +11,7 @@ from ipaddress import ip_address
 
 from stretto.conversation.bridge import ChatTemplate
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, WorkflowError
-from stretto.launch.recipe.agents import AgentConfig
+from stretto.launch.recipe.extensions import AgentConfig
 
 _IMPORT_SECONDS = 60.0
 KEY = "STRETTO_API_KEY"  #: environment variable with the key that opens sessions

@@ -15,8 +15,8 @@ from stretto.conversation.text import StopFinder
 from stretto.conversation.tool_calls import form_of, knows_reasoning, split_reasoning
 from stretto.core.errors import DataError, ModelFolderError, RefusedRequest
 from stretto.core.records import Likeliest, Segment, StopReason
-from stretto.launch.recipe.agents import GatewayConfig
-from stretto_gateway.sampling import SamplingRule
+from stretto.launch.recipe.extensions import GatewayConfig
+from stretto_gateway.requests import SamplingRule
 from stretto_verify.thoughts import opened
 
 _NAMES = 65_536  # size of the cache for texts of single tokens

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.core.errors import Problem, RecipeError, StrettoError
-from stretto.engine.capabilities import Capabilities, release_of
-from stretto.engine.config import EngineConfig
+from stretto.engine.config import Capabilities, EngineConfig, release_of
 from stretto.launch.preflight.base import digest
 from stretto.model.hf.inspection import ModelFolder, read_config
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Served
-from stretto_servers.makes import make_of
+from stretto_servers.make import Served, make_of
 
 _ANSWER_SECONDS = 5.0
 _ITS_OWN = "start it with the policy's own folder"

@@ -24,16 +24,15 @@ from typing import Literal
 
 import msgspec
 
+from stretto.conversation.text import StopTexts
 from stretto.core.canary import Challenge, Loaded, Scores
 from stretto.core.deadlines import waiting
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, StrettoError, WireError
-from stretto.core.events import Span
+from stretto.core.events import BusySpans, Span
 from stretto.core.records import GenerateRequest, Partials, StopReason
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.backend import ENDED, Stream
-from stretto.engine.busy_spans import BusySpans
-from stretto.engine.native.stops import StopTexts
 from stretto.engine.native.validate import check_prefixes, check_request, check_text
 from stretto_servers.completions import OpenCompletion
 from stretto_servers.make import Make, Occupancy, canary_scores

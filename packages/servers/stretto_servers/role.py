@@ -15,23 +15,22 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.conversation.text import StopTexts
 from stretto.core.frames import LARGEST_FRAME
 from stretto.doors.loading import look_in
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.server import EngineApp, serve_app
-from stretto.engine.native.stops import StopTexts
-from stretto.engine.spec import ENGINE_KEY, EngineSpec
+from stretto.engine.wire import ENGINE_KEY, EngineSpec
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.kernel import event_loop
 from stretto.processes.run_role import run_role
 from stretto.weights.shared_memory import SharedMemorySubscriber
-from stretto_servers.collective import SglangByBroadcast
+from stretto_servers.broadcast import SglangByBroadcast
 from stretto_servers.engine import ExternalEngine, Limits
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Make, Room
-from stretto_servers.makes import launch_of, make_of
+from stretto_servers.make import Make, Room, launch_of, make_of
 from stretto_servers.server import GivenServer, Server, ServerProcess, free_port, lost, until_ready
 from stretto_servers.staging import FolderAsItIs, StagedWeights
 

@@ -8,7 +8,7 @@
     full?    GET  /v1/loads
 
 SGLang reports log-probabilities after temperature but before filters. Therefore recipes with top_p, top_k or min_p are
-refused (`engine.capabilities`, which also has the oldest release). On a CPU it ignores seeds.
+refused (`engine.config`, which also has the oldest release). On a CPU it ignores seeds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.errors import UNREADABLE, WireError
-from stretto.engine.capabilities import CAPABILITIES
-from stretto.engine.config import EngineConfig
+from stretto.engine.config import CAPABILITIES, EngineConfig
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto_servers.http import LOOK_SECONDS, JsonServer, refused
 from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Room, Served

@@ -9,7 +9,7 @@
     full?    GET  /metrics                         Prometheus' text format
 
 Needs ``--enable-scale-out``, the worker extension and ``VLLM_SERVER_DEV_MODE=1``; the oldest release is in
-`engine.capabilities`.
+`engine.config`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import msgspec
 
 from stretto.core.errors import UNREADABLE, WireError
 from stretto.core.records import Likeliest
-from stretto.engine.capabilities import CAPABILITIES
-from stretto.engine.config import EngineConfig
+from stretto.engine.config import CAPABILITIES, EngineConfig
 from stretto_servers.http import LOOK_SECONDS, JsonServer, refused
 from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Room, Served
 from stretto_servers.worker.advance import FOLDER, read_of

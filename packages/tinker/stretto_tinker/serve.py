@@ -9,11 +9,11 @@ from pathlib import Path
 from stretto.core.errors import Problem, RunFolderError
 from stretto.processes.http.names import HostNames
 from stretto.store import lock
+from stretto_tinker.checkpoints import Place, Weights
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.http.app import TinkerApp
 from stretto_tinker.http.service import Changes, Service
-from stretto_tinker.record.checkpoints import Place, Weights
-from stretto_tinker.record.record import Record
+from stretto_tinker.record import Record
 from stretto_tinker.work.worker import Worker
 
 RECORD = "tinker.sqlite"

@@ -7,9 +7,9 @@ import weakref
 from functools import cached_property, lru_cache
 from typing import Self
 
-from stretto_verify.code.asserts import BadTests
 from stretto_verify.code.formats import parse_tests
 from stretto_verify.code.reward import CodeReward
+from stretto_verify.code.tests import BadTests
 from stretto_verify.math.extract.final import final_answer, without_frame
 from stretto_verify.math.limits import LONGEST_COMPLETION, SECONDS
 from stretto_verify.math.reward import math

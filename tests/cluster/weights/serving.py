@@ -20,8 +20,7 @@ from torch import Tensor
 
 from stretto.weights.shared_memory import SharedMemorySubscriber
 from stretto_cluster.weights.mirror import Mirror
-from stretto_cluster.weights.role import WeightsServerSpec
-from stretto_cluster.weights.server import WeightsApp, bound, server_of
+from stretto_cluster.weights.server import WeightsApp, WeightsServerSpec, bound, server_of
 from stretto_cluster.weights.source import PART_SIZE
 
 KEY = "k" * 32
@@ -170,7 +169,7 @@ def role(home: Path, model: Path, address: str) -> Iterator[subprocess.Popen[byt
     (home / "key").write_text(KEY + "\n")
     spec = WeightsServerSpec("run", str(home), str(model), address, str(home / "key"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "stretto_cluster.weights.role", msgspec.json.encode(spec).decode()]
+        [sys.executable, "-m", "stretto_cluster.weights.server", msgspec.json.encode(spec).decode()]
     )
     try:
         yield process

@@ -102,5 +102,7 @@ async def test_the_role_serves_until_it_is_ended(home: Path, model: Path, away: 
 
 
 def test_a_mirror_and_its_server_need_no_torch() -> None:
-    code = "import sys, stretto_cluster.weights.mirror, stretto_cluster.weights.role; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, stretto_cluster.weights.mirror, stretto_cluster.weights.server; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

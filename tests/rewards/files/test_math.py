@@ -13,8 +13,7 @@ import pytest
 
 from stretto.core.errors import DataError
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.files.lines import read_lines
-from stretto.rewards.files.math import MathLine, print_scored
+from stretto.rewards.files import MathLine, print_scored_answers, read_lines
 
 CONFIG = RewardsConfig(function="math", workers=1)
 
@@ -32,7 +31,7 @@ def test_lines_come_back_in_order_with_verdict_and_seconds(tmp_path: Path, capsy
         {"gold": r"\frac{1}{", "completion": "1"},
         {"gold": "0.5", "answer": "½"},
     ]
-    print_scored(written(tmp_path, *[json.dumps(row) for row in rows], ""), CONFIG)
+    print_scored_answers(written(tmp_path, *[json.dumps(row) for row in rows], ""), CONFIG)
     printed = capsys.readouterr()
     told = [json.loads(line) for line in printed.out.splitlines()]
     assert [{name: row[name] for name in row if name not in ("verdict", "seconds")} for row in told] == rows
@@ -70,7 +69,7 @@ def test_all_bad_lines_are_named_together_and_none_is_judged(
 ) -> None:
     path = written(tmp_path, "{", *["{}"] * 25, '{"gold": "1", "completion": "1"}')
     with pytest.raises(DataError) as refused:
-        print_scored(path, CONFIG)
+        print_scored_answers(path, CONFIG)
     assert [problem.place for problem in refused.value.problems] == [f"{path}:1", f"{path}:2"]
     assert str(refused.value).endswith("; and 24 more rows")
     assert capsys.readouterr().out == ""

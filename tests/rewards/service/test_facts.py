@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.rewards.service.facts import Facts
+from stretto.rewards.service.wire import Facts
 
 STRONG, WEAK = {"sandbox": "sandbox level A (warm)"}, {"sandbox": "sandbox level D (warm)"}
 

@@ -20,7 +20,7 @@ from stretto.core.errors import RewardFunctionError
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rewards.functions import RewardFunction, Undecided
-from stretto.rewards.service.parts import LoadedPart, judge_all
+from stretto.rewards.service.judging import LoadedPart, judge_all
 from stretto.rewards.service.wire import PartSettings, ScoreItem, Worth
 from tests.rewards.scoring import scored
 

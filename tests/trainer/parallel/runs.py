@@ -19,8 +19,7 @@ from torch import Tensor
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner
-from stretto.trainer.parallel.ranks import Ranks, ShardedRanks
-from stretto.trainer.parallel.rendezvous import join, reach_store
+from stretto.trainer.parallel.ranks import Ranks, ShardedRanks, join, reach_store
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import RATE
 from tests.trainer.rank_runs import Scenario, settings, trainer_of

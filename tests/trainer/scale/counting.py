@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from stretto.model.hf.filling import own
-from stretto.model.kernels import fused_logprobs
 from stretto.model.packed import attention, logprobs
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
@@ -139,7 +138,7 @@ def ranks_without_machines(count: int, config: TrainerConfig, *, gpu: bool = Tru
             if gpu:
                 patch.setattr(attention, "_bucketed", attention._flash)
             patch.setattr(DeviceMesh, "__init__", _with_numbers(DeviceMesh.__init__))
-            for sizes in (logprobs.CHUNK_LOGITS, fused_logprobs._BLOCK) if gpu else ():
+            for sizes in (logprobs.CHUNK_LOGITS, logprobs._BLOCK) if gpu else ():
                 patch.setitem(sizes, "cpu", sizes["cuda"])
             yield ShardedRanks("cpu", config, "fake") if count > 1 else ALONE
     finally:

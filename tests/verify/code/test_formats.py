@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from stretto_verify.code.asserts import BadTests
 from stretto_verify.code.comparison import near
 from stretto_verify.code.formats import parse_tests
-from stretto_verify.code.tests import CallTest, StdinTest
+from stretto_verify.code.tests import BadTests, CallTest, StdinTest
 from stretto_verify.sandbox.values import plain
 
 ADD = StdinTest(stdin="3 8\n", stdout="11\n")

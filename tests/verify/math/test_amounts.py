@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto_verify.math.compare.times import same_time
+from stretto_verify.math.compare.comparison import same_time
 from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.reading import read
 from stretto_verify.math.parse.units import amount, conversion, without_unit

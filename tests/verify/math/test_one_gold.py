@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from benchmarks.one_gold import cases, kind, right_for
 from stretto_verify.math.extract.terms import terms
-from stretto_verify.math.parse.account import accounts_for, candidates, says_nothing
 from stretto_verify.math.parse.reading import read
-from stretto_verify.math.parse.structure import LeftOver, Scalar, Unreadable
+from stretto_verify.math.parse.structure import LeftOver, Scalar, Unreadable, accounts_for, candidates, says_nothing
 from tests.verify.math.judged import right
 
 GOLDS = ["A", "B", "C", "D", "42", "43", "7", "yes", "no", "(1,2)"]

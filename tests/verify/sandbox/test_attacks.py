@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from stretto_verify.sandbox.attacks.attack import Attack
-from stretto_verify.sandbox.attacks.catalogue import ATTACKS
+from stretto_verify.sandbox.attacks import ATTACKS
+from stretto_verify.sandbox.attacks_on_limits import Attack
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import Baits, probe, try_attack, try_rung
 from stretto_verify.sandbox.sandbox import Sandbox

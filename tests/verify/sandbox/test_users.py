@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from stretto_verify.sandbox.config import SandboxConfig
-from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
-from stretto_verify.sandbox.users import SandboxUser
+from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed, SandboxUser
 from stretto_verify.sandbox.walls import Level, Walls
 from tests.verify.sandbox.other_users import ORDINARY, as_user
 

@@ -16,8 +16,7 @@ from stretto.conversation.forest import way_to
 from stretto.conversation.session import MemoryRecord, Session, TurnRequest
 from stretto.core.records import Prompt, Sampling, Segment, StopReason, Trajectory
 from stretto.worlds.workflows.built_in import tools
-from stretto.worlds.workflows.built_in.calculator import calculate
-from stretto.worlds.workflows.built_in.tools import PythonTool, Search
+from stretto.worlds.workflows.built_in.tools import PythonTool, Search, calculate
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange, Services
 from stretto.worlds.workflows.pool import WorkflowPool

@@ -16,13 +16,13 @@ import msgspec
 
 from stretto.core.errors import RoleDied
 from stretto.store.files import write_atomically
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.spans import iterate_spans
 from stretto_app.extensions.commands.plan import job_of
+from stretto_foresight.planner.fit import RunPair, RunSample, fit_runs
 from stretto_foresight.planner.machine import MachineProfile
 from stretto_foresight.planner.measure import calibrate
-from stretto_foresight.planner.whole_runs import RunPair, RunSample, fit_runs
 from stretto_report.dashboard.prediction import terms_of_run
 
 _PATIENCE = 300.0

@@ -13,11 +13,10 @@ from pathlib import Path
 from stretto.conversation.session import Sampler, SessionRecord, TurnRequest, WholeTurns
 from stretto.core.errors import EngineLost
 from stretto.core.records import Completion, GenerateRequest, Segment
-from stretto.engine.capabilities import capabilities_of
-from stretto.engine.config import EngineConfig
+from stretto.engine.config import EngineConfig, capabilities_of
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
-from stretto.engine.native.capacity import longest_row_of
-from stretto.engine.spec import socket_folder
+from stretto.engine.native.scheduler import longest_row_of
+from stretto.engine.wire import socket_folder
 from stretto.launch.assemble.specs import engines_of_folder
 from stretto.launch.preflight.engines import check_engine_keys, check_head_dim, check_servers
 from stretto.loop.engines.pool import EnginePool
@@ -42,7 +41,7 @@ from stretto_app.extensions.commands.serve import (
 )
 from stretto_gateway.checks import check_chat, check_reach
 from stretto_gateway.model import ServedModel
-from stretto_gateway.sampling import DISTRIBUTION
+from stretto_gateway.requests import DISTRIBUTION
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import RecordedSessions
 from stretto_verify.thoughts import PIECES

@@ -17,8 +17,8 @@ from stretto.processes.handshake import call
 from stretto.processes.heartbeat import PARENT, die_with_parent
 from stretto.processes.spawn import TOKEN
 from stretto.processes.wire import Wire, connect
+from stretto_cluster.address import JoinFile, read_join_file
 from stretto_cluster.agent import Offer, run_agent
-from stretto_cluster.join_file import JoinFile, read_join_file
 from stretto_cluster.messages import ANSWER, Answer, Scale
 
 _HANDSHAKE_SECONDS = 10.0

@@ -18,11 +18,10 @@ from stretto.launch.recipe.recipe import load_recipe, to_toml
 from stretto.model.hf.shape import shape_of_model
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.store.files import write_atomically
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.worlds.data.task import Question
 from stretto_app.extensions.commands.machine_choice import PlanChoice, machine_chosen
-from stretto_foresight.planner.costs import Costs
-from stretto_foresight.planner.job import Job
+from stretto_foresight.planner.costs import Costs, Job
 from stretto_foresight.planner.layouts import own_layout
 from stretto_foresight.planner.lengths import Lengths, LogNormalLengths, alone, lengths_of
 from stretto_foresight.planner.machine import machine_of

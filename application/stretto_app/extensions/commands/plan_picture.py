@@ -7,7 +7,7 @@ from pathlib import Path
 from stretto.core.errors import Problem, RunFolderError
 from stretto_app.extensions.commands.plan import named, rank_share
 from stretto_foresight.planner.predict import RunPlan
-from stretto_report.dashboard.plots.planned import plot_plan
+from stretto_report.dashboard.timeline import plot_plan
 
 
 def draw(found: RunPlan, path: Path) -> None:

@@ -30,7 +30,7 @@ from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes.http.names import HostNames, is_loopback
 from stretto.processes.kernel import event_loop
 from stretto_gateway.model import ServedModel
-from stretto_gateway.sampling import DISTRIBUTION, CallForms, SamplingRule
+from stretto_gateway.requests import DISTRIBUTION, CallForms, SamplingRule
 from stretto_gateway.serve.app import ServeApp
 
 _KEY = re.compile(r"[!-~]+")

@@ -1,4 +1,5 @@
-"""HTTP server of a run's publications and model folders, for the mirrors of other machines; without torch.
+"""HTTP server of a run's publications and model folders, for the mirrors of other machines, and the process that
+serves them: ``python -m stretto_cluster.weights.server SPEC``; without torch.
 
     GET /versions/7         the publication; its seal is the ETag
     GET /versions/7?base=S  a delta from the publication with the seal S (`weights.delta`), if that is smaller
@@ -20,6 +21,7 @@ import os
 import re
 import socket
 import ssl
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,9 +33,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import TornPublication
+from stretto.core.records import Record
+from stretto.processes.heartbeat import begin_role
 from stretto.processes.http.server import HttpServer, admit, settings_of
-from stretto.processes.http.zero_copy import ZERO_COPY
+from stretto.processes.http.transport import ZERO_COPY
 from stretto.processes.kernel import event_loop
+from stretto.processes.run_role import run_role
 from stretto.weights.folder import path_of, versions
 from stretto.weights.manifest import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
 from stretto_cluster.weights.delta import Deltas, NoDelta
@@ -268,3 +273,39 @@ def _opened(path: Path, gone: str) -> Iterator[int]:
 def _list(model: Path) -> dict[str, ModelFile]:
     files = sorted(path for path in model.iterdir() if path.is_file())
     return {path.name: ModelFile(name=path.name, size=path.stat().st_size, digest=digest_of(path)) for path in files}
+
+
+class WeightsServerSpec(Record, frozen=True):
+    """Spec of a weights server.
+
+    `model`: folder of version 0. `key_file`: file with the key, because all users of a machine can read a command line.
+    `tls` is a folder with ``ca.pem``, ``cert.pem`` and ``key.pem``, or None.
+
+    Example: ``WeightsServerSpec("a1b2", "/dev/shm", "runs/first/policy/v000000", "0.0.0.0:8400", "/tmp/s/key")``
+    """
+
+    run: str
+    folder: str
+    model: str
+    address: str
+    key_file: str
+    tls: str | None = None
+    reference: str | None = None  # folder of the reference policy, if it has one of its own
+
+
+def main(arguments: list[str]) -> int:
+    """Run the role until the conductor ends it; return the exit code. An error is the last line of the log."""
+    spec = msgspec.json.decode(arguments[0], type=WeightsServerSpec)
+    begin_role()
+    return run_role(lambda: _serve(spec), lambda failed: print(f"weights: {failed.problem}", file=sys.stderr))
+
+
+def _serve(spec: WeightsServerSpec) -> None:
+    key = Path(spec.key_file).read_text().strip()
+    reference = Path(spec.reference) if spec.reference is not None else None
+    app = WeightsApp(spec.run, Path(spec.folder), Path(spec.model), key, reference)
+    serve(app, spec.address, Path(spec.tls) if spec.tls is not None else None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

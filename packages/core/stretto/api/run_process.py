@@ -13,7 +13,7 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from stretto.api.orders import EvaluationOrder, TrainOrder
+from stretto.api.run import EvaluationOrder, TrainOrder
 from stretto.core.errors import StrettoError
 from stretto.launch.preflight.descriptors import check_descriptors
 from stretto.processes.fork_server_role import fork_server

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.api.orders import EvaluationOrder, RunProcess, TrainOrder
-from stretto.api.run import Run
+from stretto.api.run import EvaluationOrder, Run, RunProcess, TrainOrder
 from stretto.core.errors import Problem, RecipeError
 from stretto.loop.records.evaluation import Evaluation
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def evaluate(
         UserError: the folder, the task or an override is invalid.
         RoleError: an engine or a reward worker failed.
     """
-    from stretto.launch.recipe.functions import with_named_reward
+    from stretto.launch.recipe.overrides import with_named_reward
     from stretto.launch.recipe.recipe import override, to_toml
 
     if not isinstance(model, str | Path):

@@ -1,4 +1,5 @@
-"""Text of a completion while it is sampled: whole characters only, cut off at the first stop text.
+"""Text of a completion while it is sampled: whole characters only, cut off at the first stop text; the completion ends
+with the token that completes it.
 
 A character may consist of several tokens, and a decoder may treat the first token of a text differently (it drops its
 leading space). So new tokens are decoded together with a few tokens before them, whose text is then cut off::
@@ -16,12 +17,16 @@ Stop texts are searched in the text, so they may begin and end inside tokens. A 
 
     text        ... "ca" | "f" | "é" | " <" | "/s>" ...
     StopFinder      "ca"   "f"   "é"   " "    found      "<" may begin the stop text "</s>": it waits
+
+The engine passes each token to a `Watch`, which searches the decoded text of the completion (`conversation.text`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from stretto.core.errors import ModelFolderError, RefusedRequest
 
 #: Replacement character that decoders write for incomplete or invalid bytes.
 NO_CHARACTER = "\ufffd"
@@ -142,3 +147,48 @@ def _overlap(text: str, stop: str) -> int:
     """Count the characters at the end of `text` that may be the beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+class Watch:
+    """Searches for stop texts in one completion, token by token. `seen`: number of tokens so far."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+        self.seen = 0
+        self._text, self._stop = RunningText(detokenizer), StopFinder(stops)
+
+    def completed(self, tokens: Sequence[int]) -> bool:
+        """Take the next tokens; True if they complete a stop text."""
+        self.seen += len(tokens)
+        return any(self._completed_by(token) for token in tokens)
+
+    def _completed_by(self, token: int) -> bool:
+        self._stop.push(self._text.push((token,)))  # pending bytes show as U+FFFD, which no stop text contains
+        return bool(self._stop.found)
+
+
+class StopTexts:
+    """Creates watches; loads the detokenizer on the first request with stop texts."""
+
+    def __init__(self, detokenizer: Callable[[], Detokenizer] | None) -> None:
+        self._make = detokenizer
+        self._made: Detokenizer | None = None
+
+    def check_served(self) -> None:
+        """Load the detokenizer, if it is not loaded.
+
+        Raises:
+            RefusedRequest: there is no tokenizer.
+        """
+        if self._made is not None:
+            return
+        if self._make is None:
+            raise RefusedRequest("sampling.stop", "stop texts", "none: this engine has no tokenizer")
+        try:
+            self._made = self._make()
+        except ModelFolderError as error:
+            raise RefusedRequest("sampling.stop", "stop texts", f"none: there is no tokenizer ({error})") from None
+
+    def watch(self, stops: Sequence[str]) -> Watch:
+        """A watch for a new completion; call `check_served` first."""
+        assert self._made is not None, "checked when the request was added"
+        return Watch(self._made, stops)

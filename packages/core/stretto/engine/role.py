@@ -14,15 +14,14 @@ import torch
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.server import serve
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.spec import ENGINE_KEY, EngineSpec
+from stretto.engine.wire import ENGINE_KEY, EngineSpec
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import load_tokenizer
-from stretto.model.kernels.choice import choose
-from stretto.model.kernels.matmul import use_onednn
-from stretto.model.kernels.tiles import FILE
+from stretto.model.kernels.matmul import choose, use_onednn
+from stretto.model.kernels.triton_attention import FILE
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
 from stretto.weights.shared_memory import SharedMemorySubscriber

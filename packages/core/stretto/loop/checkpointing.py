@@ -12,10 +12,10 @@ from stretto.core.errors import CheckpointLost, StoreError
 from stretto.core.records import Update
 from stretto.core.tasks import cancel_and_wait
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.learner.link import TrainerLink
+from stretto.loop.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller
-from stretto.store.folder.checkpoints import Checkpoints
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.checkpoints import Checkpoints
+from stretto.store.run_folder import RunFolder
 from stretto.trainer.config import TrainerConfig
 
 if TYPE_CHECKING:  # a loop without a ledger loads no SQLite

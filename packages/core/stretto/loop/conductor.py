@@ -32,8 +32,8 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluations, is_evaluation
-from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
+from stretto.loop.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller, Ticket
 from stretto.worlds.single_turn import GroupWorkflow
 

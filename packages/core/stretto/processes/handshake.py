@@ -1,4 +1,5 @@
-"""Mutual authentication of two processes by a shared key, which is never sent.
+"""Mutual authentication of two processes: by a shared key, which is never sent, and between the machines of a run by
+TLS, where both sides show a certificate signed by the run's own authority.
 
     caller                                    listener
       │ Hello: a random number, who it is ───────► │
@@ -9,6 +10,9 @@
 The caller proves first, so a stranger receives nothing that was computed with the key. A proof is valid for one side of
 one connection only. The handshake does not protect later messages: on a network that others can read, use it inside
 TLS.
+
+A folder holds `ca.pem`, `cert.pem` and `key.pem`; docs/how_to/cluster.md says how to make them. Host names are not
+checked, because machines come and go: any certificate of the authority admits.
 """
 
 from __future__ import annotations
@@ -20,12 +24,13 @@ import secrets
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import UNREADABLE, HandshakeBroken, HandshakeRefused, WireError
+from stretto.core.errors import UNREADABLE, HandshakeBroken, HandshakeRefused, Problem, RecipeError, WireError
 from stretto.core.frames import LENGTH, frame
 from stretto.core.records import Record
 
@@ -176,3 +181,39 @@ def _torn(peer: str) -> Iterator[None]:
         raise HandshakeBroken(peer, "closed the connection during the handshake") from error
     except (WireError, *UNREADABLE) as error:
         raise HandshakeRefused(peer, f"speaks another language: {error}") from error
+
+
+CA, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"
+
+
+def server_context(folder: str) -> ssl.SSLContext | None:
+    """TLS context of a listener; None (no TLS) for an empty `folder`.
+
+    Raises:
+        RecipeError: a file of the folder is missing or invalid.
+    """
+    return _context(folder, ssl.PROTOCOL_TLS_SERVER)
+
+
+def client_context(folder: str) -> ssl.SSLContext | None:
+    """Same as `server_context`, for the side that connects."""
+    return _context(folder, ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _context(folder: str, protocol: int) -> ssl.SSLContext | None:
+    if not folder:
+        return None
+    ca, certificate, key = (Path(folder) / name for name in (CA, CERTIFICATE, KEY))
+    missing = [path for path in (ca, certificate, key) if not path.is_file()]
+    if missing:
+        remedy = f"a folder with {CA}, {CERTIFICATE} and {KEY} is needed"
+        raise RecipeError([Problem("cluster.tls", f"{path} does not exist", remedy) for path in missing])
+    context = ssl.SSLContext(protocol)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(ca)
+        context.load_cert_chain(certificate, key)
+    except (ssl.SSLError, OSError) as error:
+        raise RecipeError([Problem("cluster.tls", f"{folder}: {error}", "give PEM files")]) from None
+    return context

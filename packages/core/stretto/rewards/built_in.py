@@ -35,12 +35,12 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     ),
     "exact_match": BuiltIn("stretto.rewards.functions:exact_match"),
     "final_answer": BuiltIn("stretto.rewards.functions:final_answer"),
-    "judge": BuiltIn("stretto.rewards.judge:judge_reward", timeout=60.0, configured=True),
+    "judge": BuiltIn("stretto.rewards.models:judge_reward", timeout=60.0, configured=True),
     "last_number": BuiltIn("stretto.rewards.functions:last_number", gold="stretto.rewards.functions:number_gold"),
     "reasoning_gym": BuiltIn(
         "stretto.rewards.reasoning:reasoning_gym", timeout=120.0, gold="stretto.rewards.reasoning:gold"
     ),
-    "reward_model": BuiltIn("stretto.rewards.reward_model:reward_model", timeout=60.0, configured=True),
+    "reward_model": BuiltIn("stretto.rewards.models:reward_model", timeout=60.0, configured=True),
     "math": BuiltIn("stretto_verify.math.reward:math", gold="stretto_verify.math.reward:gold"),
 }
 

@@ -10,8 +10,7 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from stretto.core.states import LARGEST_REWARD
 from stretto.rewards.address import AddressConfig
 from stretto.rewards.built_in import BUILT_IN, timeout_of
-from stretto.rewards.judge import JudgeConfig
-from stretto.rewards.reward_model import RewardModelConfig
+from stretto.rewards.models import JudgeConfig, RewardModelConfig
 from stretto_verify.sandbox.config import SandboxConfig
 
 _AFTER_PROGRAMS = 15.0  #: seconds for the restart of a failed sandbox

@@ -24,12 +24,11 @@ from stretto.core.admission import BoundChange, Staleness, admits, due
 from stretto.core.errors import StrettoError
 from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory, derive_seed, trajectory_id
 from stretto.core.states import Journal
-from stretto.rollout.adaptive import AdaptiveBound, adapted
+from stretto.rollout.adaptive import AdaptiveBound, AdaptiveInFlight, Pressure, adapted, decided, measured
 from stretto.rollout.batching import QueueState, assert_within_bound, choose
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters, refused
 from stretto.rollout.pacing import Continuous, Pacing
-from stretto.rollout.pressure import AdaptiveInFlight, Pressure, decided, measured
 from stretto.rollout.prompts import Draw, Position, PromptStream
 
 CONTROLLER = "standing"  #: key of the ledger under which the `ControllerState` is saved

@@ -24,11 +24,10 @@ import msgspec
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Record
 from stretto.store import lock
-from stretto.store.folder.branch import ORIGIN, Branch
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.schema import reading
-from stretto.store.series.follower import open_plain
+from stretto.store.run_folder import ORIGIN, Branch, RunFolder
+from stretto.store.series.lines import open_plain
 
 #: Name of the fact in the ledger.
 ENDING = "ending"

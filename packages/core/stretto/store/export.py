@@ -15,12 +15,11 @@ import msgspec
 from stretto.core.errors import Problem, RunFolderError, nearest
 from stretto.core.records import Record, Segment
 from stretto.store.files import users_file
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.formats.parquet import Parquet
-from stretto.store.formats.text import Csv, JsonLines
+from stretto.store.formats import Csv, JsonLines, Parquet
 from stretto.store.ledger.rows import Payload, decode_payload
 from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import check_rows
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import iterate_lines
 
 #: Names of the columns of `_ROWS`. SQLite's own names are not used: a flipped bit in the schema may change a letter.

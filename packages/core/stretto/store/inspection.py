@@ -18,11 +18,10 @@ from stretto.measures.goodput import Category
 from stretto.measures.selection import SELECTION, Bias, MaskedGroups, SelectionBias, report
 from stretto.store import lock
 from stretto.store.ending import branch_of, condition
-from stretto.store.folder.branch import Branch
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.reading import BOUNDS, tokens_on_record
 from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import Value, check_rows
+from stretto.store.run_folder import Branch, RunFolder
 from stretto.store.totals import ENGINES, TOTALS, Carried, Membership, Totals, budget
 
 #: Name of the ledger's events that say which user-defined parts have changed between two starts of the run.

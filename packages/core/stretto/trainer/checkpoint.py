@@ -8,7 +8,7 @@
 
 Written and read as torch distributed checkpoints in safetensors files, without pickle. Any number of ranks can load a
 checkpoint that any other number has written. A `TrainerState` is written while training continues.
-`store.folder.checkpoints` forces a checkpoint to disk, seals it and makes it the run's newest.
+`store.checkpoints` forces a checkpoint to disk, seals it and makes it the run's newest.
 
 Ranks on other machines may not see the folder, which is tested each time. If a rank does not see it, rank 0 alone reads
 and writes, and the shards go over the network, file by file.
@@ -38,8 +38,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stretto.core.errors import UNREADABLE, StoreError, described
-from stretto.trainer.optimizer import Optimizer
-from stretto.trainer.parallel.moments import MOMENTS
+from stretto.trainer.optimizer import MOMENTS, Optimizer
 from stretto.trainer.parallel.ranks import Ranks
 
 _POSITION = "trainer.json"

@@ -32,7 +32,7 @@ from stretto.trainer.config import TrainerConfig
 
 _MASTER = 4  # bytes of a weight, a gradient, a moment
 _CHUNK_LOGITS = 1 << 28  # logits that `model.packed.logprobs` computes at a time on a GPU
-_BLOCK_LOGITS = 1 << 26  # logits that `model.kernels.fused_logprobs` holds in float32 at a time
+_BLOCK_LOGITS = 1 << 26  # logits that `model.packed.logprobs` holds in float32 at a time
 #: Bytes of a communicator of NCCL: for each of its 32 channels at most the buffers of its three protocols, 4 MiB, 4.7
 #: MiB and 0.5 MiB (NCCL_BUFFSIZE, NCCL_LL128_BUFFSIZE, NCCL_LL_BUFFSIZE).
 _COMMUNICATOR = 32 * ((4 << 20) + 4_915_200 + (1 << 19))

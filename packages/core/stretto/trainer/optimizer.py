@@ -1,29 +1,163 @@
-"""AdamW over a module's parameters (`Optimizer`), a model that returns log-probabilities (`Policy`), and both combined
-(`Learner`). RL, supervised fine-tuning and DPO train a `Learner`."""
+"""AdamW over a module's parameters (`Optimizer`) with its moments on their device or in host memory, Muon, a model
+that returns log-probabilities (`Policy`), and optimizer and model combined (`Learner`). RL, supervised fine-tuning and
+DPO train a `Learner`.
+
+    host memory, page-locked        GPU
+    moments of some parameters ───► AdamW's step on them and their gradients
+                               ◄─── moments
+
+The results equal AdamW's, which treats each parameter separately. A step transfers 16 bytes for each weight of the
+rank. It holds at most `_THROUGH` bytes of moments on the GPU at a time, or the moments of one larger parameter.
+
+torch's Muon computes in bfloat16, which is emulated on processors without such instructions and then takes half of a
+small model's step. Here all matrices of one shape are multiplied together, in their own dtype.
+
+Axes: M matrix of one shape, R rows, C columns, R <= C.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import AdamW, adamw
 from transformers import PreTrainedModel
 
 from stretto.core.errors import TrainingDiverged
 from stretto.core.records import Sampling
 from stretto.model.attention_support import check_attention
-from stretto.model.hf.filling import without_memory
+from stretto.model.hf.filling import own, without_memory
 from stretto.model.hf.layers import checkpoint_activations
-from stretto.model.kernels.choice import TRAINING
-from stretto.model.kernels.matmul import use_onednn
+from stretto.model.kernels.matmul import TRAINING, use_onednn
 from stretto.model.packed.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.parallel.moments import state_of, step_from_host
-from stretto.trainer.parallel.ranks import ALONE, Ranks
+from stretto.trainer.parallel.ranks import ALONE, Ranks, zeros_on_host
 from stretto.trainer.parallel.sharding import by_mesh, clip, shard
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
+_THROUGH = 1 << 28
+
+
+def state_of(optimizer: AdamW, parameter: Tensor, ranks: Ranks, *, on_host: bool) -> dict[str, Tensor]:
+    """AdamW's state of a parameter: its moments and "step". Created as zeros if the parameter has none. `on_host`: the
+    moments are in host memory."""
+    state: dict[str, Tensor] = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state |= {name: ranks.zeros_on_host(parameter) if on_host else torch.zeros_like(parameter) for name in MOMENTS}
+    return state
+
+
+@torch.no_grad()
+def step_from_host(optimizer: AdamW, ranks: Ranks) -> None:
+    """Take an AdamW step with moments in host memory, which are current in host memory when it returns."""
+    for group in optimizer.param_groups:
+        for some in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):
+            _step(group, some, [state_of(optimizer, parameter, ranks, on_host=True) for parameter in some])
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()  # the moments may be read now
+
+
+def _step(group: dict[str, Any], parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
+    device = parameters[0].device
+    held = {name: [own(state[name]) for state in states] for name in MOMENTS}
+    moments = {name: [to_device(moment, device) for moment in each] for name, each in held.items()}
+    (first, second), (beta1, beta2) = (moments[name] for name in MOMENTS), group["betas"]
+    adamw(
+        [own(parameter) for parameter in parameters],
+        [own(parameter.grad) for parameter in parameters if parameter.grad is not None],
+        first,
+        second,
+        max_exp_avg_sqs=[],
+        state_steps=[state["step"] for state in states],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    for name, each in held.items():
+        for moment, new in zip(each, moments[name], strict=True):
+            to_host(new, moment)
+
+
+def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Divide the parameters, in order, into parts whose moments take at most `_THROUGH` bytes. A larger parameter is a
+    part of its own."""
+    part, size = list[Tensor](), 0
+    for parameter in parameters:
+        both = len(MOMENTS) * own(parameter).nbytes
+        if part and size + both > _THROUGH:
+            yield part
+            part, size = [], 0
+        part.append(parameter)
+        size += both
+    if part:
+        yield part
+
+
+def to_device(held: Tensor, device: torch.device) -> Tensor:
+    """A copy of `held` on the device; `held` itself if it is on the device already."""
+    return held.to(device, non_blocking=True)
+
+
+def to_host(moment: Tensor, held: Tensor) -> None:
+    """Copy `moment`, the result of `to_device`, back into `held`; do nothing if they are the same tensor."""
+    if moment is not held:
+        held.copy_(moment, non_blocking=True)
+
+
+_FIRST, _THIRD, _FIFTH = 3.4445, -4.7750, 2.0315  # coefficients of the polynomial that moves singular values to 1
+_TIMES = 5  # iterations
+_TINY = 1e-7
+_MOMENTUM = 0.95
+
+
+class Muon:
+    """Muon over matrices, with Nesterov momentum and without weight decay."""
+
+    def __init__(self, matrices: Iterable[Tensor], *, on_host: bool = False) -> None:
+        """`on_host`: keep the momentum in host memory."""
+        zeros = zeros_on_host if on_host else torch.zeros_like
+        self._matrices = [(matrix, zeros(matrix)) for matrix in matrices]
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Update every matrix that has a gradient, and clear the gradient, so that an optimizer that runs afterwards
+        skips the matrix."""
+        of_shape: defaultdict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for matrix, held in self._matrices:
+            if matrix.grad is not None:
+                momentum = to_device(held, matrix.device).lerp_(matrix.grad, 1 - _MOMENTUM)
+                to_host(momentum, held)
+                rows, columns = matrix.shape
+                of_shape[rows, columns].append((matrix, matrix.grad.lerp(momentum, _MOMENTUM)))
+        for (rows, columns), found in of_shape.items():
+            moves = torch.stack([move for _, move in found])
+            steps = orthogonal(moves.mT).mT if rows > columns else orthogonal(moves)
+            for (matrix, _), step in zip(found, steps, strict=True):
+                matrix.grad = None
+                matrix.add_(step, alpha=-learning_rate * max(1.0, rows / columns) ** 0.5)
+
+
+def orthogonal(matrices_MRC: Tensor) -> Tensor:
+    """Orthogonalize matrices [M, R, C] by Newton-Schulz iterations: the results have the same singular vectors, and
+    singular values near 1."""
+    found: Tensor = matrices_MRC / (matrices_MRC.norm(dim=(-2, -1), keepdim=True) + _TINY)
+    for _ in range(_TIMES):
+        square = found @ found.mT
+        change = torch.baddbmm(square, square, square, beta=_THIRD, alpha=_FIFTH)
+        found = torch.baddbmm(found, change, found, beta=_FIRST)
+    return found
+
 
 #: Sampling settings of the model's unchanged distribution; `max_tokens` has no effect on log-probabilities.
 UNCHANGED = Sampling(max_tokens=1)

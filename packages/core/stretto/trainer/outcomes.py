@@ -1,4 +1,5 @@
-"""Per-token results of a training step, to be stored in the run folder (`store.series.tokens`).
+"""Per-token results of a training step, and their writing (`store.series.tokens`) in a thread while training
+continues.
 
 The numbers are the inputs and intermediate values of the loss. They stay on the device until the end of the step, and
 are then copied once to the CPU.
@@ -9,9 +10,12 @@ Axes: N loss token of all ranks, S sampled token of a trajectory.
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -19,11 +23,14 @@ import torch
 from torch import Tensor
 
 from stretto.conversation.forest import paths
+from stretto.core.errors import described
 from stretto.core.records import Batch, Segment, Trajectory
-from stretto.store.series.tokens import SampledTokens, TokenOutcome
+from stretto.store.config import TokensConfig
+from stretto.store.series.tokens import SampledTokens, TokenFiles, TokenOutcome
 from stretto.trainer.batch.minibatch import Minibatch
 from stretto.trainer.batch.paths import path_id
 from stretto.trainer.batch.samples import Sample
+from stretto.trainer.messages import TokensSpec
 from stretto.trainer.objective.losses import Loss
 from stretto.trainer.parallel.ranks import Ranks
 
@@ -114,3 +121,49 @@ def _young(segment: Segment, begin: int, oldest: int) -> Sequence[int]:
     if min((stamp for stamp, _ in segment.stamps), default=oldest) >= oldest:
         return whole
     return [at for at, version in zip(whole, segment.versions, strict=True) if version >= oldest]
+
+
+_PATIENCE_SECONDS = 10.0
+
+
+class TokenWriter:
+    """Token sink that writes the results of each step in a thread, one step at a time. A failed write is logged, and
+    a step is left out, with a log line, while an earlier write hangs. Training continues in both cases."""
+
+    def __init__(self, spec: TokensSpec, rank: int, patience: float = _PATIENCE_SECONDS) -> None:
+        """`rank`: number of this rank; only rank 0 writes, since it runs on the run folder's machine. `patience`:
+        longest wait for an earlier write, in seconds."""
+        self._patience = patience
+        self._config = TokensConfig.model_validate_json(spec.config)
+        self._files = TokenFiles(Path(spec.folder), self._config.tokens_gib) if rank == 0 else None
+        self._writing = threading.Thread()
+        self._hangs = False  # disk hangs: do not wait for it again
+
+    def keeps(self, step: int) -> bool:
+        return self._config.keeps(step)
+
+    def take(self, tokens: TrainedTokens) -> None:
+        if self._files is None:
+            return
+        if not self.finish():
+            self._say(tokens.batch.step, f"those of an earlier step are not written after {self._patience:g} s")
+            return
+        self._writing = threading.Thread(target=self._write, args=(self._files, tokens), name="tokens")
+        self._writing.start()
+
+    def finish(self) -> bool:
+        """Wait until the last step is written; False if it is not written within `patience`."""
+        if self._writing.ident is not None:
+            self._writing.join(0.0 if self._hangs else self._patience)
+        self._hangs = self._writing.is_alive()
+        return not self._hangs
+
+    def _write(self, files: TokenFiles, tokens: TrainedTokens) -> None:
+        step = tokens.batch.step
+        try:
+            files.write(step, *tokens.sampled())
+        except OSError as error:
+            self._say(step, described(error))
+
+    def _say(self, step: int, why: str) -> None:
+        print(f"the tokens of step {step} are not on record: {why}", file=sys.stderr, flush=True)

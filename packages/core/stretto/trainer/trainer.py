@@ -32,8 +32,7 @@ from stretto.core.events import Span
 from stretto.core.records import Batch, Sampling, Update
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer import checkpoint
-from stretto.trainer.batch.minibatch import Minibatch, minibatch
-from stretto.trainer.batch.packing import minibatches
+from stretto.trainer.batch.minibatch import Minibatch, minibatch, minibatches
 from stretto.trainer.batch.samples import NO_SCORES, Sample, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic

@@ -18,8 +18,7 @@ from msgspec.structs import replace
 from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest, nearest
 from stretto.core.records import Completion, GenerateRequest, Sampling, derive_seed
 from stretto.doors.mistakes import checked
-from stretto.engine.capabilities import capabilities_of
-from stretto.engine.config import EngineConfig
+from stretto.engine.config import EngineConfig, capabilities_of
 from stretto.engine.native.engine import NativeEngine
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.decode.policy import CACHED_ATTENTION
@@ -27,7 +26,6 @@ from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rollout.controller import Ticket
 from stretto.trainer.config import LoraConfig
-from stretto.verbs.apart.engines import SourceApart
 from stretto.verbs.arguments import (
     COUNT,
     LIST,
@@ -45,9 +43,8 @@ from stretto.verbs.arguments import (
 from stretto.verbs.background import background
 from stretto.verbs.completion import TextCompletion, mark_of
 from stretto.verbs.ledger import FolderLedger, TicketsInFlight, turn_seeds
-from stretto.verbs.shared_model import MODEL, Lora, SharedModel, lora_of
-from stretto.verbs.source import SourceHere
-from stretto.verbs.weights import PolicyWeights
+from stretto.verbs.models import MODEL, Lora, PolicyWeights, SharedModel, lora_of
+from stretto.verbs.source import SourceApart, SourceHere
 
 _END_SECONDS = 7.0
 _LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none

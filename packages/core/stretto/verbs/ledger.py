@@ -22,11 +22,10 @@ from stretto.core.errors import DataError, Problem, RefusedRequest, RunFolderErr
 from stretto.core.records import Batch, Completion, GenerateRequest, Segment, State, derive_seed, trajectory_id
 from stretto.doors.mistakes import checked
 from stretto.loop.engines.in_flight import Engines, InFlight
-from stretto.loop.engines.restoring import progress_of
-from stretto.loop.engines.sessions import TrajectorySessions, unfinished_sessions
+from stretto.loop.engines.sessions import TrajectorySessions, progress_of, unfinished_sessions
 from stretto.rollout.controller import Ticket
 from stretto.store import lock
-from stretto.store.ledger.config import StoreConfig
+from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger, Value
 from stretto.store.ledger.reading import UnfinishedGroup, read_batches, read_unfinished
 from stretto.verbs.arguments import FOLDER, check

@@ -17,9 +17,9 @@ import torch
 from stretto.core.errors import Problem, RecipeError, StrettoError
 from stretto.processes.heartbeat import begin_role
 from stretto.trainer.gradients import Gradient
-from stretto.verbs.apart.wire import UNDO, TrainerArguments, TrainerCall, receive, send
+from stretto.verbs.models import PolicyWeights
 from stretto.verbs.trainer import LocalTrainer
-from stretto.verbs.weights import PolicyWeights
+from stretto.verbs.trainer_apart import UNDO, TrainerArguments, TrainerCall, receive, send
 
 
 def serve(connection: Connection) -> None:

@@ -1,19 +1,36 @@
-"""The native engine in this process, as `stretto.Engine` uses it. `verbs.apart.engines` has the same methods for
-engines in processes of their own."""
+"""The source of completions of `stretto.Engine`: the native engine in this process, or engines in processes of their
+own, native ones or servers of vLLM and SGLang. Both have the same methods.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
+from torch import Tensor
 
-from stretto.core.errors import EngineLost
+from stretto.core.errors import EngineLost, RefusedRequest, StrettoError
 from stretto.core.records import Completion, GenerateRequest, Partials
+from stretto.core.tasks import cancel_and_wait
+from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import SharedGeneration
-from stretto.loop.engines.in_flight import Engines
-from stretto.verbs.background import background
-from stretto.verbs.weights import PolicyWeights
+from stretto.engine.native.parameters import Parameters
+from stretto.engine.wire import EngineSpec, socket_folder
+from stretto.loop.config import DeadlinesConfig
+from stretto.loop.engines.in_flight import Engines, InFlight
+from stretto.loop.engines.pool import EnginePool
+from stretto.model.hf.folder import load_policy
+from stretto.model.hf.skeleton import skeleton
+from stretto.verbs.background import background, told_if_slow
+from stretto.verbs.models import PolicyWeights, merged
+from stretto.weights.folder import remove
+from stretto.weights.shared_memory import SharedMemoryPublisher, digest_of_tensor
 
 
 class SourceHere:
@@ -95,3 +112,124 @@ class _OneAtATime:
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         return self._source.partials(known)
+
+
+_GRACE_SECONDS = 1.0
+
+
+class SourceApart:
+    """One or several engines in processes of their own, with the methods of `verbs.source.SourceHere`. An engine that
+    dies is replaced, and its completions start again from their first token."""
+
+    def __init__(self, model: Path, config: EngineConfig, deadlines: DeadlinesConfig) -> None:
+        """Start the engines; returns when all are ready. `model`: model folder.
+
+        Raises:
+            RoleError: an engine did not start; the message names its log.
+        """
+        self._folder = socket_folder()
+        self._name = self._folder.name.removeprefix("stretto-")
+        self._publisher = SharedMemoryPublisher(self._name, self._folder)
+        specs = [self._spec(model.resolve(), config, number, deadlines) for number in range(config.count)]
+        self._pool = EnginePool(specs, self._folder, deadlines, config.role, config.load_interval, kind=config.kind)
+        self._in_flight = InFlight(self._pool, journal=None)
+        # Servers of other makes load only whole policies: the base weights are kept, to add adapters to them.
+        self._base = dict[str, Tensor]() if config.kind == "native" else _parameters(model)
+        self._shapes = Parameters(skeleton(model))
+        self._tasks: list[asyncio.Future[Any]] = []
+        self._changing = asyncio.Lock()
+        self._checksums = dict[str, str]()  # of the weights that were published last
+        self._closed = False
+        try:
+            with told_if_slow(f"Engine.load, {config.count} of kind {config.kind!r}", self._folder):
+                background().call(self._start())
+        except BaseException:
+            background().call(self._stop(keep_logs=True))
+            raise
+
+    def _spec(self, model: Path, config: EngineConfig, number: int, deadlines: DeadlinesConfig) -> EngineSpec:
+        return EngineSpec(
+            name=f"engine-{number}",
+            address=f"unix:{self._folder}/engine-{number}.sock",
+            model=str(model),
+            mailbox=self._name,
+            mailbox_folder=str(self._folder),
+            config=config.model_dump_json(),
+            threads=config.threads,
+            publication_seconds=0.0 if config.kind == "native" else deadlines.start,
+            server=config.addresses[number] if number < len(config.addresses) else None,
+            scratch=str(self._folder / f"engine-{number}"),
+            token_seconds=deadlines.answer / 2,
+            load_seconds=deadlines.load,
+            start_seconds=deadlines.start,
+        )
+
+    async def _start(self) -> None:
+        if self._base:
+            await asyncio.to_thread(self._publisher.publish, 0, self._base.items())
+        await self._pool.start(0)
+        loops: list[Coroutine[Any, Any, Any]] = [self._pool.supervise(), self._pool.keep_loaded()]
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
+
+    @property
+    def engines(self) -> Engines:
+        return self._pool
+
+    async def version(self) -> int:
+        return self._pool.published
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        self._check_open()
+        return [one for found in await asyncio.gather(*map(self._generated, requests)) for one in found]
+
+    async def _generated(self, request: GenerateRequest) -> list[Completion]:
+        try:
+            return [completion async for completion in self._in_flight.generate(request)]
+        finally:
+            self._in_flight.forget(request.id)
+
+    async def score(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        self._check_open()
+        return await self._pool.score(texts)
+
+    async def update(self, weights: PolicyWeights) -> None:
+        self._check_open()
+        async with self._changing:
+            if weights.version < (used := self._pool.published):
+                raise RefusedRequest("version", str(weights.version), f"at least {used}, the version in use")
+            tensors = merged(self._base, weights.tensors) if self._base else weights.tensors
+            self._shapes.check(weights.version, tensors)  # refusing engines would be replaced for ever
+            if weights.version == used and self._checksums:  # an engine does not load a version again
+                if self._checksums != {name: digest_of_tensor(one).checksum for name, one in tensors.items()}:
+                    told, allowed = f"{used}, which is in use with other weights", f"a version above {used}"
+                    raise RefusedRequest("version", told, allowed)
+                return
+            digests = await asyncio.to_thread(self._publisher.publish, weights.version, tensors.items())
+            self._checksums = {name: digest.checksum for name, digest in digests.items()}
+            self._pool.publish(weights.version)
+            await self._pool.reach(weights.version)
+
+    def close(self) -> Future[None] | None:
+        if self._closed:
+            return None
+        self._closed = True
+        return background().start(self._stop())
+
+    async def _stop(self, *, keep_logs: bool = False) -> None:
+        await cancel_and_wait(self._tasks)
+        await self._pool.stop(_GRACE_SECONDS)
+        remove(self._name, self._folder)
+        if not keep_logs:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineLost("engine", "is closed; load another one")
+        for task in self._tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error if isinstance(error, StrettoError) else StrettoError(str(error)) from error
+
+
+def _parameters(folder: Path) -> dict[str, Tensor]:
+    """Load the parameters of a model folder, by name."""
+    return {name: parameter.detach() for name, parameter in load_policy(folder).named_parameters()}

@@ -19,11 +19,10 @@ from stretto.doors.mistakes import checked
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.folder import check_replaceable, load_policy, save_policy, saved_dtype, whole_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
-from stretto.model.kernels.choice import TRAINING
-from stretto.model.kernels.matmul import use_onednn
+from stretto.model.kernels.matmul import TRAINING, use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.store import lock
-from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.checkpoints import Checkpoints
 from stretto.trainer import checkpoint
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.samples import Sample, chosen_of, samples_of, scored_of
@@ -36,7 +35,6 @@ from stretto.trainer.parallel.adapters import adapted_layers, adapter_parameters
 from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters
-from stretto.verbs.apart.trainer import TrainerApart
 from stretto.verbs.arguments import FOLDER, ArgumentKind, check, instance, optimizer_of, sampling_of
 from stretto.verbs.completion import mark_of
 from stretto.verbs.datum import (
@@ -62,8 +60,8 @@ from stretto.verbs.loss import (
     own_gradient,
     wanted,
 )
-from stretto.verbs.shared_model import MODEL, Lora, SharedModel, check_targets, lora_of
-from stretto.verbs.weights import PolicyWeights
+from stretto.verbs.models import MODEL, Lora, PolicyWeights, SharedModel, check_targets, lora_of
+from stretto.verbs.trainer_apart import TrainerApart
 
 _LOSS = ArgumentKind(
     "the name of a loss, a dict with its kind and numbers, or a function",

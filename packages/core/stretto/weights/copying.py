@@ -1,4 +1,5 @@
-"""Copies of a version's tensors in host memory, made while their device continues to compute.
+"""Copies of a version's tensors in host memory, made while their device continues to compute, and checksums that the
+device computes: only 16 bytes leave a GPU.
 
     compute stream   optimizer | forward and backward of the next step | waits | optimizer
     copy stream                  gather, round, copy ─────────► complete
@@ -7,6 +8,9 @@
 The optimizer changes the parameters, so it waits until the copies are complete; the forward and backward passes before
 it do not wait. Temporary tensors of the copies are allocated on the copy stream, so that the allocator reuses their
 memory for the next tensor in stream order.
+
+The plain sum adds the tensor's words, the placed sum adds each word times its position, both modulo 2^64. A flipped bit
+changes the first sum, a swap of two different words the second. The sums detect accidents, not deliberate changes.
 """
 
 from __future__ import annotations
@@ -19,7 +23,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.weights.sums import sums
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_BLOCK = 1 << 22  # words that are summed at once
+
+
+def sums(tensor: Tensor) -> Tensor:
+    """The plain and the placed sum of a tensor's bits: [2] int64, on the tensor's device."""
+    flat, size = tensor.detach().contiguous().reshape(-1), tensor.nbytes
+    width = next(width for width in _WORDS if size % width == 0 and width >= tensor.element_size())
+    if flat.storage_offset() * flat.element_size() % width:
+        flat = flat.clone()  # a view that begins between two words
+    words, found = flat.view(_WORDS[width]), torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for first in range(0, len(words), _BLOCK):
+        block = words[first : first + _BLOCK].to(torch.int64)
+        places = torch.arange(first + 1, first + 1 + len(block), device=tensor.device)
+        found += torch.stack([block.sum(), (block * places).sum()])
+    return found
+
+
+def as_text(pair: Tensor) -> str:
+    """Format the two sums (a result of `sums`) as 32 hexadecimal digits."""
+    return "".join(f"{number % (1 << 64):016x}" for number in pair.tolist())
+
+
+def texts(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The sums of each tensor as 32 hexadecimal digits, by name. All sums leave the device in one copy."""
+    if not tensors:
+        return {}
+    return dict(zip(tensors, map(as_text, torch.stack([sums(one) for one in tensors.values()]).cpu()), strict=True))
 
 
 def nothing() -> None:
@@ -30,7 +61,7 @@ def nothing() -> None:
 class Copies:
     """Host copies of tensors by name, complete once `wait` has returned. `wait` blocks the calling thread. `hold` makes
     later work on the device's current stream wait for the copies, and returns at once. `sums`: checksums of the tensors
-    (`weights.sums`) that the device computed; empty on a CPU."""
+    (`weights.copying`) that the device computed; empty on a CPU."""
 
     tensors: dict[str, Tensor]
     wait: Callable[[], None] = nothing

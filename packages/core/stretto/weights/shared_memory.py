@@ -23,11 +23,10 @@ from torch import Tensor
 
 from stretto.core.canary import TensorDigest
 from stretto.core.errors import DeadlineExceeded, TornPublication, WireError
-from stretto.weights.copying import copied
+from stretto.weights.copying import as_text, copied, sums
 from stretto.weights.folder import KEPT, held, map_file, path_of, prefix, private, unlink, versions, write_all
 from stretto.weights.mailbox import Gather, Publication, as_it_is, stored
 from stretto.weights.manifest import NO_CHECKSUM, TensorEntry, WeightsManifest, header, verify
-from stretto.weights.sums import as_text, sums
 
 _LOOK_SECONDS = 0.02
 

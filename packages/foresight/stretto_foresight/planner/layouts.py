@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stretto.core.errors import Problem, RecipeError
-from stretto_foresight.planner.costs import Costs, Layout, Memory
-from stretto_foresight.planner.job import Job
+from stretto_foresight.planner.costs import Costs, Job, Layout, Memory
 from stretto_foresight.planner.machine import MachineProfile
 
 _TENSOR = (1, 2, 4, 8)

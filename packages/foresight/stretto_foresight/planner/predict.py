@@ -15,13 +15,12 @@ from stretto.core.errors import RecipeError
 from stretto.core.events import Span
 from stretto.core.records import Record
 from stretto.rollout.pacing import pacing_of
-from stretto_foresight.planner.costs import Costs, Layout
-from stretto_foresight.planner.job import Job
+from stretto_foresight.planner.costs import Costs, Job, Layout
 from stretto_foresight.planner.layouts import Candidate, candidate, candidates, fitting_own_layout
 from stretto_foresight.planner.lengths import Lengths
 from stretto_foresight.planner.machine import MachineProfile
+from stretto_foresight.simulator.accounts import SimulationReport
 from stretto_foresight.simulator.engines import EngineLimits
-from stretto_foresight.simulator.report import SimulationReport
 from stretto_foresight.simulator.run import SimulatedRun
 
 _GRAINS = 48  # simulated tokens of a completion of mean length

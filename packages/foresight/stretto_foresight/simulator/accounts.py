@@ -1,8 +1,12 @@
-"""In-memory journal of a simulated run: the state of every trajectory, with a check of the accounting law."""
+"""In-memory journal of a simulated run: the state of every trajectory, with a check of the accounting law, and counts
+by completion.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import dataclass, field
 
 from stretto.core.admission import BoundChange
 from stretto.core.errors import StoreError
@@ -59,3 +63,90 @@ class Accounts:
         self._state[name] = state
         self.balance[before] -= 1
         self.balance[state] += 1
+
+
+@dataclass
+class SimulationReport:
+    """Counts of a simulated run: completions and their tokens. Prompts are not counted.
+
+    `staleness` counts the tokens in the loss by age in versions. Counters "by length" have a completion's full length
+    as key; for an aborted completion, the length that it would have had.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0  # seconds in which the trainer was idle
+    training: float = 0.0  # seconds in which the trainer worked
+    generating: float = 0.0  # seconds in which engines worked, summed over engines; of these:
+    loading: float = 0.0  # seconds of loads of weights
+    recomputing: float = 0.0  # seconds of recomputing contexts after a load
+    judging: float = 0.0  # seconds of judging, summed over completions
+    sampled: float = 0.0  # tokens of the model, of all completions
+    recomputed: float = 0.0  # tokens of the model whose KV cache was recomputed
+    preempted: float = 0.0  # completions evicted from a full cache
+    staleness: Counter[int] = field(default_factory=Counter)
+    completions: Counter[int] = field(default_factory=Counter)  # completions trained on, by length
+    masked: Counter[int] = field(default_factory=Counter)  # tokens of these that were masked, by that length
+    touched: int = 0  # completions with a masked token
+    expired: Counter[int] = field(default_factory=Counter)  # completions that expired, by length
+    dropped: Counter[int] = field(default_factory=Counter)  # tokens that these had sampled, by length of the completion
+    max_staleness: float = math.inf  # the bound in force at the end
+    max_in_flight: int = 0  # the number in force at the end
+    warnings: list[str] = field(default_factory=list)  # messages about selection bias
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens of all completions that were trained on, masked ones included."""
+        return sum(length * count for length, count in self.completions.items())
+
+    @property
+    def worst_staleness(self) -> int:
+        return max(self.staleness, default=0)
+
+    @property
+    def mean_staleness(self) -> float:
+        return sum(age * n for age, n in self.staleness.items()) / max(1, self.staleness.total())
+
+    def staleness_quantile(self, share: float) -> int:
+        """Smallest age that the share `share` of the tokens in the loss does not exceed."""
+        left = share * self.staleness.total()
+        for age in sorted(self.staleness):
+            left -= self.staleness[age]
+            if left <= 0:
+                return age
+        return self.worst_staleness
+
+    @property
+    def masked_share(self) -> float:
+        """Masked tokens as a share of the trained completions' tokens."""
+        return self.masked.total() / max(1, self.trained_tokens)
+
+    @property
+    def dropped_share(self) -> float:
+        """Dropped tokens (of expired completions) as a share of all tokens of trained and expired completions."""
+        return self.dropped.total() / max(1, self.trained_tokens + self.dropped.total())
+
+    @property
+    def expired_share(self) -> float:
+        """Expired completions as a share of those trained or expired."""
+        return self.expired.total() / max(1, self.completions.total() + self.expired.total())
+
+    def train(self, batch: Batch) -> None:
+        """Count a batch that was trained on."""
+        pairs = ((group, trajectory) for group in batch.groups for trajectory in group.trajectories)
+        for group, trajectory in pairs:
+            oldest = batch.oldest_of(group.id)
+            length = trajectory.sampled_length
+            stamps = [stamp for segment in trajectory.segments for stamp in segment.stamps]
+            self.completions[length] += 1
+            for version, tokens in stamps:
+                if version >= oldest:
+                    self.staleness[batch.version - version] += tokens
+                else:
+                    self.masked[length] += tokens
+            self.touched += stamps[0][0] < oldest
+
+    def expire(self, length: int, sampled: int) -> None:
+        """Count a completion of `length` tokens that expired when `sampled` of them existed."""
+        self.expired[length] += 1
+        self.dropped[length] += sampled

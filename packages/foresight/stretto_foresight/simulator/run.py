@@ -1,4 +1,5 @@
-"""A whole run on a virtual clock: the real controller, with simulated engines and trainer.
+"""A whole run on a virtual clock: the real controller, with simulated engines and trainer, and a workload of lengths,
+durations and failure rates.
 
 `rollout.controller` makes every decision (admit, filter, take, expire); only durations are simulated. A token's version
 is the one live when it was sampled.
@@ -8,23 +9,82 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from stretto.core.columns import stamps_of
 from stretto.core.events import Span
 from stretto.core.records import Batch, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
 from stretto.measures.selection import SelectionWatch
+from stretto.rollout.adaptive import Pressure
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.pacing import Pacing
-from stretto.rollout.pressure import Pressure
 from stretto.rollout.prompts import PromptStream
-from stretto_foresight.simulator.accounts import Accounts
-from stretto_foresight.simulator.clock import VirtualClock
-from stretto_foresight.simulator.engines import Durations, EngineLimits, Flight, SimulatedEngine
-from stretto_foresight.simulator.report import SimulationReport
-from stretto_foresight.simulator.workload import GroupLengths, Workload
+from stretto_foresight.simulator.accounts import Accounts, SimulationReport
+from stretto_foresight.simulator.engines import Durations, EngineLimits, Flight, SimulatedEngine, VirtualClock
+
+
+class GroupLengths(Protocol):
+    """Lengths of a simulated run, and the shares of groups that fail or are filtered (Protocol)."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def failure_rate(self) -> float: ...
+    @property
+    def filter_rate(self) -> float: ...
+
+    def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
+        """Infinite iterator over groups of `members` completions: their lengths in simulated tokens."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Workload with log-normal lengths, a constant token rate, and training steps of equal time.
+
+    Times are in an arbitrary unit. Lengths are truncated at `max_tokens`. `failure_rate` and `filter_rate` are shares
+    of groups. It also implements `Durations`: prompts and verdicts take no time, and a load does not pause generation.
+    """
+
+    median_tokens: float = 16.0
+    sigma: float = 1.0
+    max_tokens: int = 512
+    seconds_per_token: float = 1.0 / 16.0
+    train_seconds: float = 1.0
+    load_seconds: float = 0.0
+    failure_rate: float = 0.0
+    filter_rate: float = 0.0
+    prompt_tokens: int = 0
+
+    def answer_tokens(self, chance: random.Random) -> int:
+        """Draw the length of one completion, at least one token."""
+        return max(1, min(self.max_tokens, round(chance.lognormvariate(0.0, self.sigma) * self.median_tokens)))
+
+    def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
+        while True:
+            yield tuple([self.answer_tokens(chance) for _ in range(members)])
+
+    def decode(self, rows: int, cached: float) -> float:
+        return self.seconds_per_token
+
+    def prefill(self, contexts: Sequence[float]) -> float:
+        return 0.0
+
+    def transfer(self) -> float:
+        return self.load_seconds
+
+    def load(self) -> float:
+        return 0.0
+
+    def judge(self) -> float:
+        return 0.0
+
+    def train(self, sequences: Sequence[int]) -> float:
+        return self.train_seconds
+
 
 _PROMPTS = 997
 _TOKEN_BYTES = 8  # of a token id and a log-probability

@@ -27,7 +27,7 @@ from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
 from stretto.core.records import Outcome, Prompt, Record, Trajectory, Verdict, trajectory_id
 from stretto.core.tasks import cancel_and_wait, first_of, gather_or_cancel
-from stretto.launch.recipe.agents import AgentConfig
+from stretto.launch.recipe.extensions import AgentConfig
 from stretto.rollout.controller import Ticket
 from stretto.rollout.failures import RecentFailures
 from stretto_gateway.agents.environment import environment_of

@@ -17,10 +17,10 @@ from stretto.conversation.messages import ChatRequest, Message, SampledToken, Sa
 from stretto.core.engine import Progress
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import StopReason
-from stretto.processes.http.bodies import parse_record
-from stretto_gateway.dialects.choices import CompletionText
+from stretto.processes.http.asgi import parse_record
 from stretto_gateway.dialects.openai import (
     ChoiceDialect,
+    CompletionText,
     MostTokens,
     OpenAIBody,
     Part,

@@ -10,9 +10,8 @@ from msgspec import UNSET
 from stretto.conversation.messages import SampledToken
 from stretto.core.engine import Progress
 from stretto.core.errors import RefusedRequest
-from stretto.processes.http.bodies import parse_record
-from stretto_gateway.dialects.choices import CompletionText
-from stretto_gateway.dialects.openai import ChoiceDialect, OpenAIBody, Part, TopLogprobs
+from stretto.processes.http.asgi import parse_record
+from stretto_gateway.dialects.openai import ChoiceDialect, CompletionText, OpenAIBody, Part, TopLogprobs
 from stretto_gateway.requests import PromptRequest
 
 MOST_PROMPTS = 1024

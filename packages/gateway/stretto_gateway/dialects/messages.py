@@ -19,8 +19,7 @@ from msgspec import Meta
 from stretto.conversation.messages import ChatRequest, Message, SampledTurn, SamplingOptions, Tool, ToolCall
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record, StopReason
-from stretto.processes.http.asgi import sent_event
-from stretto.processes.http.bodies import parse_record
+from stretto.processes.http.asgi import parse_record, sent_event
 from stretto_gateway.dialects.dialect import TokenCount
 from stretto_gateway.dialects.openai import MostTokens, Stops, Temperature, TopK, TopP
 from stretto_gateway.requests import NotServed

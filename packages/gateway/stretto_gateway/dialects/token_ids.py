@@ -17,10 +17,17 @@ from msgspec import Meta
 from stretto.conversation.messages import SamplingOptions
 from stretto.core.engine import Progress
 from stretto.core.records import Likeliest, Record, StopReason
-from stretto.processes.http.asgi import sent_event
-from stretto.processes.http.bodies import parse_record
-from stretto_gateway.dialects.choices import CompletionText
-from stretto_gateway.dialects.openai import ChoiceDialect, MinP, MostTokens, Part, Temperature, TopLogprobs, TopP
+from stretto.processes.http.asgi import parse_record, sent_event
+from stretto_gateway.dialects.openai import (
+    ChoiceDialect,
+    CompletionText,
+    MinP,
+    MostTokens,
+    Part,
+    Temperature,
+    TopLogprobs,
+    TopP,
+)
 from stretto_gateway.requests import PromptRequest
 
 

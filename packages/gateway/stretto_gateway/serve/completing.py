@@ -15,8 +15,7 @@ from stretto.conversation.messages import ChatRequest, SampledTurn
 from stretto.core.engine import NewToken, Progress
 from stretto.core.records import GenerateRequest
 from stretto_gateway.app import ChatExchange, date_of_reply
-from stretto_gateway.dialects.choices import CompletionText
-from stretto_gateway.dialects.openai import ChoiceDialect, Part, usage_of
+from stretto_gateway.dialects.openai import ChoiceDialect, CompletionText, Part, usage_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import Request
 

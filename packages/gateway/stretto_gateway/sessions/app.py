@@ -27,8 +27,7 @@ from starlette.types import Scope
 
 from stretto.conversation.messages import ChatRequest, SampledTurn
 from stretto.core.errors import RefusedRequest
-from stretto.processes.http.asgi import header
-from stretto.processes.http.bodies import parse_record
+from stretto.processes.http.asgi import header, parse_record
 from stretto.processes.http.names import LOOPBACK, HostNames, own_address
 from stretto.processes.http.server import admit
 from stretto_gateway.app import ChatExchange, ChatServer, Handler, sent_key, unknown_key

@@ -22,7 +22,7 @@ from stretto.conversation.session import Sampler, Session, SessionRecord, joined
 from stretto.core.errors import UNREADABLE, Problem, RunFolderError
 from stretto.core.events import RecordedCall
 from stretto.core.records import Record, Segment, derive_seed
-from stretto.store.ledger.old_tokens import segment_of
+from stretto.store.ledger.rows import segment_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed
 from stretto_gateway.sessions.agent_session import AgentSession, GivenRewards

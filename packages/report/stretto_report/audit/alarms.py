@@ -25,20 +25,20 @@ from stretto.core.canary import AGREEING, agreeing, coarser, routes
 from stretto.core.errors import UNREADABLE
 from stretto.core.records import Record
 from stretto.store import lock
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
-from stretto_report.audit.symptoms.agreement import canary_drifting, mismatch
-from stretto_report.audit.symptoms.evidence import READ, Alarm, Disk, Evidence, numbers_of
-from stretto_report.audit.symptoms.learning import (
+from stretto_report.audit.evidence import READ, WINDOW, Alarm, Disk, Evidence, apart, measured, newest_mean, numbers_of
+from stretto_report.audit.symptoms import (
     accuracy_falling,
     bad_steps,
+    canary_drifting,
     dead_gradient,
     exploding_gradient,
+    memory_growing,
+    mismatch,
     policy_apart,
     reward_without_accuracy,
 )
-from stretto_report.audit.symptoms.memory import memory_growing
-from stretto_report.audit.symptoms.windows import WINDOW, apart, measured, newest_mean
 
 _IDLE_SECONDS = 10.0
 _ROOM = 1 << 30  # bytes that a disk needs at least

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, pairwise
 
 from stretto.core.states import FINAL, OPEN, UNTRAINED
-from stretto_report.audit.budget import every_token_has_one_category
-from stretto_report.audit.forest import (
+from stretto_report.audit.history import History, RecordedGroup, RecordedStep, RecordedTrajectory
+from stretto_report.audit.order import prompts_come_in_their_order
+from stretto_report.audit.token_laws import (
     backward_versions,
     every_sampled_token_is_trained_once,
     every_segment_has_its_place,
+    every_token_has_one_category,
 )
-from stretto_report.audit.history import History, RecordedGroup, RecordedStep, RecordedTrajectory
-from stretto_report.audit.order import prompts_come_in_their_order
 
 
 def the_file_is_whole(history: History) -> Iterator[str]:

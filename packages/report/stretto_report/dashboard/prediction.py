@@ -15,10 +15,10 @@ import msgspec
 from stretto.core.errors import UNREADABLE, Problem, RunFolderError
 from stretto.core.records import Record
 from stretto.measures.goodput import parts_of_work
-from stretto.store.folder.provenance import Machine
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, fact, inspection_of
 from stretto.store.ledger.schema import reading
+from stretto.store.provenance import Machine
+from stretto.store.run_folder import RunFolder
 from stretto.store.totals import TOTALS, Totals
 
 RECIPE = "recipe"  #: the name of the resolved recipe in the ledger

@@ -18,9 +18,9 @@ import msgspec
 
 from stretto.core.errors import StoreError
 from stretto.store.files import users_file
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.reading import read_fact
 from stretto.store.ledger.schema import reading
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import StepMetrics, iterate_steps
 from stretto.store.series.spans import iterate_spans, role_rank
 from stretto.store.totals import ENGINES, Membership

@@ -1,4 +1,4 @@
-"""Follow the records of a run, and pass each line to a logging tool once.
+"""Follow the records of a run, and pass each line and each alarm to a logging tool once.
 
     metrics.jsonl, samples.jsonl ──► RunFollower ──► Outlet, a tool: points, tables, alarms
                                         │
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -21,13 +21,51 @@ import msgspec
 
 from stretto.core.records import Record
 from stretto.store.files import write_atomically
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.series.follower import LineFollower
-from stretto.store.series.metrics import MetricsLine
+from stretto.store.run_folder import RunFolder
+from stretto.store.series.lines import LineFollower
+from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
 from stretto.store.series.samples import SampledCompletion
-from stretto_report.audit.symptoms.evidence import Alarm
-from stretto_report.outlets.alarms import AlarmFollower
+from stretto_report.audit.alarms import AlarmWatch
+from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.points import MetricsPoint, Value, point_of
+
+_METRICS: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
+
+
+class AlarmFollower:
+    """Follows ``metrics.jsonl`` of a run and computes its alarms. It reads from the first line, even if the tool
+    already has these lines, because alarms compare with the first steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lines, self._watch = LineFollower(RunFolder(folder).metrics, _METRICS), AlarmWatch.of(folder)
+
+    def new(self, sent: Collection[str]) -> list[Alarm]:
+        """Current alarms whose titles are not in `sent`; empty while there is no new line.
+
+        Raises:
+            StoreError: the metrics cannot be read.
+        """
+        if not self._read():
+            return []
+        return [alarm for alarm in self._watch.alarms() if alarm.title not in sent]
+
+    def _read(self) -> bool:
+        """Read new lines; return whether there were any."""
+        found = False
+        while True:
+            lines, again = self._lines.read_on()
+            if again:
+                self._watch = AlarmWatch.of(self._folder)
+            for line in lines:
+                if isinstance(line, StepMetrics):
+                    self._watch.step(line)
+                elif type(line) is EvaluationLine:  # evaluations of further sets raise no alarms
+                    self._watch.evaluated(line)
+            found |= bool(lines)
+            if not self._lines.more:
+                return found
+
 
 How = Literal["finished", "stopped", "failed"]
 
@@ -36,7 +74,6 @@ ROW_STEPS = 10  #: least steps between two tables
 PORTION = 20  #: most points sent at once: few enough that a slow tool replies before it counts as hung
 _LONGEST_TEXT = 20_000  # characters of a text in a table
 
-_METRICS: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 _SAMPLES = msgspec.json.Decoder(SampledCompletion)
 
 

@@ -1,5 +1,6 @@
 """Metric lines as points of curves, named as in docs/reference/metrics.md, with a section for each kind of line and
-each map in a line."""
+each map in a line; sampled completions as rows of a table.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import msgspec
 
 from stretto.core.records import Record
 from stretto.store.series.metrics import MetricsLine, SetEvaluationLine, StepMetrics
+from stretto.store.series.samples import SampledCompletion
 
 Value = str | int | float | bool
 
@@ -103,3 +105,12 @@ def _flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Val
             yield from _flat(value, f"{section}{key}.")
         else:
             yield f"{section}{key}", value if isinstance(value, Value) else json.dumps(value, default=str)
+
+
+COLUMNS = ("version", "prompt", "completion", "answer", "outcome", "reward", "reason", "versions")
+
+
+def row_of(sample: SampledCompletion) -> list[int | float | str | None]:
+    """Cells of a completion in the order of `COLUMNS`; versions as ``6, 7``."""
+    texts = (sample.prompt, sample.completion, sample.answer, sample.outcome.value)
+    return [sample.version, *texts, sample.reward, sample.reason, ", ".join(map(str, sample.versions))]

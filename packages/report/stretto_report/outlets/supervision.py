@@ -18,10 +18,10 @@ import msgspec
 from stretto.core.deadlines import waiting
 from stretto.core.errors import UNREADABLE, DeadlineExceeded, RoleDied, described
 from stretto.core.tasks import cancel_and_wait
-from stretto.launch.recipe.outlets import OutletsConfig, stem
+from stretto.launch.recipe.extensions import OutletsConfig, stem
 from stretto.processes.role import RoleProcess
 from stretto.processes.supervisor import RestartBudget, Supervisor
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto_report.outlets.follower import Cursor
 from stretto_report.outlets.role import MODULE, FollowerSpec
 

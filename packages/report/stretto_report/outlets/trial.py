@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.core.records import Outcome
-from stretto.launch.recipe.outlets import OUTLETS, OutletsConfig
+from stretto.launch.recipe.extensions import OUTLETS, OutletsConfig
 from stretto.store.series.samples import SampledCompletion
-from stretto_report.audit.symptoms.evidence import Alarm
+from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import About, Cursor, Outlet
 from stretto_report.outlets.points import MetricsPoint
 

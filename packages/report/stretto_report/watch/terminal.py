@@ -16,9 +16,9 @@ from typing import TextIO
 import msgspec
 
 from stretto.core.errors import Problem, RunFolderError
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import CanaryProof
-from stretto.store.series.follower import LineFollower
+from stretto.store.run_folder import RunFolder
+from stretto.store.series.lines import LineFollower
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
 from stretto_report.audit.alarms import AlarmWatch, last_step_of
 from stretto_report.dashboard.terminal.progress import Display, open_display

@@ -21,7 +21,7 @@ from stretto.model.hf.layers import linear_layers
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import check_policy
 from stretto.trainer.config import LoraConfig
-from stretto.verbs.shared_model import SharedModel
+from stretto.verbs.models import SharedModel
 from stretto_tinker.compute.files import (
     ALPHA,
     POLICY,

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Sampling
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
-from stretto.trainer.batch.packing import micro_batches
+from stretto.trainer.batch.minibatch import micro_batches
 from stretto.trainer.gradients import whole_gradient
 from stretto.weights.shared_memory import digest_of_tensor
 from stretto_tinker.compute.files import read_gradient, read_optimizer, write_gradient, write_optimizer

@@ -15,11 +15,11 @@ import msgspec
 from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
 
 from stretto.core.errors import RefusedRequest
+from stretto_tinker.checkpoints import EXTERNAL, SAMPLER, TRAINING, TYPES, Place, files_of
+from stretto_tinker.dates import now, written
 from stretto_tinker.http.exchange import Call, Handler, NotServed, told
 from stretto_tinker.http.service import Service
-from stretto_tinker.record.checkpoints import EXTERNAL, SAMPLER, TRAINING, TYPES, Place, files_of
-from stretto_tinker.record.dates import now, written
-from stretto_tinker.record.record import CheckpointRow, ModelRow
+from stretto_tinker.record import CheckpointRow, ModelRow
 from stretto_tinker.wire.bodies import Lifetime, OfPath
 from stretto_tinker.work.models import ModelFacts
 

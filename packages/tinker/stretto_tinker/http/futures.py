@@ -8,11 +8,11 @@ from typing import Any
 
 from starlette.responses import Response
 
+from stretto_tinker import record as records
 from stretto_tinker.http.exchange import JSON, PROTO, Call, Handler, NotServed, told
 from stretto_tinker.http.sampling import CLONE
 from stretto_tinker.http.service import Service
-from stretto_tinker.record import record as records
-from stretto_tinker.record.record import Asked
+from stretto_tinker.record import Asked
 from stretto_tinker.wire.bodies import OfRequest, RetrieveFutures
 
 _WAIT_SECONDS = 25.0  # the SDK gives up after 45

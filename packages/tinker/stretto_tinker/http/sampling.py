@@ -8,11 +8,11 @@ import msgspec
 from starlette.responses import Response
 
 from stretto.core.errors import RefusedRequest
+from stretto_tinker.checkpoints import EXTERNAL, Place
+from stretto_tinker.dates import now
 from stretto_tinker.http.exchange import Call, Handler, NotServed, told
 from stretto_tinker.http.service import Service
-from stretto_tinker.record.checkpoints import EXTERNAL, Place
-from stretto_tinker.record.dates import now
-from stretto_tinker.record.record import Asked, SamplerRow
+from stretto_tinker.record import Asked, SamplerRow
 from stretto_tinker.wire.bodies import JoinSampler, OfRequest, OpenSampler, Sample
 from stretto_tinker.work.sampling import Seeded, check_sample
 from stretto_tinker.work.saving import sampler_id

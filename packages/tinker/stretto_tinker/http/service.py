@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import msgspec
 
+from stretto_tinker.checkpoints import Place, Weights
 from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.dates import now
 from stretto_tinker.http.exchange import NotServed
-from stretto_tinker.record.checkpoints import Place, Weights
-from stretto_tinker.record.dates import now
-from stretto_tinker.record.record import Asked, CheckpointRow, ModelRow, Record, SamplerRow, SessionRow
+from stretto_tinker.record import Asked, CheckpointRow, ModelRow, Record, SamplerRow, SessionRow
 from stretto_tinker.work.worker import Worker
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ import msgspec
 from starlette.responses import Response
 
 from stretto.core.errors import RefusedRequest
+from stretto_tinker.dates import written
 from stretto_tinker.http.exchange import Call, Handler, NotServed, told
 from stretto_tinker.http.service import Service
-from stretto_tinker.record.dates import written
-from stretto_tinker.record.record import SessionRow
+from stretto_tinker.record import SessionRow
 from stretto_tinker.wire.bodies import FINISHED, EndSession, OfSession, OpenSession, SearchSessions
 
 #: Flags that the SDK reads once (``ClientConfigResponse``).

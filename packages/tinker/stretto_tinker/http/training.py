@@ -10,11 +10,11 @@ import msgspec
 from starlette.responses import Response
 
 from stretto.core.errors import UNREADABLE, RefusedRequest
+from stretto_tinker.checkpoints import Place
+from stretto_tinker.dates import now
 from stretto_tinker.http.exchange import Call, Handler, NotServed, told
 from stretto_tinker.http.service import Service
-from stretto_tinker.record.checkpoints import Place
-from stretto_tinker.record.dates import now
-from stretto_tinker.record.record import Asked, ModelRow
+from stretto_tinker.record import Asked, ModelRow
 from stretto_tinker.wire.bodies import (
     CreateModel,
     LoadWeights,

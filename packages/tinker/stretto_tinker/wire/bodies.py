@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from stretto.core.errors import RefusedRequest
-from stretto.processes.http.bodies import parse_record
+from stretto.processes.http.asgi import parse_record
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Metadata = dict[str, Any] | None

@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 
 from stretto.core.errors import RefusedRequest, StoreError, StrettoError, described, nearest
+from stretto_tinker.checkpoints import Place, Weights
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.files import Shape
 from stretto_tinker.compute.learner import Found, Learner, Pieces
 from stretto_tinker.compute.losses import loss_of
-from stretto_tinker.record.checkpoints import Place, Weights
-from stretto_tinker.record.record import DONE, Asked, ModelRow, Record
+from stretto_tinker.record import DONE, Asked, ModelRow, Record
 from stretto_tinker.wire.bodies import Adam, CreateModel, LoadWeights, OptimStep, parse
 from stretto_tinker.wire.datums import check, parse_job
 from stretto_tinker.wire.outputs import encode_computed

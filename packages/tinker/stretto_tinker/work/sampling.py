@@ -16,7 +16,7 @@ from stretto.core.errors import RefusedRequest, StrettoError
 from stretto.core.records import derive_seed
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.sampler import Sampler, Wish
-from stretto_tinker.record.record import Asked
+from stretto_tinker.record import Asked
 from stretto_tinker.wire.bodies import Sample, TargetIds
 from stretto_tinker.wire.outputs import Floats, Likeliest, Sampled, encode_sampled
 from stretto_tinker.work import turns

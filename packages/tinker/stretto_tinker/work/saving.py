@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.errors import RefusedRequest
-from stretto_tinker.record.checkpoints import EXTERNAL, SAMPLER, TRAINING, Place, Weights, checked_name
-from stretto_tinker.record.dates import now
-from stretto_tinker.record.record import Asked, CheckpointRow, Record, SamplerRow
+from stretto_tinker.checkpoints import EXTERNAL, SAMPLER, TRAINING, Place, Weights, checked_name
+from stretto_tinker.dates import now
+from stretto_tinker.record import Asked, CheckpointRow, Record, SamplerRow
 from stretto_tinker.wire.bodies import SaveWeights, parse
 from stretto_tinker.work.models import Live
 

@@ -24,10 +24,10 @@ from functools import partial
 import msgspec
 
 from stretto.core.errors import RefusedRequest, StoreError, StrettoError, described
+from stretto_tinker.checkpoints import Place, Weights
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.learner import Pieces
-from stretto_tinker.record.checkpoints import Place, Weights
-from stretto_tinker.record.record import DONE, FAILED, Asked, ModelRow, Record
+from stretto_tinker.record import DONE, FAILED, Asked, ModelRow, Record
 from stretto_tinker.work import turns
 from stretto_tinker.work.models import EFFECTS, LOAD, REFUSED, STEP, Models, _ModelLane, busy_of, said
 from stretto_tinker.work.sampling import Engines, Lane, SampleQueue, Sampling, Waiting, lane_of, waiting

@@ -23,8 +23,7 @@ from typing import Any, Never
 
 import msgspec
 
-from stretto_verify.code.asserts import BadTests, call_of_assert, calls_of_check
-from stretto_verify.code.tests import CallTest, ProgramTests, StdinTest
+from stretto_verify.code.tests import BadTests, CallTest, ProgramTests, StdinTest, call_of_assert, calls_of_check
 
 _LARGEST_PACKED = 64 << 20  # bytes of packed tests after unpacking
 _DEPTH = 3  # JSON in JSON in JSON

@@ -1,10 +1,21 @@
-"""Tests of a program: texts for its standard input, or calls of a function."""
+"""Tests of a program: texts for its standard input, or calls of a function, also if they are written as Python asserts
+(HumanEval, MBPP).
+
+A program can fool an assert that runs in its own process: by an object that equals everything, or by an early exit. It
+cannot fool a comparison of its result in another process. So ``assert candidate([1, 2]) == 3`` becomes the call
+``f([1, 2])`` and the expected result 3; ``assert abs(candidate(2) - 1.41) < 0.01`` becomes a call, a result and a
+tolerance. Asserts of another form are refused, never dropped.
+"""
 
 from __future__ import annotations
 
+import ast
+import math
+from collections.abc import Iterator
 from typing import Any
 
-from stretto_verify.verdicts import Record
+from stretto_verify.sandbox.values import plain
+from stretto_verify.verdicts import Record, Undecided
 
 
 class StdinTest(Record, frozen=True):
@@ -41,3 +52,104 @@ class ProgramTests(Record, frozen=True):
     @property
     def count(self) -> int:
         return len(self.stdin) + len(self.calls)
+
+
+_CANDIDATE = "candidate"
+
+
+class BadTests(Undecided):
+    """The tests cannot be read, so no completion can be judged by them."""
+
+
+def calls_of_check(source: str, entry_point: str) -> Iterator[CallTest]:
+    """Yield the tests in the asserts of HumanEval's ``def check(candidate): ...``, as calls of `entry_point`.
+
+    Raises:
+        BadTests: a statement is not of the form ``assert candidate(...) == ...``.
+    """
+    checks = [node for node in _parsed(source).body if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    if not checks:
+        raise BadTests("'test' defines no function check(candidate)")
+    for statement in checks[-1].body:
+        if isinstance(statement, ast.Assert):
+            if (test := _test(statement, {_CANDIDATE: entry_point})) is not None:
+                yield test
+        elif not isinstance(statement, ast.Pass) and not _is_constant(statement):
+            raise BadTests(f"'test' does more than to assert: {ast.unparse(statement)[:80]}")
+
+
+def call_of_assert(line: str) -> CallTest:
+    """Parse one assert of MBPP into a test.
+
+    Raises:
+        BadTests: it is not of the form ``assert f(...) == ...``.
+    """
+    match _parsed(line).body:
+        case [ast.Assert() as statement]:
+            if (test := _test(statement, {})) is not None:
+                return test
+    raise BadTests(f"not of the form 'assert f(...) == ...': {line[:80]}")
+
+
+def _test(statement: ast.Assert, names: dict[str, str]) -> CallTest | None:
+    """Parse one assert into a test; None for an assert without a call, such as HumanEval's ``assert True``. `names`:
+    the function to call, by its name in the assert."""
+    match statement.test:
+        case ast.Compare(left=ast.Call() as call, ops=[ast.Eq() | ast.Is()], comparators=[wanted]):
+            return _call(call, _value(wanted, statement), names, statement)
+        case ast.Compare(left=wanted, ops=[ast.Eq()], comparators=[ast.Call() as call]):
+            return _call(call, _value(wanted, statement), names, statement)
+        case ast.Compare(
+            left=ast.Call(
+                func=ast.Name(id="abs"), args=[ast.BinOp(left=ast.Call() as call, op=ast.Sub(), right=wanted)]
+            ),
+            ops=[ast.Lt() | ast.LtE() as order],
+            comparators=[most],
+        ):
+            middle, within = _number(wanted, statement), _number(most, statement)
+            # "Less than a number" means at most the float before it.
+            within = math.nextafter(within, -math.inf) if isinstance(order, ast.Lt) else within
+            return _call(call, middle, names, statement, within)
+        case ast.Constant(value=True):
+            return None
+    raise _strange(statement)
+
+
+def _call(
+    call: ast.Call, wanted: Any, names: dict[str, str], statement: ast.Assert, within: float | None = None
+) -> CallTest:
+    if not isinstance(call.func, ast.Name) or call.keywords or (names and call.func.id not in names):
+        raise _strange(statement)
+    arguments = [plain(_value(argument, statement)) for argument in call.args]
+    name = names.get(call.func.id, call.func.id)
+    return CallTest(call=name, args=tuple(arguments), accepted=(plain(wanted),), within=within)
+
+
+def _value(node: ast.expr, statement: ast.Assert) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise _strange(statement) from None
+
+
+def _number(node: ast.expr, statement: ast.Assert) -> float:
+    value = _value(node, statement)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _strange(statement)
+    return value
+
+
+def _strange(statement: ast.Assert) -> BadTests:
+    shown = ast.unparse(statement)[:80]
+    return BadTests(f"an assert that is no comparison of a call with a literal: {shown}")
+
+
+def _is_constant(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _parsed(source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise BadTests(f"tests are no Python: {error}") from None

@@ -16,7 +16,7 @@ from stretto_verify.math.compare.comparison import is_product, same
 from stretto_verify.math.compare.equality import same_value
 from stretto_verify.math.compare.naming import is_naming, name
 from stretto_verify.math.compare.opinion import accepts, parsed_whole
-from stretto_verify.math.extract.denial import is_open
+from stretto_verify.math.extract.boxes import is_open
 from stretto_verify.math.extract.final import FinalAnswer, final_answer, in_prose, without_frame
 from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
 from stretto_verify.math.parse.expressions import expression

@@ -18,8 +18,8 @@ from pathlib import Path
 from string import Template
 from typing import Self
 
-from stretto_verify.sandbox.attacks.attack import THROUGH, Attack
-from stretto_verify.sandbox.attacks.catalogue import ATTACKS, HONEST
+from stretto_verify.sandbox.attacks import ATTACKS, HONEST
+from stretto_verify.sandbox.attacks_on_limits import THROUGH, Attack
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
 from stretto_verify.sandbox.walls import Level, Walls, ladder

@@ -1,7 +1,10 @@
-"""Sandbox: run a program on an input, and return its output and how it ended.
+"""Sandbox: run a program on an input, and return its output and how it ended. Each of root's has a user id that no
+other one on this machine uses, and that owns no file.
 
 If a program ends by an exception, a signal or a limit, its `ProgramEnd` says so, and the program is wrong.
 `SandboxFailed` means that the sandbox could not run it, which says nothing about the program.
+
+Process limits are counted per user, so two sandboxes with the same user would share one limit.
 """
 
 from __future__ import annotations
@@ -22,9 +25,47 @@ from stretto_verify.sandbox.cgroups import ProgramGroup
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.guest import ORDER, REPLY
 from stretto_verify.sandbox.kernel import memory_file, place
-from stretto_verify.sandbox.users import SandboxUser
 from stretto_verify.sandbox.walls import Walls, command, find_interpreter, guest_program, guest_settings
 from stretto_verify.verdicts import Record
+
+_FIRST_UNUSED_UID = 60_000  # not used for people or services by any system
+_UNUSED_UIDS = 4_000
+
+
+class SandboxUser:
+    """User id of one sandbox. `uid` is None if this process is not root; the guest then keeps this process's user.
+
+    Raises:
+        OSError: all users are taken.
+    """
+
+    def __init__(self) -> None:
+        self.uid: int | None = None
+        self._claim: socket.socket | None = None
+        if os.getuid() == 0:
+            self.uid, self._claim = _claimed()
+
+    def close(self) -> None:
+        """Release the user id."""
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
+
+def _claimed() -> tuple[int, socket.socket]:
+    """First free user id, and the socket that reserves it: an abstract name that the kernel frees when the process
+    ends."""
+    for number in range(_UNUSED_UIDS):
+        uid = _FIRST_UNUSED_UID + (os.getpid() + number) % _UNUSED_UIDS
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0stretto-sandbox-user-{uid}")
+        except OSError:
+            claim.close()
+        else:
+            return uid, claim
+    raise OSError("all users for sandboxes are taken")
+
 
 _START_SECONDS = 20.0
 _GRACE = 5.0  # seconds beyond a program's own limit after which the guest itself is given up

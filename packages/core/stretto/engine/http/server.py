@@ -39,8 +39,7 @@ from stretto.engine.wire import (
     UpdateRequest,
     split_address,
 )
-from stretto.processes.http.asgi import LARGEST_BODY, header, read_body, reply, when_gone
-from stretto.processes.http.bodies import refusal_of
+from stretto.processes.http.asgi import LARGEST_BODY, header, read_body, refusal_of, reply, when_gone
 from stretto.processes.http.names import HostNames, OwnNames, is_loopback
 from stretto.processes.http.server import admit
 from stretto.processes.kernel import event_loop
@@ -178,7 +177,7 @@ def serve(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = 
     Args:
         listen: ``unix:/path/to.sock`` or ``host:port``.
         key: secret that clients must send; "" for none.
-        tls: folder of certificates (`processes.tls`), "" for none.
+        tls: folder of certificates (`processes.handshake`), "" for none.
 
     Raises:
         RecipeError: the port is in use.

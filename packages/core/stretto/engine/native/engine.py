@@ -21,21 +21,17 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stretto.conversation.text import Detokenizer
+from stretto.conversation.text import Detokenizer, StopTexts
 from stretto.core.canary import Canary, Scores
 from stretto.core.engine import EngineHealth, NewToken, Progress
 from stretto.core.errors import BoundViolated, RefusedRequest
-from stretto.core.events import Span
+from stretto.core.events import BusySpans, Span
 from stretto.core.records import Completion, GenerateRequest
-from stretto.engine.busy_spans import BusySpans
 from stretto.engine.config import EngineConfig
-from stretto.engine.native.capacity import longest_row
 from stretto.engine.native.completions import Completions
-from stretto.engine.native.parameters import Parameters
-from stretto.engine.native.proving import Prover
+from stretto.engine.native.parameters import Parameters, Prover
 from stretto.engine.native.sampling import BrokenLogits, sample
-from stretto.engine.native.scheduler import Member, Scheduler
-from stretto.engine.native.stops import StopTexts
+from stretto.engine.native.scheduler import Member, Scheduler, longest_row
 from stretto.engine.native.validate import BrokenGrammar, check_grammar, check_prefixes, check_request, check_text
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
 from stretto.model.device import spare
@@ -94,8 +90,8 @@ class NativeEngine:
         self._tiles: Path | None = None
 
     def tune(self, record: Path | None) -> None:
-        """Choose the tile sizes of the kernels for decoding on a GPU (`model.kernels.tiles`). `record`: file that keeps
-        the choice for the run. Call it before the first request."""
+        """Choose the tile sizes of the kernels for decoding on a GPU (`model.kernels.triton_attention`). `record`: file
+        that keeps the choice for the run. Call it before the first request."""
         self._tiles = record
         self._policy.tune(record)
 

@@ -1,17 +1,60 @@
-"""Assembling the evaluations of a run: the held-out questions, further sets, and the choice of the best policy."""
+"""Assembling the evaluations of a run: the held-out questions, further sets, the final answers that maj@n counts, and
+the choice of the best policy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from stretto.launch.assemble.final_answers import FINAL_ANSWERS
 from stretto.launch.preflight.plan import Plan
-from stretto.loop.best import BestPolicy
-from stretto.loop.evaluation import Evaluations, Evaluator, PeriodicEvaluation
+from stretto.loop.evaluation import BestPolicy, Evaluations, Evaluator, PeriodicEvaluation
 from stretto.loop.records.recorder import Recorder
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, read_metrics, read_sets
+from stretto_verify.math.extract.final import final_answer, without_frame
+
+_LONGEST = 20_000  # characters at the end of a completion that are searched for its final answer
+_NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?")
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def _of_math(prompt: str, completion: str) -> str | None:
+    found = final_answer(without_frame(completion[-_LONGEST:], prompt[-_LONGEST:]))
+    return _plain(found.text) if found is not None else None
+
+
+def _last_number(prompt: str, completion: str) -> str | None:
+    found = _NUMBER.findall(completion[-_LONGEST:])
+    return found[-1].replace(",", "") if found else None
+
+
+def _behind_the_last_sign(prompt: str, completion: str) -> str | None:
+    return _plain(completion.rpartition("=")[2])
+
+
+def _whole(prompt: str, completion: str) -> str | None:
+    return _plain(completion)
+
+
+def _tagged(prompt: str, completion: str) -> str | None:
+    found = _TAGGED.findall(completion)
+    return _plain(found[-1] if found else completion)
+
+
+def _plain(text: str) -> str | None:
+    return " ".join(text.split()) or None
+
+
+#: By name of the reward: function from (prompt, completion) to the final answer, or None. Other rewards have no maj@n.
+FINAL_ANSWERS: Mapping[str, Callable[[str, str], str | None]] = {
+    "exact_match": _whole,
+    "final_answer": _behind_the_last_sign,
+    "last_number": _last_number,
+    "math": _of_math,
+    "reasoning_gym": _tagged,
+}
 
 
 def with_samples(evaluator: Evaluator, plan: Plan) -> Evaluator:

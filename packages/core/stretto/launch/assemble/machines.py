@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from stretto.core.events import Span
-from stretto.doors.packages import from_package, is_there
+from stretto.doors.loading import from_package, is_there
 from stretto.launch.assemble.specs import Endpoints
 from stretto.launch.preflight.checks import medium_of
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.learner.link import StartRanks
-from stretto.loop.records.tenure import Tenure
+from stretto.loop.records.totals import Tenure
+from stretto.loop.trainer_link import StartRanks
 from stretto.processes.spawn import Spawner
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 
 _PACKAGES = ("stretto_app", "stretto_cluster")
 

@@ -20,7 +20,7 @@ from stretto.core.canary import CANARY, CanaryRecord
 from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel, run_beside
-from stretto.engine.spec import socket_folder
+from stretto.engine.wire import socket_folder
 from stretto.launch.assemble.machines import MachineParts, Machines, machines_of
 from stretto.launch.assemble.specs import CONTROL, WEIGHTS_KEY, Endpoints, engine_specs, trainer_spec
 from stretto.launch.assemble.workflows import Conversing, workflow_pool
@@ -29,18 +29,17 @@ from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.proving import Proving
 from stretto.loop.engines.router import ExclusiveRouter, Router
-from stretto.loop.learner.link import TrainerLink
-from stretto.loop.learner.recovery import Recovery
-from stretto.loop.records.tenure import Tenure
-from stretto.loop.records.totals import Work
+from stretto.loop.records.totals import Tenure, Work
+from stretto.loop.recovery import Recovery
+from stretto.loop.trainer_link import TrainerLink
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.processes.tree import own_resident_bytes, resident_bytes
 from stretto.rewards.service.pool import RewardPool
 from stretto.store import lock
 from stretto.store.files import identity
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
 from stretto.weights.folder import SHARED, own, remove, remove_abandoned, shared_folder
 from stretto.worlds.workflows.pool import WorkflowPool
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from stretto.core.records import Prompt, Update
 from stretto.core.tasks import run_beside
-from stretto.doors.packages import from_package
+from stretto.doors.loading import from_package
 from stretto.launch.assemble.evaluations import evaluations
 from stretto.launch.assemble.roles import Roles, kept_proving, running_roles
-from stretto.launch.assemble.warm_start import copy_policy, warm_start
+from stretto.launch.assemble.supervised import copy_policy, warm_start
 from stretto.launch.assemble.workflows import Conversing, conversing, workflow_groups
 from stretto.launch.preflight.checks import medium_of
 from stretto.launch.preflight.plan import Plan
@@ -24,27 +24,25 @@ from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.engines.in_flight import GroupInFlight, InFlight
-from stretto.loop.engines.restoring import restore
 from stretto.loop.engines.rounds import Rounds
-from stretto.loop.engines.sessions import TrajectorySessions, unfinished_sessions
+from stretto.loop.engines.sessions import TrajectorySessions, restore, unfinished_sessions
 from stretto.loop.evaluation import Evaluations, Evaluator
-from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.alarms import SlowReward
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import Reporter
-from stretto.loop.records.tenure import Tenure, next_tenure
-from stretto.loop.records.totals import RunClock, carried_over
+from stretto.loop.records.totals import RunClock, Tenure, carried_over, next_tenure
+from stretto.loop.recovery import Recovery, seal_start
 from stretto.measures.selection import SELECTION, SelectionBias, SelectionWatch
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import CONTROLLER, Controller, ControllerState
 from stretto.rollout.pacing import pacing_of
 from stretto.rollout.prompts import Position, PromptStream
+from stretto.store.checkpoints import Checkpoints
 from stretto.store.ending import ENDING, Ending, record_end
-from stretto.store.folder.checkpoints import Checkpoints
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import UnfinishedGroup, last_step, read_batches, read_unfinished
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.progress import LEGEND
 from stretto.store.series.samples import rewind_samples

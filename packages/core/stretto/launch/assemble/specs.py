@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.core.canary import text as canary_text
-from stretto.core.placement import Seat
+from stretto.core.machine import Seat
 from stretto.engine.config import EngineConfig
-from stretto.engine.spec import EngineSpec
+from stretto.engine.wire import EngineSpec
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.devices import seat_of_engine
 from stretto.launch.preflight.plan import Plan
@@ -17,8 +17,8 @@ from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.processes.spawn import Spawner
-from stretto.store.series.config import TokensConfig
-from stretto.trainer.spec import TokensSpec, TrainerSpec
+from stretto.store.config import TokensConfig
+from stretto.trainer.messages import TokensSpec, TrainerSpec
 
 #: Names of files in the folder of a run's sockets.
 CONTROL, WEIGHTS_KEY = "control.sock", "weights.key"
@@ -93,7 +93,7 @@ def engines_of_folder(
 
     Args:
         model: model folder.
-        folder: for the sockets (`engine.spec.socket_folder`).
+        folder: for the sockets (`engine.wire.socket_folder`).
         logs: folder for the logs.
         seats: assignment of engines to GPUs.
     """

@@ -10,20 +10,19 @@ from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
 from stretto.core.engine import Generate
 from stretto.core.records import Completion, Prompt, Trajectory, Verdict
-from stretto.doors.packages import from_package
+from stretto.doors.loading import from_package
 from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
-from stretto.launch.recipe.agents import AgentConfig
+from stretto.launch.recipe.extensions import AgentConfig
 from stretto.loop.engines.sessions import TrajectorySessions, sessions_of_evaluation
 from stretto.loop.evaluation import Converse
 from stretto.rewards.service.judging import verdict_of
 from stretto.rewards.service.wire import Worth
 from stretto.rollout.controller import Ticket
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.worlds.single_turn import Score
 from stretto.worlds.workflows.exchange import Services
-from stretto.worlds.workflows.group import WorkflowGroups
-from stretto.worlds.workflows.pool import WorkflowPool
+from stretto.worlds.workflows.pool import WorkflowGroups, WorkflowPool
 from stretto.worlds.workflows.rendering import PlainRendering, TemplateRendering
 
 

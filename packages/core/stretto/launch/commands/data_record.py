@@ -10,7 +10,7 @@ from stretto.core.records import Record
 from stretto.launch.preflight.plan import Plan
 from stretto.rollout.prompts import PromptSource
 from stretto.store.export import ExportedQuestion
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.worlds.sources.task import DatasetTask
 
 DATA = "data"  #: name of the ledger's fact with the `DataRecord`

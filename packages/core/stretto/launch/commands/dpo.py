@@ -20,7 +20,7 @@ from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.config import PreferenceConfig
 from stretto.trainer.messages import Preferences
-from stretto.worlds.data.preferences import Fields, read_pairs
+from stretto.worlds.data.dataset import Fields, read_pairs
 
 
 def dpo(

@@ -15,7 +15,7 @@ import msgspec
 
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.core.tasks import gather_or_cancel, run_beside
-from stretto.engine.spec import socket_folder
+from stretto.engine.wire import socket_folder
 from stretto.launch.assemble.evaluations import with_samples
 from stretto.launch.assemble.specs import engines_of_folder
 from stretto.launch.assemble.workflows import conversing, workflow_pool

@@ -15,29 +15,27 @@ import msgspec
 import torch
 
 from stretto.core.errors import Problem, RecipeError, RunFolderError, StoreError, described
-from stretto.doors.packages import from_package
+from stretto.doors.loading import from_package
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.commands.data_record import DATA, DataRecord, write_questions
-from stretto.launch.commands.own_sources import changed_sources, record_sources
+from stretto.launch.commands.recorded import RECIPE, changed_sources, record_recipe, record_sources, recorded_recipe
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.devices import placed, seat_of_warm_start, seats_of, unplaced, usable_gpus
 from stretto.launch.preflight.estimates import LESS_MEMORY, estimate_disk, estimate_memory, step_and_run, warnings
 from stretto.launch.preflight.paper import is_on_paper, outline
 from stretto.launch.preflight.plan import Outline, Plan, make_plan
 from stretto.launch.preflight.trainable import check_checkpoint
-from stretto.launch.recipe.outlets import destinations
+from stretto.launch.recipe.extensions import destinations
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
-from stretto.launch.recipe.recorded import RECIPE, record_recipe, recorded_recipe
-from stretto.loop.records.log import RunLog
-from stretto.loop.records.reporter import Reporter
+from stretto.loop.records.reporter import Reporter, RunLog
 from stretto.model.hf.inspection import read_weights
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import until_cut_short
+from stretto.store.checkpoints import Checkpoints
 from stretto.store.ending import ENDING, Ending, read_ending, record_end
-from stretto.store.folder.checkpoints import Checkpoints
-from stretto.store.folder.provenance import library_versions, machine
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.provenance import library_versions, machine
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, StepMetrics, read_metrics
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import learning_rate

@@ -23,17 +23,16 @@ from stretto.core.errors import (
     nearest,
 )
 from stretto.core.machine import gpus, unusable
-from stretto.doors.loading import is_own
-from stretto.doors.packages import check_packages, from_package
+from stretto.doors.loading import check_packages, from_package, is_own
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import bind
-from stretto.engine.native.capacity import longest_row_of
 from stretto.engine.native.generation import MOST_WAITING
-from stretto.launch.recipe.outlets import OUTLETS, OutletsConfig
+from stretto.engine.native.scheduler import longest_row_of
+from stretto.launch.recipe.extensions import OUTLETS, OutletsConfig
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
-from stretto.model.hf.fitting import check_fit
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
+from stretto.model.hf.skeleton import check_fit
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes.http.reach import unreachable
 from stretto.rewards.built_in import BUILT_IN

@@ -1,6 +1,6 @@
 """Assignment of this machine's GPUs to the roles of a run: memory needs, checks, and the GPUs that torch can use.
 
-A *seat* is the assignment of one role to one or several GPUs (`core.placement`). A role without a seat runs on the CPU.
+A *seat* is the assignment of one role to one or several GPUs (`core.machine`). A role without a seat runs on the CPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from functools import partial
 import torch
 
 from stretto.core.errors import Problem, RecipeError, nearest
-from stretto.core.machine import VISIBLE, Gpu, gpus, too_old, unusable, visible
-from stretto.core.placement import Need, Seat, gib, place
+from stretto.core.machine import VISIBLE, Gpu, Need, Seat, gib, gpus, place, too_old, unusable, visible
 from stretto.engine.config import EngineConfig
 from stretto.launch.preflight.checks import ASSUMED
 from stretto.launch.preflight.estimates import engine_parts, rank_of

@@ -13,7 +13,7 @@ from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.trainer.messages import Demonstration, Preference
-from stretto.worlds.data.preferences import Pair
+from stretto.worlds.data.dataset import Pair
 from stretto.worlds.data.task import Question
 from stretto_verify.thoughts import opened
 

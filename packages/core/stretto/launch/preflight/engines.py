@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from stretto.core.errors import Problem, RecipeError
-from stretto.doors.packages import from_package
-from stretto.engine.capabilities import Capabilities, capabilities_of, release_of
-from stretto.engine.config import EngineConfig
+from stretto.doors.loading import from_package
+from stretto.engine.config import Capabilities, EngineConfig, capabilities_of, release_of
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.inspection import ModelFolder
 from stretto.model.hf.tokenizer import Tokenizer

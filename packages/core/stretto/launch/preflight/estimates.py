@@ -13,11 +13,10 @@ import torch
 
 from stretto.core.machine import available_memory
 from stretto.core.machine import cores as available_cores
-from stretto.engine.capabilities import capabilities_of
-from stretto.engine.config import EngineConfig
+from stretto.engine.config import EngineConfig, capabilities_of
 from stretto.launch.preflight.plan import Outline
 from stretto.model.hf.shape import BYTES, ModelShape, shape_of_model
-from stretto.store.folder.branch import BRANCHES
+from stretto.store.run_folder import BRANCHES
 from stretto.trainer.memory import RankMemory, rank_memory
 from stretto.worlds.workflows.config import WorkflowConfig
 

@@ -17,10 +17,9 @@ from stretto.launch.preflight.checks import (
 )
 from stretto.launch.preflight.encoding import encode_demonstrations, prompts_as_bytes
 from stretto.launch.preflight.engines import check_engine_keys, check_head_dim
-from stretto.launch.preflight.gold import sift
-from stretto.launch.preflight.odd_rows import repeated
 from stretto.launch.preflight.paths import check_data_files, data_files
 from stretto.launch.preflight.plan import Outline, encoded_within_limits
+from stretto.launch.preflight.questions import repeated, sift
 from stretto.launch.preflight.trainable import check_dividable, check_trainable, router_notes
 from stretto.launch.preflight.trial import try_parts, try_reward
 from stretto.launch.recipe.recipe import Recipe

@@ -10,9 +10,9 @@ import torch
 
 from stretto.core.errors import DataError, Problem, UserError
 from stretto.core.jsonl import Mistakes
-from stretto.core.placement import Seat
+from stretto.core.machine import Seat
 from stretto.core.records import Prompt, Sampling
-from stretto.doors.packages import from_package
+from stretto.doors.loading import from_package
 from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
     check_cluster,
@@ -40,12 +40,11 @@ from stretto.launch.preflight.encoding import (
     refuse,
 )
 from stretto.launch.preflight.engines import check_engine_keys, check_head_dim, check_servers
-from stretto.launch.preflight.gold import sift
-from stretto.launch.preflight.odd_rows import repeated, strange_digits
 from stretto.launch.preflight.paths import check_data_files, data_files
+from stretto.launch.preflight.questions import repeated, sift, strange_digits
 from stretto.launch.preflight.trainable import check_dividable, check_trainable, router_notes
 from stretto.launch.preflight.trial import try_parts, try_reward
-from stretto.launch.recipe.agents import AgentConfig
+from stretto.launch.recipe.extensions import AgentConfig
 from stretto.launch.recipe.recipe import Recipe
 from stretto.launch.recipe.sections import EvaluationSet
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
@@ -58,7 +57,7 @@ from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.group import QuestionDetails
+from stretto.worlds.workflows.pool import QuestionDetails
 from stretto.worlds.workflows.wire import WorkflowReady
 from stretto_verify.thoughts import PIECES
 

@@ -12,7 +12,7 @@ from stretto.model.hf.skeleton import skeleton
 from stretto.trainer import checkpoint
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.parallel.lora import adapt
-from stretto.trainer.parallel.tensor import refuse_undividable
+from stretto.trainer.parallel.sharding import refuse_undividable
 
 
 def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:

@@ -1,7 +1,10 @@
-"""Trial of user-defined parts before a run.
+"""Trial of user-defined parts before a run, on made-up groups and tokens. A fault is a phrase that follows the name of
+the part in a message.
 
 A reward judges gold answers as completions: the verdicts should be right, in time, and twice the same. Other parts are
 called on made-up values.
+
+Axes: N loss token, S sequence.
 """
 
 from __future__ import annotations
@@ -10,33 +13,158 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from stretto.core.errors import Problem, RecipeError, RewardFunctionError, RoleError
-from stretto.core.records import Outcome, Verdict
+from stretto.core.records import Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
 from stretto.doors.door import Section, raised
-from stretto.doors.loading import is_own
-from stretto.doors.packages import from_package
+from stretto.doors.loading import from_package, is_own
 from stretto.engine.config import MAKES, EngineConfig
 from stretto.launch.preflight.encoding import place_of
-from stretto.launch.recipe.outlets import OUTLETS, OutletsConfig
+from stretto.launch.recipe.extensions import OUTLETS, OutletsConfig
 from stretto.launch.recipe.recipe import Recipe
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.loading import PLACE
 from stretto.rewards.service.pool import TIMED_OUT, RewardPool
 from stretto.rewards.service.wire import ScoreItem
-from stretto.rollout.config import FILTERS, PACINGS
-from stretto.rollout.pacing import pacing_of
-from stretto.rollout.trial import admits_early, filter_faults, pacing_faults
-from stretto.trainer.objective.corrections import CORRECTIONS
-from stretto.trainer.objective.estimators import ESTIMATORS
-from stretto.trainer.objective.surrogates import LOSSES
-from stretto.trainer.trial import correction_faults, estimator_faults, loss_faults
+from stretto.rollout.config import FILTERS, PACINGS, RolloutConfig
+from stretto.rollout.filters import Filter
+from stretto.rollout.pacing import Pacing, pacing_of
+from stretto.trainer.objective.corrections import CORRECTIONS, Correction, Weights
+from stretto.trainer.objective.decoupled_ppo import Terms
+from stretto.trainer.objective.estimators import ESTIMATORS, EstimatorSection, RewardedCompletion, estimate_faults
+from stretto.trainer.objective.surrogates import LOSSES, LossSection
+from stretto.trainer.objective.tokens import LossTokens, Sequences
 from stretto.worlds.data.task import Question
 from stretto_verify.thoughts import closed
+
+
+def filter_faults(refuses: Filter) -> Iterator[str]:
+    """Call a filter on made-up groups and yield the faults of its results. Errors raised by the filter pass through."""
+    for rewards in ((1.0, 0.0, 0.0, 1.0), (0.0, 0.0), (1.0,)):
+        group = _made_up_groups(rewards)
+        ids = {trajectory.id for trajectory in group.trajectories}
+        found: object = refuses(group)
+        if not isinstance(found, Mapping):
+            yield f"returned {type(found).__name__}, and not a reason for each trajectory that is refused, by its id"
+        elif strange := [id for id in found if id not in ids]:
+            yield f"refuses {strange[0]!r}, which is no trajectory of the group; ids are such as {min(ids)!r}"
+        elif bare := [reason for reason in found.values() if not (isinstance(reason, str) and reason)]:
+            yield f"gives {bare[0]!r} as a reason, and not a text"
+
+
+def _made_up_groups(rewards: Sequence[float]) -> Group:
+    """A group with one trajectory per reward, the last of them truncated."""
+    ends = [StopReason.STOP] * (len(rewards) - 1) + [StopReason.LENGTH]
+    trajectories = []
+    for member, (reward, end) in enumerate(zip(rewards, ends, strict=True)):
+        segment = Segment.of((4, 4, 2), (-0.1, -0.7, -0.02), (6, 6, 7), stop_reason=end)
+        verdict = Verdict(Outcome.RIGHT if reward else Outcome.WRONG, reward)
+        trajectories.append(Trajectory(trajectory_id("0.17.0", member), (segment,), verdict, "11"))
+    return Group("0.17.0", Prompt("17", (5, 12, 8, 13), "3+8=", "11"), 6, tuple(trajectories), 4.0)
+
+
+def pacing_faults(config: RolloutConfig) -> Iterator[str]:
+    """Create and call the recipe's pacing policy, and yield the faults found. Errors raised by it pass through."""
+    if not callable(getattr(PACINGS.bound(config.pacing)(), "opens", None)):
+        yield "has no method opens(may_start, in_flight) (docs/how_to/doors/pacing.md)"
+        return
+    policy = pacing_of(config, in_rounds=False)
+    for may_start, in_flight in ((True, 0), (True, 1), (False, 1), (False, 0)):
+        opens = policy.opens(may_start, in_flight)
+        if not isinstance(opens, bool):
+            yield f"returned {opens!r} for opens({may_start}, {in_flight}), and not whether a group starts"
+            return
+
+
+def admits_early(policy: Pacing) -> bool:
+    """Whether a policy starts a group although equation 3 or `max_in_flight` forbids it."""
+    return any(policy.opens(False, in_flight) for in_flight in (0, 1, 2))
+
+
+_LENGTHS = ((3, 1, 2), (1,))  # loss tokens of each sequence of a micro-batch
+_BATCHES = (((1.0, 0.0, 0.5), (0.0, 0.0)), ((1.0,),))  # rewards of each group
+
+
+def loss_faults(loss: LossSection) -> Iterator[str]:
+    """Call a loss, its selection and its gradient on made-up tokens, and yield the faults of their results. Errors
+    raised by the loss pass through."""
+    for lengths in _LENGTHS:
+        policy, tokens = _made_up_tokens(lengths)
+        if (selection := loss.selection) is not None:
+            kept = selection(policy.detach() - tokens.anchor_logprobs, tokens.advantages)
+            yield from _column("its selection", kept, len(policy), torch.bool)
+            tokens = replace(tokens, kept=kept)
+        terms = loss.surrogate(policy, tokens)
+        if not isinstance(terms, Terms):
+            yield f"returned {type(terms).__name__}, and not Terms(objective, ratio, bounded)"
+            return
+        faults = [
+            *_column("objective", terms.objective, len(policy), torch.float32),
+            *_column("ratio", terms.ratio, len(policy), torch.float32),
+            *_column("bounded", terms.bounded, len(policy), torch.bool),
+        ]
+        yield from faults
+        if not faults and not terms.objective.requires_grad:
+            yield "has an objective without a gradient: it does not depend on policy_logprobs"
+        elif not faults:
+            (gradient,) = torch.autograd.grad(terms.objective.sum(), policy)
+            yield from _column("the gradient of its objective", gradient, len(policy), torch.float32)
+
+
+def correction_faults(correction: Correction) -> Iterator[str]:
+    """Call a correction on made-up tokens, and yield the faults of its results. Errors raised by it pass through."""
+    for lengths in _LENGTHS:
+        policy, tokens = _made_up_tokens(lengths)
+        weights = correction(tokens)
+        if not isinstance(weights, Weights):
+            yield f"returned {type(weights).__name__}, and not Weights(weight, corrected)"
+            return
+        yield from _column("weight", weights.weight, len(policy), torch.float32)
+        yield from _column("corrected", weights.corrected, len(policy), torch.bool)
+
+
+def estimator_faults(estimator: EstimatorSection) -> Iterator[str]:
+    """Call an advantage estimator on made-up rewards, and yield the faults of its results. Errors raised by it pass
+    through."""
+    for rewards in _BATCHES:
+        groups = [[RewardedCompletion(one, 2 + at, (0, 1 + at)) for at, one in enumerate(group)] for group in rewards]
+        yield from estimate_faults(estimator, groups, ESTIMATORS.bound(estimator)(groups))
+
+
+def _made_up_tokens(lengths: Sequence[int]) -> tuple[Tensor, LossTokens]:
+    """Made-up sequences of these lengths: the log-probabilities [N] of a policy, differentiable, and the N tokens as
+    sampled by an older policy."""
+    place_N = torch.arange(float(sum(lengths)))
+    behavior_N = -0.2 - 0.3 * place_N
+    sign_N = 1 - 2 * (place_N % 2)  # every other token has become less likely, or has a negative advantage
+    tokens = LossTokens(
+        behavior_logprobs=behavior_N,
+        anchor_logprobs=behavior_N + 0.1 * sign_N,
+        advantages=(0.5 + place_N) * sign_N,
+        scale=torch.full_like(place_N, 1 / sum(lengths)),
+        sequences=Sequences.of(torch.tensor(lengths)),
+    )
+    return (behavior_N - 0.05 * place_N).requires_grad_(), tokens
+
+
+def _column(name: str, found: object, tokens: int, dtype: torch.dtype) -> Iterator[str]:
+    """Yield the fault, if any, of the result `found`, which should have one number (or bool) per token."""
+    if not isinstance(found, Tensor):
+        yield f"{name} is {type(found).__name__}, and not a tensor"
+    elif found.shape != (tokens,):
+        yield f"{name} has the shape {[*found.shape]} for {tokens} tokens, and not [{tokens}]"
+    elif (found.dtype == torch.bool) != (dtype == torch.bool) or found.is_complex():
+        yield f"{name} is of {found.dtype}, and not of {dtype}"
+    elif not bool(found.isfinite().all()):
+        yield f"{name} has {found[~found.isfinite()][0].item()} in it, of finite log-probabilities and advantages"
+
 
 _TRIED = 4  # number of gold answers that a user-defined reward judges
 _TRIED_BUILT_IN = 64  # the same for a built-in reward, which is fast
@@ -84,7 +212,7 @@ def _trials(recipe: Recipe, outlets: bool) -> Iterator[tuple[str, str | Section,
 
 
 def _make_faults(config: EngineConfig, model: str) -> Iterator[str]:
-    faults: Iterator[str] = from_package("stretto_servers.makes:make_faults", MAKES.key)(config, model)
+    faults: Iterator[str] = from_package("stretto_servers.make:make_faults", MAKES.key)(config, model)
     return faults
 
 

@@ -1,10 +1,11 @@
 """The recipe of a run: one TOML file, whose sections are the configuration classes of the packages. All mistakes are
-reported at once."""
+reported at once.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
@@ -22,29 +23,58 @@ from pydantic import (
 )
 
 from stretto.core.errors import Problem, RecipeError
-from stretto.doors.loading import look_in
+from stretto.doors.door import Door
+from stretto.doors.loading import is_own, look_in
 from stretto.doors.mistakes import problems_of
-from stretto.engine.config import EngineConfig
-from stretto.launch.recipe.agents import AgentConfig, GatewayConfig
+from stretto.engine.config import MAKES, EngineConfig
+from stretto.launch.recipe.extensions import OUTLETS, AgentConfig, ClusterConfig, GatewayConfig
 from stretto.launch.recipe.file import read_toml
-from stretto.launch.recipe.functions import with_named_reward
-from stretto.launch.recipe.machines import ClusterConfig
-from stretto.launch.recipe.overrides import Overrides, as_parsed, at_override, parsed_value, put
-from stretto.launch.recipe.parts import find_parts, is_beside
+from stretto.launch.recipe.overrides import Overrides, as_parsed, at_override, parsed_value, put, with_named_reward
 from stretto.launch.recipe.sections import EvaluationConfig, LoggingConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.rewards.config import RewardsConfig
-from stretto.rollout.config import RolloutConfig
-from stretto.store.ledger.config import StoreConfig
+from stretto.rollout.config import FILTERS, PACINGS, RolloutConfig
+from stretto.store.config import StoreConfig
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.objective.corrections import CORRECTIONS
+from stretto.trainer.objective.estimators import ESTIMATORS
+from stretto.trainer.objective.surrogates import LOSSES
 from stretto.weights.config import WeightsConfig
+from stretto.worlds.arithmetic import ArithmeticTask
 from stretto.worlds.data.dataset import JsonlTask
+from stretto.worlds.programs import ProgramsTask
 from stretto.worlds.sources.readers import is_local
 from stretto.worlds.sources.task import DatasetTask
-from stretto.worlds.synthetic.arithmetic import ArithmeticTask
-from stretto.worlds.synthetic.programs import ProgramsTask
 from stretto.worlds.workflows.config import WorkflowConfig
+
+DOORS: tuple[Door[Any], ...] = (LOSSES, CORRECTIONS, ESTIMATORS, FILTERS, PACINGS, MAKES, OUTLETS)
+
+
+def find_parts(tree: dict[str, Any], folder: Path) -> None:
+    """Set the key `path` of a parsed recipe to its folder, if a user-defined part's module is there and no `path` is
+    given. Changes `tree`."""
+    if "path" not in tree and any(is_beside(name, folder) for name in named_in_doors(tree)):
+        tree["path"] = str(folder.resolve())
+
+
+def is_beside(name: object, folder: Path) -> bool:
+    """Whether `name` is that of a user-defined part (``module:name``) whose module is in the folder."""
+    if not (isinstance(name, str) and is_own(name)):
+        return False
+    module = folder / name.partition(":")[0].partition(".")[0]
+    return module.is_dir() or module.with_suffix(".py").is_file()
+
+
+def named_in_doors(tree: Mapping[str, Any]) -> Iterator[object]:
+    """Yield the names of parts in the keys of all doors."""
+    for door in DOORS:
+        found: Any = tree
+        for key in door.key.split("."):
+            found = found.get(key) if isinstance(found, dict) else None
+        for one in found if isinstance(found, list | tuple) else [found]:
+            yield one.get("kind") if isinstance(one, dict) else one
+
 
 _PATHS = (
     "model.path",

@@ -12,9 +12,9 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from stretto.core.engine import COLDEST, LONGEST_STOP, MOST_STOPS
 from stretto.core.errors import UNREADABLE, nearest
 from stretto.core.records import Sampling
-from stretto.launch.recipe.outlets import OutletsConfig
+from stretto.launch.recipe.extensions import OutletsConfig
 from stretto.model.hf.config import BuildConfig
-from stretto.store.series.config import TokensConfig
+from stretto.store.config import TokensConfig
 from stretto.trainer.config import as_tuple
 from stretto.worlds.sources.task import Source
 

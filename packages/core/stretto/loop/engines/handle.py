@@ -22,7 +22,7 @@ from stretto.core.machine import on_gpus
 from stretto.core.records import Partials
 from stretto.core.tasks import cancel_and_wait, gather_or_cancel
 from stretto.engine.http.client import HttpEngine
-from stretto.engine.spec import EngineSpec
+from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.proving import Proving
 from stretto.loop.engines.roster import EngineState

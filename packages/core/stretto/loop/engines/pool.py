@@ -25,7 +25,7 @@ from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RoleDied, Ro
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment
 from stretto.core.tasks import NamedTasks, gather_or_cancel, gather_to_the_end
-from stretto.engine.spec import ENGINE_ROLE, EngineSpec
+from stretto.engine.wire import ENGINE_ROLE, EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.proving import Proving
@@ -33,7 +33,7 @@ from stretto.loop.engines.roster import EngineState, Roster
 from stretto.loop.engines.router import Router
 from stretto.processes.run_role import users_mistake
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.rollout.pressure import Pressure
+from stretto.rollout.adaptive import Pressure
 
 _LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL of an engine that leaves
 

@@ -42,7 +42,7 @@ from stretto.core.canary import (
 from stretto.core.deadlines import deadline
 from stretto.core.engine import Engine
 from stretto.core.errors import UnprovenWeights
-from stretto.engine.spec import EngineSpec
+from stretto.engine.wire import EngineSpec
 
 _KEPT = 4  # canaries: engines load the newest version, or the one before
 _LOOK_SECONDS = 0.02

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from stretto.core.records import Outcome, Prompt, Trajectory
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineWriter
 from stretto.store.series.progress import LONGEST
 from stretto.store.series.samples import SampledCompletion

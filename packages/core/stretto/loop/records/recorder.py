@@ -21,7 +21,7 @@ from stretto.loop.records.evaluation import Evaluation, mean_rewards
 from stretto.loop.records.reporter import Reporter
 from stretto.loop.records.totals import RunClock, Work, over_the_run, with_activities, with_transfers
 from stretto.measures.selection import SelectionWatch
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics
 from stretto.store.series.spans import SpanLog
 from stretto.store.totals import JUDGED, TOTALS, Carried, Judged, Totals, budget

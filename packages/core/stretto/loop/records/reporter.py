@@ -1,11 +1,19 @@
-"""Interface for showing the events of a run to the person who started it."""
+"""Interface for showing the events of a run to the person who started it, and ``log.txt``, the log lines with their
+times. Logging continues when the terminal fails or closes.
+"""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from stretto.core.events import SupervisedProgress
+from stretto.store.files import identity
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto.store.series.progress import RunProgress, lesson_line
 
 
 class Reporter(Protocol):
@@ -34,3 +42,68 @@ class SilentReporter:
     def step(self, metrics: StepMetrics) -> None: ...
 
     def evaluated(self, evaluation: EvaluationLine) -> None: ...
+
+
+_LINE_SECONDS = 5.0
+
+
+class RunLog:
+    """A reporter that writes each event to the log and passes it on to another reporter, such as the terminal.
+
+    A line about the newest step is written every `seconds`, and after the last step. Errors of writing and of display
+    are ignored: they must not end a run.
+    """
+
+    def __init__(self, path: Path, reporter: Reporter, steps: int = 0, seconds: float = _LINE_SECONDS) -> None:
+        """`steps`: the last step of the run; 0: not known."""
+        self._path, self._reporter, self._seconds = path, reporter, seconds
+        self._progress, self._waiting, self._written = RunProgress(steps), "", -math.inf
+        self._folder = identity(path.parent)
+
+    def say(self, text: str) -> None:
+        self.note(text)
+        self._show(lambda reporter: reporter.say(text))
+
+    def learning(self, progress: SupervisedProgress) -> None:
+        told = (progress.phase, progress.step, progress.steps, progress.seconds, progress.loss, progress.accuracy)
+        self._now_and_then(lesson_line(*told), progress.step == progress.steps)
+        self._show(lambda reporter: reporter.learning(progress))
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._progress.step(metrics)
+        self._now_and_then(self._progress.line(), metrics.step == self._progress.steps)
+        self._show(lambda reporter: reporter.step(metrics))
+
+    def evaluated(self, evaluation: EvaluationLine) -> None:
+        unknown = f" ({evaluation.undecided} of {evaluation.prompts} undecided)" if evaluation.undecided else ""
+        self.note(f"held-out accuracy of version {evaluation.version}: {evaluation.accuracy:.4f}{unknown}")
+        self._progress.evaluated(evaluation)
+        self._show(lambda reporter: reporter.evaluated(evaluation))
+
+    def ends(self) -> None:
+        """Log the newest step if it has no line yet."""
+        if self._waiting:
+            self._now_and_then(self._waiting, at_once=True)
+
+    def _now_and_then(self, line: str, at_once: bool) -> None:
+        self._waiting = line
+        if at_once or time.monotonic() - self._written >= self._seconds:
+            self.note(line)
+            self._waiting, self._written = "", time.monotonic()
+
+    def _show(self, show: Callable[[Reporter], None]) -> None:
+        try:
+            show(self._reporter)
+        except (OSError, SystemExit):  # a closed pipe; the terminal's library ends the program for it
+            self._reporter = SilentReporter()
+
+    def note(self, text: str) -> None:
+        """Write a line to the log only. Does nothing if the run folder was moved away and another folder has its
+        place."""
+        if self._folder not in (None, identity(self._path.parent)):
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        except OSError:  # a full disk must not end training; the ledger complains where it matters
+            return

@@ -1,7 +1,10 @@
-"""Adding up the work and the time of a run over all of its processes: a resumed run has several."""
+"""The processes of a run, of which a resumed one has several: the identity of the active one, and the work and the
+time of all.
+"""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +13,24 @@ from typing import TypeVar
 import msgspec
 
 from stretto.core.events import Span
+from stretto.core.records import Record
 from stretto.measures.goodput import WORK
 from stretto.store.totals import NEWEST_TRANSFERS, Carried, Totals
+
+
+class Tenure(Record, frozen=True, order=True):
+    """Identifies one conductor process of a run, ordered by age: of two conductors, the one with the lower tenure gives
+    way. Each start of the run has the next `epoch`. If two copies of a run folder are resumed, epochs are equal, and
+    the random name `conductor` decides."""
+
+    epoch: int
+    conductor: str
+
+
+def next_tenure(before: Tenure | None) -> Tenure:
+    """Return the tenure of a new conductor: the epoch after `before` (None: 1), with a random name."""
+    return Tenure(epoch=1 if before is None else before.epoch + 1, conductor=secrets.token_hex(8))
+
 
 Count = TypeVar("Count", int, float)
 

@@ -100,8 +100,8 @@ class DecodePolicy:
         return self._buckets.tokens_allocated() * self.layout.bytes_per_token
 
     def tune(self, record: Path | None) -> None:
-        """Choose the tile size of the kernels for decoding on a GPU (`model.kernels.tiles`). `record`: file that keeps
-        the choice for the run. Call it before the first step."""
+        """Choose the tile size of the kernels for decoding on a GPU (`model.kernels.triton_attention`). `record`: file
+        that keeps the choice for the run. Call it before the first step."""
         if self.table_steps is not None:
             self.table_steps.tune(self.model.config.get_text_config().num_attention_heads, record)
 

@@ -1,5 +1,5 @@
 """Decode steps on a GPU that write and read all rows at once, through a table of slots
-(`model.kernels.triton_attention`).
+(`model.kernels.triton_attention`). The cached tokens of each row are cut into chunks of about equal length.
 
     rows     address of keys | address of values | stride between heads | bucket    for each row     [R, 4]
     layers   bytes from layer 0 to this layer: of keys | of values                  for each bucket  [Z, B, 2]
@@ -12,6 +12,15 @@ rows that use a scratch slot.
 
 Axes: Z layer, B bucket, T packed token, W written token, R row, N place for a chunk, H query heads, K key/value heads,
 D width of a head.
+
+    rows     a a a a a a a a a a        chunks of 4, at most 8     a a a a | a a a a | a a
+             b b                                                   b b
+             c c c c c                                             c c c c | c
+                                                                   (three places are left empty)
+
+The number of places for chunks depends only on the number of rows, so one captured CUDA graph serves all steps with
+that many rows. All chunks of a step have about the same length, chosen by the tokens to read; long rows have more
+chunks.
 """
 
 from __future__ import annotations
@@ -29,16 +38,58 @@ import torch
 from torch import Tensor
 
 from stretto.model.attention_support import Rule
-from stretto.model.decode.chunks import cut
 from stretto.model.decode.cuda_graphs import Capture, CudaCapture, Graphs, Inputs, captured_size
 from stretto.model.decode.length_buckets import Bucket, CacheLayout
 from stretto.model.decode.steps import DecodeStep, StepPlan, written_tokens
-from stretto.model.kernels.tiles import TABLE, Tile, chosen
-from stretto.model.kernels.triton_attention import GRAIN, read_rows, reads_ragged, triton_version, write_rows
+from stretto.model.kernels.triton_attention import (
+    GRAIN,
+    TABLE,
+    Tile,
+    chosen,
+    read_rows,
+    reads_ragged,
+    triton_version,
+    write_rows,
+)
 from stretto.model.layout import Packing
 from stretto.model.trace import Forward
 
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of one step.
+
+    Example: the drawing above is ``cut([0, 0, 0], [10, 2, 5], most=8, grain=4)``: items ``(0, 0, 4) (0, 4, 8)
+    (0, 8, 10) (1, 0, 2) (2, 0, 4) (2, 4, 5)`` and two empty places, bounds ``0 3 4 6``.
+    """
+
+    items: Ints  # [N, 3] row, first token, end token (exclusive); zeros for empty places
+    bounds: Ints  # [R + 1], row r has the chunks bounds[r] to bounds[r + 1] - 1
+
+
+def cut(firsts: Ints, ends: Ints, most: int, grain: int) -> Chunks:
+    """Cut the tokens ``firsts[r] <= p < ends[r]`` of each row into chunks.
+
+    Args:
+        firsts: [R], first token to read of each row.
+        ends: [R], exclusive ends, greater than `firsts`.
+        most: number of places for chunks; greater than R.
+        grain: chunk lengths are multiples of this many tokens, except the last of a row.
+    """
+    seen = ends - firsts
+    # ceil(seen / length) < seen / length + 1, so all rows together have at most total / length + R chunks.
+    grains = -(-int(seen.sum()) // (grain * (most - len(ends))))
+    length = grain * grains
+    counts = -(-seen // length)
+    bounds = np.concatenate([[0], counts.cumsum()])
+    rows = np.arange(len(ends)).repeat(counts)
+    starts = firsts[rows] + (np.arange(len(rows)) - bounds[rows]) * length
+    items = np.zeros((most, 3), np.int64)
+    items[: len(rows)] = np.stack([rows, starts, np.minimum(starts + length, ends[rows])], axis=1)
+    return Chunks(items, bounds)
+
 
 #: Extra chunks per row, and programs per multiprocessor that read chunks: enough to balance the work.
 _MORE_PER_ROW = 2

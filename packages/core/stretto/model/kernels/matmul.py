@@ -1,25 +1,274 @@
-"""Linear layers that use the fastest measured kernel (`stretto.model.kernels.choice`).
+"""Linear layers that use the fastest matmul kernel for a weight on this CPU, which is chosen by measurement.
 
 `use_onednn` only replaces the class of a model's linear layers; parameters, names and saved files stay the same. For
 trainers, oneDNN's float32 products are differentiable; on some CPUs forward and backward passes are up to twice as fast
 as with MKL.
+
+    linear     torch's matmul: MKL for float32, oneDNN for bfloat16
+    onednn     oneDNN, on the weight as it is
+    columns    torch's matmul, on a column-major weight
+    packed     oneDNN, on a copy of the weight in oneDNN's own layout
+    panels     the compiled loop of `kernels.panels`, on a copy of the weight in its layout
+    widened    for bfloat16: torch's float32 matmul on a column-major float32 copy of the weight
+
+A measurement takes milliseconds per shape. Results are cached for the user by processor, cores, threads, torch version
+and dtype. Kernels round differently, so processes that must agree bitwise share one record, a file of their run. The
+first process measures while the others wait for the file's lock. Recorded choices are never measured again, not even by
+a resumed run or a replay.
 
 Axes: T token, K input width, N output width.
 """
 
 from __future__ import annotations
 
+import fcntl
+import itertools
+import logging
+import math
+import os
+import re
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from stretto.model.kernels.choice import GENERATION, SHARED, Kernel, KernelChoice, Name, Shape, choose, prepare, product
+from stretto.core.errors import UNREADABLE
+from stretto.core.machine import cache_folder, cores, processor
+from stretto.core.records import Record
+from stretto.model.kernels.compiled import computes
+from stretto.model.kernels.panels import KINDS, PAIRED, in_panels, multiply_panels
 
-#: Chooses a kernel for each weight shape; same arguments as `stretto.model.kernels.choice.choose`.
+log = logging.getLogger(__name__)
+
+Shape = tuple[int, int]
+Name = Literal["linear", "onednn", "columns", "packed", "panels", "widened"]
+
+#: Kernels for a trainer. Its weights change in every step, and must keep their layout for saving and sharding.
+TRAINING: tuple[Name, ...] = ("onednn",)
+#: Kernels for a weight that other modules read too, such as a tied embedding; they do not change its layout.
+SHARED: tuple[Name, ...] = ("onednn", "packed", "panels", "widened")
+GENERATION: tuple[Name, ...] = ("onednn", "columns", "packed", "panels", "widened")
+
+FILE = "kernels.json"
+_TOKENS = (1, 16, 64, 256)
+_MOST_MULTIPLICATIONS = 1 << 26  # larger products are not measured; the largest one measured stands for them
+_FEWEST_MULTIPLICATIONS = 3 << 18  # shapes whose product for 256 tokens has fewer multiplications are not measured
+_COLD_BYTES = 4 << 20  # a step reads each weight from beyond the core's own cache
+_ROUNDS = 2
+_GAINS = {
+    "onednn": 1.05,
+    "columns": 1.03,
+    "packed": 1.15,
+    "panels": 1.03,
+    "widened": 1.15,
+}  # a copy costs memory and time
+_LOCK_SECONDS = 20.0
+#: Parts of a choice's name that earlier versions did not write.
+_NEWER = re.compile(r" \(family \d+, model \d+\)| in pairs")
+_CPU = torch.device("cpu")
+
+
+class KernelChoice(Record, frozen=True):
+    """The kernel for a weight shape. `fewest`: least number of tokens for which it is used; for fewer tokens ``linear``
+    is used."""
+
+    kernel: Name = "linear"
+    fewest: int = 1
+    gain: float = 1.0  # speedup over ``linear``, geometric mean over 1 to 256 tokens
+
+
+def unrecorded(shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name]) -> dict[Shape, KernelChoice]:
+    """Choices without measurement, for runs without a record: oneDNN for float32 products of at least 786,432
+    multiplications. It is a `Chooser` (`model.kernels.matmul`); `kernels` is ignored."""
+    if not fits("onednn", dtype):
+        return {}
+    return {shape: KernelChoice("onednn", math.ceil(_FEWEST_MULTIPLICATIONS / math.prod(shape))) for shape in shapes}
+
+
+def product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """left · rightᵀ + bias, [M, N], by oneDNN. Both matrices may be transposed views."""
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], ""))
+
+
+def prepare(kernel: str, weight_NK: Tensor, copy: Tensor | None = None) -> Tensor:
+    """Copy a weight into the layout of a kernel; returns the weight itself if the kernel needs no copy. `copy`: an
+    earlier result for this kernel, whose memory may be reused."""
+    if kernel == "panels":
+        return in_panels(weight_NK, copy)
+    if kernel == "columns":
+        return weight_NK.t().contiguous().t()
+    if kernel == "packed":
+        return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_NK, _TOKENS[-2]))
+    return prepare("columns", weight_NK.float()) if kernel == "widened" else weight_NK
+
+
+def multiply(kernel: str, x_TK: Tensor, prepared: Tensor, bias_N: Tensor | None, width: int) -> Tensor:
+    """x · weightᵀ + bias by a kernel. `prepared`: the weight in the kernel's layout (`prepare`); `width`: its number of
+    outputs."""
+    if kernel == "panels":
+        return multiply_panels(x_TK, prepared, bias_N, width)
+    if kernel in ("onednn", "packed"):
+        return product(x_TK, prepared, bias_N)
+    if kernel == "widened":
+        return functional.linear(x_TK.float(), prepared, None if bias_N is None else bias_N.float()).to(x_TK.dtype)
+    return functional.linear(x_TK, prepared, bias_N)
+
+
+class Kernel:
+    """A chosen kernel for one weight. If the kernel needs a copy of the weight, the copy is kept here and renewed when
+    the weight changes."""
+
+    def __init__(self, choice: KernelChoice, dtype: torch.dtype) -> None:
+        self.choice, self.dtype = choice, dtype
+        self.of_torch = choice.kernel in ("linear", "columns")  # whether it is torch's own matmul
+        self._prepared: Tensor | None = None
+        self._version = (0, 0)  # the copied weight, and its write count at that time
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x · weightᵀ + bias, where `x` has the tokens on its second-to-last axis. For few tokens torch's matmul is
+        used."""
+        if x.shape[-2] < self.choice.fewest:
+            return functional.linear(x, weight, bias)
+        return self.multiply_many(x, weight, bias)
+
+    def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As `multiply`, for at least `choice.fewest` tokens."""
+        kernel, width = self.choice.kernel, weight.shape[0]
+        if kernel not in ("packed", "panels", "widened"):
+            return multiply(kernel, x, weight, bias, width)
+        version = (id(weight), weight._version)
+        if self._prepared is None or version != self._version:
+            self._prepared, self._version = prepare(kernel, weight.detach(), self._prepared), version
+        return multiply(kernel, x, self._prepared, bias, width)
+
+
+def choose(
+    shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name], record: Path | None = None
+) -> dict[Shape, KernelChoice]:
+    """Choose one of `kernels` for each weight shape [N, K]. A choice comes from the file `record` of the run, else from
+    the user's cache, else from a measurement, and is written to both files. Shapes too small to matter are left out."""
+    offered = [kernel for kernel in kernels if fits(kernel, dtype)]
+    place = f"{processor()}, {cores()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    worth = [shape for shape in shapes if _TOKENS[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
+    kind = f"{dtype} in pairs" if PAIRED in KINDS and dtype is torch.bfloat16 else dtype
+    names = {shape: f"{place}: {kind}, {shape[0]} x {shape[1]}, {' '.join(offered)}" for shape in worth}
+    if not names and record is None:
+        return {}
+    files = [*([record] if record is not None else []), cache_folder() / FILE]
+    with ExitStack() as locks:
+        written = [file for file in files if locks.enter_context(locked(file))]  # all processes in this order
+        cached, recorded = _read(files[-1]), _read(files[0]) if record is not None else {}
+        chosen = {
+            shape: recorded.get(name)
+            or recorded.get(_NEWER.sub("", name))
+            or cached.get(name)
+            or measure(shape, dtype, offered)
+            for shape, name in names.items()
+        }
+        for file in written:
+            _add(file, {names[shape]: choice for shape, choice in chosen.items()})
+    return chosen
+
+
+def fits(kernel: str, dtype: torch.dtype) -> bool:
+    """Whether this CPU supports the kernel for weights of `dtype`."""
+    if kernel in ("onednn", "packed") and not torch.backends.mkldnn.is_available():
+        return False
+    if kernel == "packed" and dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if kernel == "panels":
+        return computes(_CPU, dtype)
+    wanted = {"columns": (torch.float32,), "onednn": (torch.float32,), "widened": (torch.bfloat16,)}
+    return dtype in wanted.get(kernel, (torch.float32, torch.bfloat16))
+
+
+@torch.inference_mode()
+def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> KernelChoice:
+    """Time the kernels for 1 to 256 tokens; returns the fastest kernel, or ``linear`` if none gains enough."""
+    copies = max(1, min(8, _COLD_BYTES // (math.prod(shape) * dtype.itemsize)))
+    plain = [torch.randn(shape).to(dtype) for _ in range(copies)]
+    weights = {kernel: [prepare(kernel, weight) for weight in plain] for kernel in ("linear", *kernels)}
+    counts = [count for count in _TOKENS if count == 1 or count * math.prod(shape) <= _MOST_MULTIPLICATIONS]
+    seconds = [_seconds(torch.randn(count, shape[1]).to(dtype), weights, shape[0]) for count in counts]
+    seconds += [seconds[-1]] * (len(_TOKENS) - len(counts))
+
+    def gain(kernel: Name, fewest: int) -> float:
+        times = zip(_TOKENS, seconds, strict=True)
+        logs = (math.log(one["linear"] / one[kernel]) for count, one in times if kernel == "columns" or count >= fewest)
+        return math.exp(sum(logs) / len(_TOKENS))
+
+    offers = [KernelChoice(kernel, fewest, round(gain(kernel, fewest), 3)) for kernel in kernels for fewest in counts]
+    best = max(offers, key=lambda offer: (offer.gain / _GAINS[offer.kernel], -offer.fewest))
+    return best if best.gain >= _GAINS[best.kernel] else KernelChoice()
+
+
+def _seconds(x_TK: Tensor, weights: Mapping[Name, list[Tensor]], width: int) -> dict[Name, float]:
+    """Seconds that each kernel takes to multiply `x_TK` by all its prepared weights, the best of two measurements."""
+    # With one thread the CPU time of the thread is measured, which does not depend on other work.
+    clock: Callable[[], float] = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    best = dict.fromkeys(weights, math.inf)
+    for turn, kernel in itertools.product(range(_ROUNDS + 1), weights):
+        start = clock()
+        for weight in weights[kernel]:
+            multiply(kernel, x_TK, weight, None, width)
+        if turn:  # the first call compiles
+            best[kernel] = min(best[kernel], clock() - start)
+    return best
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[bool]:
+    """Context manager: hold the lock of a file that is read and written in the block. Yields whether the file can be
+    written; if not, or if the lock is not free within 20 s, a warning is logged."""
+    with ExitStack() as held:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(file.with_name(f".{file.name}.lock").open("w"))
+            end = time.monotonic() + _LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(0.01)
+        except OSError as error:
+            log.warning("kernels are chosen without %s, which cannot be written: %s", file, error)
+            yield False
+        else:
+            yield True
+
+
+def _read(file: Path) -> dict[str, KernelChoice]:
+    """The choices in a file, by name; empty if the file is missing or damaged."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, KernelChoice])
+    except (OSError, *UNREADABLE):
+        return {}
+
+
+def _add(file: Path, chosen: dict[str, KernelChoice]) -> None:
+    known = _read(file)
+    if chosen.keys() <= known.keys() and file.exists():
+        return
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(chosen | known)) + b"\n")
+        part.replace(file)
+    except OSError as error:
+        log.warning("the choice of kernels is not kept in %s: %s", file, error)
+        part.unlink(missing_ok=True)
+
+
+#: Chooses a kernel for each weight shape; same arguments as `stretto.model.kernels.matmul.choose`.
 Chooser = Callable[[Sequence[Shape], torch.dtype, Sequence[Name]], dict[Shape, KernelChoice]]
 
 

@@ -1,8 +1,8 @@
-"""Matrix products with a weight stored in panels, for few and for many tokens.
+"""Matrix products with a weight stored in panels, for few and for many tokens; a tile of a product stays in registers.
 
     weight [N, K]         panels [N / 16, K, 16]
     0 0 0 0 0 0           0 1 2 3 ...     0 1 2 3 ...     the weights of 16 outputs, input by input, in the order
-    1 1 1 1 1 1    ─►                                     in which `kernels.tile` reads them; missing outputs of
+    1 1 1 1 1 1    ─►                                     in which a tile reads them; missing outputs of
     2 2 2 2 2 2                                           the last panel are zeros
     . . .
 
@@ -12,6 +12,16 @@ A bfloat16 weight takes half the bytes of a float32 weight, also on CPUs without
 of inputs are multiplied. All sums are float32, and the same for any number of tokens.
 
 Axes: T token, K input width, N output width, P panel, W outputs of a panel.
+
+    inputs [6, K]        panel [K, 16]          sums [6, 16]
+    a . . . . .  row     b b b b ... one input  a·b a·b a·b ...      12 vectors of sums, two of weights, one input:
+    a . . . . .          . . . .                a·b a·b a·b ...      15 of the 16 registers of AVX2
+
+LLVM code is needed because numba does not control which numbers stay in registers. Each weight is read once for all
+rows of a tile. bfloat16 weights are converted in registers (`WIDENED`): 32 bits hold a number of the first vector in
+the lower half and a number of the second in the upper half. A processor with AVX512_BF16 multiplies bfloat16 itself
+(`PAIRED`): 32 bits hold an output's weights for two inputs, and one instruction adds both products to its sum. A sum
+adds its products in the order of the inputs, so it does not depend on the tile.
 """
 
 from __future__ import annotations
@@ -22,8 +32,141 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.model.kernels.compiled import F, U, compiled, floats, halves, inlined, widened
-from stretto.model.kernels.tile import FLOAT, KINDS, LANES, MANY, PAIRED, ROWS, WIDE, WIDENED, tile
+from stretto.model.kernels.compiled import F, U, abilities, code, compiled, floats, halves, inlined, widened, written
+
+#: Number of float32 numbers in a vector register.
+LANES = 16 if "+avx512f" in abilities() else 8
+#: Number of outputs of a panel.
+WIDE = 2 * LANES
+#: Largest number of rows of a tile.
+ROWS = 6
+#: Number of panels of a tile with one row. With a single panel each addition would wait for the one before.
+MANY = 4
+#: Kinds of tiles: float32; bfloat16 converted to float32; bfloat16 multiplied in pairs of inputs.
+FLOAT, WIDENED, PAIRED = range(3)
+#: Kinds that this processor computes.
+KINDS = (FLOAT, WIDENED, PAIRED) if "+avx512bf16" in abilities() else (FLOAT, WIDENED)
+
+
+class _BFloat(code.ir.Type if code else object):  # type: ignore[misc]
+    """LLVM's type of a bfloat16 number, which llvmlite lacks."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def _broadcast(builder: Any, number: Any) -> Any:
+    """A vector with all elements equal to `number`."""
+    ir = code.ir
+    empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    first = builder.insert_element(empty, number, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
+def _read(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+
+
+def _weights(builder: Any, address: Any, kind: int) -> list[Any]:
+    """Load the two vectors of a panel's weights: for one input, as float32; if paired, for two inputs, as 32 bits."""
+    ir = code.ir
+    floating, whole = (ir.VectorType(number, LANES) for number in (ir.FloatType(), ir.IntType(32)))
+    if kind != WIDENED:
+        held = whole if kind == PAIRED else floating
+        return [_read(builder, builder.add(address, _number(place)), held) for place in (0, 4 * LANES)]
+    both = _read(builder, address, whole)
+    parts = (
+        builder.shl(both, ir.Constant(whole, [16] * LANES)),
+        builder.and_(both, ir.Constant(whole, [0xFFFF0000] * LANES)),
+    )
+    return [builder.bitcast(part, floating) for part in parts]
+
+
+def _added(builder: Any, held: Any, inputs: Any, weights: Any) -> Any:
+    """The sums after one input (two, if these are pairs of bfloat16 numbers in 32 bits)."""
+    ir = code.ir
+    if inputs.type.element == ir.FloatType():
+        product = builder.fmul(inputs, weights, flags=("contract",))
+        return builder.fadd(held, product, flags=("contract",))
+    pairs = ir.VectorType(_BFloat(), 2 * LANES)
+    kind = ir.FunctionType(held.type, [held.type, pairs, pairs])
+    dot = code.get_or_insert_function(builder.module, kind, f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}")
+    return builder.call(dot, [held, builder.bitcast(inputs, pairs), builder.bitcast(weights, pairs)])
+
+
+def _fetch(builder: Any, address: Any) -> None:
+    """Prefetch the memory at an address, which need not be valid."""
+    ir = code.ir
+    word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+    fetch = code.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(fetch, [builder.inttoptr(address, pointer), *(ir.Constant(word, n) for n in (0, 3, 1))])
+
+
+def _number(number: int) -> Any:
+    return code.ir.Constant(code.ir.IntType(64), number)
+
+
+def _tile(builder: Any, places: list[Any], rows: int, panels: int, kind: int) -> None:
+    """Generate the code of a tile of `rows` rows and `panels` panels. `places`: the arguments of `tile` from `x` on."""
+    ir, half = code.ir, kind != FLOAT
+    x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace = places
+    floating = ir.VectorType(ir.FloatType(), LANES)
+    added = [_read(builder, builder.add(bias, _number(4 * LANES * part)), floating) for part in range(2 * panels)]
+    sums = [[code.alloca_once_value(builder, start) for start in added] for _ in range(rows)]
+    inputs = [builder.add(x, builder.mul(stride, _number(row))) for row in range(rows)]
+    with code.for_range(builder, depth) as loop:
+        if panels == 1:
+            _fetch(builder, builder.add(ahead, builder.mul(loop.index, pace)))
+        first = builder.add(weight, builder.mul(loop.index, _number(WIDE * (2 if kind == WIDENED else 4))))
+        starts = [builder.add(first, builder.mul(panel, _number(number))) for number in range(panels)]
+        vectors = [vector for start in starts for vector in _weights(builder, start, kind)]
+        for row, sums_of_row in zip(inputs, sums, strict=True):
+            place = builder.add(row, builder.mul(loop.index, _number(4)))
+            one = _broadcast(builder, _read(builder, place, ir.IntType(32) if kind == PAIRED else ir.FloatType()))
+            for vector, held in zip(vectors, sums_of_row, strict=True):
+                builder.store(_added(builder, builder.load(held), one, vector), held)
+    for row, sums_of_row in enumerate(sums):
+        start = builder.add(out, builder.mul(out_stride, _number(row)))
+        for part, held in enumerate(sums_of_row):
+            place = builder.add(start, _number(part * LANES * (2 if half else 4)))
+            _write(builder, builder.load(held), place, half)
+
+
+def _write(builder: Any, numbers: Any, address: Any, half: bool) -> None:
+    """Store a vector at an address; with `half` as bfloat16, rounded to nearest, ties to even."""
+    ir = code.ir
+    if half:
+        whole = ir.VectorType(ir.IntType(32), LANES)
+        bits, shift = builder.bitcast(numbers, whole), ir.Constant(whole, [16] * LANES)
+        odd = builder.and_(builder.lshr(bits, shift), ir.Constant(whole, [1] * LANES))
+        up = builder.add(builder.add(bits, odd), ir.Constant(whole, [0x7FFF] * LANES))
+        numbers = builder.trunc(builder.lshr(up, shift), ir.VectorType(ir.IntType(16), LANES))
+    builder.store(numbers, builder.inttoptr(address, numbers.type.as_pointer()), align=2 if half else 4)
+
+
+def _tiles(builder: Any, rows: Any, wanted: Any, *places: Any) -> None:
+    """Generate the code of all tiles, with branches that select one by `rows` and the kind `wanted`."""
+    for kind in KINDS:
+        with builder.if_then(builder.icmp_signed("==", wanted, _number(kind))):
+            for number in range(ROWS + 1):
+                with builder.if_then(builder.icmp_signed("==", rows, _number(number))):
+                    _tile(builder, list(places), max(number, 1), 1 if number else MANY, kind)
+
+
+#: In a loop, ``tile((rows, kind, x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace))`` multiplies
+#: `rows` rows of `depth` inputs at address `x`, `stride` bytes apart, by the panel at address `weight`, adds the
+#: float32 numbers at address `bias` and writes rows of WIDE outputs to address `out`, `out_stride` bytes apart.
+#: `rows` 0: one row by MANY panels of `panel` bytes. Inputs are float32; for PAIRED pairs of bfloat16, `depth` of them.
+#: `ahead`: address to prefetch, which advances by `pace` bytes with each input or pair.
+tile: Any = written(_tiles, 12)
+
 
 _BLOCK = 96  # tokens whose inputs stay in the core's cache while a panel is read
 

@@ -1,16 +1,23 @@
-"""ASGI helpers of every server: request bodies, replies, server-sent events, clients that disconnect."""
+"""ASGI helpers of every server: request bodies and their parsing into records, replies, server-sent events, clients
+that disconnect.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable
+import json
+import math
+import re
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
+import msgspec.inspect
 from starlette.types import Receive, Scope, Send
 
-from stretto.core.errors import RefusedRequest
+from stretto.core.errors import UNREADABLE, RefusedRequest, nearest
 from stretto.core.tasks import cancel_and_wait
 
 #: Default limit on the body of a request, in bytes; a longer body is refused before it is read to its end.
@@ -110,3 +117,116 @@ def sent_event(data: object, kind: str = "", id: object = None) -> bytes:
     """
     head = (f"event: {kind}\n" if kind else "") + ("" if id is None else f"id: {id}\n")
     return b"%bdata: %b\n\n" % (head.encode(), msgspec.json.encode(data))
+
+
+_LISTS = msgspec.inspect.ListType | msgspec.inspect.VarTupleType
+_FREE = msgspec.inspect.DictType | msgspec.inspect.AnyType
+AnyRecord = TypeVar("AnyRecord", bound=msgspec.Struct)
+_PLACE = re.compile(r" - at `\$\.?(?P<path>.*)`$")
+_STEP = re.compile(r"[^.\[\]]+(?=[.\[]|$)|\[")  # of a place, as messages[0].role
+_FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
+
+
+def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
+    """Parse a body into a record. Unknown fields that are null, and null where the record allows none, count as absent,
+    since some clients send every field of their types.
+
+    Raises:
+        RefusedRequest: the body is invalid; names the first wrong field.
+    """
+    try:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.ValidationError:
+            told = _without_nulls(msgspec.json.decode(raw), [msgspec.inspect.type_info(kind)])
+            return msgspec.json.decode(msgspec.json.encode(told), type=kind)
+    except msgspec.ValidationError as error:
+        raise refusal_of(str(error), kind) from None
+    except UNREADABLE as error:
+        field, found, allowed = _field_that_is_no_json(raw)
+        if field is not None:
+            raise RefusedRequest(field, found, allowed) from None
+        raise RefusedRequest("body", f"no JSON: {error}", "a JSON object") from None
+    except RecursionError:
+        raise RefusedRequest("body", "JSON that is nested too deeply", "a JSON object") from None
+
+
+def _without_nulls(value: Any, kinds: Sequence[msgspec.inspect.Type]) -> Any:
+    """Copy a decoded value without the null fields that count as absent. `kinds`: types that the value may have.
+    Free-form JSON, such as the arguments of a call or a schema, is unchanged."""
+    kinds = [one for kind in kinds for one in (kind.types if isinstance(kind, msgspec.inspect.UnionType) else [kind])]
+    if isinstance(value, list):
+        items = [kind.item_type for kind in kinds if isinstance(kind, _LISTS)]
+        return [_without_nulls(item, items) for item in value] if items else value
+    records = [kind for kind in kinds if isinstance(kind, msgspec.inspect.StructType)]
+    if not (isinstance(value, dict) and records) or any(isinstance(kind, _FREE) for kind in kinds):
+        return value
+    meant = [one for one in records if one.tag_field is None or value.get(one.tag_field) == one.tag] or records
+    fields: dict[str, list[msgspec.inspect.Type]] = {}
+    for field in (field for one in meant for field in one.fields):
+        fields.setdefault(field.encode_name, []).append(field.type)
+    return {
+        name: _without_nulls(child, fields.get(name, ()))
+        for name, child in value.items()
+        if child is not None or any(map(_takes_null, fields.get(name, ())))
+    }
+
+
+def _takes_null(kind: msgspec.inspect.Type) -> bool:
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return any(map(_takes_null, kind.types))
+    return isinstance(kind, msgspec.inspect.NoneType | msgspec.inspect.AnyType)
+
+
+def refusal_of(message: str, kind: Any, remedy: str = "see /openapi.json") -> RefusedRequest:
+    """Convert an error message of msgspec about a body of type `kind` to a refusal that names the field. `remedy`: text
+    for what is allowed; for an unknown field, a field with a similar name is suggested instead."""
+    place = _PLACE.search(message)
+    path, sentence = (place["path"], message[: place.start()]) if place else ("", message)
+    name = _FIELD.match(sentence)
+    if name is None:
+        return RefusedRequest(path or "body", sentence, remedy)
+    field = f"{path}.{name['name']}".removeprefix(".")
+    if "missing" in sentence:
+        return RefusedRequest(field, "missing", remedy)
+    near = nearest(name["name"], _fields(msgspec.inspect.type_info(kind), _STEP.findall(path)))
+    return RefusedRequest(field, "unknown field", near if near.startswith("did") else remedy)
+
+
+def _fields(kind: msgspec.inspect.Type, path: list[str]) -> Iterator[str]:
+    """Names of the fields that are possible at `path`, which consists of names and ``[`` for each list."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        yield from chain.from_iterable(_fields(one, path) for one in kind.types)
+    elif isinstance(kind, msgspec.inspect.ListType | msgspec.inspect.VarTupleType) and path[:1] == ["["]:
+        yield from _fields(kind.item_type, path[1:])
+    elif isinstance(kind, msgspec.inspect.StructType) and not path:
+        yield from (field.encode_name for field in kind.fields)
+    elif isinstance(kind, msgspec.inspect.StructType):
+        yield from chain.from_iterable(
+            _fields(field.type, path[1:]) for field in kind.fields if field.encode_name == path[0]
+        )
+
+
+def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:
+    """Find a value that Python's json accepts and JSON forbids (NaN, half of a surrogate pair). Returns its top-level
+    field, a description of the value, and what is allowed; ``(None, "", "")`` if there is none."""
+    try:
+        tree = json.loads(raw)
+        for field, value in tree.items() if isinstance(tree, dict) else ():
+            for leaf in _leaves(value):
+                if isinstance(leaf, float) and not math.isfinite(leaf):
+                    return field, "NaN or infinite", "a finite number"
+                if isinstance(leaf, str) and any("\ud800" <= character <= "\udfff" for character in leaf):
+                    return field, "half of a surrogate pair", "characters"
+    except (ValueError, RecursionError):
+        pass  # not JSON at all, or nested too deeply: there is no field to name
+    return None, "", ""
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Leaves of nested lists and objects, keys included."""
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else None
+    if parts is None:
+        yield value
+    else:
+        yield from chain.from_iterable(map(_leaves, parts))

@@ -23,8 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from stretto.core.tasks import cancel_and_wait
 from stretto.processes.http.asgi import WRITE_NOW
-from stretto.processes.http.gathering import Gathered, GatheringTransport
-from stretto.processes.http.zero_copy import zero_copy
+from stretto.processes.http.transport import Gathered, GatheringTransport, zero_copy
 
 STRANGERS = 256
 PATIENCE_SECONDS = 10.0

@@ -24,7 +24,7 @@ from stretto.core.frames import Unframer, frame
 from stretto.core.records import Verdict
 from stretto.doors.loading import look_in
 from stretto.processes.heartbeat import bound_memory, die_with_parent, survive_a_full_disk
-from stretto.rewards.service.parts import LoadedPart, facts_of, judge_all, loaded
+from stretto.rewards.service.judging import LoadedPart, facts_of, judge_all, loaded
 from stretto.rewards.service.wire import (
     JudgingCounter,
     Refused,

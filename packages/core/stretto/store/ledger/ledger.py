@@ -32,16 +32,29 @@ from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Batch, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
 from stretto.core.states import UNTRAINED
 from stretto.measures.goodput import OnRecord
+from stretto.store.config import StoreConfig
 from stretto.store.files import identity, sync
-from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.forgetting import FORGET_PROMPTS, FORGET_TRAINED, FORGET_UNTRAINED, UNSETTLED
-from stretto.store.ledger.most_in_flight import MostInFlight
 from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls, retraction
 from stretto.store.ledger.reading import BOUNDS, tokens_on_record
-from stretto.store.ledger.rows import UPSERT, Balance, LiveRow, TokenTally, encode_payload, step_columns, update_columns
-from stretto.store.ledger.schema import open_for_writing
+from stretto.store.ledger.rows import (
+    UPSERT,
+    Balance,
+    LiveRow,
+    MostInFlight,
+    TokenTally,
+    encode_payload,
+    step_columns,
+    update_columns,
+)
+from stretto.store.ledger.schema import (
+    FORGET_PROMPTS,
+    FORGET_TRAINED,
+    FORGET_UNTRAINED,
+    UNSETTLED,
+    log_of,
+    open_for_writing,
+)
 from stretto.store.ledger.seals import META, find_fact, seal
-from stretto.store.ledger.wal import log_of
 
 Value = TypeVar("Value")
 

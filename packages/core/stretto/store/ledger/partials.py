@@ -18,7 +18,7 @@ import msgspec
 
 from stretto.core.events import RecordedCall
 from stretto.core.records import NOTHING, Record, Segment
-from stretto.store.ledger.old_tokens import segment_of
+from stretto.store.ledger.rows import segment_of
 from stretto.store.ledger.seals import SIZE, check, seal
 
 _PIECES = "SELECT payload FROM partials WHERE key = ? ORDER BY begin"

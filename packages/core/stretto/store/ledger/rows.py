@@ -1,21 +1,47 @@
-"""Rows of the ledger's tables: their encoding, and the rows of unfinished trajectories in memory."""
+"""Rows of the ledger's tables: their encoding, the rows of unfinished trajectories in memory, and the highest number
+of groups in flight.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from stretto.core.admission import loss_tokens
 from stretto.core.errors import BoundViolated, StoreError
-from stretto.core.records import Batch, Record, Segment, State, Trajectory, Update
+from stretto.core.records import Batch, Record, Segment, State, StopReason, Trajectory, Update
 from stretto.core.states import ALLOWED
 from stretto.measures.goodput import OnRecord
-from stretto.store.ledger.old_tokens import segment_of
-from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
+from stretto.store.ledger.seals import SIZE, batch_seal, check, find_fact, seal
+
+_Old = tuple[
+    tuple[int, ...],
+    tuple[float, ...],
+    tuple[int, ...],
+    int,
+    StopReason | None,
+    tuple[tuple[str, int], ...],
+    int | None,
+    str,
+    float | None,
+]
+_FURTHER = (0, None, (), None, "", None)  # defaults of the fields that the oldest formats do not have
+
+
+def segment_of(parts: Sequence[Any]) -> Segment:
+    """Build a segment from its recorded fields, of either format; a resumed run may have both.
+
+    Raises:
+        msgspec.ValidationError, ValueError: the fields do not form a segment.
+    """
+    if parts and isinstance(parts[0], bytes):
+        return msgspec.convert(parts, Segment)
+    return Segment.of(*msgspec.convert([*parts, *_FURTHER[len(parts) - 3 :]], _Old))
 
 
 class Payload(Record, frozen=True, array_like=True):
@@ -241,3 +267,44 @@ def update_columns(update: Update) -> tuple[object, ...]:
     """Return the columns of the table ``steps`` that are known after the update: (published version, metrics as JSON,
     step number)."""
     return (update.version, msgspec.json.encode(update.metrics).decode(), update.step)
+
+
+#: Name of the fact: a list with ``[key, most]`` for each stretch between two changes of a bound. `key`: of the first
+#: group in it. `most`: highest number of groups in flight when one of its groups was issued.
+IN_FLIGHT = "in_flight"
+
+
+class MostInFlight:
+    """Counts groups in flight; keeps the highest number for each stretch between two changes of a bound."""
+
+    def __init__(self, facts: Iterable[tuple[str, str, object]], path: Path, rows: Iterable[LiveRow]) -> None:
+        """Continue the count of an existing ledger. `facts`: rows of its table ``meta``; `path`: of the ledger, for
+        messages; `rows`: its trajectories that are in flight or buffered."""
+        self._stretches = find_fact(facts, path, IN_FLIGHT, list[tuple[int, int]]) or []
+        self._members = Counter(row.group_key for row in rows if row.state is State.IN_FLIGHT)
+        self._begins = not self._stretches
+
+    def changed(self) -> None:
+        """Begin a new stretch with the next group: a bound has changed."""
+        self._begins = True
+
+    def issued(self, key: int, members: int) -> dict[str, str]:
+        """Count one more group in flight. Returns ``{IN_FLIGHT: JSON of the fact}`` if the fact has changed, else an
+        empty dict. `key`: of the group."""
+        self._members[key] = members
+        if self._begins:
+            self._stretches.append((key, 0))
+            self._begins = False
+        first, most = self._stretches[-1]
+        if len(self._members) <= most:
+            return {}
+        self._stretches[-1] = first, len(self._members)
+        return {IN_FLIGHT: msgspec.json.encode(self._stretches).decode()}
+
+    def moved(self, row: LiveRow, before: State) -> None:
+        """Note that the trajectory of `row` has left the state `before`. A group is no longer in flight once all its
+        members have left that state."""
+        if before is State.IN_FLIGHT:
+            self._members[row.group_key] -= 1
+            if not self._members[row.group_key]:
+                del self._members[row.group_key]

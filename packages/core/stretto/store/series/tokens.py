@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from stretto.core.errors import UNREADABLE, StoreError
-from stretto.store.series.config import GIB
+from stretto.store.config import GIB
 
 _NAME = re.compile(r"step-(\d{6,})\.safetensors")
 _IDS, _LENGTHS = "trajectories", "lengths"

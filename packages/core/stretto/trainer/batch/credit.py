@@ -21,10 +21,10 @@ import numpy as np
 
 from stretto.core.records import Trajectory
 from stretto.trainer.batch.paths import PathTokens
+from stretto.trainer.objective.advantages import shaped
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import RewardedCompletion
 from stretto.trainer.objective.returns import Column, Doubles, Whole
-from stretto.trainer.objective.shaping import shaped
 from stretto.trainer.objective.token_estimators import advantages_of
 
 

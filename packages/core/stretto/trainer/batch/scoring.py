@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stretto.core.records import Batch
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
-from stretto.trainer.batch.packing import shares
+from stretto.trainer.batch.minibatch import shares
 from stretto.trainer.batch.paths import Ints, PathTokens, paths_of
 from stretto.trainer.objective.returns import Doubles
 from stretto.trainer.parallel.ranks import ALONE, Ranks

@@ -11,11 +11,11 @@ from pydantic import BaseModel, Field, model_validator
 from stretto.doors.door import Section
 from stretto.trainer.config import CriticConfig
 from stretto.trainer.objective import kl
+from stretto.trainer.objective.advantages import Shaping
 from stretto.trainer.objective.aggregation import Aggregation
 from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.objective.estimators import ESTIMATORS, EstimatorSection
 from stretto.trainer.objective.kl import Divergence
-from stretto.trainer.objective.shaping import Shaping
 from stretto.trainer.objective.surrogates import LOSSES, LossSection
 
 

@@ -20,8 +20,7 @@ from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.corrections import CORRECTIONS, Correction, Weights
 from stretto.trainer.objective.decoupled_ppo import negative_objective
 from stretto.trainer.objective.kl import Divergence
-from stretto.trainer.objective.m2po import Selection
-from stretto.trainer.objective.surrogates import Surrogate
+from stretto.trainer.objective.surrogates import Selection, Surrogate
 from stretto.trainer.objective.tokens import LossTokens, bounded
 
 

@@ -1,4 +1,5 @@
-"""`algorithm.loss`: surrogates in place of decoupled PPO's clipped term, one function per equation.
+"""`algorithm.loss`: surrogates in place of decoupled PPO's clipped term, one function per equation; M2PO's token mask,
+which needs a whole minibatch.
 
 A surrogate maps the policy's log-probabilities [N] to each token's term in J, [N].
 
@@ -10,6 +11,8 @@ A surrogate maps the policy's log-probabilities [N] to each token's term in J, [
 `selection` of a minibatch's tokens, whose parameters become parameters of the loss. `LOSSES` has the names of a recipe.
 
 Axes: N loss token, S sequence.
+
+Axes: N loss token of the whole minibatch; K loss token in one of the two quadrants in which PPO clips.
 """
 
 from __future__ import annotations
@@ -21,8 +24,33 @@ from pydantic import Field
 
 from stretto.doors.door import Door, Part, Section, declare, fact
 from stretto.trainer.objective.decoupled_ppo import Anchor, ClipHigh, ClipLow, Terms, clipped, ppo, proximal_ratio
-from stretto.trainer.objective.m2po import Selection, m2po_mask
 from stretto.trainer.objective.tokens import LossTokens, bounded, ratio_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Maps log(policy / anchor) [N] and advantages [N] to the tokens that stay in the loss, [N] bool.
+Selection: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+Threshold = Annotated[float, Field(gt=0, description="largest mean of (log ratio)^2 over the tokens in the quadrants")]
+
+
+def m2po_mask(log_ratio: Tensor, advantages: Tensor, *, threshold: Threshold = 0.04) -> Tensor:
+    """Keep as many tokens as possible such that the mean of (log u)^2 over kept tokens in the quadrants is at most
+    `threshold`; returns the kept tokens, [N] bool.
+
+    M2PO, arXiv 2510.01161, algorithm 1. The quadrants are those in which PPO clips: A > 0 and u > 1, or A < 0 and u <
+    1. All other tokens stay, since their gradient pulls the policy back towards the anchor. Tokens with equal (log u)^2
+    stay or leave together, so the choice does not depend on their order.
+    """
+    moment_N = log_ratio.square()
+    inside = log_ratio * advantages > 0
+    sorted_K = moment_N[inside].sort().values
+    mean_K = sorted_K.cumsum(0) / inside[inside].cumsum(0)
+    stays = int((mean_K <= threshold).sum())  # the mean of the k smallest never falls with k
+    if stays == len(sorted_K):
+        return inside.new_ones(inside.shape)
+    return ~inside | (moment_N < sorted_K[stays])
+
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +154,7 @@ def dro(policy_logprobs: Tensor, tokens: LossTokens, *, beta: Tether = 0.05) -> 
 def m2po(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     """No clip; the farthest tokens are left out until the second moment is small enough.
 
-    u A for the tokens that `m2po.py` keeps, 0 for the others, which still count in the mean. M2PO, arXiv 2510.01161.
+    u A for the tokens that `m2po_mask` keeps, 0 for the others, which still count in the mean. M2PO, arXiv 2510.01161.
 
     Raises:
         ValueError: `tokens.kept` is None. `m2po_mask` must compute it over the whole minibatch before the losses.

@@ -68,5 +68,5 @@ class LossTokens:
     advantages: Tensor  # [N]
     scale: Tensor  # [N] weight of the token in the minibatch's mean (`aggregation.py`)
     sequences: Sequences
-    kept: Tensor | None = None  # [N] bool, the tokens that M2PO leaves in (`m2po.py`)
+    kept: Tensor | None = None  # [N] bool, the tokens that M2PO leaves in (`surrogates.py`)
     reference_logprobs: Tensor | None = None  # [N] by the reference policy; None if the loss has no KL term

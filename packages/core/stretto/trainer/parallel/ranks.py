@@ -1,5 +1,6 @@
 """Ranks: the processes that train one policy together. Each rank holds a shard of every parameter (FSDP2) and computes
-its share of every minibatch. Sums on which decisions depend are all-reduced, so all ranks decide alike.
+its share of every minibatch. Sums on which decisions depend are all-reduced, so all ranks decide alike. They connect to
+rank 0's TCPStore, then form torch's process group.
 
     batch ─► the same samples and minibatches on every rank ─► its share (`packing.shares`) ─► forward, backward
                                                                           gradients are reduced and scattered
@@ -16,17 +17,25 @@ tokens c, matrices t. Collectives run in three kinds of groups:
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import cast
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import (  # type: ignore[attr-defined]
+    ProcessGroup,
+    TCPStore,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from stretto.core.errors import Problem, RecipeError
+from stretto.core.machine import use_interface_of
 from stretto.model.hf.filling import own as own_part
 from stretto.model.hf.filling import own_slices
 from stretto.model.hf.layers import sharding_units
@@ -249,3 +258,73 @@ def _grid_mesh(grid: Tensor, device: str, backend: str | None) -> DeviceMesh:
     """Create the process groups of the rows and columns of `grid` (ranks, [FSDP, tensor]); returns a mesh of them."""
     groups = [_own_group(grid.T, backend), _own_group(grid, backend)]
     return DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=(_SHARDED, _TENSOR))
+
+
+LOOPBACK = "127.0.0.1"
+
+#: Timeout of a collective, in seconds. Rank 0 notices a dead or hanging rank much earlier, by its exit or heartbeat.
+PATIENCE = 1800.0
+
+
+def open_store(count: int) -> TCPStore:
+    """Open rank 0's TCPStore for `count` ranks on a free loopback port. Any process that can connect may use it."""
+    server = socket.create_server((LOOPBACK, 0))
+    port = server.getsockname()[1]
+    return TCPStore(LOOPBACK, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+
+
+def reach_store(port: int, count: int) -> TCPStore:
+    """Connect another rank to rank 0's store, through `port` of the rank's own loopback interface."""
+    return TCPStore(LOOPBACK, port, count, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
+
+
+def join(
+    store: TCPStore,
+    rank: int,
+    count: int,
+    device: str,
+    here: str = LOOPBACK,
+    gpu: int = 0,
+    seconds: float = PATIENCE,
+    config: TrainerConfig | None = None,
+) -> ShardedRanks:
+    """Join torch's process group as `rank` of `count`; waits for the other ranks. Sets the process's GPU and network
+    interface.
+
+    Args:
+        device: "cpu", "cuda" or "auto".
+        here: address of this machine that other ranks can reach.
+        gpu: index of the rank's GPU on its machine.
+        seconds: timeout of a collective.
+        config: as for `ShardedRanks`.
+
+    Raises:
+        RecipeError: gloo or NCCL finds no network interface to the other ranks.
+    """
+    kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(gpu)
+    use_interface_of(here)
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    try:
+        distributed.init_process_group(
+            backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=seconds)
+        )
+        ranks = ShardedRanks(kind, config)
+        if kind == "cuda":  # NCCL looks for its way at the first collective
+            ranks.all_reduce(torch.zeros(1, device=kind))
+    except RuntimeError as error:
+        if problem := _no_way(str(error), rank):
+            raise RecipeError([problem]) from error
+        raise
+    return ranks
+
+
+def _no_way(told: str, rank: int) -> Problem | None:
+    """The user's mistake behind the error text `told` of gloo or NCCL, if it is about network interfaces; else None."""
+    if "interface" not in told and "Unable to find address" not in told:
+        return None
+    key = "NCCL_SOCKET_IFNAME" if "NCCL" in told else "GLOO_SOCKET_IFNAME"
+    there = ", ".join(name for _, name in socket.if_nameindex())
+    found = f"{os.environ.get(key, '')!r} of rank {rank} on {socket.gethostname()} leads to no other rank"
+    return Problem(key, found, f"one of {there}, or unset it: the interface is found then")

@@ -23,18 +23,16 @@ from stretto.core.frames import LARGEST_BATCH
 from stretto.core.machine import VISIBLE
 from stretto.doors.loading import look_in
 from stretto.processes.channel import ConductorGone
-from stretto.processes.handshake import call
+from stretto.processes.handshake import call, client_context
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import Failed, run_role
-from stretto.processes.tls import client_context
 from stretto.processes.wire import Stream, Wire, connect, join_ends
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.messages import TO_RANK, CheckpointFailed, RankStart, Stop, ToRank
+from stretto.trainer.messages import RANK_KEY, TO_RANK, CheckpointFailed, RankSpec, RankStart, Stop, ToRank, TrainerSpec
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.parallel.rendezvous import LOOPBACK, join, reach_store
+from stretto.trainer.parallel.ranks import LOOPBACK, join, reach_store
 from stretto.trainer.roles.rank_group import EXIT_CODE, RankIntroduction
 from stretto.trainer.roles.trainer import Notice, TrainerRole, published_dtype
-from stretto.trainer.spec import RANK_KEY, RankSpec, TrainerSpec
 from stretto.weights.mailbox import GatheringPublisher
 
 _JOIN_SECONDS = 30.0

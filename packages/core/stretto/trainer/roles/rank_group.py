@@ -34,17 +34,24 @@ from stretto import __version__
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, RoleDied
 from stretto.core.frames import frame
 from stretto.core.records import Record
-from stretto.processes.handshake import new_key
+from stretto.processes.handshake import new_key, server_context
 from stretto.processes.role import RoleProcess
 from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.processes.tls import server_context
 from stretto.processes.wire import Reception, Wire, join_ends
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.messages import RankLost, RanksAwaited, RankStart, Stop, ToTrainer
-from stretto.trainer.parallel.ranks import ALONE, Ranks
-from stretto.trainer.parallel.rendezvous import LOOPBACK, join, open_store
-from stretto.trainer.spec import RANK_KEY, RANK_ROLE, RankSpec, TrainerSpec
+from stretto.trainer.messages import (
+    RANK_KEY,
+    RANK_ROLE,
+    RankLost,
+    RanksAwaited,
+    RankSpec,
+    RankStart,
+    Stop,
+    ToTrainer,
+    TrainerSpec,
+)
+from stretto.trainer.parallel.ranks import ALONE, LOOPBACK, Ranks, join, open_store
 
 _NOTICE_SECONDS = 2.0
 _STUCK_SECONDS = 1.0

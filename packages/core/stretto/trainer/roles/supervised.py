@@ -23,10 +23,8 @@ from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
 from stretto.trainer.config import OptimizerConfig, PreferenceConfig, SupervisedConfig
-from stretto.trainer.messages import Demonstrations, Examples, Preferences, Stop, SupervisedDone
-from stretto.trainer.spec import SupervisedSpec
-from stretto.trainer.supervised.dpo import prefer
-from stretto.trainer.supervised.sft import fine_tune
+from stretto.trainer.messages import Demonstrations, Examples, Preferences, Stop, SupervisedDone, SupervisedSpec
+from stretto.trainer.supervised import fine_tune, prefer
 
 _TELL_SECONDS = 0.5
 _EXAMPLES: msgspec.msgpack.Decoder[Examples] = msgspec.msgpack.Decoder(Examples)

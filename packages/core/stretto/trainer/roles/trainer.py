@@ -28,8 +28,7 @@ from stretto.doors.loading import look_in
 from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
 from stretto.model.hf.skeleton import skeleton
-from stretto.model.kernels.choice import TRAINING, choose, unrecorded
-from stretto.model.kernels.matmul import use_onednn
+from stretto.model.kernels.matmul import TRAINING, choose, unrecorded, use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.fork_server_role import fork_here
@@ -54,14 +53,14 @@ from stretto.trainer.messages import (
     ToTrainer,
     Train,
     Trained,
+    TrainerSpec,
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.outcomes import TokenWriter
 from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import Ranks
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.roles.rank_group import EXIT_CODE, RankGroup
-from stretto.trainer.roles.token_writer import TokenWriter
-from stretto.trainer.spec import TrainerSpec
 from stretto.trainer.trainer import Trainer
 from stretto.weights.mailbox import Publisher
 from stretto.weights.shared_memory import SharedMemoryPublisher

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from stretto.core.errors import DataError, Problem, nearest
 from stretto.core.records import derive_seed
 from stretto.worlds.data.task import Question
-from stretto.worlds.sources.optional import package
+from stretto.worlds.sources.readers import package
 
 _SEEDS = 2**31  # number of seeds that the package's generators accept
 _HELD_OUT_SEED = 1_000_003

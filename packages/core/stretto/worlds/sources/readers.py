@@ -1,27 +1,79 @@
-"""Readers of dataset rows: JSONL and CSV files are read here, everything else by Hugging Face `datasets`.
+"""Readers of dataset rows: JSONL and CSV files are read here, everything else, the Hugging Face hub included, by
+`datasets`, an optional package.
 
 rows.jsonl rows.jsonl.gz rows.csv rows.tsv       lines of a file, each with its number
 rows.parquet rows.arrow                          by `datasets`, a batch at a time
 folder/                                          as `save_to_disk` writes it, or a folder of such files
 owner/name                                       a dataset of the hub
+
+Without a network its library retries for half a minute. So the address is tried first, with a deadline; if nothing
+answers, the library is set to use its cache only.
 """
 
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.jsonl import lines_of, mistake, nearest_file, read_text
+from stretto.processes.http.reach import unreachable
 from stretto.worlds.data.jsonl import object_of
-from stretto.worlds.sources.hub import reachable_or_cached
-from stretto.worlds.sources.optional import package
+
+
+def package(name: str, extra: str, place: str) -> Any:
+    """Import the module `name`, which comes with ``stretto[extra]``.
+
+    Raises:
+        DataError: the package is not installed, or cannot be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        found = f"needs the package {name!r}, which cannot be imported ({error})"
+        raise DataError([Problem(place, found, f"pip install 'stretto[{extra}]'")]) from None
+
+
+@contextmanager
+def reachable_or_cached(place: str) -> Iterator[str]:
+    """Context manager: try to reach the hub, and if it does not reply, set the Hugging Face libraries to use only their
+    cache within the block. Yields why the hub cannot be used, or "" if it replies.
+
+    Raises:
+        DataError: the libraries are not installed.
+    """
+    constants, config = package("huggingface_hub.constants", "data", place), package("datasets.config", "data", place)
+    if constants.HF_HUB_OFFLINE:
+        yield "HF_HUB_OFFLINE is set"
+        return
+    if not (fault := _fault(constants.ENDPOINT)):
+        yield ""
+        return
+    before = config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
+    try:
+        yield f"the hub at {constants.ENDPOINT} cannot be reached ({fault})"
+    finally:
+        constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE = False, before
+
+
+def _fault(address: str) -> str:
+    """Why nothing answers at an address, or at the proxy that is set for it; "" if something answers."""
+    parts = urlsplit(address)
+    passed_by = proxy_bypass(parts.hostname or "")
+    proxy = None if passed_by else getproxies().get(parts.scheme)
+    return unreachable(proxy or address)
+
 
 #: Function that parses a row and returns its columns; it raises the DataError of an invalid row.
 Row = Callable[[], Mapping[str, Any]]

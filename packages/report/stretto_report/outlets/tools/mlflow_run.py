@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stretto.store.series.samples import SampledCompletion
-from stretto_report.audit.symptoms.evidence import Alarm
+from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import About, Cursor, How
-from stretto_report.outlets.points import MetricsPoint, Value
-from stretto_report.outlets.tools.rows import COLUMNS, row_of
+from stretto_report.outlets.points import COLUMNS, MetricsPoint, Value, row_of
 
 _PACKAGE = "mlflow"
 _METRICS, _PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # limits of one request

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.store.series.samples import SampledCompletion
-from stretto_report.audit.symptoms.evidence import Alarm
+from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import About, Cursor, How
 from stretto_report.outlets.points import MetricsPoint, newest_steps
 

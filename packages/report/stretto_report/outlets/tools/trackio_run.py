@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from stretto.store.series.samples import SampledCompletion
-from stretto_report.audit.symptoms.evidence import Alarm
+from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import About, Cursor, How
-from stretto_report.outlets.points import MetricsPoint, newest_steps
-from stretto_report.outlets.tools.rows import COLUMNS, row_of
+from stretto_report.outlets.points import COLUMNS, MetricsPoint, newest_steps, row_of
 
 _PACKAGE = "trackio"
 _REMOTE = frozenset({"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"})  # variables of a database elsewhere

@@ -10,10 +10,9 @@ import msgspec
 import numpy as np
 
 from stretto.core.records import Record
-from stretto.store.series.follower import LineFollower
+from stretto.store.series.lines import LineFollower
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, SetEvaluationLine, StepMetrics
-from stretto_report.watch.index.cache import Cache
-from stretto_report.watch.index.columns import Column, GrowingColumns
+from stretto_report.watch.index.columns import Cache, Column, GrowingColumns
 
 _DECODER: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 _PART = "steps"

@@ -14,9 +14,8 @@ import numpy as np
 
 from stretto.core.records import Outcome, Record, State, StopReason
 from stretto.core.states import OPEN
-from stretto.store.ledger.wal import log_of
-from stretto_report.watch.index.cache import Cache
-from stretto_report.watch.index.columns import Column, GrowingColumns
+from stretto.store.ledger.schema import log_of
+from stretto_report.watch.index.columns import Cache, Column, GrowingColumns
 from stretto_report.watch.index.files import LEDGER, read_ledger
 
 _PART, _COUNTED = "trajectories", "counts"

@@ -11,8 +11,8 @@ from pathlib import Path
 from stretto.core.machine import cache_folder
 from stretto.core.records import Record
 from stretto.store.ending import branch_of
-from stretto.store.folder.branch import Branch
-from stretto_report.watch.index.cache import Cache
+from stretto.store.run_folder import Branch
+from stretto_report.watch.index.columns import Cache
 from stretto_report.watch.runs.run import WatchedRun
 
 _DEPTH = 3  # levels of folders below a given one: runs/SWEEP/RUN, and RUN/branches/NNN

@@ -13,8 +13,8 @@ import msgspec
 
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.store.ending import Condition, Ending, condition_of, cut
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.wal import log_of
+from stretto.store.ledger.schema import log_of
+from stretto.store.run_folder import RunFolder
 from stretto_report.watch.index.files import read_text, refuse_strange_files
 
 _LARGEST_RECIPE, _LARGEST_LOG, _LARGEST_JSON = 1 << 20, 1 << 16, 1 << 20

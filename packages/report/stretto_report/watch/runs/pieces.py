@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from stretto.core.errors import UNREADABLE, StoreError
-from stretto.store.folder.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder
 from stretto_report.watch.index.files import read_text
 
 _LARGEST = 128 << 20

@@ -16,7 +16,7 @@ import numpy as np
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Record
 from stretto.store.export import ExportedQuestion
-from stretto.store.series.follower import open_plain
+from stretto.store.series.lines import open_plain
 
 _BLOCK = 1 << 20
 _LONGEST = 64 << 20  #: bytes of a line; a longer line is cut and skipped

@@ -14,15 +14,14 @@ import numpy as np
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Record, State
 from stretto.store.ending import Condition, Ending, branch_of, ending_of
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspection_of, of_branch
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto_report.audit.alarms import AlarmReport, disk_of, findings_of, last_step_of, mismatch_of, number_of
-from stretto_report.audit.symptoms.evidence import Alarm, Evidence
-from stretto_report.watch.index.cache import Cache
-from stretto_report.watch.index.files import LEDGER, read_ledger, refuse_strange_files
-from stretto_report.watch.index.newest import NewestLines
+from stretto_report.audit.evidence import Alarm, Evidence
+from stretto_report.watch.index.columns import Cache
+from stretto_report.watch.index.files import LEDGER, NewestLines, read_ledger, refuse_strange_files
 from stretto_report.watch.index.steps import Steps
 from stretto_report.watch.index.timeline import Spans
 from stretto_report.watch.index.trajectories import Trajectories, count_states

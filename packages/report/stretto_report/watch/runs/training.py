@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, Segment, State
-from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.rows import BatchMember
-from stretto.store.series.follower import open_plain
+from stretto.store.run_folder import RunFolder
+from stretto.store.series.lines import open_plain
 from stretto.store.series.tokens import SampledTokens, TokenOutcome, read_tokens, tokens_file
 from stretto_report.watch.runs.table import TableRow
 

@@ -1,4 +1,5 @@
-"""HTTP application of the dashboard: routes, and the single thread that reads run folders.
+"""HTTP application of the dashboard: routes, and the single thread that reads run folders, a daemon that does not
+delay the end of the process.
 
     /api/runs    /api/runs/ID    /api/runs/ID/series    .../trajectories    .../trajectories/GROUP/MEMBER
     .../groups/GROUP    .../timeline    .../health    .../events    /api/diff    /api/recipes    / and /assets/...
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,14 +37,50 @@ from stretto_report.watch.web import pages
 from stretto_report.watch.web.events import Event, Follower, stream
 from stretto_report.watch.web.guard import refusal
 from stretto_report.watch.web.replay import Busy, NotAllowed, ReplayOrder, Replays
-from stretto_report.watch.web.thread import ReadingThread
+
+Result = TypeVar("Result")
+
+_Work = tuple[Future[Any], Callable[[], Any]]
+
+
+class ReadingThread(Executor):
+    """Executor with one daemon thread, for work that only reads, or writes in transactions. A `ThreadPoolExecutor`
+    would join its thread at the end of the process, and so delay Ctrl-C for as long as a comparison takes."""
+
+    def __init__(self, name: str) -> None:
+        self._waiting: SimpleQueue[_Work | None] = SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, do: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        """Queue a call. It runs after the calls submitted before."""
+        future: Future[Result] = Future()
+        self._waiting.put((future, lambda: do(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
+        """Cancel the queued calls and start no more. The running call is not waited for."""
+        try:
+            while True:
+                if (work := self._waiting.get_nowait()) is not None:
+                    work[0].cancel()
+        except Empty:
+            self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            future, do = work
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(do())
+            except BaseException as error:  # raised to the caller that waits for the result
+                future.set_exception(error)
+
 
 STATIC = Path(__file__).parent.parent / "static"
 _PIECE_SECONDS = 0.02  # of background reading between two requests
 _READ_SECONDS = 0.1  # of reading before a request is answered with what was read so far
 _JSON = "application/json"
-
-Result = TypeVar("Result")
 
 
 class NotThere(RefusedRequest):

@@ -21,8 +21,8 @@ from stretto_report.watch.runs.catalog import Catalog
 from stretto_report.watch.runs.folder import json_of, logs_of
 from stretto_report.watch.runs.health import duplicates_of, health_of
 from stretto_report.watch.runs.run import RunSummary, WatchedRun
+from stretto_report.watch.runs.table import parse_sort, parse_where
 from stretto_report.watch.runs.trajectory import MOST_TOKENS
-from stretto_report.watch.runs.where import parse_sort, parse_where
 
 MOST_COMPARED = 12
 

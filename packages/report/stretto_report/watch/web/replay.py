@@ -24,7 +24,7 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, Problem, RefusedRequest, described
 from stretto.core.records import Record
 from stretto.processes.heartbeat import PARENT
-from stretto.store.folder.branch import CHANGEABLE, ORIGIN
+from stretto.store.run_folder import CHANGEABLE, ORIGIN
 from stretto_report.watch.index.files import read_text
 from stretto_report.watch.runs.catalog import id_of
 from stretto_report.watch.runs.run import WatchedRun

@@ -19,15 +19,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box
-from stretto_verify.math.extract.denial import denied, is_denying
-from stretto_verify.math.extract.rewriting import unquoted
-from stretto_verify.math.extract.terms import terms
+from stretto_verify.math.extract.boxes import boxed, denied, is_denying, is_sentence, last_box
+from stretto_verify.math.extract.terms import terms, unquoted
 from stretto_verify.math.limits import LONGEST_TAIL
-from stretto_verify.math.parse.account import candidates, says_nothing
 from stretto_verify.math.parse.forms import undeclared
-from stretto_verify.math.parse.notations import plain
 from stretto_verify.math.parse.numerals import counted
+from stretto_verify.math.parse.spelling import plain
+from stretto_verify.math.parse.structure import candidates, says_nothing
 from stretto_verify.math.parse.units import MAGNITUDES, SPOKEN, without_unit
 from stretto_verify.thoughts import closed, said
 

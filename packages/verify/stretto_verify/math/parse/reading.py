@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Final
 
 from stretto_verify.math.limits import check_piece
-from stretto_verify.math.parse.account import accounts_for
 from stretto_verify.math.parse.expressions import Number, number
 from stretto_verify.math.parse.forms import reformed
 from stretto_verify.math.parse.phrases import in_words, phrase
@@ -33,6 +32,7 @@ from stretto_verify.math.parse.structure import (
     Union,
     Unreadable,
     Words,
+    accounts_for,
 )
 from stretto_verify.math.parse.units import MAGNITUDES, without_unit
 

@@ -1,0 +1,93 @@
+"""What a run records of itself, with which a resumed run is compared: the recipe, and the source of user-defined
+parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from stretto.doors.loading import is_own
+from stretto.launch.recipe.recipe import Recipe, load_recipe, named_in_doors, to_toml, validate
+from stretto.store.inspection import CHANGED
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import RunFolder
+
+RECIPE = "recipe"  #: name of the ledger's fact with the recipe as TOML
+
+
+def record_recipe(ledger: Ledger, recipe: Recipe) -> None:
+    """Store the recipe, with the values of all keys, in the ledger."""
+    ledger.put(RECIPE, to_toml(recipe))
+
+
+def recorded_recipe(folder: RunFolder, text: str | None) -> Recipe:
+    """Parse the recorded `text` of a run's recipe. None (an older format): read ``recipe.toml`` of the run folder.
+
+    Raises:
+        RecipeError: this version of stretto does not accept the recipe.
+    """
+    return load_recipe(folder.recipe) if text is None else validate(tomllib.loads(text), f"{folder.ledger}: {RECIPE}")
+
+
+SOURCES = "sources"  #: name of the ledger's fact with the digests, by name of the part
+
+
+def digests_of(recipe: Recipe) -> dict[str, str]:
+    """Compute a digest of the file of each user-defined part (``package.module:name``), by its name. Parts whose
+    file is not found are left out; files that they import are not covered."""
+    files = {name: _file_of(name.partition(":")[0], folder) for name, folder in _own_parts(recipe)}
+    return {name: _digest(file) for name, file in files.items() if file is not None and file.is_file()}
+
+
+def changed_sources(ledger: Ledger, recipe: Recipe) -> tuple[str, ...]:
+    """Return one sentence that names the parts whose file has changed since the run was started the last time; none if
+    there are none, or no digests are on record."""
+    known, found = ledger.get(SOURCES, dict[str, str]) or {}, digests_of(recipe)
+    changed = [name for name, digest in found.items() if known.get(name, digest) != digest]
+    if not changed:
+        return ()
+    told = ", ".join(f"{name} ({known[name][:8]} to {found[name][:8]})" for name in changed)
+    return (f"the source has changed since the run was started the last time: {told}; the run uses the new one",)
+
+
+def record_sources(ledger: Ledger, recipe: Recipe, changed: Sequence[str] = ()) -> None:
+    """Store the digests in the ledger, and each sentence of `changed` as an event."""
+    for sentence in changed:
+        ledger.event(CHANGED, sentence)
+    ledger.put(SOURCES, digests_of(recipe))
+
+
+def _own_parts(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
+    """Yield name and folder of each user-defined part. The folder is searched first for its module."""
+    tree = recipe.model_dump(mode="python")
+    named = [(name, recipe.path) for name in named_in_doors(tree)]
+    named += [(part.function, recipe.rewards.path) for part in recipe.rewards.parts]
+    workflow = tree.get("workflow")
+    if isinstance(workflow, Mapping):
+        settings = workflow.get("settings") or {}
+        named += [(name, workflow.get("path")) for name in (workflow.get("function"), settings.get("make"))]
+    for name, folder in named:
+        if isinstance(name, str) and is_own(name):
+            yield name, folder
+
+
+def _file_of(module: str, folder: str | None) -> Path | None:
+    """Return the source file of a module, found as an import would find it, but without running any of its code."""
+    places: Sequence[str] | None = [*([folder] if folder else []), os.getcwd(), *sys.path]
+    file: str | None = None
+    for name in module.split("."):  # by its own name alone: a package without __init__.py is looked up in its parent
+        spec = PathFinder.find_spec(name, places)
+        if spec is None:
+            return None
+        places, file = spec.submodule_search_locations, spec.origin
+    return Path(file) if file is not None else None
+
+
+def _digest(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()

@@ -1,0 +1,71 @@
+"""Restoring a trainer: the start of the run, the last whole checkpoint, the later batches (decision 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.core.errors import StoreError
+from stretto.core.records import Batch
+from stretto.store.checkpoints import Checkpoint, Checkpoints, FileSeal, seal_files, verify_files
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import read_batches, read_fact
+from stretto.store.run_folder import RunFolder
+
+START = "start"  #: ledger key: digests of every file that the run starts from, by folder
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Reads the checkpoints and batches of a run, from which a trainer is restored. Every call reads whole files.
+
+    Example: there is a checkpoint of step 40, and the trainer died at version 43. ``newest(43).step == 40``; then the
+    trainer repeats ``batch(41)``, ``batch(42)`` and ``batch(43)``. `keep`: number of checkpoints that the run keeps.
+    """
+
+    folder: RunFolder
+    keep: int
+
+    def newest(self, version: int) -> Checkpoint | None:
+        """Find the newest whole checkpoint of step `version` or earlier; None if training must start from version 0.
+
+        Raises:
+            StoreError: there are checkpoints but none is whole, or the files that the run started from have changed.
+        """
+        if version or self.folder.policy(0).exists():
+            check_start(self.folder)
+        return Checkpoints(self.folder.checkpoints, self.keep).latest(version)
+
+    def batch(self, step: int) -> Batch:
+        """Read the batch that was trained on in step `step`.
+
+        Raises:
+            StoreError: the batch is not completely in the ledger.
+        """
+        (batch,) = read_batches(self.folder.ledger, step - 1, step)
+        return batch
+
+
+def seal_start(ledger: Ledger, policy: Path, reference: str | None) -> None:
+    """Record in the ledger the digests of all files that the run starts from: `policy` (the folder of version 0) and
+    `reference` (the folder of the reference model; None: there is none)."""
+    start = {"policy/v000000": seal_files(policy)}
+    if reference is not None:
+        start[reference] = seal_files(Path(reference))
+    ledger.put(START, start)
+    ledger.sync()
+
+
+def check_start(folder: RunFolder) -> None:
+    """Compare the files that the run started from with their recorded digests. Does nothing for a run of an older
+    format, which has no digests.
+
+    Raises:
+        StoreError: a file is missing or changed; names the file and the recorded value.
+    """
+    start = read_fact(folder.ledger, START, dict[str, dict[str, FileSeal]]) or {}
+    for name, files in start.items():
+        try:
+            verify_files(folder.path / name, files, "the ledger")
+        except StoreError as error:
+            raise StoreError(f"{error}; bring the file back that the run started from") from error

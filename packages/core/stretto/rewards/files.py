@@ -1,0 +1,240 @@
+"""``stretto score``: completions of a JSONL file, judged line by line with the workers or the sandbox of a run. All
+lines are checked before the first completion is judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from stretto.core.errors import UNREADABLE, DataError, Problem
+from stretto.core.jsonl import mistake, once, read_rows
+from stretto.core.records import Outcome, Verdict
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.programs import safe_walls
+from stretto.rewards.service.pool import RewardPool
+from stretto.rewards.service.wire import ScoreItem
+from stretto_verify.code.formats import parse_tests
+from stretto_verify.code.reward import CodeReward, Judgement
+from stretto_verify.code.tests import BadTests, ProgramTests
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.probe import Report
+from stretto_verify.sandbox.sandbox import SandboxFailed
+from stretto_verify.sandbox.walls import Walls
+
+Fields = TypeVar("Fields", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class Line(Generic[Fields]):
+    """One line: its place for messages ("FILE:LINE"), its whole object, and the required fields."""
+
+    place: str
+    row: dict[str, Any]
+    fields: Fields
+
+
+def read_lines(path: Path, fields: type[Fields]) -> list[Line[Fields]]:
+    """Read all lines of a JSONL file that are not blank.
+
+    Raises:
+        DataError: the file is missing, empty or not text, or lines are not objects with the `fields`; names the first
+            twenty.
+    """
+    return read_rows(path, lambda text, _, place: _line(text, place, fields))
+
+
+def _line(text: str, place: str, fields: type[Fields]) -> Line[Fields]:
+    try:
+        row = msgspec.json.decode(text, type=dict[str, Any])
+        json.loads(text, object_pairs_hook=once)
+        return Line(place, row, msgspec.convert(row, fields))
+    except msgspec.ValidationError as error:
+        needed = getattr(fields, "NEEDED", ", ".join(fields.__struct_fields__))
+        raise mistake(place, str(error), f"needed: {needed}") from None
+    except (ValueError, *UNREADABLE) as error:
+        raise mistake(place, f"broken JSON ({error})", "one object a line is needed") from None
+
+
+async def scored(config: RewardsConfig, items: Sequence[ScoreItem]) -> AsyncIterator[tuple[Verdict, float]]:
+    """Judge items with a pool of workers of its own; yields the verdict and the seconds of each item, in order, as soon
+    as it and all before it are judged. Any number of undecided verdicts does not stop the rest.
+
+    Raises:
+        RewardFunctionError, RoleDied, DeadlineExceeded: as `RewardPool`.
+    """
+    config = config.model_copy(update={"max_consecutive_undecided": len(items) + 1})
+    async with RewardPool(config) as pool:
+        free = asyncio.Semaphore(pool.workers)  # so that an item's seconds include no wait in the queue
+
+        async def judged(item: ScoreItem) -> tuple[Verdict, float]:
+            async with free:
+                start = time.monotonic()
+                [verdict] = await pool.score([item])
+                return verdict, time.monotonic() - start
+
+        tasks = [asyncio.create_task(judged(item)) for item in items]
+        try:
+            for task in tasks:
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class MathLine(msgspec.Struct, frozen=True):
+    """Required fields of a line; others are kept. `answer` is another name of `completion`."""
+
+    NEEDED: ClassVar[str] = "gold, completion"
+
+    gold: str | int | float
+    completion: str | msgspec.UnsetType = msgspec.UNSET
+    answer: str | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if (self.completion is msgspec.UNSET) == (self.answer is msgspec.UNSET):
+            both = "" if self.answer is msgspec.UNSET else ", or `answer`, but not both"
+            raise ValueError(f"Object missing required field `completion`{both}")
+
+    @property
+    def text(self) -> str:
+        """The completion to judge."""
+        return self.answer if self.completion is msgspec.UNSET else self.completion  # type: ignore[return-value]
+
+
+def print_scored_answers(path: Path, config: RewardsConfig) -> None:
+    """Judge the lines of a JSONL file with the reward workers of `config`. Prints every line, in order, with the
+    further fields `verdict` and `seconds`. Reasons for undecided lines go to stderr.
+
+    Raises:
+        DataError: the file or some of its lines are malformed; nothing was judged.
+    """
+    asyncio.run(_print_answers(read_lines(path, MathLine), config))
+
+
+async def _print_answers(lines: list[Line[MathLine]], config: RewardsConfig) -> None:
+    items = [ScoreItem(prompt="", completion=line.fields.text, answer=str(line.fields.gold)) for line in lines]
+    at, undecided = iter(lines), 0
+    async for verdict, seconds in scored(config, items):
+        line = next(at)
+        if verdict.outcome is Outcome.UNDECIDED:
+            undecided += 1
+            print(f"{line.place}: undecided: {verdict.reason}", file=sys.stderr)
+        row = line.row | {"verdict": verdict.outcome.value, "seconds": round(seconds, 4)}
+        print(msgspec.json.encode(row).decode(), flush=True)
+    if undecided:
+        print(f"{undecided:,} of {len(lines):,} lines undecided", file=sys.stderr)
+
+
+_SHOWN = 20
+
+
+class CodeLine(msgspec.Struct, frozen=True):
+    """Required fields of a line; others are kept."""
+
+    completion: str
+    tests: list[Any] | dict[str, Any] | str
+
+
+class Scored(NamedTuple):
+    """Result for one line: verdict ("right", "wrong" or "undecided"), judgement of the tests, seconds it took."""
+
+    verdict: str
+    judgement: Judgement
+    seconds: float
+
+
+def print_scored_programs(path: Path, config: SandboxConfig, workers: int) -> None:
+    """Judge the programs of a JSONL file in `workers` threads. Prints every line, in order, with the further fields
+    `verdict`, `passed` (number of tests), `seconds` and sandbox `level`. Reasons for undecided lines, and the kind of
+    sandbox, go to stderr.
+
+    Raises:
+        DataError: the file or some of its lines are malformed; nothing was judged.
+        RewardFunctionError: this machine has no sandbox at the level that `config` requires.
+    """
+    lines = read_lines(path, CodeLine)
+    tests = read_tests([(line.place, line.fields.tests) for line in lines])
+    walls, report = safe_walls(config)
+    print(report, file=sys.stderr)
+    judges = _Judges(config, walls, report)
+    with ThreadPoolExecutor(workers, "judge") as pool:
+        try:
+            for line, scored in zip(
+                lines, pool.map(judges.score, [x.fields.completion for x in lines], tests), strict=True
+            ):
+                _print_program(line, scored, report)
+        finally:
+            judges.close()
+
+
+def read_tests(given: Sequence[tuple[str, object]]) -> list[ProgramTests]:
+    """Parse the tests of every row. `given`: pairs of the row's place, for messages ("FILE:LINE"), and its tests.
+
+    Raises:
+        DataError: some cannot be read; the first twenty are named.
+    """
+    tests: list[ProgramTests] = []
+    problems: list[Problem] = []
+    for place, text in given:
+        try:
+            tests.append(parse_tests(text))
+        except BadTests as error:
+            problems.append(Problem(place, str(error)))
+    if problems:
+        more = [Problem("in all", f"the tests of {len(problems)} of {len(given)} rows cannot be read")]
+        raise DataError([*problems[:_SHOWN], *more])
+    return tests
+
+
+def _print_program(line: Line[CodeLine], scored: Scored, report: Report) -> None:
+    judgement = scored.judgement
+    if scored.verdict == "undecided":
+        print(f"{line.place}: undecided: {judgement.problem}", file=sys.stderr)
+    row = line.row | {
+        "verdict": scored.verdict,
+        "passed": judgement.passed,
+        "seconds": round(scored.seconds, 4),
+        "level": report.level.value,
+    }
+    print(msgspec.json.encode(row).decode(), flush=True)
+
+
+class _Judges:
+    """Judges of programs, one with its own sandbox for each thread."""
+
+    def __init__(self, config: SandboxConfig, walls: Walls, report: Report) -> None:
+        self._config, self._walls, self._report = config, walls, report
+        self._own = threading.local()
+        self._all: list[CodeReward] = []
+
+    def score(self, completion: str, tests: ProgramTests) -> Scored:
+        start = time.monotonic()
+        try:
+            judgement = self._judge().judge(completion, tests)
+            verdict = "undecided" if judgement.unknown else "right" if judgement.right else "wrong"
+        except SandboxFailed as failure:
+            judgement, verdict = Judgement(0, tests.count, str(failure)), "undecided"
+        return Scored(verdict, judgement, time.monotonic() - start)
+
+    def close(self) -> None:
+        for judge in self._all:
+            judge.close()
+
+    def _judge(self) -> CodeReward:
+        if not hasattr(self._own, "judge"):
+            self._own.judge = CodeReward(self._config, self._walls, self._report)
+            self._all.append(self._own.judge)
+        judge: CodeReward = self._own.judge
+        return judge

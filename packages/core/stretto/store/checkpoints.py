@@ -1,0 +1,316 @@
+"""Checkpoints on disk, each of which is complete or absent, and the comparison of the weights in two policy folders.
+
+.step-000040.part/   written by the trainer ─► manifest.json (sizes, checksums) ─► synced to disk
+    │ rename: from this moment on, step-000040/ exists
+    ▼
+step-000040/
+
+Where folders cannot be renamed, as on a mounted object bucket, the files are copied, and the manifest last. A
+checkpoint is broken if it has no manifest, or if a file differs from its manifest; then the checkpoint before it is
+used.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from stretto.core.errors import Problem, RunFolderError, StoreError
+from stretto.core.records import Record
+from stretto.store import lock
+from stretto.store.files import is_lacking, sweep, sync
+
+
+def same_weights(first: Path, second: Path) -> bool | None:
+    """Whether two policy folders hold the same weights. None if they cannot be compared: a folder has no weights, or
+    their weight files have different names.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    ours, theirs = weight_files(first), weight_files(second)
+    if not ours or [path.name for path in ours] != [path.name for path in theirs]:
+        return None
+    return all(filecmp.cmp(*pair, shallow=False) for pair in zip(ours, theirs, strict=True))
+
+
+def why_incomparable(first: Path, second: Path) -> str:
+    """Why `same_weights` returns None for these two folders, in words for a message."""
+    for policy in (first, second):
+        if not weight_files(policy):
+            return f"{policy} has no weights" if policy.is_dir() else f"{policy} is not there"
+    return f"{first} and {second} are divided into files in different ways"
+
+
+def weight_files(policy: Path) -> list[Path]:
+    """List the weight files of a policy folder: one file, or several for a large model."""
+    return sorted(policy.glob("model*.safetensors"))
+
+
+_NAME = re.compile(r"step-(\d{6,})")
+_MANIFEST = "manifest.json"
+_READ_BYTES = 1 << 22
+
+
+class FileSeal(Record, frozen=True):
+    """One file of a checkpoint: its size in bytes and its XXH3 checksum (128 bits, hexadecimal)."""
+
+    size: int
+    xxh3: str
+
+
+class Manifest(Record, frozen=True):
+    """The files of a complete checkpoint. Example: ``Manifest(step=40, files={"trainer.json": FileSeal(...)})``"""
+
+    step: int
+    files: dict[str, FileSeal]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: its step and folder. `broken`: an error message for each newer checkpoint that is
+    broken."""
+
+    step: int
+    path: Path
+    broken: tuple[str, ...] = ()
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`; the newest `keep` are kept.
+
+    Example::
+
+        checkpoints = Checkpoints(folder.checkpoints, keep=2)
+        checkpoints.save(40, trainer.save_checkpoint)   # calls it with the folder to fill
+        newest = checkpoints.latest()
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self._folder, self._keep = folder, keep
+
+    def path(self, step: int) -> Path:
+        """Path of the checkpoint of `step`, whether it exists or not."""
+        return self._folder / f"step-{step:06d}"
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Save the checkpoint of `step` and remove the oldest ones beyond `keep`; returns its folder.
+
+        `write` is called with an empty folder and writes its files there. Then the folder gets its manifest, is synced
+        to disk, and is renamed to its final name. After an error nothing has changed.
+
+        Raises:
+            StoreError: the folder cannot be written (disk full, read-only, removed); names the path.
+        """
+        final = self.path(step)
+        part = self._folder / f".{final.name}.part"
+        try:
+            self._folder.mkdir(exist_ok=True)  # never its parent: a run folder that was removed stays removed
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            write(part)
+            _seal(step, part)
+            _switch(part, final)
+        except OSError as error:
+            raise StoreError(f"{final}: the checkpoint cannot be written: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        self._prune()
+        return final
+
+    def steps(self) -> list[int]:
+        """List the steps that have a checkpoint folder, complete or broken, oldest first.
+
+        Raises:
+            StoreError: the folder of the checkpoints is a link to a folder that does not exist: perhaps its disk is not
+                mounted.
+        """
+        if not self._folder.is_dir():
+            if self._folder.is_symlink():
+                raise StoreError(f"{self._folder}: is a link to {self._folder.readlink()}, where no folder is")
+            return []
+        matches = [_NAME.fullmatch(path.name) for path in self._folder.iterdir()]
+        return sorted(int(match[1]) for match in matches if match)
+
+    def latest(self, at_most: int | None = None) -> Checkpoint | None:
+        """Find the newest complete checkpoint of step `at_most` (None: any step) or earlier; every byte is checked.
+        None if there is no checkpoint.
+
+        Raises:
+            StoreError: there are checkpoints, and all are broken; names the fault of each. Also as `steps`.
+        """
+        broken: list[str] = []
+        for step in reversed(self.steps()):
+            if at_most is not None and step > at_most:
+                continue
+            path = self.path(step)
+            try:
+                verify(path)
+            except StoreError as error:
+                broken.append(str(error))
+            else:
+                return Checkpoint(step, path, tuple(broken))
+        if broken:
+            raise StoreError("no whole checkpoint is left: " + "; ".join(broken))
+        return None
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints after `step` to ``broken-step-...``, or remove them where folders cannot be renamed.
+        The run is resumed from `step`, since they are broken."""
+        for later in (number for number in self.steps() if number > step):
+            path = self.path(later)
+            aside = self._folder / f"broken-{path.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            try:
+                path.rename(aside)
+            except OSError as error:
+                if not is_lacking(error):
+                    raise
+                shutil.rmtree(path)
+
+    def continue_at(self, version: int) -> None:
+        """Prepare to save this version, which would be pruned beside newer ones: broken newer ones are renamed. The
+        caller holds the lock of the folder.
+
+        Raises:
+            RunFolderError: a newer version is complete.
+        """
+        self.take_back(locked=True)
+        for newer in (step for step in reversed(self.steps()) if step > version):
+            try:
+                verify(self.path(newer))
+            except StoreError:  # broken: renamed below
+                continue
+            told = f"holds version {newer}, and this trainer is at version {version}"
+            raise RunFolderError([Problem(str(self._folder.parent), told, "load it first, or give another folder")])
+        self.set_aside_after(version)
+
+    def take_back(self, *, locked: bool) -> None:
+        """Give checkpoints their names back that a killed process has moved aside for a successor that it did not
+        finish. Changes nothing while another process may be saving.
+
+        `locked`: whether the caller holds the lock of the folder.
+        """
+        if locked:
+            sweep([self._folder])
+        elif any(self._folder.glob(".step-*.old")) and not lock.is_held(self._folder.parent):
+            with suppress(RunFolderError):  # another process saves here, or the folder cannot be written
+                held = lock.acquire(self._folder)
+                try:
+                    sweep([self._folder])
+                finally:
+                    os.close(held)
+
+    def _prune(self) -> None:
+        for step in self.steps()[: -self._keep]:
+            shutil.rmtree(self.path(step), ignore_errors=True)
+
+
+def verify(path: Path) -> Manifest:
+    """Check every byte of the checkpoint in this folder against its manifest, which is returned.
+
+    Raises:
+        StoreError: the manifest cannot be read, or is of another step; or a file is missing, is not in the manifest,
+            cannot be read, or has another size or checksum. Names the file.
+    """
+    try:
+        manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no valid manifest
+        raise StoreError(f"{path / _MANIFEST}: cannot be read: {error}") from error
+    if path.name != f"step-{manifest.step:06d}":
+        raise StoreError(f"{path / _MANIFEST}: is of step {manifest.step}")
+    verify_files(path, manifest.files, "the manifest")
+    present = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    if unknown := sorted(present - manifest.files.keys() - {_MANIFEST}):
+        raise StoreError(f"{path / unknown[0]}: is not in the manifest")
+    return manifest
+
+
+def verify_files(folder: Path, files: Mapping[str, FileSeal], source: str) -> None:
+    """Check that the files of a folder have their recorded sizes and checksums.
+
+    Args:
+        files: size and checksum of each file, by relative path.
+        source: where they are recorded, for messages: "the manifest".
+
+    Raises:
+        StoreError: a file is missing, cannot be read, or has another size or checksum; names the file.
+    """
+    for name, seal in files.items():
+        try:
+            _verify_file(folder / name, seal, source)
+        except (OSError, ValueError) as error:  # an unreadable disk; a damaged name that is no path
+            raise StoreError(f"{folder / name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _verify_file(file: Path, seal: FileSeal, source: str) -> None:
+    if not file.is_file():
+        raise StoreError(f"{file}: is missing")
+    if (size := file.stat().st_size) != seal.size:
+        raise StoreError(f"{file}: has {size} bytes, {source} says {seal.size}")
+    if (found := _checksum(file)) != seal.xxh3:
+        raise StoreError(f"{file}: has checksum {found}, {source} says {seal.xxh3}")
+
+
+def seal_files(folder: Path) -> dict[str, FileSeal]:
+    """Compute size and checksum of all files in a folder and its sub-folders, by relative path."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(file.relative_to(folder)): FileSeal(size=file.stat().st_size, xxh3=_checksum(file)) for file in files}
+
+
+def _seal(step: int, part: Path) -> None:
+    for file in (path for path in part.rglob("*") if path.is_file()):
+        sync(file)
+    for folder in sorted(path for path in part.rglob("*") if path.is_dir()):
+        sync(folder)  # `part` itself is synced after the manifest
+    manifest = msgspec.json.format(msgspec.json.encode(Manifest(step=step, files=seal_files(part))))
+    (part / _MANIFEST).write_bytes(manifest)
+    sync(part / _MANIFEST)
+    sync(part)
+
+
+def _switch(part: Path, final: Path) -> None:
+    """Rename `part` to `final`, or copy it where folders cannot be renamed. An older folder `final` is moved aside
+    first, and removed at the end."""
+    aside = final.with_name(f".{final.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        if final.exists():
+            final.rename(aside)
+        os.rename(part, final)
+    except OSError as error:
+        if not is_lacking(error):
+            if aside.exists() and not final.exists():
+                aside.rename(final)
+            raise
+        _copy(part, final)
+    sync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _copy(part: Path, final: Path) -> None:
+    """Copy file by file, the manifest last, so that an incomplete folder has none."""
+    (final / _MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(final, ignore_errors=True)
+    files = [path.relative_to(part) for path in part.rglob("*") if path.is_file()]
+    for name in sorted(files, key=lambda name: name == Path(_MANIFEST)):
+        (final / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(part / name, final / name)
+        sync(final / name)
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,213 @@
+"""The run folder: the files of one run, a lock that one process at a time holds, and the origin of a branch, which has
+steps of a run that `stretto replay` trained again.
+
+recipe.toml versions.json machine.json      the settings, the libraries, the machine
+kernels.json                                the matmul kernels that its roles use
+rewards.json                                facts that the reward reports: the level of its sandbox
+log.txt logs/<role>.txt                     logs of the run and of each role
+metrics.jsonl spans.jsonl                   measurements
+questions.jsonl                             prompts and gold answers, for the export
+samples.jsonl held_out.jsonl                sampled completions: some of the training's, all of each evaluation's
+ledger.sqlite                               the state of every trajectory
+tokens/step-000012.safetensors              ratio, advantage and outcome of each token in a training step
+prediction.json                             the prediction of `stretto plan --run` for the run
+policy/v000012/ checkpoints/step-000040/    policies and checkpoints
+policy/best/ best.json                      the policy of the best evaluation, if it is kept
+plots/*.png                                 plots
+outlets/<tool>.json                         how far each tool of [logging] has received the run
+lock                                        the process that writes here now
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from stretto.core.errors import Problem, RunFolderError
+from stretto.core.records import Record
+from stretto.store import lock
+from stretto.store.files import identity, sweep, write_atomically
+
+BRANCHES = "branches"  #: sub-folder of a run with the branches that were given no folder
+ORIGIN = "branch.json"  #: name of the file in a branch's folder that holds its `Branch`
+
+#: Sections that a replay may change: those that decide what a batch does to the weights.
+CHANGEABLE = ("algorithm", "trainer")
+
+
+class Branch(Record, frozen=True):
+    """``branch.json``: the origin of a branch. `changes`: settings that differ from the run, each with both values."""
+
+    run: str
+    first_step: int  # trained after this step
+    last_step: int
+    changes: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"a replay of {self.run} from step {self.first_step}"
+
+
+_INNER = ("logs", "policy", "checkpoints", "plots")
+_RECIPE, _PREDICTION = "recipe.toml", "prediction.json"
+#: Files that do not hinder a new run: left by a run that ended before it had a ledger, or by `stretto plan --run`.
+_FREE_NAMES = {lock.NAME, "log.txt", "logs", _PREDICTION}
+_HALF_A_RECIPE = re.compile(r"\.recipe\.toml\.\d+\.part")
+
+
+class RunFolder:
+    """The paths of one run's files. `create` and `resume` also lock the folder.
+
+    Example::
+
+        with RunFolder.create("runs/first") as folder:
+            folder.write("recipe.toml", resolved)
+            ledger = Ledger(folder.ledger, StoreConfig())
+    """
+
+    def __init__(self, path: Path, held: int | None = None) -> None:
+        self.path, self._lock = path, held
+        self.recipe, self.ledger, self.kernels = path / _RECIPE, path / "ledger.sqlite", path / "kernels.json"
+        self.log, self.metrics, self.spans = path / "log.txt", path / "metrics.jsonl", path / "spans.jsonl"
+        self.questions, self.samples = path / "questions.jsonl", path / "samples.jsonl"
+        self.held_out, self.prediction = path / "held_out.jsonl", path / _PREDICTION
+        self.gateway, self.tokens, self.outlets = path / "gateway", path / "tokens", path / "outlets"
+        self.logs, self.policies, self.checkpoints, self.plots = (path / inner for inner in _INNER)
+
+    @classmethod
+    def create(cls, path: str | Path) -> Self:
+        """Create the folder of a new run, with its sub-folders, and lock it.
+
+        Raises:
+            RunFolderError: the folder holds another run or other files, is in use, or cannot be written.
+        """
+        folder = Path(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _refused(folder, f"cannot be created: {error.strerror}", "give another folder") from error
+        with contextlib.ExitStack() as undo:
+            run = cls(folder, lock.acquire(folder))
+            undo.callback(run.release)
+            if (problem := _why_not_new(folder)) is not None:
+                raise RunFolderError([problem])
+            sweep([folder])
+            for inner in _INNER:
+                (folder / inner).mkdir(exist_ok=True)
+            undo.pop_all()
+        return run
+
+    @classmethod
+    def resume(cls, path: str | Path) -> Self:
+        """Lock the folder of a run that has ended, to continue the run. Half-written files are removed.
+
+        Raises:
+            RunFolderError: the folder holds no run, or its run is still running.
+        """
+        folder = cls.open(path).path
+        run = cls(folder, lock.acquire(folder))
+        sweep([folder, run.tokens, *(folder / inner for inner in _INNER)])
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Open the folder of a running, finished or dead run for reading, without a lock.
+
+        Raises:
+            RunFolderError: the folder does not exist, or holds no run.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise _refused(folder, "is no folder" if folder.exists() else "does not exist", _runs_beside(folder))
+        if not (folder / "ledger.sqlite").is_file():
+            raise _refused(folder, "holds no run (no ledger.sqlite)", "give a folder that `stretto train` created")
+        return cls(folder)
+
+    def is_ours(self) -> bool:
+        """Whether the folder at this path is still the locked one. False without a lock, or if the folder was moved
+        away or replaced."""
+        if self._lock is None:
+            return False
+        held = os.fstat(self._lock)
+        return identity(self.path / lock.NAME) == (held.st_dev, held.st_ino)
+
+    @property
+    def mark(self) -> str:
+        """Id of the run, unique on this machine and the same after a resume: device and inode of the lock file. "" if
+        the folder is not locked."""
+        if self._lock is None:
+            return ""
+        held = os.fstat(self._lock)
+        return f"{held.st_dev}-{held.st_ino}"
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def write(self, name: str, text: str) -> None:
+        """Write the text file `name` of the folder, completely or not at all.
+
+        Raises:
+            OSError: the file cannot be written, or the folder is not locked by this object any more (`is_ours`).
+        """
+        if not self.is_ours():
+            raise FileNotFoundError(errno.ENOENT, "the run folder was moved or removed", str(self.path))
+        write_atomically(self.path / name, text.encode())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def role_log(self, role: str) -> Path:
+        return self.logs / f"{role}.txt"
+
+    def policy(self, version: int) -> Path:
+        """Path of the Hugging Face folder of the policy `version`: ``policy/v000012`` for version 12."""
+        return self.policies / f"v{version:06d}"
+
+
+def _why_not_new(folder: Path) -> Problem | None:
+    """Return why a new run cannot use the folder; None if it can.
+
+    A folder with a ledger holds a run. A recipe beside the sub-folders was left by a run that was killed before it had
+    a ledger, and may be overwritten. Any other file is not overwritten, since it may belong to someone.
+    """
+    if (folder / "ledger.sqlite").exists():
+        return Problem(str(folder), "holds another run", "resume it with --resume, or give another --run-dir")
+    killed = all((folder / inner).is_dir() for inner in _INNER)
+    strange = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name not in _FREE_NAMES
+        and not (path.is_dir() and not any(path.iterdir()))
+        and not (killed and (path.name == _RECIPE or _HALF_A_RECIPE.fullmatch(path.name)))
+    )
+    if strange:
+        return Problem(str(folder), f"is not empty and holds no run ({strange[0]}, ...)", "give an empty or new folder")
+    return None
+
+
+def _refused(folder: Path, found: str, remedy: str) -> RunFolderError:
+    return RunFolderError([Problem(str(folder), found, remedy)])
+
+
+def _runs_beside(folder: Path) -> str:
+    """Advice for a path without a run: the run folder beside it with the most similar name, or else the newest one."""
+    places = {folder.parent, folder.parent / "runs"}
+    runs = {path.parent.name: path.parent for place in places for path in place.glob("*/ledger.sqlite")}
+    if not runs:
+        return "give a run folder"
+    near = difflib.get_close_matches(folder.name, sorted(runs), n=1)
+    newest = max(runs.values(), key=lambda path: (path / "ledger.sqlite").stat().st_mtime)
+    return f"did you mean {str(runs[near[0]])!r}?" if near else f"give a run folder, such as {newest}"

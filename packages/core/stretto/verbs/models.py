@@ -1,0 +1,144 @@
+"""`stretto.SharedModel`: one model in memory for several trainers and engines, each with its own LoRA adapters; and
+the weights of one version of a policy, which `Trainer.weights` returns and `Engine.update` takes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stretto.core.errors import Problem, RecipeError, TornPublication
+from stretto.doors.mistakes import checked
+from stretto.model.hf.folder import load_policy
+from stretto.model.hf.layers import linear_layers
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.model.kernels.matmul import TRAINING, OneDnnLinear, use_onednn
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.trainer.config import LoraConfig
+from stretto.trainer.parallel.lora import adapt
+from stretto.verbs.arguments import FOLDER, ArgumentKind, check
+from stretto.weights.mailbox import LORA_A, LORA_B
+
+#: Setting of LoRA adapters: their rank, or all settings; None: no adapters.
+Lora = int | LoraConfig | dict[str, Any] | None
+
+
+class SharedModel:
+    """The weights of a model folder in memory. They never change; trainers with this model train adapters only.
+
+    Example::
+
+        # Two policies that are trained apart, and one base model in memory.
+        shared = stretto.SharedModel("model")
+        first, second = (stretto.Trainer(shared, lora=8) for _ in range(2))
+        engine = stretto.Engine.load(shared, lora=8)
+        engine.update(first.weights())
+    """
+
+    def __init__(self, folder: str | Path, *, device: str = "auto") -> None:
+        """Load the weights in float32.
+
+        Raises:
+            ModelFolderError: the folder cannot be loaded.
+        """
+        check("SharedModel", folder=(folder, FOLDER))
+        self.folder = Path(folder).expanduser()
+        self._model = load_policy(self.folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=device)
+        self._model.requires_grad_(False)
+        use_onednn(self._model, TRAINING)
+        self.tokenizer: Tokenizer = load_tokenizer(self.folder)
+
+    def view(self, lora: LoraConfig | None, attention: str = PACKED_ATTENTION, **adapters: Any) -> PreTrainedModel:
+        """Return a model that shares these weights and has its own modules and adapters.
+
+        Args:
+            lora: settings of the adapters; None: no adapters.
+            attention: name of the attention implementation (transformers).
+            **adapters: further arguments of `trainer.parallel.lora.adapt`.
+        """
+        kernels = [module.kernel for module in self._model.modules() if isinstance(module, OneDnnLinear)]
+        shared = [*self._model.parameters(), *self._model.buffers(), *kernels]
+        model = copy.deepcopy(self._model, {id(one): one for one in shared})
+        model.set_attn_implementation(attention)
+        if lora is not None:
+            adapt(model, lora, **adapters)
+        return model
+
+
+MODEL = ArgumentKind(
+    "the folder of a model, or a stretto.SharedModel", lambda one: FOLDER.fits(one) or isinstance(one, SharedModel)
+)
+
+
+def check_targets(model: PreTrainedModel, lora: LoraConfig, place: str) -> None:
+    """Check that the settings name at least one linear layer of the model. `place`: name of the argument, for messages.
+
+    Raises:
+        RecipeError: they name none; lists the names of the model's layers.
+    """
+    names = linear_layers(model)
+    if not any(lora.targets(name) for name in names):
+        allowed = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+        told = f"{lora.target_modules!r:.80} names no layer of this model"
+        raise RecipeError([Problem(f"{place}: target_modules", told, f"allowed: {allowed}")])
+
+
+def lora_of(given: Lora, place: str) -> LoraConfig | None:
+    """Convert a rank, a dict or a LoraConfig to a LoraConfig; None stays None. A rank alone gets alpha = 2 rank.
+    `place`: name of the argument, for messages.
+
+    Raises:
+        RecipeError: a setting is invalid.
+    """
+    if given is None or isinstance(given, LoraConfig):
+        return given
+    if isinstance(given, bool) or not isinstance(given, int | dict):
+        raise RecipeError([Problem(place, f"{given!r:.80}", "give a rank, such as 16, or rank, alpha, target_modules")])
+    settings = {"rank": given, "alpha": 2 * given} if isinstance(given, int) else given
+    return checked(settings, place, LoraConfig)
+
+
+@dataclass(frozen=True)
+class PolicyWeights:
+    """Copies of a version's parameters by name, or of its adapters; further training does not change them.
+
+    Example::
+
+        weights = stretto.Trainer("model").weights()
+        stretto.Engine.load("model").update(weights)
+        print(weights.version, weights.bytes)
+    """
+
+    version: int
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    tokenizer: str = ""  # hash of the tokenizer's vocabulary (`completion.mark_of`); "": not known
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def merged(base: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the parameters of a whole policy.
+
+    If `tensors` are adapters, that is `base` with W + B A for each weight W that has adapters A and B (B is already
+    scaled). Otherwise it is `tensors` itself.
+
+    Raises:
+        TornPublication: `base` has no such W: the adapters belong to another model.
+    """
+    layers = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
+    if not layers:
+        return tensors
+    if missing := [layer for layer in layers if f"{layer}.weight" not in base]:
+        raise TornPublication(f"these adapters are not of this model: it has no layer {missing[0]}")
+    sums = {f"{one}.weight": base[f"{one}.weight"] + tensors[one + LORA_B] @ tensors[one + LORA_A] for one in layers}
+    return {**base, **sums}

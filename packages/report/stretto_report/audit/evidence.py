@@ -1,0 +1,253 @@
+"""An alarm as a record, the evidence that decides alarms, and since when a series of measurements is bad.
+
+A window is `WINDOW` consecutive steps with a measurement. Each function tests the newest window. If that is bad, it
+returns the step since which all windows are bad.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.core.records import Record
+from stretto.store.series.metrics import EvaluationLine, StepMetrics
+
+WINDOW = 10  #: measured steps in a window
+_CHANCE = 0.001  # probability that some pair of a run's evaluations differs by chance
+_TINY = 1e-12
+
+Numbers = npt.NDArray[np.float64]
+Steps = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Onset:
+    """Since when a series is bad. `first`: the step; `was`: value of the first window; `now`: value of the newest."""
+
+    first: int
+    was: float
+    now: float
+
+
+def measured(values: Numbers | None, windows: int = 1) -> bool:
+    """Whether a series has enough measurements for this number of windows."""
+    return values is not None and int(np.isfinite(values).sum()) >= windows * WINDOW
+
+
+def apart(
+    steps: Steps,
+    values: Numbers | None,
+    differs: Callable[[Numbers, float], Flags],
+    windows: int = 2,
+    *,
+    geometric: float | None = None,
+) -> Onset | None:
+    """Onset of bad windows; None if the newest is not bad, or there are fewer than `windows` windows of measurements.
+
+    `differs(means, first)` marks the bad windows, from the means of all windows and the mean of the first.
+
+    `geometric`: use geometric means, with values raised to at least this, so that outliers of heavy-tailed estimates
+    weigh little.
+    """
+    if values is None or not measured(values, windows):
+        return None
+    known = np.flatnonzero(np.isfinite(values))
+    chosen = values[known]
+    if geometric is not None:
+        chosen = np.log(np.maximum(chosen, geometric))
+    means = _means(chosen)
+    if geometric is not None:
+        means = np.exp(means)
+    return _newest(steps[known], differs(means, float(means[0])), means)
+
+
+def still(steps: Steps, values: Numbers | None) -> Onset | None:
+    """Onset of a standstill: since then no step has reached a ten-thousandth of the first window's mean. None if a step
+    of the newest window does."""
+    if values is None or not measured(values):
+        return None
+    known = np.flatnonzero(np.isfinite(values))
+    chosen = values[known]
+    moves = chosen > 1e-4 * max(float(chosen[:WINDOW].mean()), 0.0)
+    if moves[-WINDOW:].any():
+        return None
+    last = np.flatnonzero(moves)
+    first = int(last[-1]) + 1 if len(last) else 0
+    return Onset(int(steps[known[first]]), float(chosen[:WINDOW].mean()), float(chosen[-WINDOW:].max()))
+
+
+def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
+    """Onset of windows whose mean is less than half of the best earlier window's, by more than chance. `was` is the
+    best window. The noise is estimated from differences of neighbours, which a trend does not affect."""
+    if values is None or not measured(values, 2):
+        return None
+    known = np.flatnonzero(np.isfinite(values))
+    means = _means(values[known])
+    noise = float(np.std(np.diff(values[known]))) / math.sqrt(2)
+    best = np.maximum.accumulate(means)
+    chance = needed(len(means) / WINDOW) * noise * math.sqrt(2 / WINDOW)
+    found = _newest(steps[known], (means < 0.5 * best) & (best - means > chance), means)
+    return None if found is None else Onset(found.first, float(best[-1]), found.now)
+
+
+def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, EvaluationLine] | None:
+    """The evaluation with the best accuracy, and the first of the newest evaluations that are all below it by more than
+    chance; None if there is no such drop.
+
+    The threshold allows for many comparisons: the best of several is chosen, and the newest is tested each time.
+    """
+    if len(evaluations) < 2:
+        return None
+    best = max(evaluations, key=lambda line: line.accuracy)
+    bound = needed(len(evaluations))
+    behind = evaluations[evaluations.index(best) + 1 :]
+    below = [_deviations(best, line) > bound for line in behind]
+    if not below or not below[-1]:
+        return None
+    first = next(place for place in range(len(below)) if all(below[place:]))
+    return best, behind[first]
+
+
+def rises(steps: Steps, values: Numbers | None, until: int, later: int) -> tuple[float, float] | None:
+    """Means of the windows that end at the steps `until` and `later`, if the later mean is higher by more than chance;
+    else None. Both windows must be complete and must not overlap."""
+    if values is None:
+        return None
+    known = np.flatnonzero(np.isfinite(values))
+    ends = [int(np.searchsorted(steps[known], step, side="right")) for step in (until, later)]
+    if ends[0] < WINDOW:  # no full window before `until`: compare with the first window
+        ends[0] = WINDOW
+    if ends[1] - ends[0] < WINDOW:
+        return None
+    then, now = (values[known[end - WINDOW : end]] for end in ends)
+    error = math.sqrt((float(then.var(ddof=1)) + float(now.var(ddof=1))) / WINDOW)
+    return (float(then.mean()), float(now.mean())) if now.mean() - then.mean() > 2 * error else None
+
+
+def newest_mean(values: Numbers) -> float:
+    """Mean of the newest measured window."""
+    return float(values[np.isfinite(values)][-WINDOW:].mean())
+
+
+def needed(looks: float) -> float:
+    """Number of standard errors beyond which a difference is more than chance, corrected for the number of pairs among
+    `looks` values."""
+    return NormalDist().inv_cdf(1 - _CHANCE / max(2.0, looks * (looks + 1)))
+
+
+def _deviations(best: EvaluationLine, line: EvaluationLine) -> float:
+    """Number of standard errors by which the accuracy of `line` is below the best. The error is that of the pooled
+    accuracy, because the separate errors of very low and very high shares are far too small."""
+    (high, many), (low, few) = _estimate(best), _estimate(line)
+    both = (high * many + low * few) / (many + few)
+    return (high - low) / math.sqrt(both * (1 - both) * (1 / many + 1 / few))
+
+
+def _estimate(line: EvaluationLine) -> tuple[float, float]:
+    """Centre of an accuracy's confidence interval (pulled towards one half for few questions), and the effective number
+    of questions."""
+    if line.ci95 is None:
+        count = max(line.samples, line.prompts, 1) + 4  # Agresti and Coull: two more of each kind
+        return (line.accuracy * (count - 4) + 2) / count, count
+    low, high = line.ci95
+    middle = min(max((low + high) / 2, 0.001), 0.999)
+    return middle, middle * (1 - middle) / max((high - low) / (2 * 1.96), 1e-4) ** 2
+
+
+def _means(values: Numbers) -> Numbers:
+    """Means of all windows, in the order of their ends."""
+    sums: Numbers = np.cumsum(np.concatenate(([0.0], values)))
+    means: Numbers = (sums[WINDOW:] - sums[:-WINDOW]) / WINDOW
+    return means
+
+
+def _newest(steps: Steps, ill: Flags, means: Numbers) -> Onset | None:
+    """Onset of the run of bad windows that ends with the newest; None if the newest is good."""
+    if not ill[-1]:
+        return None
+    well = np.flatnonzero(~ill)
+    first = int(well[-1]) + 1 if len(well) else 0
+    return Onset(int(steps[WINDOW - 1 + first]), float(means[0]), float(means[-1]))
+
+
+class Alarm(Record, frozen=True):
+    """An alarm that fires. `first_step`: the step since which it holds. `look`: where to look for the cause:
+    ``series:NAME``, ``recipe:KEY``, ``timeline`` or ``logs``."""
+
+    name: str
+    title: str
+    first_step: int
+    message: str
+    look: str
+
+    def __str__(self) -> str:
+        return f"alarm  {self.title} since step {self.first_step}: {self.message}; see {self.look}"
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Disk of a running run, in bytes: free space, and size of the files directly in the run folder."""
+
+    free: int
+    written: int
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Measurements that decide the alarms.
+
+    `series`: numbers by their names in docs/reference/metrics.md (``reward``, ``trainer.entropy``,
+    ``busy.trainer``), one for each of `steps`, NaN where not measured.
+    """
+
+    steps: Steps
+    series: Mapping[str, Numbers]
+    evaluations: Sequence[EvaluationLine] = ()
+    bound: float | None = None  # `rollout.max_staleness`, for steps without the series `max_staleness`; None: no bound
+    disk: Disk | None = None
+    last_step: int | None = None  # `trainer.steps`; None: not known
+    mismatch: float = 0.1  # nats a token between engine and trainer that rounding explains for their dtypes
+    undecided_reason: str = ""  # of the newest step with undecided verdicts; "": none
+
+    @property
+    def in_force(self) -> float | None:
+        """Staleness bound of the newest step that recorded one, else that of the recipe (`bound`)."""
+        values = self.series.get("max_staleness", np.empty(0))
+        known = values[np.isfinite(values)]
+        return float(known[-1]) if len(known) else self.bound
+
+    @classmethod
+    def of(cls, steps: Sequence[StepMetrics]) -> Evidence:
+        """Evidence from lines of ``metrics.jsonl``."""
+        series: dict[str, Numbers] = {}
+        for place, step in enumerate(steps):
+            for name, value in numbers_of(step):
+                series.setdefault(name, np.full(len(steps), np.nan))[place] = value
+        reasons = [step.undecided_reason for step in steps if step.undecided_reason]
+        numbers = np.array([step.step for step in steps], np.int64)
+        return cls(numbers, series, undecided_reason=reasons[-1] if reasons else "")
+
+
+_VERDICTS = ("reward", "accuracy", "undecided")
+_WHOLE = (*_VERDICTS, "length_mean", "truncated", "staleness_mean", "rl_seconds", "max_staleness")
+_OF_TRAINER = ("entropy", "behavior_logprob_error", "grad_norm", "bad_steps", "kl_behavior", "kl_reference")
+#: Series that an alarm reads, beside those of `busy`, `memory` and `canary`.
+READ = frozenset({*_WHOLE, *(f"trainer.{name}" for name in _OF_TRAINER)})
+
+
+def numbers_of(step: StepMetrics) -> Iterator[tuple[str, float]]:
+    """Yield name and value of each measurement of a step; missing ones are left out."""
+    for name in _WHOLE:
+        if (value := getattr(step, name)) is not None:
+            yield name, value
+    kinds = {"trainer": step.trainer, "busy": step.busy, "memory": step.memory, "canary": step.canary}
+    for kind, values in kinds.items():
+        for name, value in values.items():
+            if value is not None:
+                yield f"{kind}.{name}", value
