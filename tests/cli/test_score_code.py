@@ -35,7 +35,7 @@ def score(tmp_path: Path, *rows: object, options: tuple[str, ...] = ()) -> list[
 
 def test_the_options_are_those_of_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Path, SandboxConfig, int]] = []
-    monkeypatch.setattr(files, "print_scored", lambda *given: asked.append(given))
+    monkeypatch.setattr(files, "print_scored_programs", lambda *given: asked.append(given))
     score(tmp_path)
     options = "--cold --workers 1 --seconds 3 --completion-seconds 9 --memory 64 --lowest-level B --unsafe"
     score(tmp_path, options=tuple(options.split()))

@@ -151,8 +151,8 @@ def test_a_machine_without_engines_needs_neither_their_interpreter_nor_their_att
     engine = {"kind": "vllm", "python": "/only/where/engines/run/python", "device": "cpu"}
     given = {"placer": "given", "listen": "127.0.0.1:0"}
     make_plan(recipe_of(tmp_path / "narrow", engine, cluster=given))
-    (told,) = refused(tmp_path / "narrow", engine, cluster={"listen": "127.0.0.1:0"})
-    assert told.startswith("engine.python: /only/where/engines/run/python is no program")
+    told = refused(tmp_path / "narrow", engine, cluster={"listen": "127.0.0.1:0"})
+    assert told[0].startswith("engine.python: /only/where/engines/run/python is no program")
 
 
 def test_heads_that_the_attention_on_a_processor_lacks_are_named_with_those_it_has(tmp_path: Path) -> None:

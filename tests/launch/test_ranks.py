@@ -20,10 +20,11 @@ from peft import PeftModel
 
 from stretto.model.hf.folder import load_policy
 from stretto.store.series.metrics import read_metrics
-from tests.launch.running import TINY, Command, Laboratory, assert_the_law, said, wait_for_step
+from tests.launch.running import TINY, Command, Laboratory, assert_the_law, said, wait_until
 from tests.tolerances import EXACT, assert_close
 
 OUT_OF_MEMORY = """
+import time
 from pathlib import Path
 import torch
 from stretto.trainer.objective.surrogates import cispo
@@ -32,8 +33,12 @@ from stretto.trainer.trainer import Trainer
 train = Trainer.train
 
 def short(self, batch):
-    if self._ranks.rank == 1 and (batch.step == 3 or batch.step == 2 and not Path(ONCE).exists()):
-        Path(ONCE).touch()
+    if self._ranks.rank == 1 and batch.step in (2, 3):
+        Path(f"HERE/step {batch.step}").touch()
+        while not Path(f"HERE/go on with {batch.step}").exists():
+            time.sleep(0.01)
+    if self._ranks.rank == 1 and (batch.step == 3 or batch.step == 2 and not Path("HERE/once").exists()):
+        Path("HERE/once").touch()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total of 80 GiB.")
     return train(self, batch)
 
@@ -56,16 +61,18 @@ def test_two_ranks_train_are_replaced_as_a_whole_whatever_one_of_them_lacks_and_
     laboratory: Laboratory, tmp_path: Path, number: signal.Signals, how: str
 ) -> None:
     """Memory is short once in step 2, which then goes well, and again and again in step 3."""
-    (tmp_path / "short.py").write_text(OUT_OF_MEMORY.replace("ONCE", repr(str(tmp_path / "once"))))
+    (tmp_path / "short.py").write_text(OUT_OF_MEMORY.replace("HERE", str(tmp_path)))
     run_dir, kept = tmp_path / "run", "trainer.keep_versions=1"
     parts = (f"path={tmp_path}", "algorithm.loss=short:loss", "trainer.steps=4")
     with laboratory.train(run_dir, *parts, kept, "trainer.ranks=2", "deadlines.hung=2") as command:
-        wait_for_step(command, 1)
+        wait_until((tmp_path / "step 2").exists, "rank 1 in step 2", command)
         trainer, lost = command.role("trainer"), rank_of(command)
         os.kill(lost, number)
-        wait_for_step(command, 2)
+        (tmp_path / "go on with 2").touch()
+        wait_until((tmp_path / "step 3").exists, "rank 1 in step 3", command)
         assert command.role("trainer") != trainer
         assert rank_of(command) != lost
+        (tmp_path / "go on with 3").touch()
         ended = command.end()
         command.assert_nothing_is_left()
     assert ended.code == 1
