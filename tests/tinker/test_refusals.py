@@ -62,6 +62,7 @@ def test_wrong_data_fail_their_own_request_with_a_sentence(
         ({"learning_rate": -1.0}, "adam_params.learning_rate: -1.0"),
         ({"beta1": 1.0}, "adam_params.beta1: 1.0"),
         ({"eps": -1e-8}, "adam_params.eps"),
+        ({"eps": 0.0}, "adam_params.eps: 0; above 0"),
     ],
 )
 def test_wrong_numbers_of_a_step_are_refused(adam: dict[str, float], sentence: str, client: Client, id: str) -> None:

@@ -1,5 +1,5 @@
 """Promises about trajectories that end their process: each of them fails, and no other one does, however they are mixed
-and however many processes there are; what has lost a process is alone in the next one."""
+and however many processes there are; what has lost a process is alone in the next one, and waits for no newcomer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,12 +27,14 @@ class SimulatedProcess(WorkflowProcess):
     Attributes:
         before: those that have lost a process.
         together: those of them that were in company later, and in how much.
+        begun: all, as often as they began.
     """
 
     culprits: frozenset[int] = frozenset()
     rounds: random.Random = random.Random(0)
     before: set[int] = set()  # noqa: RUF012  # of each example its own, set below
     together: list[tuple[int, int]] = []  # noqa: RUF012
+    begun: list[int] = []  # noqa: RUF012
 
     async def start(self) -> None:
         await asyncio.sleep(0)
@@ -41,6 +44,7 @@ class SimulatedProcess(WorkflowProcess):
 
     async def run(self, exchange: Exchange) -> MemberEnded:
         member = exchange.task.member
+        self.begun.append(member)
         self._members[member] = None  # type: ignore[assignment]  # only counted
         for one in self._members:
             if one in self.before and len(self._members) > 1:
@@ -76,11 +80,29 @@ class SimulatedPool(WorkflowPool):
 def test_in_any_mix_every_culprit_fails_and_every_innocent_completes(
     members: int, culprits: set[int], workers: int, concurrency: int, seed: int
 ) -> None:
+    found, process = ended(members, culprits, workers, concurrency, seed)
+    assert found == [Outcome.UNDECIDED if one in culprits else Outcome.RIGHT for one in range(members)]
+    assert process.together == [], "a suspect is alone"
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 5])
+def test_what_has_lost_its_process_does_not_wait_for_those_that_come_after_it(concurrency: int) -> None:
+    """One process, which newcomers would keep busy: those that were on it when it ended are the next in it."""
+    _, process = ended(30, {0}, 1, concurrency, 1)
+    last = max(place for place, member in enumerate(process.begun) if member in process.before)
+    assert len(set(process.begun[:last])) <= concurrency < len(set(process.begun))
+
+
+def ended(
+    members: int, culprits: set[int], workers: int, concurrency: int, seed: int
+) -> tuple[list[Outcome], type[SimulatedProcess]]:
+    """Run all members at once; returns how each ended, and their kind of process."""
+
     class Process(SimulatedProcess):
         pass
 
     Process.culprits, Process.rounds = frozenset(culprits), random.Random(seed)
-    Process.before, Process.together = set(), []
+    Process.before, Process.together, Process.begun = set(), [], []
     config = WorkflowConfig(function=f"{OWN}:Dies", workers=workers, concurrency=concurrency, max_failed=1.0)
     bench = Bench(config, Path("/dev/null"))
 
@@ -91,9 +113,7 @@ def test_in_any_mix_every_culprit_fails_and_every_innocent_completes(
             runs = (pool.run(bench.exchange(member)) for member in range(members))
             return [one.verdict.outcome for one in await asyncio.wait_for(asyncio.gather(*runs), 60)]
 
-    found = asyncio.run(run())
-    assert found == [Outcome.UNDECIDED if one in culprits else Outcome.RIGHT for one in range(members)]
-    assert Process.together == [], "a suspect is alone"
+    return asyncio.run(run()), Process
 
 
 def test_real_processes_lose_their_culprits_alone(bench: Callable[..., Bench]) -> None:

@@ -347,6 +347,8 @@ def adam_of(body: OptimStep) -> Adam:
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < numbers[name]:
             found = "null, as NaN and infinity are sent" if value is None else f"{value!r:.40}"
             raise RefusedRequest(field, found, f"0 to {numbers[name]:g}")
+        elif name == "eps" and not value:  # a weight without any gradient would become NaN
+            raise RefusedRequest(field, "0", "above 0")
     return Adam(**{name: float(value) for name, value in body.adam_params.items() if name in numbers})
 
 
