@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +23,7 @@ from stretto_tinker.serve import TinkerServer
 from stretto_tinker.wire.outputs import Sampled, encode_sampled
 from stretto_tinker.work import sampling, turns, worker
 from stretto_tinker.work.sampling import Engines, Lane, SampleQueue
+from tests.launch.running import wait_until
 from tests.tinker.speaking import NAME, Client, held, serving, told
 from tests.tinker.test_laws import leaves
 from tests.tinker.test_training import data_for
@@ -152,6 +154,28 @@ def test_an_accepted_request_is_computed_also_if_the_record_could_not_be_read_th
         else:
             assert len(client.sampled(client.sample(sampler, 0, _PROMPT)).sequences) == 1
     assert (left, naps) == (0, [])
+
+
+def test_a_request_waits_no_longer_than_told_where_the_pause_ends_while_the_thread_looks(
+    server: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reading of the clock is 0.6 s after the one before: a pause of 1 s ends between two of them."""
+    address, running = server
+    client, whole, left, ticks = Client(address, "tml-slow"), running.record.next_seq, 1, count()
+
+    def failing(model: str) -> int | None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise sqlite3.OperationalError("disk I/O error")
+        return whole(model)
+
+    monkeypatch.setattr(running.record, "next_seq", failing)
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: 0.6 * next(ticks), sleep=time.sleep))
+    body = {"session_id": client.opened(), "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 4}}
+    asked = told(client.post("create_model", body))["request_id"]
+    wait_until(lambda: left < 0, "the second try", seconds=10)
+    assert client.result(asked)["model_id"]
 
 
 def test_a_disk_that_is_full_is_told_as_such_and_leaves_the_record_as_it_was(tmp_path: Path) -> None:

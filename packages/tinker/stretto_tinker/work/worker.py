@@ -69,7 +69,7 @@ class Worker:
         self._orders: list[Callable[[], None]] = []  # functions of other threads, to call between two turns
         self._later: list[Asked] = []  # accepted requests for which the record could not be read, to queue `_again`
         self._clock = time.monotonic  # for the length of turns and for the clients' shares
-        self._again = 0.0  # time of `time.monotonic` before which the record is not tried again
+        self._again = 0.0  # time of `time.monotonic` at which the record is tried again; 0: now
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="tinker-worker", daemon=True)
@@ -168,8 +168,7 @@ class Worker:
         while True:
             with self._wake:
                 while not (self._stopping or self._orders or (ready := self._ready())):
-                    pause = self._again - time.monotonic()
-                    self._wake.wait(pause if pause > 0 else None)
+                    self._wake.wait(max(0.0, self._again - time.monotonic()) if self._again else None)
                 if self._stopping:
                     break
                 orders, self._orders = self._orders, []
@@ -196,7 +195,9 @@ class Worker:
 
     def _ready(self) -> dict[str | Lane, list[str]]:
         """Lanes with work (a model's id, or the `Lane` of an engine), each with the clients that it works for."""
-        if self._later and self._readable:
+        if self._again and time.monotonic() >= self._again:
+            self._again = 0.0
+        if not self._again:
             later, self._later = self._later, []
             for asked in later:
                 self.submit(asked)
@@ -205,7 +206,7 @@ class Worker:
         }
         ready |= {lane: sampling.owners for lane, sampling in self._samplings.items() if not sampling.idle}
         for weights, queue in self._asked.items():
-            for owner in queue.owners if self._readable else ():
+            for owner in () if self._again else queue.owners:
                 lane = lane_of(weights, queue.first(owner), self._samplings)
                 if lane is not None and owner not in ready.setdefault(lane, []):
                     ready[lane].append(owner)
@@ -218,11 +219,6 @@ class Worker:
         if short is None or short.next not in short.waiting or not busy:
             return set()
         return self._models.keys() - busy - ({self._short} if self._freed else set())
-
-    @property
-    def _readable(self) -> bool:
-        """Whether the record may be tried again."""
-        return time.monotonic() >= self._again
 
     def _turn(self, chosen: str | Lane) -> None:
         if isinstance(chosen, Lane):
@@ -406,7 +402,7 @@ class Worker:
         """Take the next request for an engine out of the queue: that of the client with the fewest open requests. None
         if no request can begin there."""
         with self._wake:
-            if (queue := self._asked.get(lane.weights)) is None or not self._readable:
+            if (queue := self._asked.get(lane.weights)) is None or self._again:
                 return None
             owners = [one for one in queue.owners if lane_of(lane.weights, queue.first(one), self._samplings) == lane]
             if (found := queue.next(Counter(sampling.owners), owners)) is None:
