@@ -27,7 +27,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import stretto
-from stretto.core.errors import TornPublication
+from stretto.core.errors import EngineLost, TornPublication
 from stretto.verbs.background import background
 from tests.launch.running import wait_until
 from tests.verbs.plain import plain_model
@@ -174,6 +174,26 @@ def test_weights_that_are_older_or_of_another_model_are_refused_and_the_engine_g
         with pytest.raises(stretto.RefusedRequest, match="at least 1, the version in use"):
             engine.update(stretto.Trainer(folder).weights())
         assert set(engine.sample(PROMPT, max_tokens=4)[0].versions) == {engine.version} == {1}
+
+
+def test_an_update_that_failed_is_waited_for_when_it_comes_again(
+    folder: Path, after: stretto.Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stretto.Engine.load(folder, apart=True, cache_gib=0.05) as engine:
+        pool = cast(Any, engine._source)._pool
+        reach, asked = pool.reach, list[int]()
+
+        async def failing(version: int) -> None:
+            asked.append(version)
+            if len(asked) == 1:
+                raise EngineLost("engine-0", "does not reply")
+            await reach(version)
+
+        monkeypatch.setattr(pool, "reach", failing)
+        with pytest.raises(EngineLost):
+            engine.update(after.weights())
+        assert engine.update(after.weights()) == 1
+        assert asked == [1, 1]
 
 
 def running(mark: str) -> list[Path]:

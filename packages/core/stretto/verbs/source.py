@@ -203,10 +203,10 @@ class SourceApart:
                 if self._checksums != {name: digest_of_tensor(one).checksum for name, one in tensors.items()}:
                     told, allowed = f"{used}, which is in use with other weights", f"a version above {used}"
                     raise RefusedRequest("version", told, allowed)
-                return
-            digests = await asyncio.to_thread(self._publisher.publish, weights.version, tensors.items())
-            self._checksums = {name: digest.checksum for name, digest in digests.items()}
-            self._pool.publish(weights.version)
+            else:
+                digests = await asyncio.to_thread(self._publisher.publish, weights.version, tensors.items())
+                self._checksums = {name: digest.checksum for name, digest in digests.items()}
+                self._pool.publish(weights.version)
             await self._pool.reach(weights.version)
 
     def close(self) -> Future[None] | None:
