@@ -30,8 +30,8 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics
 
 _METHODS = (
-    *("issue", "buffer", "settle", "commit_batch", "record_update"),
-    *("write_on", "put", "event", "forget", "flush", "sync"),
+    *("issue", "journal", "buffer", "settle", "commit_batch", "record_update"),
+    *("put", "event", "forget", "flush", "sync"),
 )
 
 
