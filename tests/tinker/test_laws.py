@@ -414,7 +414,7 @@ def test_a_request_under_which_the_server_was_killed_three_times_is_given_up(
         for id in (deadly, sample):
             failed = client.result(id)
             assert (failed["category"], failed["error"][:29]) == ("server", "the server was killed 3 times")
-        assert "a forward_backward before this step failed" in client.result(step)["error"]
+        assert "forward_backward 1 before this step failed: the server was killed" in client.result(step)["error"]
         assert client.sampled(other).sequences
         assert client.output(client.forward_backward(model, 3, data_for("cross_entropy"))).loss > 0
 

@@ -118,6 +118,21 @@ def test_a_gradient_that_is_not_whole_is_none_after_the_model_has_left_the_memor
         assert "forward_backward 2 before this step failed" in client.result(client.step(id, 3))["error"]
 
 
+def test_a_step_names_the_request_that_failed_also_if_the_model_left_the_memory_without_a_snapshot(
+    backend: LocalBackend, tmp_path: Path
+) -> None:
+    with serving(backend, tmp_path) as (address, server):
+        client = Client(address)
+        id = client.create()
+        server.worker.retire(id, "", ended=False)
+        assert leaves(server, id)
+        why = client.result(client.forward_backward(id, 1, [([3], {"target_tokens": [99]})]))["error"]
+        server.worker.retire(id, "", ended=False)
+        assert leaves(server, id)
+        told = client.result(client.step(id, 2))["error"]
+        assert told.startswith(f"optim_step: forward_backward 1 before this step failed: {why}; ")
+
+
 def test_an_engine_holds_nothing_of_a_request_that_has_ended(backend: LocalBackend) -> None:
     sampler = backend.sampled(None)
     sampler.add("request", Wish((3, 4, 5), (1, 2), SamplingParams(max_tokens=2)))

@@ -166,7 +166,8 @@ class Models:
         model is recorded as corrupted."""
         live.seq = asked.seq
         if asked.state != DONE:
-            self._failed(live, asked.kind, "a forward_backward before this step failed")
+            why = msgspec.json.decode(asked.result)["error"] if asked.result else "it was not computed"
+            self._failed(live, asked, why)
             return
         assert asked.body is not None, "bodies are kept until their effect is in a snapshot"
         yield from self._take_effect(live, asked)
@@ -187,16 +188,16 @@ class Models:
         except GeneratorExit:  # the server stops; after its restart the request is computed again
             raise
         except BaseException as error:
-            self._failed(live, asked.kind, f"forward_backward {asked.seq} before this step failed: {error}")
+            self._failed(live, asked, said(error))
             live.seq = asked.seq
             raise
         live.seq = asked.seq
         return result, form, live.model.digest() if asked.kind == STEP else ""
 
-    def _failed(self, live: Live, kind: str, why: str) -> None:
-        if kind == BACKWARD:
-            live.broken = live.broken or why
-        elif kind == STEP:
+    def _failed(self, live: Live, asked: Asked, why: str) -> None:
+        if asked.kind == BACKWARD:
+            live.broken = live.broken or f"forward_backward {asked.seq} before this step failed: {why}"
+        elif asked.kind == STEP:
             live.model.clear()
             live.broken, live.grown = "", False
 
