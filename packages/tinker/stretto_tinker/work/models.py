@@ -304,7 +304,7 @@ class Models:
             raise RefusedRequest("path", str(error), f"weights of {self.backend.name}") from None
 
 
-def said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     """Text of an error for the client."""
     if isinstance(error, OSError):
         return described(error)
