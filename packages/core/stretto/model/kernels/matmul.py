@@ -271,7 +271,6 @@ def _add(file: Path, chosen: dict[str, KernelChoice]) -> None:
 #: Chooses a kernel for each weight shape; same arguments as `choose`.
 Chooser = Callable[[Sequence[Shape], torch.dtype, Sequence[Name]], dict[Shape, KernelChoice]]
 
-
 _PLACES = ("cpu", "meta")  # devices of layers to replace; models on the meta device are filled later, on the CPU
 
 
