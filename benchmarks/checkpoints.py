@@ -3,9 +3,9 @@
     python -m benchmarks.checkpoints          a minute, on a machine that does nothing else
 
 A trainer alone, one thread, after one step. `copy` is the time for which the update stops
-(`trainer.checkpoint.Snapshot`); `plain` copies the same bytes, tensor by tensor, into newly allocated memory; `write`
-writes the snapshot into a folder, as a thread does during training; `seal` is the store's work after it (checksums,
-sync to disk). `memory` is the peak memory of the process meanwhile, above its level before.
+(`trainer.checkpoint.TrainerState`). `plain` copies the same bytes, tensor by tensor, into newly allocated memory.
+`write` writes the state into a folder, as a thread does during training. `seal` is the store's work after it
+(checksums, sync to disk). `memory` is the peak memory of the process meanwhile, above its level before.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class ScriptedModel:
     broken_off: int = 0
 
     def sampler(self, name: str, record: SessionRecord) -> Sampler:
-        """See `gateway.sessions.sessions.MakeSampler`."""
+        """See `stretto_gateway.sessions.sessions.MakeSampler`."""
 
         async def sample(request: TurnRequest) -> Segment:
             self.asked.append(request.prompt)

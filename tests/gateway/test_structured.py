@@ -59,7 +59,7 @@ class RandomModel:
     tokenizer: Tokenizer
 
     def sampler(self, name: str, record: SessionRecord) -> Sampler:
-        """See `gateway.sessions.sessions.MakeSampler`."""
+        """See `stretto_gateway.sessions.sessions.MakeSampler`."""
         return WholeTurns(self.engine.generate, record, name)
 
 

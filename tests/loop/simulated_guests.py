@@ -45,7 +45,7 @@ class Machine:
 
 @dataclass
 class SimulatedProcess:
-    """Satisfies `loop.engines.process.EngineProcess`."""
+    """Satisfies `processes.role.ReplaceableProcess`."""
 
     machine: Machine
     newest: Callable[[], int]
@@ -140,7 +140,7 @@ class SimulatedClient:
             await self._reply(broken)
 
     async def _broke_off(self) -> NoReturn:
-        """As `loop.engines.guest.GuestEngine`: a machine that is silent, or goes, is no fault of the requests."""
+        """As `stretto_cluster.guest.GuestEngine`: a machine that is silent, or goes, is no fault of the requests."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await self.machine.gone.wait()

@@ -14,7 +14,7 @@ from stretto.core.errors import UNREADABLE, DeadlineExceeded, HandshakeRefused, 
 from stretto.core.records import Record
 from stretto.processes.wire import connect
 
-JOIN = "join.json"  #: its name in the run folder
+JOIN = "join.json"  #: name of the join file in a run folder
 PATIENCE_SECONDS = 120.0
 
 

@@ -1,4 +1,4 @@
-"""Messages between the conductor and the placer of a Ray cluster (`cluster.ray_placer`); imports no Ray."""
+"""Messages between the conductor and the placer of a Ray cluster (`stretto_cluster.ray_placer`); imports no Ray."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ WRONG_CHATS: list[Any] = [
 
 
 class RecordingEngine:
-    """Takes the requests that a server makes, and ends them without a token (a `gateway.serve.app.ServedEngine`)."""
+    """Takes the requests that a server makes, and ends them without a token (satisfies
+    `stretto_gateway.serve.app.ServedEngine`)."""
 
     stopping = False
 

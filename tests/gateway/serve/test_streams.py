@@ -44,14 +44,14 @@ class Lagging:
         self.sent = b""
 
     def write_now(self, events: Callable[[], bytes]) -> bool:
-        """See `processes.http.asgi.HttpExchange`."""
+        """See `stretto_gateway.app.ChatExchange`."""
         if not next(self._takes):
             return False
         self.sent += events()
         return True
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
-        """See `processes.http.asgi.HttpExchange`."""
+        """See `stretto_gateway.app.ChatExchange`."""
         for _ in range(next(self._turns)):
             await asyncio.sleep(0)
         self.sent += events

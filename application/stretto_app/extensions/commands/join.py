@@ -78,7 +78,7 @@ def work(brought: Offer, say: Callable[[str], None]) -> int:
     code.
 
     Raises:
-        MachineLost, RecipeError: see `cluster.agent.run_agent`.
+        MachineLost, RecipeError: see `stretto_cluster.agent.run_agent`.
     """
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with_parent(int(parent))

@@ -18,7 +18,7 @@ Stop texts are searched in the text, so they may begin and end inside tokens. A 
     text        ... "ca" | "f" | "é" | " <" | "/s>" ...
     StopFinder      "ca"   "f"   "é"   " "    found      "<" may begin the stop text "</s>": it waits
 
-The engine passes each token to a `Watch`, which searches the decoded text of the completion (`conversation.text`).
+The engine passes each token to a `Watch`, which searches the decoded text of the completion.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Spans: the activities of a run's roles, for the timeline; the spans of an engine's consecutive steps are merged.
+"""Spans: the activities of a run's roles, for the timeline; the spans of an engine's consecutive steps are merged. Two
+further records: the progress of supervised training, and a call of a session.
 
 A span is one activity of a role with start and end; the timeline plot has one lane per role. Times are seconds of the
 machine's monotonic clock (`time.monotonic`), which all processes of a machine share.
@@ -35,27 +36,6 @@ class Span(Record, frozen=True):
     def shifted(self, seconds: float) -> Span:
         """The same span on a clock that is `seconds` ahead, such as the clock of another machine."""
         return msgspec.structs.replace(self, start=self.start + seconds, end=self.end + seconds) if seconds else self
-
-
-class SupervisedProgress(Record, frozen=True, tag=True):
-    """Progress of supervised training; `loss` in nats per completion token, or per pair."""
-
-    step: int
-    steps: int
-    loss: float
-    seconds: float = 0.0  # since the training began
-    accuracy: float | None = None  # preferences: share of pairs ranked correctly
-    phase: str = "warm start"
-
-
-@dataclass
-class RecordedCall:
-    """A call of a session: to a tool, or by an agent to the gateway. `asked`: encoded request. `reply`: encoded reply;
-    None while it has not come."""
-
-    number: int
-    asked: bytes
-    reply: bytes | None = None
 
 
 #: Steps within this many seconds of each other are one span.
@@ -97,3 +77,24 @@ class BusySpans:
         drained, self._last = list(self._done), None
         self._done.clear()
         return drained
+
+
+class SupervisedProgress(Record, frozen=True, tag=True):
+    """Progress of supervised training; `loss` in nats per completion token, or per pair."""
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float = 0.0  # since the training began
+    accuracy: float | None = None  # preferences: share of pairs ranked correctly
+    phase: str = "warm start"
+
+
+@dataclass
+class RecordedCall:
+    """A call of a session: to a tool, or by an agent to the gateway. `asked`: encoded request. `reply`: encoded reply;
+    None while it has not come."""
+
+    number: int
+    asked: bytes
+    reply: bytes | None = None

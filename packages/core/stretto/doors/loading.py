@@ -77,7 +77,6 @@ def _remedy(missing: Sequence[str]) -> str:
 
 
 _IMPORTERS = (importlib.__file__, __file__)
-_OWN = __name__.partition(".")[0]
 
 
 def look_in(folder: str) -> None:
@@ -104,7 +103,7 @@ def _of_others(folder: Path) -> list[str]:
     for path in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
         name = path.parent.name if path.name == "__init__.py" else path.stem
         loaded = getattr(sys.modules.get(name), "__file__", None)
-        if loaded and name != _OWN and Path(loaded).resolve() != path and not loaded.startswith(environment):
+        if loaded and name != _CORE and Path(loaded).resolve() != path and not loaded.startswith(environment):
             found.append(name)
     return found
 

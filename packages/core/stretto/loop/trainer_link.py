@@ -59,7 +59,6 @@ _SHORT = (
 
 Reply = TypeVar("Reply", RanksAwaited, Ready, Trained, Copied, PolicySaved)
 
-
 #: Starts the trainer's ranks on other machines, by (the trainer's request for them, its spec). When it returns,
 #: ranks of an earlier trainer process are gone or killed. Raises RoleDied: no machine takes a rank, which is named.
 StartRanks = Callable[[RanksAwaited, TrainerSpec], Awaitable[None]]

@@ -13,15 +13,17 @@ weights copied into them take effect; linear layers use their chosen kernels.
 A trace is compared with its module before use. A module runs untraced if it has control flow on tensor values (a
 mixture of experts) or in-place writes, or if its trace differs by more than rounding.
 
-Axes: T packed token, R row, V vocabulary.
+Before the comparison, sequences of calls are replaced by one call each::
 
     to pow mean add rsqrt mul to mul      ─► norm            Llama, Qwen, Mistral: weight · (x / √mean x²)
     add, norm of the sum                  ─► norm_of_sum
     norm? transpose mul neg cat mul add   ─► rotate          rotary embedding by halves of a whole head
     silu mul                              ─► gate
 
-Calls are recognised by their functions, arguments and constants; other calls are not changed. The trace is compared
-with its module afterwards, so that a wrong match is never used (`model.trace`).
+Calls are recognised by their functions, arguments and constants; other calls are not changed. The comparison comes
+afterwards, so a wrong match is never used.
+
+Axes: T packed token, R row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ from stretto.model.attention_support import Rule
 from stretto.model.kernels.compiled import computes
 from stretto.model.kernels.fused import gate, norm, norm_of_sum, rotate
 from stretto.model.kernels.matmul import Kernel, plain
+
+log = logging.getLogger(__name__)
 
 
 class _Norm(NamedTuple):
@@ -179,8 +183,6 @@ def _turned(node: Any) -> Any:
     cuts = (Ellipsis, slice(half, None, None)), (Ellipsis, slice(None, half, None))
     return late[0] if (late[1], early[1]) == cuts and shape[-1] == 2 * half else None
 
-
-log = logging.getLogger(__name__)
 
 _STAND_IN = "stretto_stand_in"
 _INPUTS = ("token_ids", "positions", "plan", "tokens", "last")

@@ -1,10 +1,11 @@
 """Rewards by models behind an address: a judge, which grades completions, and a reward model, which gives a prompt and
 its completion one number.
 
-It gets question, completion and gold answer, and must end its reply with ``Score: N``. If it is late, refuses, or its
-reply ends otherwise, the completion is undecided, never scored zero.
+A judge gets question, completion and gold answer, and must end its reply with ``Score: N``. If it is late, refuses, or
+its reply ends otherwise, the completion is undecided, never scored zero.
 
-A request has one of three forms, in which vLLM serves such models. Of the reply one number is used:
+A request to a reward model has one of the three forms in which vLLM serves such models. Of the reply one number is
+used:
 
     form       path       the question                    the number
     classify   /classify  a text, or messages             data[0].probs, of one class
@@ -112,7 +113,7 @@ class Judge:
         return score / full
 
 
-_WHO = "the reward model"
+_REWARD_MODEL = "the reward model"
 _NUMBERS = {"classify": "probs", "pooling": "data", "score": "score"}  # by form, the key of the number
 _DEEPEST = 3  # lists around it: one of tokens, one of classes
 
@@ -149,7 +150,7 @@ class RewardModel:
     def __init__(self, config: RewardModelConfig) -> None:
         self._config = config
         server = config.model_copy(update={"address": config.address.rstrip("/").removesuffix("/v1")})
-        self._asker = Asker(server, f"/{config.form}", _WHO)
+        self._asker = Asker(server, f"/{config.form}", _REWARD_MODEL)
 
     def __call__(self, prompt: str, completion: str, answer: str) -> float:
         """Score of the completion times `scale`; the gold `answer` is not used. Asks the server, with retries.
@@ -182,14 +183,18 @@ class RewardModel:
             [value] = [row[key] for row in rows]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             found = f"{type(error).__name__}: {error}"
-            raise Undecided(f"{_WHO}'s reply has no data[0].{key} of one completion ({found})") from None
+            raise Undecided(f"{_REWARD_MODEL}'s reply has no data[0].{key} of one completion ({found})") from None
         for _ in range(_DEEPEST):
             if isinstance(value, list) and len(value) == 1:
                 [value] = value
         if isinstance(value, list):
-            raise Undecided(f"{_WHO}'s reply has {len(value)} values in data[0].{key}, and one number is needed")
+            raise Undecided(
+                f"{_REWARD_MODEL}'s reply has {len(value)} values in data[0].{key}, and one number is needed"
+            )
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise Undecided(f"{_WHO}'s data[0].{key} is {str(value)[:80]!r}, and one number is needed")
+            raise Undecided(f"{_REWARD_MODEL}'s data[0].{key} is {str(value)[:80]!r}, and one number is needed")
         if why_no_reward(value):
-            raise Undecided(f"{_WHO}'s data[0].{key} is {value}, and a number between ±{LARGEST_REWARD:g} is needed")
+            raise Undecided(
+                f"{_REWARD_MODEL}'s data[0].{key} is {value}, and a number between ±{LARGEST_REWARD:g} is needed"
+            )
         return float(value)

@@ -14,14 +14,10 @@ Jain 1989, Computer Networks 17):
 
 Between 1/2 and 1 the bound stays. It is held after a change because groups in flight keep the bound of their admission,
 so a change shows late. A larger bound only helps a trainer that waits for generation, so it is raised only then.
-(docs/explanation/staleness.md)
-
-The state is a record, and the next one depends on the metrics of a step alone, so the loop, a resumed run and a
-simulation get the same bounds.
 
 With too few groups, rows and KV cache of the engines are idle; with too many, completions wait or are preempted and
-recomputed. The number n follows the engines' load by additive increase, multiplicative decrease, like a congestion
-window (Chiu and Jain 1989, Computer Networks 17). It is decided at the end of a *window*, after n groups have ended:
+recomputed. The number n follows the engines' load in the same way. It is decided at the end of a *window*, after n
+groups have ended:
 
     needed     demand of the fullest engine's open completions over its supply, rows or KV cache, the larger share;
                above 1 some of them wait
@@ -35,10 +31,9 @@ window (Chiu and Jain 1989, Computer Networks 17). It is decided at the end of a
 The window after a decrease or doubling does not count, since earlier groups are still in flight.
 
 Under a constant load n settles: it is never raised to a number from which it would be lowered.
-(docs/explanation/staleness.md)
 
-The state is a record, and the next one depends on the engines' readings alone, so resumed runs and simulations use the
-same function.
+Both states are records. The next one depends on the metrics of a step, or on the engines' readings, alone. So the loop,
+a resumed run and a simulation get the same bounds (docs/explanation/staleness.md).
 """
 
 from __future__ import annotations

@@ -239,32 +239,6 @@ TO_TRAINER: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrain
 FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
 
 
-class Demonstrations(Record, frozen=True, tag=True):
-    """Demonstrations for supervised fine-tuning."""
-
-    examples: tuple[Demonstration, ...]
-
-
-class Preferences(Record, frozen=True, tag=True):
-    """Preference pairs, and the folder of the reference policy."""
-
-    pairs: tuple[Preference, ...]
-    reference: str
-
-
-Examples = Demonstrations | Preferences
-
-
-class SupervisedDone(Record, frozen=True, tag=True):
-    """Message: training has ended, and the trained policy is saved in its folder."""
-
-
-FromSupervised = SupervisedProgress | SupervisedDone | Failed
-
-
-FROM_SUPERVISED: msgspec.msgpack.Decoder[FromSupervised] = msgspec.msgpack.Decoder(FromSupervised)
-
-
 @dataclass(frozen=True)
 class Demonstration:
     """A prompt and the completion to learn, both as token ids; the completion includes its end-of-sequence token.
@@ -290,3 +264,27 @@ class Preference:
     @property
     def tokens(self) -> int:
         return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
+
+
+class Demonstrations(Record, frozen=True, tag=True):
+    """Demonstrations for supervised fine-tuning."""
+
+    examples: tuple[Demonstration, ...]
+
+
+class Preferences(Record, frozen=True, tag=True):
+    """Preference pairs, and the folder of the reference policy."""
+
+    pairs: tuple[Preference, ...]
+    reference: str
+
+
+Examples = Demonstrations | Preferences
+
+
+class SupervisedDone(Record, frozen=True, tag=True):
+    """Message: training has ended, and the trained policy is saved in its folder."""
+
+
+FromSupervised = SupervisedProgress | SupervisedDone | Failed
+FROM_SUPERVISED: msgspec.msgpack.Decoder[FromSupervised] = msgspec.msgpack.Decoder(FromSupervised)

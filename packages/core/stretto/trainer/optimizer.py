@@ -2,12 +2,15 @@
 that returns log-probabilities (`Policy`), and optimizer and model combined (`Learner`). RL, supervised fine-tuning and
 DPO train a `Learner`.
 
+Moments in host memory visit the GPU for each step::
+
     host memory, page-locked        GPU
     moments of some parameters ───► AdamW's step on them and their gradients
                                ◄─── moments
 
-The results equal AdamW's, which treats each parameter separately. A step transfers 16 bytes for each weight of the
-rank. It holds at most `_THROUGH` bytes of moments on the GPU at a time, or the moments of one larger parameter.
+The results equal those of moments on the GPU, since AdamW treats each parameter separately. A step transfers 16 bytes
+for each weight of the rank. It holds at most `_THROUGH` bytes of moments on the GPU at a time, or the moments of one
+larger parameter.
 
 torch's Muon computes in bfloat16, which is emulated on processors without such instructions and then takes half of a
 small model's step. Here all matrices of one shape are multiplied together, in their own dtype.
@@ -232,7 +235,7 @@ class Optimizer:
         Args:
             training_step: number of the training step, for the error.
             numbers: hyperparameters of this step; None: those of the recipe.
-            before: called after clipping; AdamW skips parameters whose gradient it clears (`muon.Muon`).
+            before: called after clipping; AdamW skips parameters whose gradient it clears (`Muon`).
 
         Raises:
             TrainingDiverged: as many steps in a row were skipped as `max_bad_steps`.

@@ -118,7 +118,7 @@ _GRACE_SECONDS = 1.0
 
 
 class SourceApart:
-    """One or several engines in processes of their own, with the methods of `verbs.source.SourceHere`. An engine that
+    """One or several engines in processes of their own, with the methods of `SourceHere`. An engine that
     dies is replaced, and its completions start again from their first token."""
 
     def __init__(self, model: Path, config: EngineConfig, deadlines: DeadlinesConfig) -> None:

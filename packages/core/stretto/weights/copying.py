@@ -61,7 +61,7 @@ def nothing() -> None:
 class Copies:
     """Host copies of tensors by name, complete once `wait` has returned. `wait` blocks the calling thread. `hold` makes
     later work on the device's current stream wait for the copies, and returns at once. `sums`: checksums of the tensors
-    (`weights.copying`) that the device computed; empty on a CPU."""
+    (`as_text`) that the device computed; empty on a CPU."""
 
     tensors: dict[str, Tensor]
     wait: Callable[[], None] = nothing

@@ -91,7 +91,7 @@ class Sealed(Record, frozen=True):
 @dataclass
 class WaitingSessions:
     """Queue of the run's sessions that wait for external services; records rewards and ends in the run folder
-    (satisfies `gateway.sessions.sessions.Host`)."""
+    (satisfies `stretto_gateway.sessions.sessions.Host`)."""
 
     waiting: deque[AgentSession] = field(default_factory=deque)
 

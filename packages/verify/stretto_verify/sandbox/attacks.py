@@ -1,7 +1,7 @@
-"""All attacks, and one honest program that must work; here those that reach outside: network, files, memory, other
-processes, powerful system calls.
+"""Attacks that reach outside a sandbox: network, files, memory, other processes, powerful system calls. `ATTACKS` has
+those on limits too. `HONEST` is a program that must work.
 
-They run before any model's program, to find the walls that hold. The list follows attacks known to get through plain
+Attacks run before any model's program, to find the walls that hold. The list follows attacks known to get through plain
 subprocesses, containers or bubblewrap alone.
 """
 
@@ -324,7 +324,6 @@ time.sleep(0.05)
 """,
     ),
 )
-
 
 ATTACKS = (*ATTACKS_ON_WALLS, *ATTACKS_ON_LIMITS)
 

@@ -1,8 +1,8 @@
-"""Attacks on a sandbox: programs that try to reach something outside it, and how their success is detected. Here those
-that exceed resource limits: processes, memory, files, time, output.
+"""Attacks that exceed the limits of a sandbox: processes, memory, files, time, output; and `Attack`, the type of all.
 
-An attack succeeds if it prints THROUGH or leaves its mark on the host. `$PORT`, `$ABSTRACT`, `$SECRET`, `$OWN`,
-`$MARK`, `$GRADER` and `$NEIGHBOUR` stand for the baits of `probe.Baits`.
+An attack is a program that tries to reach something outside the sandbox. It succeeds if it prints THROUGH or leaves its
+mark on the host. `$PORT`, `$ABSTRACT`, `$SECRET`, `$OWN`, `$MARK`, `$GRADER` and `$NEIGHBOUR` stand for the baits of
+`probe.Baits`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ intel = platform.machine() == 'x86_64'
 def call(intel_number, arm_number, *arguments):
     return libc.syscall(intel_number if intel else arm_number, *arguments)
 """
-
 
 ATTACKS_ON_LIMITS = (
     Attack(

@@ -1,5 +1,5 @@
-"""Sandbox: run a program on an input, and return its output and how it ended. Each of root's has a user id that no
-other one on this machine uses, and that owns no file.
+"""Sandbox: run a program on an input, and return its output and how it ended. If root starts it, it has a user id that
+no other sandbox on this machine uses, and that owns no file.
 
 If a program ends by an exception, a signal or a limit, its `ProgramEnd` says so, and the program is wrong.
 `SandboxFailed` means that the sandbox could not run it, which says nothing about the program.

@@ -20,7 +20,6 @@ from stretto.core.errors import Problem
 #: ``"section.key=value"`` texts, or values by their keys: ``{"trainer.steps": 100, "rollout": {"group_size": 4}}``.
 Overrides = Sequence[str] | Mapping[str, Any]
 
-
 #: Keys that exclude each other: an override of one removes the other.
 _INSTEAD = {"function": "functions", "functions": "function"}
 

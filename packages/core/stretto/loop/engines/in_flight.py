@@ -1,7 +1,7 @@
 """Completions in flight: journaled while they are generated. When an engine is lost, another one continues them.
 
 engine ─► completions that have ended ─┐
-engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `restoring.restore`
+engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `sessions.restore`
 """
 
 from __future__ import annotations

@@ -30,6 +30,17 @@ from stretto.model.attention_support import check_attention
 from stretto.model.hf.inspection import ModelFolder, eos_token_ids, inspect_model_folder, weights_dtype
 from stretto.model.hf.layers import saved_buffers
 
+__all__ = [
+    "ModelFolder",
+    "eos_token_ids",
+    "inspect_model_folder",
+    "load_policy",
+    "save_policy",
+    "saved_dtype",
+    "weights_dtype",
+    "whole_folder",
+]
+
 _FILE_BYTES = 1 << 30
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
@@ -71,17 +82,6 @@ def _files(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]) -> 
         held |= own
     yield held
 
-
-__all__ = [
-    "ModelFolder",
-    "eos_token_ids",
-    "inspect_model_folder",
-    "load_policy",
-    "save_policy",
-    "saved_dtype",
-    "weights_dtype",
-    "whole_folder",
-]
 
 #: Prefix of the names of stretto's attention paths.
 OURS = "stretto_"

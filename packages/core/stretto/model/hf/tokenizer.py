@@ -249,7 +249,7 @@ class Tokenizer:
         return TextGuard(self._specials.values())
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, opening: bool, **arguments: Any) -> str:
-        """Render a conversation in the chat template. The result is guarded text (`model.hf.tokenizer`):
+        """Render a conversation in the chat template. The result is guarded text (`TextGuard`):
         `encode_rendered` gives its tokens, `read_rendered` its readable text. `opening`: add the start of the next
         completion. `arguments`: further variables for the template.
 

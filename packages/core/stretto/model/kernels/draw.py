@@ -17,7 +17,7 @@ allocated. All settings are copied from the host at once, and tokens and log-pro
 A cutoff is the largest number such that enough tokens (top-k) or enough of their mass (top-p) have a logit of at least
 this number. It is found by bisection over the 2^32 float32 numbers, ordered as integers, so no sorting is needed.
 Tokens as likely as the last token kept are kept too, as in `model.truncation`. The drawn token is the first whose
-cumulative weight exceeds uniform x mass, as in `model.kernels.draw`: blocks are searched first, then the tokens of one
+cumulative weight exceeds uniform x mass, as on the CPU: blocks are searched first, then the tokens of one
 block.
 
 Sums over a block are float32, sums of blocks float64. TRITON_INTERPRET=1 runs the kernel on the CPU.

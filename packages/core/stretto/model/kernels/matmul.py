@@ -86,7 +86,7 @@ class KernelChoice(Record, frozen=True):
 
 def unrecorded(shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name]) -> dict[Shape, KernelChoice]:
     """Choices without measurement, for runs without a record: oneDNN for float32 products of at least 786,432
-    multiplications. It is a `Chooser` (`model.kernels.matmul`); `kernels` is ignored."""
+    multiplications. It is a `Chooser`; `kernels` is ignored."""
     if not fits("onednn", dtype):
         return {}
     return {shape: KernelChoice("onednn", math.ceil(_FEWEST_MULTIPLICATIONS / math.prod(shape))) for shape in shapes}
@@ -268,9 +268,8 @@ def _add(file: Path, chosen: dict[str, KernelChoice]) -> None:
         part.unlink(missing_ok=True)
 
 
-#: Chooses a kernel for each weight shape; same arguments as `stretto.model.kernels.matmul.choose`.
+#: Chooses a kernel for each weight shape; same arguments as `choose`.
 Chooser = Callable[[Sequence[Shape], torch.dtype, Sequence[Name]], dict[Shape, KernelChoice]]
-
 
 _PLACES = ("cpu", "meta")  # devices of layers to replace; models on the meta device are filled later, on the CPU
 

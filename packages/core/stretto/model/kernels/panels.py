@@ -167,7 +167,6 @@ def _tiles(builder: Any, rows: Any, wanted: Any, *places: Any) -> None:
 #: `ahead`: address to prefetch, which advances by `pace` bytes with each input or pair.
 tile: Any = written(_tiles, 12)
 
-
 _BLOCK = 96  # tokens whose inputs stay in the core's cache while a panel is read
 
 

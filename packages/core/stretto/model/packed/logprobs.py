@@ -3,14 +3,12 @@
 The model's body runs over all T packed tokens. The output matrix runs only over the N wanted tokens, in chunks: at most
 one chunk of the [N, V] logits is in memory, also in the backward pass.
 
-Axes: T packed token, N wanted token, V vocabulary, W width of the model.
-
 torch's log-softmax and gather need four such tensors: logits, log-softmax, and the gradients of both. Here the logits
 are overwritten by their gradient, block by block, with z = logits / temperature:
 
     d log p(c) / d z_j = [j = c] - p_j,      d H / d z_j = - p_j (log p_j + H)
 
-Axes: N chosen token, V vocabulary.
+Axes: T packed token, N wanted token, V vocabulary, W width of the model.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _written_now(inner: ASGI3Application) -> ASGI3Application:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with batched writes (`gathering`), files sent by the kernel (`zero_copy`) and the
+    """uvicorn's HTTP protocol with batched writes (`Gathered`), files sent by the kernel (`zero_copy`) and the
     extension `WRITE_NOW`."""
 
     def __init__(self, gathered: Gathered, *settings: Any) -> None:

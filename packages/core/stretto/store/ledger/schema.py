@@ -11,6 +11,8 @@ Partials are the tokens of a trajectory in flight, piece by piece; calls are tho
 the trajectory ends (`store.ledger.partials`). Every row, except in the table ``events``, has a *seal*: a checksum
 (`store.ledger.seals`). In the table ``steps``, `seal` covers the batch and `row_seal` the row.
 
+The write-ahead log::
+
     header, 32 bytes     magic · format · page size · checkpoint · salt 1 · salt 2 · checksum
     frame, 24 + page     page number · pages after the commit, or 0 · salt 1 · salt 2 · checksum │ page
 
@@ -143,13 +145,12 @@ UNSETTLED = """
     WHERE key >= ? AND (state IN ('in_flight', 'buffered') OR trained_step > ?)
 """
 
-
 FORMAT = 6
-_BEFORE = 3  # the oldest format that can be resumed; before 6 tokens are not packed, before 5 there are no calls,
+_RESUMABLE = 3  # the oldest format that can be resumed; before 6 tokens are not packed, before 5 there are no calls,
 # and before 4 no names of engines
 _FIRST_CALLS = 5
 _PATIENCE = 5.0  # seconds
-_OLDEST = 2  # the oldest format that can be read; trajectories, steps, prompts and the start have no seals in it
+_READABLE = 2  # the oldest format that can be read; trajectories, steps, prompts and the start have no seals in it
 
 _CALLS = """
 CREATE TABLE calls (
@@ -236,7 +237,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
             if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
             connection.create_function("seal", -1, seal, deterministic=True)
-            if (found := _check_format(path, connection, _BEFORE)) != FORMAT:
+            if (found := _check_format(path, connection, _RESUMABLE)) != FORMAT:
                 calls = _CALLS if found < _FIRST_CALLS else ""
                 connection.executescript(f"BEGIN; {calls} PRAGMA user_version = {FORMAT}; COMMIT;")
         except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -260,7 +261,7 @@ def open_for_reading(path: Path, patience: float = _PATIENCE) -> sqlite3.Connect
         try:
             connection = sqlite3.connect(_address(path), timeout=patience, isolation_level=None, uri=True)
             undo.callback(connection.close)
-            _check_format(path, connection, _OLDEST)
+            _check_format(path, connection, _READABLE)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise StoreError(f"{path}: cannot be read as a ledger: {error}") from error
         undo.pop_all()
@@ -309,6 +310,6 @@ def _check_format(path: Path, connection: sqlite3.Connection, oldest: int) -> in
     found: int = connection.execute("PRAGMA user_version").fetchone()[0]
     if not oldest <= found <= FORMAT:
         connection.close()
-        verb = "reads" if oldest == _OLDEST else "resumes"
+        verb = "reads" if oldest == _READABLE else "resumes"
         raise StoreError(f"{path}: has format {found}, this version of stretto {verb} formats {oldest} to {FORMAT}")
     return found

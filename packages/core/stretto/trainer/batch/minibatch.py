@@ -1,9 +1,9 @@
 """Minibatches: which sequences are computed together, and the tensors of one optimizer step, divided among ranks and
 micro-batches.
 
-Axes: N loss token, S sequence.
-
 What is computed together is decided by pure functions from lengths (tokens) to lists of indices.
+
+Axes: N loss token, S sequence.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 `estimators.py` gives them names; `returns.py` has token-level returns.
 
 `rewards` are the rewards of each group of a batch. The result has one number per completion, in the same nesting. A
-group of equal rewards gets zeros from every function that only compares within groups.
+group of equal rewards gets zeros from every function that only compares within groups. Before that, rewards are shaped:
 
-shaped = clip((reward + overlong(length) + bias) * scale, -clip, clip)
+    shaped = clip((reward + overlong(length) + bias) * scale, -clip, clip)
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ A surrogate maps the policy's log-probabilities [N] to each token's term in J, [
 `declare` adds two facts to a surrogate: the `anchors` that it allows, the default first (not declared: all), and a
 `selection` of a minibatch's tokens, whose parameters become parameters of the loss. `LOSSES` has the names of a recipe.
 
-Axes: N loss token, S sequence.
-
-Axes: N loss token of the whole minibatch; K loss token in one of the two quadrants in which PPO clips.
+Axes: N loss token (for M2PO's mask those of the whole minibatch), S sequence, K loss token in one of the two quadrants
+in which PPO clips.
 """
 
 from __future__ import annotations
@@ -51,9 +50,6 @@ def m2po_mask(log_ratio: Tensor, advantages: Tensor, *, threshold: Threshold = 0
         return inside.new_ones(inside.shape)
     return ~inside | (moment_N < sorted_K[stays])
 
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Surrogate: TypeAlias = "Callable[[Tensor, LossTokens], Terms]"
 Largest = Annotated[float, Field(gt=1, description="largest ratio of a token with a negative advantage")]

@@ -2,8 +2,8 @@
 its share of every minibatch. Sums on which decisions depend are all-reduced, so all ranks decide alike. They connect to
 rank 0's TCPStore, then form torch's process group.
 
-    batch ─► the same samples and minibatches on every rank ─► its share (`packing.shares`) ─► forward, backward
-                                                                          gradients are reduced and scattered
+    batch ─► the same samples and minibatches on every rank ─► its share (`minibatch.shares`) ─► forward, backward
+                                                                             gradients are reduced and scattered
 
 Ranks that divide the tokens of a row (`context_parallel`, C ranks) or the matrices of a layer (`tensor_parallel`, T
 ranks) compute one share together, and get the same log-probabilities and losses. Rank (d C + c) T + t has share d,

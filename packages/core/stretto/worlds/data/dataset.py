@@ -1,4 +1,4 @@
-"""Questions, or pairs of completions, from a JSONL file: one object a line.
+"""Questions, or pairs of completions, from a JSONL file: one object a line. A pair::
 
     {"prompt": "Question: ... Answer:", "chosen": " 5", "rejected": " 15"}
 

@@ -6,8 +6,8 @@ rows.parquet rows.arrow                          by `datasets`, a batch at a tim
 folder/                                          as `save_to_disk` writes it, or a folder of such files
 owner/name                                       a dataset of the hub
 
-Without a network its library retries for half a minute. So the address is tried first, with a deadline; if nothing
-answers, the library is set to use its cache only.
+Without a network, the hub's library retries for half a minute. So the address is tried first, with a deadline. If
+nothing answers, the library is set to use its cache only.
 """
 
 from __future__ import annotations

@@ -45,6 +45,8 @@ from stretto_verify.math.parse.structure import (
 _TOLD = re.compile(r"([0-9]{1,2})(?:\s*:\s*([0-9]{2}))?\s*([ap])\s*\.?\s*m\.?", re.IGNORECASE)
 _TEXTS = re.compile(r"\\text\{([^{}]*)\}")
 _NOON = 12 * 60
+_JOINT = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
+_LETTERS = re.compile(r"[a-zA-Z0-9 ]+")
 
 
 @dataclass(frozen=True)
@@ -231,10 +233,6 @@ def _is_several(gold: Node) -> bool:
 def _is_letter(gold: Node) -> bool:
     """Whether the gold answer is a choice given by its letter alone."""
     return isinstance(gold, Scalar | Words) and len(letters(gold)) == 1 and letters(gold) in "abcdefghij"
-
-
-_JOINT = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
-_LETTERS = re.compile(r"[a-zA-Z0-9 ]+")
 
 
 # Lists, tuples, sets, intervals.

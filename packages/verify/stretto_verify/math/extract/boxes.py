@@ -12,7 +12,7 @@ from typing import NamedTuple
 from stretto_verify.math.parse.structure import says_nothing
 
 _TURN = r"\b(?:but|so|hence|thus|therefore|then|giving|which gives)\b"  # words that end the scope of a denial
-_BEFORE = re.compile(
+_DENIED_BEFORE = re.compile(
     r"(?:\b(?:not|non|pas|nicht)\b(?!-)|n't\b|\bnever\b|\bneither\b|\bnor\b|\bcannot be\b|\brather than\b"
     r"|\binstead of\b|\\neq?|≠|!="
     r"|\bdoubt\b|\bimpossible\b|\bunlikely\b|\bhardly\b|\banything but\b|\bexcept\b|\bother than\b|\bfar from\b)"
@@ -35,7 +35,7 @@ _BESIDE = re.compile(  # the answer is another number, described by this one
 )
 _OPEN = r"(?:or|and) (?:more|less|greater|fewer|larger|smaller|bigger|higher|lower|above|below|beyond|up|over)"
 _OPEN_BEHIND = re.compile(rf"{_OPEN}\W*$", re.IGNORECASE)
-_AFTER = re.compile(
+_DENIED_AFTER = re.compile(
     r"^[\s$.)}*]{0,3}\s*(?:isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
     r"|(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible|too)\b"
     rf"|\s(?:squared|cubed|factorial|less (?:one|[0-9])|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
@@ -51,7 +51,12 @@ def denied(text: str, start: int, end: int) -> bool:
     before, after = text[max(0, start - _SEEN[0]) : start], text[end : end + _SEEN[1]]
     return any(
         found is not None
-        for found in (_BEFORE.search(before), _LABELLED.search(before), _BESIDE.search(before), _AFTER.search(after))
+        for found in (
+            _DENIED_BEFORE.search(before),
+            _LABELLED.search(before),
+            _BESIDE.search(before),
+            _DENIED_AFTER.search(after),
+        )
     )
 
 

@@ -33,7 +33,6 @@ _REPEATING = re.compile(r"(?<![0-9.])([0-9]*)\.\(([0-9]+)\)(?![0-9(])")
 _EXCLAIMED = re.compile(r"(?<![\\A-Za-z])([A-Z][a-z]+|[a-z]{4,}|no|yes)[!?]+(\}?[\s*]*)$")
 _ASKED = re.compile(r"(?<=[\w)\]}%°$])\s*\?+(?=[\s})$*.]*$)")  # no sign of mathematics, unlike "!"; not behind "="
 
-
 _MONTHS: Final = (
     *("January", "February", "March", "April", "May", "June", "July"),
     *("August", "September", "October", "November", "December"),

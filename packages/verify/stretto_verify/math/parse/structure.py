@@ -15,7 +15,7 @@ from fractions import Fraction
 
 from stretto_verify.math.parse.spelling import compact
 
-_COMMANDS = re.compile(r"\\[a-zA-Z]+")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _ARTICLE = re.compile(r"^\s*(?:an?|the)\s+(?=[a-z]{2})", re.IGNORECASE)
 
 
@@ -108,14 +108,13 @@ def letters(given: Node | str) -> str:
     """Letters and digits of an answer in words, in lower case, for comparison; empty for other nodes than words and
     scalars."""
     text = given if isinstance(given, str) else given.text if isinstance(given, Words) else _source(given)
-    return re.sub(r"[^a-z0-9]", "", _COMMANDS.sub("", compact(_ARTICLE.sub("", text))).lower())
+    return re.sub(r"[^a-z0-9]", "", _COMMAND.sub("", compact(_ARTICLE.sub("", text))).lower())
 
 
 def _source(given: Node) -> str:
     return given.latex if isinstance(given, Scalar) else ""
 
 
-_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _STANCE = r"yes|no|true|false"
 _CANDIDATE = re.compile(rf"[0-9]|(?<![A-Za-z'])[A-J](?![A-Za-z'])|(?<![A-Za-z])(?:{_STANCE})(?![A-Za-z])")
 _ARTICLE_OR_I = re.compile(r"(?<![A-Za-z])(?:A(?= [a-z]{2})|I(?= [a-z]|'))")
