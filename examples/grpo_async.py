@@ -1,6 +1,6 @@
 """Asynchronous GRPO: completions are sampled while the policy is trained, new weights interrupt them in the middle, and
 no trained token is more than two versions old. If it is killed and run again, it resumes from its folder and trains
-nothing twice. Run it: ``python examples/grpo_async.py FOLDER``.
+nothing twice. Run it: ``python examples/grpo_async.py [FOLDER]``.
 
     tickets ─► engine ─► judge ─► scheduler ─► batch ─► trainer ─► weights ─► engine
 """
@@ -69,4 +69,4 @@ async def main(folder: Path, steps: int = 100) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+    asyncio.run(main(Path(*sys.argv[1:2] or ["runs/loop"]), *map(int, sys.argv[2:])))

@@ -214,13 +214,10 @@ def test_a_policy_without_a_step_is_found(run_dir: Path) -> None:
     assert check_run(run_dir).breaches["versions grow by one"] == ("policy 9 belongs to no step on record",)
 
 
-@pytest.mark.parametrize("text", [None, "", "[rollout]\n", "[rollout", "[rollout]\nbatch_size = 2\n"])
-def test_a_recipe_that_says_nothing_of_what_was_promised_is_named(run_dir: Path, text: str | None) -> None:
+@pytest.mark.parametrize("text", ["", "[rollout]\n", "[rollout", "[rollout]\nbatch_size = 2\n"])
+def test_a_recipe_that_says_nothing_of_what_was_promised_is_named(run_dir: Path, text: str) -> None:
     recipe = run_dir / "recipe.toml"
-    if text is None:
-        recipe.unlink()
-    else:
-        recipe.write_text(text)
+    recipe.write_text(text)
     with pytest.raises(StoreError, match=f"^{recipe}: "):
         check_run(run_dir)
 
@@ -284,6 +281,12 @@ def test_a_folder_without_a_run_is_the_users_mistake(tmp_path: Path, there: bool
         folder.mkdir()
     with pytest.raises(RunFolderError, match=r"nosuch: (does not exist|holds no run)"):
         check_run(folder)
+
+
+def test_a_ledger_of_a_loop_of_one_s_own_has_no_laws_of_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").touch()
+    with pytest.raises(RunFolderError, match=r"has a ledger and no recipe.toml; give a folder of `stretto train`"):
+        check_run(tmp_path)
 
 
 @pytest.mark.parametrize("module", [check, checksums, token_laws, history, laws])

@@ -181,8 +181,12 @@ def test_no_folder_and_a_file_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelFolderError, match="file: is a file"):
         inspect_model_folder(tmp_path / "file")
-    with pytest.raises(ModelFolderError, match="nothing: no such folder"):
+    with pytest.raises(ModelFolderError, match=r"nothing: no such folder.* is needed$"):
         inspect_model_folder(tmp_path / "nothing")
+    (tmp_path / "something").mkdir()
+    (tmp_path / "something" / "config.json").touch()
+    with pytest.raises(ModelFolderError, match=r"somethin: no such folder.*; did you mean 'something'"):
+        inspect_model_folder(tmp_path / "somethin")
 
 
 def test_the_end_token_comes_from_the_tokenizer_when_no_config_names_it(folder: Path) -> None:

@@ -276,3 +276,5 @@ def test_what_is_needed_is_said_where_it_is_missing(folder: Path) -> None:
         stretto.Trainer(folder, lora={"rank": 4, "target_modules": ["nope"]})
     with pytest.raises(stretto.DataError, match=r"Datum.of: prompt: 0 tokens"):
         stretto.Datum.of((), (3, 4))
+    with pytest.raises(stretto.DataError, match=r"Datum.of: completion: the text '4'; token ids"):
+        stretto.Datum.of((2, 3), cast(Any, "4"))

@@ -44,6 +44,11 @@ def test_a_verdict_has_its_reason(completion: str, gold: str, verdict: str, reas
     assert judged.right == (verdict == "right")
 
 
+def test_what_is_no_text_is_refused_by_its_name() -> None:
+    with pytest.raises(TypeError, match="gold: 3 is of the type int; give a text"):
+        judge_math("3", 3)  # type: ignore[arg-type]
+
+
 def test_threads_judge_as_the_main_thread_does_what_never_ends_too() -> None:
     cases = [*((bomb, "42") for bomb in BOMBS)]
     cases += [(rf"\boxed{{{value}}}", "1/2") for value in ("0.5", r"\frac{2}{4}", "0.51", "x")]

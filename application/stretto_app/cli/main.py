@@ -281,7 +281,7 @@ def tinker(
     overrides: EngineOverrides = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8030,
-    folder: Annotated[Path, typer.Option(help="Folder of requests, results and weights.")] = Path("tinker"),
+    folder: Annotated[Path, typer.Option(help="Folder of requests, results and weights.")] = Path("stretto-tinker"),
     name: Annotated[
         str | None, typer.Option(help="Name of the base model for clients [default: the folder's path].")
     ] = None,

@@ -39,7 +39,13 @@ def judge_math(completion: str, gold: str, prompt: str = "") -> Judged:
     'right'
     >>> judge_math(r"\\boxed{43}", "42")
     Judged(verdict='wrong', reason="the final answer is '43'")
+
+    Raises:
+        TypeError: an argument is not a text.
     """
+    for name, given in (("completion", completion), ("gold", gold), ("prompt", prompt)):
+        if not isinstance(given, str):
+            raise TypeError(f"{name}: {given!r:.40} is of the type {type(given).__name__}; give a text")
     if threading.current_thread() is threading.main_thread():
         return judged_here(completion, gold, prompt)
     return _OWN.worker.judge(completion, gold, prompt, SECONDS)

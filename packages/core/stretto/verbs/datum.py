@@ -64,8 +64,11 @@ class Datum:
             advantages: of the completion's tokens; a number: the same for all.
 
         Raises:
-            DataError: the prompt is empty.
+            DataError: the prompt is empty, or a text is given.
         """
+        for name, part in (("prompt", prompt), ("completion", completion)):
+            if isinstance(part, str):
+                raise DataError([Problem(f"Datum.of: {name}", f"the text {part!r:.40}", "token ids, by the tokenizer")])
         prompt, completion, logprobs = plain(prompt), plain(completion), plain(logprobs)
         if not len(prompt):
             remedy = "give at least one token: the first token cannot be predicted"

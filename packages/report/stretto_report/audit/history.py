@@ -181,13 +181,16 @@ def read_history(folder: Path) -> History:
     """Read all records of the run in `folder`; nothing is written.
 
     Raises:
-        RunFolderError: there is no run.
+        RunFolderError: there is no run, or the ledger is of a loop without a recipe.
         StoreError: the ledger has another format, or the ledger or the recipe cannot be read at all.
     """
     path = folder / "ledger.sqlite"
     if not path.is_file():
         found = "holds no run (no ledger.sqlite)" if folder.is_dir() else "does not exist"
         raise RunFolderError([Problem(str(folder), found, "give a run folder")])
+    if not (folder / "recipe.toml").exists():
+        remedy = "give a folder of `stretto train`: the laws are those of a recipe, which a loop of your own has not"
+        raise RunFolderError([Problem(str(folder), "has a ledger and no recipe.toml", remedy)])
     policies = _policies(folder)  # read before the ledger: a run records a batch before it publishes the version
     bounds = read_bounds(folder / "recipe.toml")
     try:

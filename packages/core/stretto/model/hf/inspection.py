@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.core.errors import ModelFolderError, Problem
+from stretto.core.errors import ModelFolderError, Problem, nearest
 
 _LENGTH = struct.Struct("<Q")
 _LARGEST_HEADER = 100 << 20  # the format's own limit
@@ -123,7 +123,7 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "no such folder"
         raise ModelFolderError(
-            [Problem(str(folder), found, f"a Hugging Face model folder is needed{_of_the_hub(folder)}")]
+            [Problem(str(folder), found, f"a Hugging Face model folder is needed{_meant_by(folder)}")]
         )
     problems: list[Problem] = []
     shape = shape_of(folder, problems)
@@ -142,11 +142,15 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
     )
 
 
-def _of_the_hub(folder: Path) -> str:
-    """Advice to download the model, if the path looks like a hub name (owner/name) and does not exist; else ""."""
+def _meant_by(folder: Path) -> str:
+    """Advice if the path does not exist: the most similar model folder beside it; or to download the model, if the path
+    looks like a hub name (owner/name); else ""."""
+    if folder.parent.is_dir():
+        near = nearest(folder.name, sorted(beside.parent.name for beside in folder.parent.glob("*/config.json")))
+        return f"; {near}" if near.startswith("did") else ""
     parts = folder.parts[-2:]
     named = len(parts) == 2 and all(_HUB_NAME.fullmatch(part) for part in parts)
-    if folder.exists() or folder.parent.exists() or not named:
+    if folder.exists() or not named:
         return ""
     name = "/".join(parts)
     return f"; if {name} is meant as a hub name: `hf download {name} --local-dir {parts[1]}`, and give that folder"
