@@ -230,6 +230,7 @@ def readme() -> list[str]:
         *_generation("3.4M", "transformers generate"),
         *_generation("3.4M", "vllm"),
         *_generation("48M", "vllm"),
+        *_generation("48M", "openvino"),
         Row("trained tokens/s, 3.4M, packed", packed.ours, packed.peer, packed.ratio),
         Row(
             "verdicts/s, mathematics",

@@ -20,6 +20,7 @@ import pytest
 
 import stretto
 from stretto.core.records import Batch
+from stretto.store.ending import Condition, condition
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [(number, 3) for number in range(2, 12)]
@@ -152,3 +153,14 @@ with stretto.Ledger({str(tmp_path)!r}) as ledger:
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "1 False False\n"
+
+
+def test_readers_of_the_folder_see_how_a_loop_ended(tmp_path: Path) -> None:
+    with stretto.Ledger(tmp_path) as ledger:
+        assert condition(tmp_path) == Condition("running")
+        with pytest.raises(stretto.DataError, match="put: ending: the ledger's own name"):
+            ledger.put("ending", "mine")
+    assert condition(tmp_path) == Condition("finished")
+    with pytest.raises(ZeroDivisionError, match="by zero"), stretto.Ledger(tmp_path):
+        _ = 1 / 0
+    assert condition(tmp_path) == Condition("dead", "division by zero")

@@ -26,6 +26,7 @@ from stretto.loop.engines.sessions import TrajectorySessions, progress_of, unfin
 from stretto.rollout.controller import Ticket
 from stretto.store import lock
 from stretto.store.config import StoreConfig
+from stretto.store.ending import ENDING, Ending
 from stretto.store.ledger.ledger import Ledger, Value
 from stretto.store.ledger.reading import UnfinishedGroup, read_batches, read_unfinished
 from stretto.verbs.arguments import FOLDER, check
@@ -72,10 +73,12 @@ class _AnyThread(Ledger):
         """Store a value as JSON under a name, in one transaction with the changes since the last flush.
 
         Raises:
-            DataError: the value cannot be written as JSON.
+            DataError: the value cannot be written as JSON, or the name is taken: "ending" says how the loop ended.
         """
         with self.lock:
             self.check_open()
+            if name == ENDING:
+                raise DataError([Problem(f"put: {name}", "the ledger's own name", "give another name")])
             try:
                 json.dumps(msgspec.to_builtins(value), allow_nan=False)
             except (TypeError, ValueError) as error:
@@ -149,9 +152,15 @@ class FolderLedger(_AnyThread):
         self._file_of_all = self.folder / "ledger.sqlite"
         try:
             super().__init__(self._file_of_all, config)
+            self._end(Ending("running"))
         except BaseException:
             self._release()
             raise
+
+    def _end(self, ending: Ending) -> None:
+        """Record the state of the loop for readers of the folder; that of a run is its own."""
+        if not (self.folder / "recipe.toml").exists():
+            Ledger.put(self, ENDING, ending)
 
     def batches(self, after: int) -> Sequence[Batch]:
         """Read the recorded batches of all steps after step `after`.
@@ -172,10 +181,14 @@ class FolderLedger(_AnyThread):
         return read_unfinished(self._file_of_all)
 
     def close(self) -> None:
-        """Flush, close the file, and release the lock of the folder."""
+        """Flush, close the file, and release the lock of the folder. `stretto inspect` shows the loop as finished."""
+        self._close(Ending("finished"))
+
+    def _close(self, ending: Ending) -> None:
         with self.lock:
             try:
                 if not self.closed:
+                    self._end(ending)
                     super().close()
             finally:
                 self.closed = True
@@ -184,8 +197,8 @@ class FolderLedger(_AnyThread):
     def __enter__(self) -> FolderLedger:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._close(Ending("finished") if error is None else Ending.of_error(error))
 
 
 def turn_seeds(most: int = 4_096) -> Callable[[Ticket, int, tuple[int, ...]], AbstractContextManager[int]]:

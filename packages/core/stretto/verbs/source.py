@@ -117,6 +117,10 @@ class _OneAtATime:
 _GRACE_SECONDS = 1.0
 
 
+def _checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: digest_of_tensor(one).checksum for name, one in tensors.items()}
+
+
 class SourceApart:
     """One or several engines in processes of their own, with the methods of `SourceHere`. An engine that
     dies is replaced, and its completions start again from their first token."""
@@ -200,7 +204,7 @@ class SourceApart:
             tensors = merged(self._base, weights.tensors) if self._base else weights.tensors
             self._shapes.check(weights.version, tensors)  # refusing engines would be replaced for ever
             if weights.version == used and self._checksums:  # an engine does not load a version again
-                if self._checksums != {name: digest_of_tensor(one).checksum for name, one in tensors.items()}:
+                if self._checksums != await asyncio.to_thread(_checksums_of, tensors):
                     told, allowed = f"{used}, which is in use with other weights", f"a version above {used}"
                     raise RefusedRequest("version", told, allowed)
             else:
