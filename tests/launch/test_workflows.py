@@ -35,7 +35,7 @@ from tests.launch.running import (
 from tests.worlds.workflows.users_own import Asks
 
 _TURNS = 4
-STEPS = 4
+STEPS = 10
 
 
 def recipe_of(folder: Path, *further: str) -> Path:
