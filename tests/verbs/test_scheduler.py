@@ -164,3 +164,6 @@ def test_readers_of_the_folder_see_how_a_loop_ended(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError, match="by zero"), stretto.Ledger(tmp_path):
         _ = 1 / 0
     assert condition(tmp_path) == Condition("dead", "division by zero")
+    with pytest.raises(KeyboardInterrupt), stretto.Ledger(tmp_path):
+        raise KeyboardInterrupt
+    assert condition(tmp_path) == Condition("stopped", "KeyboardInterrupt")

@@ -1,5 +1,5 @@
-"""What tests of the mirror share: a weights server on a real socket or in a process of its own, a road to it that can
-be frozen, cut and slowed down and on which bytes are lost or changed, and what is published and pulled."""
+"""Parts that tests of the mirror share: a weights server on a real socket or in a process of its own, a road to it that
+can be frozen, cut and slowed down and on which bytes are lost or changed, and what is published and pulled."""
 
 from __future__ import annotations
 

@@ -198,7 +198,10 @@ class FolderLedger(_AnyThread):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._close(Ending("finished") if error is None else Ending.of_error(error))
+        if isinstance(error, Exception):
+            self._close(Ending.of_error(error))
+        else:  # Ctrl-C and a cancelled task are no errors of the loop
+            self._close(Ending("finished") if error is None else Ending("stopped", type(error).__name__))
 
 
 def turn_seeds(most: int = 4_096) -> Callable[[Ticket, int, tuple[int, ...]], AbstractContextManager[int]]:

@@ -1,4 +1,4 @@
-"""Settings of what packages beside the core bring to a run: the sections ``[gateway]``, ``[cluster]``, ``[workflow]``
+"""Settings that packages beside the core read from a recipe: the sections ``[gateway]``, ``[cluster]``, ``[workflow]``
 with ``kind = "agent"``, and the outlets of ``[logging]``.
 """
 

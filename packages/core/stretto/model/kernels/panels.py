@@ -265,7 +265,7 @@ def _multiply(x: Any, weight: Any, bias: Any, out: Any, rows: Any, depth: Any, w
 
 
 def _kind(dtype: torch.dtype, depth: int) -> int:
-    """Kind of the tiles for products of `depth` inputs. Pairs need an even number."""
+    """Kind of tile that multiplies `depth` inputs of this dtype. Pairs need an even number."""
     if dtype is not torch.bfloat16:
         return FLOAT
     return PAIRED if PAIRED in KINDS and depth % 2 == 0 else WIDENED
