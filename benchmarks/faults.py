@@ -6,6 +6,8 @@
     python -m benchmarks.faults --per-run 40 --most 5 --save   5 runs with up to 40 faults each
     python -m benchmarks.faults --kills 50 --undisturbed 0 --first 60 --add FILE   a part of a longer campaign: runs 60
                                                           and on, which no other part has (`benchmarks.tally`)
+    python -m benchmarks.faults --warm --recipe tests/launch/recipes/tiny.toml ...   a kill every few seconds: processes
+                                                          are forked from one that has imported what they need
 
 A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, one of two engines, a reward
 worker, the warm start, or the fork server, with which the kernel ends trainer and engines. A stop (SIGSTOP) hits
@@ -61,6 +63,7 @@ SETTINGS = (
 )
 _AFTER_START = 20.0  # seconds: the first kill of a conductor's life comes within them, often before it is up
 _AFTER_KILL = 6.0
+_WARM = 0.3  # of those seconds, for a command that need not import anything
 _PATIENT = 0.6  # part of the lives in which the next kill waits until the run has recovered from the last one
 
 
@@ -138,7 +141,8 @@ class Disturbed:
     def _disturb(self, command: Command, kills: int) -> bool:
         """Kill until the conductor is gone or the run is at its end; return True in the latter case."""
         began, start = steps_done(self._run_dir), time.monotonic()
-        due, patient = start + self._chance.random() * _AFTER_START, self._chance.random() < _PATIENT
+        pace = _WARM if self._laboratory.warm else 1.0
+        due, patient = start + self._chance.random() * pace * _AFTER_START, self._chance.random() < _PATIENT
         fault = self._chance.choice(FAULTS)
         while command.process.poll() is None:
             time.sleep(0.02)
@@ -150,7 +154,7 @@ class Disturbed:
                 command.kill_all()
                 break
             if self._open and patient:
-                due = time.monotonic() + self._chance.random() * _AFTER_KILL
+                due = time.monotonic() + self._chance.random() * pace * _AFTER_KILL
             if time.monotonic() < due or len(self.kills) + len(self._open) >= kills:
                 continue
             if not hit(command, fault, self._chance):  # it has not been started yet, or is not needed
@@ -161,7 +165,7 @@ class Disturbed:
                 blow.since = time.monotonic()
             self._open.append(Blow(fault, done, done <= began, time.monotonic()))
             fault = self._chance.choice(FAULTS)
-            due = time.monotonic() + self._chance.random() * _AFTER_KILL
+            due = time.monotonic() + self._chance.random() * pace * _AFTER_KILL
         return self._ended(command)
 
     def _ended(self, command: Command) -> bool:
@@ -230,15 +234,17 @@ def until_gone(command: Command) -> None:
     wait_until(lambda: not command.processes(), "the end of all roles")
 
 
-def one_run(records: Path, number: int, kills: int, recipe: Path, settings: Sequence[str], hang: float) -> Record:
-    """Play run number `number`; return its record, which is saved in the folder `records`."""
-    path = _path(records, number, kills)
+def one_run(
+    laboratory: Laboratory, number: int, kills: int, recipe: Path, settings: Sequence[str], hang: float
+) -> Record:
+    """Play run number `number`; return its record, which is saved in the laboratory's folder."""
+    path = _path(laboratory.folder, number, kills)
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Record)
     run_dir = path.with_suffix("")
     shutil.rmtree(run_dir, ignore_errors=True)
     seed, began = 1 + number % SEEDS, time.monotonic()
-    laboratory, chance = Laboratory(records, cache_folder()), random.Random(f"kills {number}")
+    chance = random.Random(f"kills {number}")
     run = Disturbed(laboratory, run_dir, (*settings, f"seed={seed}"), chance, recipe, hang)
     accuracy = run.play(kills)
     seconds = round(time.monotonic() - began, 1)
@@ -322,7 +328,7 @@ def counted(records: Sequence[Record]) -> tuple[dict[str, int], list[str]]:
 
 
 def campaign(
-    records: Path,
+    laboratory: Laboratory,
     kills: int,
     per_run: int,
     undisturbed: int,
@@ -338,11 +344,11 @@ def campaign(
     while (calm_wanted := len(calm) < undisturbed) or sum(len(record.kills) for record in hit) < kills:
         found, kind = (calm, 0) if calm_wanted else (hit, per_run)
         number = len(found) + (0 if calm_wanted else first)
-        if not _path(records, number, kind).exists():
+        if not _path(laboratory.folder, number, kind).exists():
             if most == 0:
                 return hit, calm, False
             most -= 1
-        found.append(one_run(records, number, kind, recipe, settings, hang))
+        found.append(one_run(laboratory, number, kind, recipe, settings, hang))
     return hit, calm, True
 
 
@@ -359,6 +365,7 @@ def main() -> None:
     parser.add_argument("--note", action="append", default=[], help="what a reader of the result has to know")
     parser.add_argument("--hang", type=float, default=100.0, help="seconds without a step")
     parser.add_argument("--first", type=int, default=0, help="number of the first disturbed run")
+    parser.add_argument("--warm", action="store_true", help="fork all processes from one that has imported everything")
     parser.add_argument("--add", type=Path, metavar="FILE", help="the file of a campaign that runs in parts")
     arguments, began = parser.parse_args(), time.monotonic()
     settings = (*SETTINGS, *(["warm_start.threads=1"] if arguments.recipe == RECIPE else []), *arguments.set)
@@ -366,7 +373,7 @@ def main() -> None:
         records = arguments.records or Path(temporary)
         records.mkdir(parents=True, exist_ok=True)
         disturbed, undisturbed, all_of_them = campaign(
-            records,
+            Laboratory(records, cache_folder(), warm=arguments.warm),
             arguments.kills,
             arguments.per_run,
             arguments.undisturbed,
@@ -379,7 +386,8 @@ def main() -> None:
     show(disturbed, undisturbed)
     if arguments.add:
         last = arguments.first + len(disturbed) - 1
-        tally = add(arguments.add, "kills", measured(arguments.first, last, began, *counted(disturbed)))
+        seen = {"recipe": arguments.recipe.name, "warm": arguments.warm}
+        tally = add(arguments.add, "kills", measured(arguments.first, last, began, *counted(disturbed), seen))
         print(f"{tally.total['faults']:,} faults in all, {tally.problems or 'no'} problems")
     elif all_of_them or arguments.save:
         found = {
