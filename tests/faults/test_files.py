@@ -1,6 +1,7 @@
 """Files that are killed, cut and bent: what is read is what was written, or nothing.
 
-- A kill at every file-system call of a checkpoint, and of a ledger's commit, leaves the old state or the new one.
+- A kill at every file-system call of a checkpoint, and of a ledger's commit, leaves the old state or the new one. A new
+  ledger is absent, or has all its tables.
 - A checkpoint or a ledger that was cut, or has a flipped bit, at every 128th byte is refused, or read as it was; of a
   ledger's log the end may be missing, never the middle.
 - So does a kill where nothing can be renamed or forced to disk, as in a bucket of objects.
@@ -28,6 +29,7 @@ from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto_report.audit.check import check_run
+from stretto_report.audit.history import read_history
 from tests.faults.one_step import RECIPE, one_step
 from tests.store.make import Make
 
@@ -200,6 +202,28 @@ def test_a_kill_at_every_call_of_a_commit_leaves_the_batch_whole_or_absent(trace
     calls = killed_at_every_call(partial(traced, "commit", folder, 2), prepare, judge)
     assert calls >= 12
     assert seen == {1, 2}
+
+
+@STRACE
+def test_a_kill_at_every_call_of_a_ledgers_beginning_leaves_none_or_one_that_can_be_read(
+    traced: Traced, memory: Path
+) -> None:
+    folder, seen = memory / "run", set()
+
+    def prepare() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / "recipe.toml").write_text(RECIPE)
+
+    def judge() -> None:
+        begun = (folder / "ledger.sqlite").exists()
+        seen.add((begun, len(read_history(folder).steps) if begun else 0))
+        with closing(Ledger(folder / "ledger.sqlite", StoreConfig())) as ledger:
+            ledger.sync()
+
+    calls = killed_at_every_call(partial(traced, "commit", folder, 1), prepare, judge)
+    assert calls >= 12
+    assert seen == {(False, 0), (True, 0), (True, 1)}
 
 
 @STRACE

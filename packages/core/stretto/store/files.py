@@ -82,7 +82,7 @@ def _kind(path: Path) -> str | None:
     return "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | bytearray) -> None:
     """Write `data` to the file `path` and sync it to disk. Readers see the old file or the new one, never a part."""
     with whole_file(path) as file:
         file.write(data)

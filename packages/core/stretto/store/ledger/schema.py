@@ -34,6 +34,7 @@ from pathlib import Path
 
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.store import lock
+from stretto.store.files import write_atomically
 from stretto.store.ledger.seals import seal
 
 LARGEST = 1 << 30  #: most bytes of a log that is checked; SQLite moves a log into its file at a few MiB
@@ -229,21 +230,32 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     check_log(path)
     with ExitStack() as undo:
         try:
+            if not path.exists():
+                _create(path)
             # `verbs.ledger` uses the connection from several threads, one at a time.
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             undo.callback(connection.close)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
-            if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
             connection.create_function("seal", -1, seal, deterministic=True)
             if (found := _check_format(path, connection, _RESUMABLE)) != FORMAT:
                 calls = _CALLS if found < _FIRST_CALLS else ""
                 connection.executescript(f"BEGIN; {calls} PRAGMA user_version = {FORMAT}; COMMIT;")
-        except (sqlite3.Error, UnicodeDecodeError) as error:
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
             raise StoreError(f"{path}: cannot be opened as a ledger: {error}") from error
         undo.pop_all()
     return connection
+
+
+def _create(path: Path) -> None:
+    """Write an empty ledger. A kill leaves either no file at `path` or one with all tables."""
+    with closing(sqlite3.connect(":memory:")) as memory:
+        memory.executescript(f"{_TABLES} PRAGMA user_version = {FORMAT};")
+        image = bytearray(memory.serialize())
+    # It has a write-ahead log from the start (section 1.3.3 of sqlite.org/fileformat2.html). A later change would need
+    # a rollback journal, and a reader cannot roll back after a kill.
+    image[18:20] = b"\x02\x02"
+    write_atomically(path, image)
 
 
 def open_for_reading(path: Path, patience: float = _PATIENCE) -> sqlite3.Connection:
