@@ -24,7 +24,7 @@ from stretto.verbs.trainer_apart import UNDO, TrainerArguments, TrainerCall, rec
 
 def serve(connection: Connection) -> None:
     """Create a trainer from the first message, then carry out one method call per message, until the caller closes the
-    connection. An error is sent back; if creating the trainer fails, this returns."""
+    connection. An error of a call is sent back as its result; if creating the trainer fails, this returns."""
     trainer: LocalTrainer | None = None
     before: Gradient = []
     while True:

@@ -58,9 +58,10 @@ class GroupScheduler:
             scheduler.finish(ticket, completions, rewards=[len(one.text) for one in completions])
         print(len(scheduler.take().groups))
 
-    All methods must be called in one thread. With a ledger, a new scheduler continues where a killed one has ended:
-    `take` first returns the batches that the trainer has not trained, unchanged, if its version is behind; the groups
-    in flight are admitted again, and the finished ones are buffered.
+    All methods must be called in one thread. They raise RunFolderError once the ledger is closed or a newer scheduler
+    uses it. With a ledger, a new scheduler continues where a killed one has ended: `take` first returns the batches
+    that the trainer has not trained, unchanged, if its version is behind; the groups in flight are admitted again, and
+    the finished ones are buffered.
     """
 
     def __init__(
@@ -208,8 +209,12 @@ class GroupScheduler:
         self._settled()
 
     def lose(self, ticket: Ticket, reason: str) -> None:
-        """Give up a group that will have no completions; its prompt is drawn again. `reason`: for the ledger. A group
-        that is no longer in flight is ignored."""
+        """Give up a group that will have no completions; its prompt is drawn again. A group that is no longer in flight
+        is ignored. `reason`: for the ledger.
+
+        Raises:
+            DataError: the ticket is another scheduler's.
+        """
         check("lose", ticket=(ticket, _TICKET), reason=(reason, _REASON))
         self._check_newest()
         self._check_own(ticket, "lose")
@@ -239,14 +244,15 @@ class GroupScheduler:
         return batch
 
     def advance(self, version: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Note that the batch of `take` is trained, and that the engines have loaded the new weights.
+        """Note that the batch of `take` is trained, and that the engines have loaded the new weights. With
+        ``beyond_bound = "expire"``, groups in flight that have become too stale expire: `finish` ignores them.
 
         Args:
             version: the trainer's version after the step; it trains on the next batch.
             metrics: numbers of the step, recorded in the ledger.
 
         Raises:
-            DataError: no batch was taken, or it does not lead to this version.
+            DataError: no batch was taken, it does not lead to this version, or a metric is not a number.
         """
         check("advance", version=(version, VERSION))
         self._check_newest()
@@ -290,11 +296,11 @@ class GroupScheduler:
             )
 
     def _check_own(self, ticket: Ticket, place: str) -> None:
-        """Refuse a ticket that `admit` of this scheduler has not returned. Once its group has ended, a copy is passed
-        over as the ticket itself is.
+        """Refuse a ticket that `admit` of this scheduler has not returned. Of a group that has ended, a copy of the
+        ticket passes too.
 
         Raises:
-            DataError: naming it.
+            DataError: names the group.
         """
         own = ticket.order < self._admitted and ticket.seeds == self._controller.seeds_of(ticket.group_id)
         own = own and self._asked.get(ticket.prompt.id) == ticket.prompt
@@ -333,9 +339,9 @@ class GroupScheduler:
         return turn.segment
 
     def _resume(self, ledger: FolderLedger, version: int, origin: Mapping[str, int | str]) -> ControllerState:
-        """Resume from what a killed scheduler has left in the ledger: return the state of its controller, and put the
-        batches that the trainer, at `version`, has not trained yet into `_again`. `origin`: seed, prompts and group
-        size of this scheduler, which are recorded.
+        """Read the ledger of a killed scheduler: return the state of its controller, and put the batches that the
+        trainer, at `version`, has not trained yet into `_again`. `origin`: seed, prompts and group size of this
+        scheduler, which are recorded.
 
         Raises:
             RunFolderError: groups were issued with another origin.
@@ -370,10 +376,10 @@ class GroupScheduler:
 
 
 def _check_ids(prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts with one id, whose groups would have one name.
+    """Check that no two prompts have the same id.
 
     Raises:
-        DataError: with each of them.
+        DataError: names each prompt whose id an earlier one has.
     """
     first, problems = dict[str, int](), list[Problem]()
     for at, prompt in enumerate(prompts):

@@ -122,8 +122,9 @@ def _checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 class SourceApart:
-    """One or several engines in processes of their own, with the methods of `SourceHere`. An engine that
-    dies is replaced, and its completions start again from their first token."""
+    """One or several engines in processes of their own, with the methods of `SourceHere`; `update` also waits until all
+    engines have the weights. An engine that dies is replaced, and its completions start again from their first token.
+    """
 
     def __init__(self, model: Path, config: EngineConfig, deadlines: DeadlinesConfig) -> None:
         """Start the engines; returns when all are ready. `model`: model folder.

@@ -246,10 +246,10 @@ class TrainerApart:
 
 
 def _place(folder: str | Path, verb: str) -> Path:
-    """The folder, for a process that may be in another one.
+    """Make the path of a folder absolute, for a process with another working directory.
 
     Raises:
-        DataError: it is none.
+        DataError: `folder` is not a path.
     """
     check(verb, folder=(folder, FOLDER))
     return Path(folder).expanduser().absolute()
