@@ -116,7 +116,8 @@ def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, Evalu
 
 def rises(steps: Steps, values: Numbers | None, until: int, later: int) -> tuple[float, float] | None:
     """Means of the windows that end at the steps `until` and `later`, if the later mean is higher by more than chance;
-    else None. Both windows must be complete and must not overlap."""
+    else None. If the window before `until` is not complete, the first window takes its place. None also if the windows
+    overlap."""
     if values is None:
         return None
     known = np.flatnonzero(np.isfinite(values))

@@ -192,7 +192,7 @@ class WatchedRun:
     # The summary.
 
     def facts(self) -> tuple[Totals | None, tuple[Membership, ...]]:
-        """Totals and engines on record in the ledger; a fault is kept in `faults`."""
+        """Totals and engines on record in the ledger; (None, ()) if it cannot be read, with the fault in `faults`."""
         recorded = self._recorded()
         return recorded.totals, recorded.engines
 

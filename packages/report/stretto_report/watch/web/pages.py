@@ -1,4 +1,5 @@
-"""Replies of the routes, made from a run and the parameters of the request."""
+"""Replies of the routes, made from a run and the parameters of the request. They raise RefusedRequest for an invalid
+parameter, StoreError for a run that cannot be read, and return None if the record does not exist."""
 
 from __future__ import annotations
 
