@@ -125,7 +125,6 @@ def _files(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
 
 
 def _by_file(files: Mapping[str, int]) -> list[list[str]]:
-    """Tensor names grouped by file."""
     return [list(names) for _, names in itertools.groupby(files, key=files.__getitem__)]
 
 

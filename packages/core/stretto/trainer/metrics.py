@@ -126,7 +126,6 @@ class Meter:
         )
 
     def _totals(self, ranks: Ranks) -> dict[str, float]:
-        """Sums over all ranks, by name."""
         own = [float(torch.stack(values).sum()) if values else 0.0 for values in self._sums.values()]
         totals = ranks.all_reduce(torch.tensor(own, dtype=torch.float64))
         return dict(zip(self._sums, totals.tolist(), strict=True))

@@ -47,6 +47,7 @@ class SharedModel:
 
         Raises:
             ModelFolderError: the folder cannot be loaded.
+            RecipeError: torch sees no such device.
         """
         check("SharedModel", folder=(folder, FOLDER))
         self.folder = Path(folder).expanduser()

@@ -130,6 +130,7 @@ class SourceApart:
         """Start the engines; returns when all are ready. `model`: model folder.
 
         Raises:
+            ModelFolderError: the folder has no valid config.
             RoleError: an engine did not start; the message names its log.
         """
         self._folder = socket_folder()

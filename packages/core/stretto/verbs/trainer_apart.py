@@ -93,6 +93,10 @@ class TrainerApart:
             settings: further arguments of `stretto.Trainer`.
             threads: number of torch threads of the process.
             deadlines: `start` and `hung` are used.
+
+        Raises:
+            ModelFolderError, RecipeError: as for `stretto.Trainer`.
+            RoleError: the process did not start, or was not ready in time.
         """
         self.tokenizer = load_tokenizer(model)
         self._folder = Path(tempfile.mkdtemp(prefix="stretto-trainer-"))
