@@ -159,11 +159,6 @@ class ServeApp(ChatServer):
             self._counters.completed(completing.prompt_tokens, completing.sampled, first, completing.last_token)
 
     async def _prompts(self, request: Request) -> list[Tokens]:
-        """Encode the prompts of a request; returns the token ids of each.
-
-        Raises:
-            RefusedRequest: the tokenizer or the chat template refuses a prompt.
-        """
         model = self.model
         if isinstance(request, ChatRequest):
             if request.previous:

@@ -181,8 +181,9 @@ class AgentSession:
         return len((await self._prompt(self._history(request), request.tools)).tokens)
 
     def give(self, reward: float, node: int | None) -> None:
-        """Set the reward of the trajectory (`node` None), or of the turn `node`; the caller records it. After a crash,
-        rewards are dropped unless the agent repeats all turns that it had when it gave them.
+        """Set the reward of the trajectory (`node` None), or of the turn `node`. It is not recorded here: call
+        `Host.rewarded`. After a crash, rewards are dropped unless the agent repeats all turns that it had when it gave
+        them.
 
         Raises:
             RefusedRequest: there is no such turn, or the reward is out of bounds.
@@ -219,7 +220,7 @@ class AgentSession:
         return any(not pending.task.done() for pending in self._pending.values())
 
     def end(self) -> None:
-        """End the session and cancel turns in progress; the caller records the end."""
+        """End the session and cancel turns in progress. The end is not recorded here: call `Host.ended`."""
         self.state = "ended"
         self.ended.set()
         for pending in self._pending.values():
