@@ -217,7 +217,6 @@ def tar_of(files: Mapping[str, Path]) -> tuple[int, Iterator[bytes]]:
 
 
 def _shown(rows: list[CheckpointRow]) -> list[CheckpointRow]:
-    """Select the checkpoints that clients see: those with a name that have not expired."""
     return [
         row
         for row in rows
