@@ -45,7 +45,11 @@ class RemoteRanks:
 
     async def __call__(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
         """Stop the ranks of before, and start the `awaited` ones on joined machines; see
-        `loop.trainer_link.StartRanks`."""
+        `loop.trainer_link.StartRanks`.
+
+        Raises:
+            RoleDied: too few machines joined in time, or one was lost.
+        """
         await gather_to_the_end(*(rank.stop(0.0) for rank in self._ranks))
         self._ranks = []
         places = await self._places(len(awaited.ranks))

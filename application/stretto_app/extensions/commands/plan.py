@@ -94,8 +94,9 @@ def memory_per_device(asked: Outline) -> str:
 def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) -> Job:
     """Make the planner's input from a checked recipe.
 
-    `lengths`: lengths of completions, as a distribution (``constant:tokens=300``), a file or a run folder. None: the
-    lengths of the demonstrations, else an assumption; `say` gets a sentence about this choice.
+    `lengths`: lengths of completions, as a distribution (``constant:tokens=300``), a file or a run folder; DataError if
+    it is none of these. None: the lengths of the demonstrations, else an assumption; `say` gets a sentence about this
+    choice.
     """
     recipe = asked.recipe
     return Job(
