@@ -63,7 +63,9 @@ class GuestEngine(HttpEngine):
 
         Raises:
             EngineLied: its reply is impossible.
-            EngineLeft: its machine is lost, or silent.
+            EngineLeft: its machine is lost.
+            EngineLost: the engine is lost, or does not reply in time.
+            RefusedRequest: the engine refused a request.
         """
         asked = {request.id: request for request in requests}
         try:

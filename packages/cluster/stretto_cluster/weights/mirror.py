@@ -75,6 +75,7 @@ class Mirror:
     ) -> None:
         """Args:
         source: ``host:port`` of the weights server; `key`: its bearer token.
+        run: the run's name; ValueError if it is not a name of a run.
         folder: the local mailbox, in which versions are written.
         tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; None if the server has none.
         delta: whether a delta from a local version is requested instead of the whole version: "auto" uses the faster
