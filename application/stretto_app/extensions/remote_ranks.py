@@ -67,10 +67,7 @@ class RemoteRanks:
 
     async def _places(self, count: int) -> list[tuple[JoinedMachine, int]]:
         """Wait until there are `count` places on machines, and return them (at least as many) with their machines.
-
-        Raises:
-            RoleDied: too few machines have joined in time.
-        """
+        Raises RoleDied if too few machines have joined in time."""
         try:
             async with deadline("conductor", f"places for {count} ranks on other machines", self._seconds):
                 while len(places := self._free()) < count:

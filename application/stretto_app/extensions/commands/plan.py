@@ -60,11 +60,7 @@ def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: C
 
 
 def _check_run(run: Path, digest: str | None) -> None:
-    """Check that the plan predicts this run, by the recipe's digest. The run need not have begun.
-
-    Raises:
-        RunFolderError: it is not.
-    """
+    """Raise RunFolderError unless the plan predicts this run, by the recipe's digest. The run need not have begun."""
     if RunFolder(run).ledger.is_file():
         check_digest(Path(f"--run {run}"), digest, run_digest(run))
     elif digest is None:

@@ -216,12 +216,8 @@ class Transfer:
         headers: Callable[[], dict[str, str]],
         read: Callable[[http.client.HTTPResponse, socket.socket], T],
     ) -> T:
-        """Repeat a request until it succeeds, as long as bytes keep coming. `headers` returns those of each attempt;
-        `read` processes the response.
-
-        Raises:
-            SourceLost: no byte came for `patience` seconds.
-        """
+        """Repeat a request until it succeeds, as long as bytes keep coming; SourceLost after `patience` seconds without
+        one. `headers` returns those of each attempt; `read` processes the response."""
         self._quiet_since = time.monotonic()
         while True:
             try:

@@ -434,11 +434,7 @@ def _beside(model: SharedModel, lora: LoraConfig | None, config: EngineConfig) -
 
 
 def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool) -> None:
-    """Check that the settings of `Engine.load` can be combined.
-
-    Raises:
-        RecipeError: some cannot; names each of them.
-    """
+    """Raise RecipeError if settings of `Engine.load` cannot be combined; names each of them."""
     found = list[Problem]()
     if shared and apart:
         told = "a model in the memory of this process"
@@ -463,11 +459,7 @@ def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool)
 
 
 def _check_settings(settings: SamplingSettings) -> None:
-    """Check names and types of sampling settings.
-
-    Raises:
-        DataError: a setting does not exist, or has the wrong type; names each of them.
-    """
+    """Raise DataError if a sampling setting does not exist, or has the wrong type; names each of them."""
     if unknown := [name for name in settings if name not in _SETTINGS]:
         raise DataError([Problem(f"sample: {name}", "unknown key", nearest(name, _SETTINGS)) for name in unknown])
     check("sample", **{name: (value, _SETTINGS[name]) for name, value in settings.items()})

@@ -281,11 +281,7 @@ class GroupScheduler:
             self._controller.expire(ticket)
 
     def _check_newest(self) -> None:
-        """Check that this scheduler may still use its ledger.
-
-        Raises:
-            RunFolderError: the ledger is closed, or another scheduler uses it now.
-        """
+        """Raise RunFolderError if the ledger is closed, or another scheduler uses it now."""
         if self._ledger is None:
             return
         self._ledger.check_open()
@@ -296,12 +292,8 @@ class GroupScheduler:
             )
 
     def _check_own(self, ticket: Ticket, place: str) -> None:
-        """Refuse a ticket that `admit` of this scheduler has not returned. Of a group that has ended, a copy of the
-        ticket passes too.
-
-        Raises:
-            DataError: names the group.
-        """
+        """Raise DataError for a ticket that `admit` of this scheduler has not returned. Of a group that has ended, a
+        copy of the ticket passes too."""
         own = ticket.order < self._admitted and ticket.seeds == self._controller.seeds_of(ticket.group_id)
         own = own and self._asked.get(ticket.prompt.id) == ticket.prompt
         if not own or any(one.group_id == ticket.group_id and one is not ticket for one in self._controller.tickets):
@@ -376,11 +368,7 @@ class GroupScheduler:
 
 
 def _check_ids(prompts: Sequence[Prompt]) -> None:
-    """Check that no two prompts have the same id.
-
-    Raises:
-        DataError: names each prompt whose id an earlier one has.
-    """
+    """Raise DataError with each prompt whose id an earlier prompt has."""
     first, problems = dict[str, int](), list[Problem]()
     for at, prompt in enumerate(prompts):
         if (before := first.setdefault(prompt.id, at)) != at:
@@ -392,11 +380,8 @@ def _check_ids(prompts: Sequence[Prompt]) -> None:
 
 
 def _check_same_run(ledger: FolderLedger, origin: Mapping[str, int | str]) -> None:
-    """Check that the ledger's run began with the same prompts, seed and group size.
-
-    Raises:
-        RunFolderError: names the first difference.
-    """
+    """Raise RunFolderError with the first difference if the ledger's run began with other prompts, seed or group
+    size."""
     for name, value in origin.items():
         if (known := ledger.get(name, type(value))) in (None, value):
             continue
@@ -452,11 +437,8 @@ def _verdict(reward: object, place: str) -> Verdict:
 
 
 def _number(given: object, place: str) -> float:
-    """Convert a number of Python, numpy or torch to a float. `place`: name of the argument, for the message.
-
-    Raises:
-        DataError: `given` is not a number.
-    """
+    """Convert a number of Python, numpy or torch to a float; DataError for anything else. `place`: name of the
+    argument, for the message."""
     value = plain(given)
     if not isinstance(value, int | float):
         raise DataError([Problem(place, f"{given!r:.80}", "a number is needed")])

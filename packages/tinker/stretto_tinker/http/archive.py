@@ -156,11 +156,8 @@ class Archive:
         return hmac.new(self._service.secret.encode(), said, hashlib.sha256).hexdigest()
 
     def _sealed(self, call: Call) -> Path:
-        """Folder of the checkpoint that a signed URL names.
-
-        Raises:
-            NotServed: the signature is wrong, the URL has expired, or the checkpoint is gone.
-        """
+        """Folder of the checkpoint that a signed URL names. Raises NotServed if the signature is wrong, the URL has
+        expired, or the checkpoint is gone."""
         place, until = self._place(call), call.path("until")
         known = (
             until.isdecimal()

@@ -195,10 +195,7 @@ class HttpEngine:
 
     async def _reply(self, path: str, message: object) -> bytes:
         """Send a message (None: a GET without body) and return the body of the reply. The caller sets the deadline.
-
-        Raises:
-            WireError, EngineLost: the error that the engine replied with, or the connection broke.
-        """
+        Raises the error that the engine replied with, or EngineLost if the connection breaks."""
         method, body = ("GET", b"") if message is None else ("POST", msgspec.msgpack.encode(message))
         async with self._connections.one() as connection:
             connection.send(method, path, body)

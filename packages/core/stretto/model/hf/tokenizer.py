@@ -216,11 +216,8 @@ class Tokenizer:
         ]
 
     def _as_text(self, text: str) -> Sequence[int]:
-        """Token ids of a text, with special tokens encoded as text.
-
-        Raises:
-            DataError: the text has characters that the tokenizer does not know.
-        """
+        """Token ids of a text, with special tokens encoded as text; DataError for characters that the tokenizer does
+        not know."""
         if not text:
             return ()
         found: Sequence[int] = self._blind.encode(text, add_special_tokens=False).ids

@@ -168,11 +168,7 @@ def _scored(
     path: PathTokens, version: int, oldest: int, config: AlgorithmConfig, values: TokenScores, kl: TokenScores
 ) -> ScoredPath:
     """Choose the loss tokens of a path, sampled by version `oldest` or newer, and attach its values and weighted KL.
-    `version`: the version in training.
-
-    Raises:
-        BoundViolated: a token was sampled by a later version.
-    """
+    Raises BoundViolated if a token was sampled by a later version than `version`, the one in training."""
     if (newest := path.versions.max()) > version:
         known = f"version {newest}, but version {version} is being trained"
         raise BoundViolated(f"trajectory {path.id} has tokens of {known}")
