@@ -294,7 +294,7 @@ class _Choice:
 
 
 def _seal(path: Path) -> str | None:
-    """Seal of a local version; None if it is missing."""
+    """Seal of a local version; None if it is missing or incomplete."""
     try:
         with open(path, "rb", buffering=0) as file:
             return manifest_of(file.fileno())[0].seal

@@ -111,8 +111,9 @@ class Meter:
         return {name: value for name, value in measured.items() if math.isfinite(value)}
 
     def agreement(self, ranks: Ranks, engines: Sequence[str]) -> tuple[Agreement, ...]:
-        """Mean log-probability error of each engine, for tokens sampled by the version before the step. `engines`: all
-        engines of the batch, the same on every rank. All ranks must call it."""
+        """Mean log-probability error of each engine, for tokens sampled by the version before the step; engines without
+        such tokens are left out. `engines`: all engines of the batch, the same on every rank. All ranks must call
+        it."""
         own = {name: [0.0, 0.0] for name in engines}
         for names, sums_S in self._by_sequence:
             for name, (error, tokens) in zip(names, sums_S.tolist(), strict=True):

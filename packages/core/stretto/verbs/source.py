@@ -42,7 +42,8 @@ class SourceHere:
 
     @property
     def engines(self) -> Engines:
-        """This source as the engines of a run: one request at a time, which may have prefixes."""
+        """Interface of this source for the rollout of a run (`Engines`): a call of `generate` takes one request, which
+        may have prefixes."""
         return _OneAtATime(self)
 
     async def version(self) -> int:
@@ -75,7 +76,8 @@ class SourceHere:
         return self._generation.partials(known)
 
     async def score(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        """Compute the log-probabilities of all tokens but the first of each text (token ids)."""
+        """Compute the log-probabilities of all tokens but the first of each text (token ids). Raises the errors of
+        `NativeEngine.score`, and EngineLost if the engine is closed."""
         self._check_open()
         return self._generation.engine.score(texts)
 

@@ -65,8 +65,8 @@ class SessionTable:
         self._dropped.pop(session.key, None)
 
     def retire(self, session: AgentSession) -> None:
-        """Note that a session has ended. The last 64 ended sessions stay in the table. Older ones are dropped, and only
-        their keys are remembered, for `dropped`."""
+        """Note that a session has ended. The last 64 ended sessions stay in the table. Of older ones only the keys are
+        remembered, for `dropped`, and only the newest keys."""
         self._ended.append(session)
         while len(self._ended) > _SHOWN:
             old = self._ended.popleft()

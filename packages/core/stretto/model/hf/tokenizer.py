@@ -155,7 +155,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The chat template's text (the one for tools if there are several); "" if there is none."""
+        """Text of the chat template, or the texts of all templates joined by line breaks; "" if there is none."""
         found = self._whole.chat_template or ""
         return found if isinstance(found, str) else "\n".join(found.values())
 

@@ -88,7 +88,7 @@ def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
 
 
 def print_summary(inspection: Inspection, title: str, console: Console | None = None) -> None:
-    """Print the summary table of a run."""
+    """Print the summary table of a run. `console`: None for standard output."""
     (console or Console()).print(summary_table(inspection, title))
 
 

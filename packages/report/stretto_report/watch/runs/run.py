@@ -112,7 +112,7 @@ class WatchedRun:
 
     @property
     def started(self) -> float | None:
-        """Unix time at which its recipe was written."""
+        """Unix time at which its recipe (or else its ledger) was written; None if it has neither."""
         for name in ("recipe.toml", LEDGER):
             try:
                 return (self.folder / name).lstat().st_mtime
@@ -356,8 +356,8 @@ class WatchedRun:
             return [], []
 
     def _counts(self) -> dict[str, int] | None:
-        """Trajectories by state: from the table if it is complete, else counted in the ledger, less often if that is
-        slow."""
+        """Trajectories by state, None if unknown: from the table if it is complete, else counted in the ledger, less
+        often if that is slow."""
         return _balance(self.tables.trajectories.count("state")) if self._is_counted else self._counted[1]
 
     @property
