@@ -162,8 +162,7 @@ class FolderLedger(_AnyThread):
             raise
 
     def _end(self, ending: Ending) -> None:
-        """Record how the loop ended, for readers of the folder. A run folder (with recipe.toml) records its own ending.
-        """
+        """Record how the loop ended, for readers of the folder. A run folder (with recipe.toml) has its own record."""
         if not (self.folder / "recipe.toml").exists():
             Ledger.put(self, ENDING, ending)
 
