@@ -14,14 +14,14 @@ from stretto_app.cli.interrupts import importing
 
 
 def refuse_file(recipe: Path) -> None:
-    """Raise a user's mistake if a recipe is missing or is broken TOML."""
+    """Raise RecipeError if a recipe file is missing or is broken TOML."""
     from stretto.launch.recipe.file import read_toml
 
     read_toml(recipe)
 
 
 def refuse_model(folder: Path) -> None:
-    """Raise a user's mistake if a folder holds no model."""
+    """Raise ModelFolderError if a folder has no config.json. Its other files are checked later."""
     from stretto.model.hf.inspection import inspect_model_folder
 
     if not (folder.expanduser() / "config.json").is_file():
@@ -29,15 +29,19 @@ def refuse_model(folder: Path) -> None:
 
 
 def refuse_run(folder: Path) -> None:
-    """Raise a user's mistake if a folder holds no run."""
+    """Raise RunFolderError if a folder holds no run."""
     from stretto.store.run_folder import RunFolder
 
     RunFolder.open(folder)
 
 
 def refuse_recipe(recipe: Path, overrides: Sequence[str], *, paths: bool = True) -> tuple[str, ...]:
-    """Raise the mistakes in the keys and values of a recipe, and with `paths` in its paths. Return the modules of
-    transformers that its model needs."""
+    """Check the keys and values of a recipe, and with `paths` the paths that it names. Return the modules of
+    transformers that its model needs.
+
+    Raises:
+        RecipeError: every mistake found; with `paths` also DataError and ModelFolderError.
+    """
     from stretto.processes.imports import imports_of_roles
 
     refuse_file(recipe)
@@ -52,7 +56,7 @@ def refuse_recipe(recipe: Path, overrides: Sequence[str], *, paths: bool = True)
 
 
 def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Same as `refuse_recipe`, for the recipe of `stretto dpo`."""
+    """Same as `refuse_recipe`, for the recipe of `stretto dpo`, whose paths are not checked."""
     from stretto.processes.imports import imports_of_roles
 
     refuse_file(recipe)
@@ -63,7 +67,8 @@ def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...
 
 
 def refuse_resumed(run: Path, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Same as `refuse_recipe`, for the recipe in a run folder."""
+    """Same as `refuse_recipe`, for the recipe in a run folder; without one in the folder, return (). Raises
+    RunFolderError if the folder holds no run."""
     refuse_run(run)
     recipe = run / "recipe.toml"
     return refuse_recipe(recipe, overrides) if recipe.is_file() else ()

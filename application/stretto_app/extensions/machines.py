@@ -96,7 +96,7 @@ class Cluster(Machines):
         ``join.json`` and starts the weights server and agents.
 
         Raises:
-            RecipeError: an address cannot be bound.
+            RecipeError: an address cannot be bound. With Ray also the errors of `RayAgents.place`.
         """
         config, medium = self.plan.recipe.cluster, self.medium
         self.report(f"weights.medium is {medium.medium}: {medium.reason}")
@@ -313,10 +313,12 @@ class Cluster(Machines):
     # ── stretto scale ────────────────────────────────────────────────────────────────────────────
 
     async def scale(self, wanted: int) -> str:
-        """Change the number of engines to `wanted`, and return a sentence for the user.
+        """Change the number of engines to `wanted`, and return a sentence for the user. To have fewer, drain the newest
+        and then end them.
 
         Raises:
-            RecipeError: the number is too small, or the run cannot start more.
+            RecipeError: the number is out of range, or the run cannot start more. With Ray also the errors of
+                `RayAgents.place`.
         """
         if not 1 <= wanted <= _MOST_ENGINES:
             raise RecipeError(

@@ -117,11 +117,7 @@ class RayAgents:
             self._supervisor.restarts.progressed()
 
     async def _place_anew(self) -> None:
-        """Repeat the last order, with a new placer unless one is running.
-
-        Raises:
-            RoleDied: the order failed.
-        """
+        """Repeat the last order, with a new placer unless one is running; RoleDied if the order fails."""
         async with self._one:
             try:
                 if not self._process.running:

@@ -45,7 +45,11 @@ class RemoteRanks:
 
     async def __call__(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
         """Stop the ranks of before, and start the `awaited` ones on joined machines; see
-        `loop.trainer_link.StartRanks`."""
+        `loop.trainer_link.StartRanks`.
+
+        Raises:
+            RoleDied: too few machines joined in time, or one was lost.
+        """
         await gather_to_the_end(*(rank.stop(0.0) for rank in self._ranks))
         self._ranks = []
         places = await self._places(len(awaited.ranks))
@@ -63,10 +67,7 @@ class RemoteRanks:
 
     async def _places(self, count: int) -> list[tuple[JoinedMachine, int]]:
         """Wait until there are `count` places on machines, and return them (at least as many) with their machines.
-
-        Raises:
-            RoleDied: too few machines have joined in time.
-        """
+        Raises RoleDied if too few machines have joined in time."""
         try:
             async with deadline("conductor", f"places for {count} ranks on other machines", self._seconds):
                 while len(places := self._free()) < count:

@@ -228,8 +228,8 @@ def _name(study: Study, run: PlannedRun) -> str:
 
 
 def side_by_side(recipes: Sequence[Recipe], asked: int | None = None) -> int:
-    """Number of runs to train at the same time: `asked`, or as many as this machine's cores allow; 1 if the runs have
-    fixed ports or use a GPU.
+    """Number of runs to train at the same time: 1 if a run has a fixed port or uses a GPU, else `asked`; None: as many
+    as this machine's cores allow.
 
     A run needs the cores of its engines and its trainer; with more runs their times would be wrong.
     """

@@ -51,7 +51,7 @@ Curve = Sequence[Evaluated]
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Mean and 95 % interval of the values, of which there must be at least one.
+    """Mean and 95 % interval of the values, of which there must be at least one; a single value has no interval (None).
 
     >>> print(interval([0.5, 0.7]))  # t = 12.706 with one degree of freedom, s = 0.1414
     0.6 ± 1.27

@@ -74,7 +74,7 @@ def bound(listen: str, port: int | None = None) -> socket.socket:
 
 
 async def speaks_tls(address: str) -> bool:
-    """Whether the listener at `address` expects TLS: tries a TLS handshake with it."""
+    """Whether the listener at `address` expects TLS, by a TLS handshake with it. False if it cannot be reached."""
     anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE  # nothing is sent, so no check is needed
     try:

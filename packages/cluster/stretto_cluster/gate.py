@@ -103,8 +103,8 @@ class Gate:
             machine.publish(version)
 
     async def close(self, why: str, again: bool = False) -> None:
-        """Dismiss every machine, and stop listening. `why`: the reason that machines get; `again`: they may try to join
-        later, because the run may be resumed."""
+        """Stop listening, dismiss every machine, and wait a few seconds until all have left. `why`: the reason that
+        machines get; `again`: they may try to join later, because the run may be resumed."""
         for server in self._servers:
             server.close()
         for machine in self.machines.values():

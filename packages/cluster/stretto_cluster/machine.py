@@ -223,6 +223,7 @@ class RemoteProcess:
         Raises:
             RoleDied: its machine cannot start it.
             MachineLost: the machine is lost.
+            DeadlineExceeded: its agent did not start it in time.
         """
         if self._machine.lost.done():
             raise MachineLost(self._machine.name, self._machine.lost.result())

@@ -98,7 +98,7 @@ class Placed:
 
 
 class Ground(Protocol):
-    """What a `Fleet` needs of Ray (Protocol)."""
+    """Ray operations that a `Fleet` uses (Protocol)."""
 
     def start(self, kind: str, count: int) -> list[Placed]:
         """Start `count` agents of a kind.
@@ -125,7 +125,8 @@ class Fleet:
 
     def bring(self, wanted: int) -> list[Placed]:
         """Release dismissed agents, and start missing ones up to `wanted`; return those started. Working agents are
-        never ended: a surplus stays until the conductor dismisses it.
+        never ended: a surplus stays until the conductor dismisses it. With a surplus, the call waits up to `patience`
+        seconds for dismissals.
 
         Raises:
             RecipeError: the cluster lacks resources.

@@ -119,12 +119,8 @@ async def _lives(known: JoinFile, address: str, tls: str) -> bool:
 
 
 async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Tenure | None:
-    """Ask the conductor of the run at `address` for its tenure; None if it does not reply, or is about to end.
-
-    Raises:
-        MachineLost: nothing listens there.
-        HandshakeRefused: the listener has another run, token or protocol.
-    """
+    """Ask the conductor of the run at `address` for its tenure; None if it does not reply, or is about to end. Raises
+    MachineLost if nothing listens there, and HandshakeRefused for another run, token or protocol."""
     try:
         reader, writer = await connect(address, None if address.startswith(UNIX) else client_context(tls))
     except DeadlineExceeded:

@@ -140,7 +140,7 @@ class ChatServer(ABC):
                 await self._fail(call, NotServed(500, "internal error of the server; its log has the traceback"))
 
     def address(self, scope: Scope) -> tuple[str, str]:
-        """Path of a request, without a key, and its API key ("" for none)."""
+        """Path of a request, without a session's key in it, and its API key ("" for none)."""
         return scope["path"], sent_key(scope)
 
     def route(self, path: str) -> tuple[str, Handler] | None:
@@ -243,8 +243,8 @@ class ChatServer(ABC):
     async def send(
         self, dialect: Dialect, call: ChatExchange, turns: Coroutine[Any, Any, Sequence[SampledTurn]]
     ) -> None:
-        """Await `turns` and send them, whole or as a stream of events. A stream gets keep-alive events until then. If
-        the client disconnects, `turns` is cancelled."""
+        """Await `turns` and send them to the client, whole or as a stream of events, as the request of `call` wants. A
+        stream gets keep-alive events until then. If the client disconnects, `turns` is cancelled."""
         request = call.request
         assert isinstance(request, ChatRequest)
         seconds = _KEEP_ALIVE_SECONDS if request.stream else None

@@ -42,7 +42,8 @@ def check_chat(tokenizer: ChatTemplate, place: str) -> None:
 
 
 def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> None:
-    """Check that the agent can be started: its program exists, or its function can be loaded in another process.
+    """Check that the agent can be started: its program exists, or its function can be loaded in another process, which
+    this starts. `place`: as in `check_chat`.
 
     Raises:
         WorkflowError: it cannot be started; names each problem.

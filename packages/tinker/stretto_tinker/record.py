@@ -140,7 +140,8 @@ _CHECKPOINT = "SELECT path, model, owner, kind, name, created, size, public, exp
 
 
 class Record:
-    """Reads and writes ``tinker.sqlite``. It must be the only writer; its methods may be called in any thread."""
+    """Reads and writes ``tinker.sqlite``. It must be the only writer; its methods may be called in any thread. They
+    raise sqlite3.Error if the file cannot be read or written."""
 
     def __init__(self, path: Path) -> None:
         """

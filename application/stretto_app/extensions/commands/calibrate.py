@@ -112,11 +112,7 @@ def between_steps(run: Path) -> dict[str, float]:
 
 
 def _check_writable(out: Path) -> None:
-    """Check that `out` can be created or replaced. An existing file is not changed.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Raise OSError if `out` cannot be created or replaced. An existing file is not changed."""
     try:
         if out.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -109,6 +109,7 @@ def scale(run: Path, changes: list[str]) -> str:
 
     Raises:
         RunFolderError, RecipeError: the run is not running, or refuses.
+        DeadlineExceeded, MachineLost: the run did not reply in time, or ended before its reply.
     """
     wanted = dict(change.partition("=")[::2] for change in changes)
     if wanted.keys() != {"engines"} or not wanted["engines"].isdecimal():

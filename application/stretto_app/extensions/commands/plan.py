@@ -60,11 +60,7 @@ def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: C
 
 
 def _check_run(run: Path, digest: str | None) -> None:
-    """Check that the plan predicts this run, by the recipe's digest. The run need not have begun.
-
-    Raises:
-        RunFolderError: it is not.
-    """
+    """Raise RunFolderError unless the plan predicts this run, by the recipe's digest. The run need not have begun."""
     if RunFolder(run).ledger.is_file():
         check_digest(Path(f"--run {run}"), digest, run_digest(run))
     elif digest is None:
@@ -94,8 +90,9 @@ def memory_per_device(asked: Outline) -> str:
 def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) -> Job:
     """Make the planner's input from a checked recipe.
 
-    `lengths`: lengths of completions, as a distribution (``constant:tokens=300``), a file or a run folder. None: the
-    lengths of the demonstrations, else an assumption; `say` gets a sentence about this choice.
+    `lengths`: lengths of completions, as a distribution (``constant:tokens=300``), a file or a run folder; DataError if
+    it is none of these. None: the lengths of the demonstrations, else an assumption; `say` gets a sentence about this
+    choice.
     """
     recipe = asked.recipe
     return Job(

@@ -56,11 +56,8 @@ def take_gpu(recipe: Recipe, folder: ModelFolder) -> None:
 
 
 def _served(overrides: Sequence[str]) -> Recipe:
-    """Recipe from the ``engine.key=value`` overrides, for an engine in this process.
-
-    Raises:
-        RecipeError: lists all malformed overrides and invalid values; or the engine is of another kind.
-    """
+    """Recipe from the ``engine.key=value`` overrides, for an engine in this process. Raises RecipeError with all
+    malformed overrides and invalid values, or for an engine of another kind."""
     recipe = recipe_of_engines(Path(), overrides, {"count": "one engine is served"})
     check_embedded(recipe.engine)
     return recipe

@@ -87,10 +87,8 @@ def tinker(
 
 
 def _check_heeded(overrides: Sequence[str]) -> None:
-    """Check that the overrides set only training options that the server uses.
-
-    Raises: |     RecipeError: a training option that clients set in their requests, or that the server does not use.
-    """
+    """Raise RecipeError if an override sets a training option that clients set in their requests, or that the server
+    does not use."""
     keys = [word.partition("=")[0].strip() for word in overrides]
     told, remedy = "has no meaning for a server", "clients give theirs with each request"
     if problems := [Problem(key, told, remedy) for key in keys if key.startswith("trainer.") and key != _HEEDED]:

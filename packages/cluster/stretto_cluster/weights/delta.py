@@ -71,7 +71,8 @@ class _Run:
 
 
 def changed_part(base: memoryview, target: memoryview) -> float | None:
-    """Estimate the share of differing elements from samples; None if the two publications have different tensors."""
+    """Estimate the share of differing elements from samples; None if the two publications have different tensors.
+    Raises TornPublication if a header cannot be read."""
     (old, old_start), (new, new_start) = read_header(base), read_header(target)
     if old.tensors != new.tensors:
         return None
@@ -93,7 +94,8 @@ def encode(base: memoryview, target: memoryview, file: FileIO, largest: float = 
 
     Raises:
         ValueError: the two have different tensors.
-        OSError: with the path.
+        TornPublication: a header cannot be read.
+        OSError: the file cannot be written; with the path.
     """
     (old, old_start), (new, new_start) = read_header(base), read_header(target)
     if old.tensors != new.tensors:

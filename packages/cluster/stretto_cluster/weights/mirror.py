@@ -75,6 +75,7 @@ class Mirror:
     ) -> None:
         """Args:
         source: ``host:port`` of the weights server; `key`: its bearer token.
+        run: the run's name; ValueError if it is not a name of a run.
         folder: the local mailbox, in which versions are written.
         tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; None if the server has none.
         delta: whether a delta from a local version is requested instead of the whole version: "auto" uses the faster
@@ -293,7 +294,7 @@ class _Choice:
 
 
 def _seal(path: Path) -> str | None:
-    """Seal of a local version; None if it is missing."""
+    """Seal of a local version; None if it is missing or incomplete."""
     try:
         with open(path, "rb", buffering=0) as file:
             return manifest_of(file.fileno())[0].seal

@@ -90,7 +90,9 @@ class Transfer:
         """Send a GET request for a short JSON reply, and decode it as `form`.
 
         Raises:
-            WireError: the reply does not have this form.
+            WireError: the server serves another run, has nothing at `path`, or its reply does not have this form.
+            RefusedRequest: the key is wrong.
+            SourceLost: no byte came for `patience` seconds, or the transfer was stopped.
         """
 
         def read(response: http.client.HTTPResponse, connection: socket.socket) -> bytes:
@@ -105,10 +107,11 @@ class Transfer:
             raise WireError(f"{self._source}{path} cannot be read: {error}") from error
 
     def download(self, path: str, file: FileIO, has: str | None = None) -> bool:
-        """Write the content at `path` into the empty `file`. Return False if the server's content still has the tag
-        `has`.
+        """Write the content at `path` into the empty `file`. Return False, with nothing written, if the server's
+        content still has the tag `has`. Large content is transferred in parts over several connections at once.
 
-        Large content is transferred in parts over several connections at once.
+        Raises:
+            OSError: the file cannot be written; otherwise as `read_json`.
         """
         while True:
             try:
@@ -213,12 +216,8 @@ class Transfer:
         headers: Callable[[], dict[str, str]],
         read: Callable[[http.client.HTTPResponse, socket.socket], T],
     ) -> T:
-        """Repeat a request until it succeeds, as long as bytes keep coming. `headers` returns those of each attempt;
-        `read` processes the response.
-
-        Raises:
-            SourceLost: none came for `patience` seconds.
-        """
+        """Repeat a request until it succeeds, as long as bytes keep coming; SourceLost after `patience` seconds without
+        one. `headers` returns those of each attempt; `read` processes the response."""
         self._quiet_since = time.monotonic()
         while True:
             try:
@@ -303,7 +302,7 @@ class _Part:
 
 def tls_context(tls: Path) -> ssl.SSLContext:
     """Client context for TLS. The server must have a certificate of the authority in the folder `tls`; host names are
-    not checked."""
+    not checked. Raises OSError or ssl.SSLError for missing or invalid files."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(tls / "ca.pem")

@@ -356,11 +356,7 @@ def _made_up(model: PreTrainedModel, tokens: int) -> tuple[Tensor, Tensor]:
 
 def _unite(first: _Recorder, second: _Recorder) -> Graph:
     """The graph of the first recording, changed in place: numbers that differ between the recordings become the step's
-    number of tokens or rows.
-
-    Raises:
-        NotTracedError: the recordings differ in anything else.
-    """
+    number of tokens or rows. Raises NotTracedError if the recordings differ in anything else."""
     nodes = list(zip(first.graph.nodes, second.graph.nodes, strict=False))
     (tokens, rows), (tokens_2, rows_2) = _TRACED
     sizes = {(tokens, tokens_2): first.inputs["tokens"], (-rows, -rows_2): first.inputs["last"]}
@@ -397,11 +393,7 @@ def _united(one: Any, two: Any, sizes: Mapping[tuple[int, int], Node], twins: Ma
 
 @torch.inference_mode()
 def _compare(model: PreTrainedModel, traced: Forward) -> None:
-    """Run module and trace on made-up tokens, and compare their logits.
-
-    Raises:
-        NotTracedError: the logits differ by more than rounding.
-    """
+    """Run module and trace on made-up tokens; NotTracedError if their logits differ by more than rounding."""
     for tokens, rows in _COMPARED:
         token_ids, positions = _made_up(model, tokens)
         expected, found = (

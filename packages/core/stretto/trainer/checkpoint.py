@@ -125,7 +125,6 @@ def _files(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
 
 
 def _by_file(files: Mapping[str, int]) -> list[list[str]]:
-    """Tensor names grouped by file."""
     return [list(names) for _, names in itertools.groupby(files, key=files.__getitem__)]
 
 
@@ -144,11 +143,8 @@ def _all_see(folder: Path, ranks: Ranks) -> bool:
 
 
 def _wait_for_files(folder: Path, ranks: Ranks) -> None:
-    """Wait until rank 0's machine lists the files written by other ranks; a network file system may lag.
-
-    Raises:
-        OSError: not all files are listed in time.
-    """
+    """Wait until rank 0's machine lists the files written by other ranks, since a network file system may lag; OSError
+    if they are not listed in time."""
     written = ranks.all_reduce_number(len(list(folder.glob(f"shard-{ranks.rank + 1:05d}-*"))))
     end = time.monotonic() + _LISTED_SECONDS
     while ranks.rank == 0 and len(list(folder.glob("shard-*"))) < written:
@@ -264,11 +260,8 @@ def check(folder: Path, policy: nn.Module) -> None:
 
 
 def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Mapping[str, torch.Size]) -> None:
-    """Check that a checkpoint has exactly the wanted tensors, in their shapes. `theirs`: metadata of its tensors.
-
-    Raises:
-        StoreError: it has not.
-    """
+    """Raise StoreError unless a checkpoint has exactly the wanted tensors, in their shapes. `theirs`: metadata of its
+    tensors."""
     if not any(folder.glob("shard-*.safetensors")):
         raise StoreError(f"checkpoint {folder} is of another format: it has no shards")
     found = {name: _whole_shape(meta) for name, meta in theirs.items()}

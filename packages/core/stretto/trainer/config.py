@@ -14,7 +14,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """AdamW, its learning-rate schedule, and the size of one forward pass."""
+    """AdamW, its learning-rate schedule, and how the model is computed and saved."""
 
     learning_rate: float = Field(2e-5, gt=0, le=1, description="peak learning rate")
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly from 0")

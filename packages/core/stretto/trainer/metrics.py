@@ -111,8 +111,9 @@ class Meter:
         return {name: value for name, value in measured.items() if math.isfinite(value)}
 
     def agreement(self, ranks: Ranks, engines: Sequence[str]) -> tuple[Agreement, ...]:
-        """Mean log-probability error of each engine, for tokens sampled by the version before the step. `engines`: all
-        engines of the batch, the same on every rank. All ranks must call it."""
+        """Mean log-probability error of each engine, for tokens sampled by the version before the step; engines without
+        such tokens are left out. `engines`: all engines of the batch, the same on every rank. All ranks must call
+        it."""
         own = {name: [0.0, 0.0] for name in engines}
         for names, sums_S in self._by_sequence:
             for name, (error, tokens) in zip(names, sums_S.tolist(), strict=True):
@@ -126,7 +127,6 @@ class Meter:
         )
 
     def _totals(self, ranks: Ranks) -> dict[str, float]:
-        """Sums over all ranks, by name."""
         own = [float(torch.stack(values).sum()) if values else 0.0 for values in self._sums.values()]
         totals = ranks.all_reduce(torch.tensor(own, dtype=torch.float64))
         return dict(zip(self._sums, totals.tolist(), strict=True))

@@ -43,7 +43,7 @@ class TokenSink(Protocol):
     def keeps(self, step: int) -> bool: ...
 
     def take(self, tokens: TrainedTokens) -> None:
-        """Store the results of a step; must not delay training."""
+        """Store the results of a step. Must not delay training."""
 
 
 class TokenMeter:

@@ -24,10 +24,11 @@ class ReferencePolicy:
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
         """Shards `model` over the ranks; it must be loaded with packed attention. Raises ModelFolderError if
-        `check_policy` refuses it.
+        `check_policy` refuses it, and the errors of `shard`.
 
         Several ranks hold its parameters in the dtype of computation, in which they would be gathered anyway, so the
-        results are the same."""
+        results are the same.
+        """
         if ranks.count > 1 and config.dtype != "float32":
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(getattr(torch, config.dtype))

@@ -138,11 +138,8 @@ def prefer(
 def _accumulate_pairs(
     learner: Learner, reference: ReferencePolicy, batch: Sequence[Preference], config: PreferenceConfig
 ) -> tuple[float, float]:
-    """Accumulate the gradient of the mean loss over the batch's pairs; returns the loss and the share of pairs ranked
-    correctly.
-
-    A pair is never split between micro-batches.
-    """
+    """Accumulate the gradient of the mean loss over the batch's pairs, which are never split between micro-batches;
+    returns the loss and the share of pairs ranked correctly."""
     loss, right = 0.0, 0
     for pack in micro_batches([pair.tokens for pair in batch], config.micro_batch_tokens, config.min_micro_batches):
         packed, sequences = _packed([batch[i] for i in pack], learner.model.device)

@@ -83,7 +83,7 @@ def check(place: str, **given: tuple[object, ArgumentKind]) -> None:
 
 def prompts_of(given: Asked | Sequence[Asked]) -> list[str | tuple[int, ...]]:
     """Convert one prompt, or a list of prompts, to a list. A text is one prompt, and so is a list that begins with a
-    token id.
+    token id; an empty list is no prompts.
 
     Raises:
         RefusedRequest: a prompt is neither a text nor token ids.
@@ -127,7 +127,7 @@ def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
     from the defaults.
 
     Raises:
-        RecipeError: a setting does not exist, or is out of range.
+        RecipeError: a setting does not exist, or `temperature` is not above 0. Other values are not checked.
     """
     settings = {"max_tokens": MOST_TOKENS, **(given or {})}
     allowed = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
@@ -141,11 +141,12 @@ def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
 
 
 def optimizer_of(given: Mapping[str, Any], place: str) -> OptimizerConfig:
-    """The settings of a trainer's steps.
+    """Return the optimizer settings of a trainer. `given`: the settings that differ from the defaults; `place`: name of
+    the called function, for messages.
 
     Raises:
-        RecipeError: there is no such setting, it is out of its range, or it needs the number of steps, which only a
-            recipe has.
+        RecipeError: a setting does not exist or is out of range, or is one of `warmup_steps` and `schedule`, which only
+            recipes use.
     """
     config = checked(given, place, OptimizerConfig)
     of_recipes = {"warmup_steps": config.warmup_steps > 0, "schedule": config.schedule != "constant"}

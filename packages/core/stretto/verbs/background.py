@@ -36,7 +36,8 @@ class Background:
         self.loop.run_forever()
 
     def _end(self) -> None:
-        """Stop the loop and wait for the step in progress: an interpreter that exits while torch computes may crash."""
+        """Stop the loop and wait up to five seconds for the step in progress: an interpreter that exits while torch
+        computes may crash."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_END_SECONDS)
 
@@ -81,7 +82,8 @@ def background() -> Background:
 
 @contextmanager
 def told_if_slow(name: str, said: Path) -> Iterator[None]:
-    """Log that processes are starting, and where they write what they say, once the block has taken two seconds."""
+    """Log a warning if the block takes longer than two seconds: `name` is still starting, and its output is in
+    `said`."""
     words = ("%s: still starting; what it says is in %s", name, said)
     timer = threading.Timer(_QUIET_SECONDS, log.warning, words)
     timer.daemon = True

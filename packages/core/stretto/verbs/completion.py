@@ -68,13 +68,15 @@ def mark_of(tokenizer: Tokenizer) -> str:
 
 
 def check_numbers(turn: TextCompletion, mark: str, place: str) -> None:
-    """Check the numbers of a completion, and that it was sampled with the tokenizer of the prompts.
+    """Check the numbers of a completion, and that it was sampled with the tokenizer of the prompts. `place`: name of
+    the argument, for messages.
 
     Args:
         mark: hash of that tokenizer's vocabulary; "": not known.
 
     Raises:
-        DataError: a number is impossible, or the tokenizer is another one.
+        DataError: a log-probability is above 0 or NaN, a token id or version is negative, or the tokenizer is another
+            one.
     """
     if odd := [one for one in turn.logprobs if not one <= _LARGEST_LOGPROB]:  # also finds NaN
         raise DataError([Problem(place, f"a log-probability of {odd[0]}", AS_RETURNED)])

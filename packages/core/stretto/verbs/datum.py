@@ -139,8 +139,8 @@ def listed(data: Any, place: str) -> Data:
 
 
 def sample_of(datum: Datum, number: int, *, sampled: bool) -> Sample:
-    """Convert a datum to the trainer's `Sample`, with `number` as its id. `sampled`: the loss needs log-probabilities
-    and advantages; otherwise these are left out."""
+    """Convert a datum to the trainer's `Sample`, with `number` as its id. `sampled`: take over log-probabilities and
+    advantages, which the datum must have (`check_sampled`); otherwise all advantages are 1."""
     trained, width = datum.trained, datum.width
     as_read = width == 1 and datum.targets[:-1] == datum.token_ids[1:]
     return Sample(
@@ -189,7 +189,7 @@ def _flat(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def rewards_of(data: Data) -> dict[str, float]:
-    """Return the mean reward of a batch as a metric; empty for a list of data."""
+    """Return the mean reward of a batch as the metric `reward_mean`; an empty dict for a list of data."""
     groups = data.groups if isinstance(data, Batch) else ()
     rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
     return {"reward_mean": sum(rewards) / len(rewards)} if rewards else {}

@@ -97,7 +97,8 @@ class LocalEngine:
 
     A ticket of `Scheduler.admit` may be given in place of a prompt; its seeds are used. If the engine has the
     scheduler's ledger, sampled tokens are recorded while a ticket is sampled, and sampling continues after them once a
-    killed program has been started again. The same holds for the turns of a conversation, each asked for with `turn`.
+    killed program has been started again. The same holds for the turns of a conversation, sampled with the argument
+    `turn`.
     """
 
     def __new__(cls, *given: Any, **named: Any) -> Self:
@@ -138,8 +139,10 @@ class LocalEngine:
             **settings: keys of a recipe's section ``[engine]``, such as ``slots``.
 
         Raises:
+            DataError: an argument has the wrong type.
             ModelFolderError: the folder cannot be loaded.
-            RecipeError: a setting is invalid.
+            RecipeError: a setting is invalid, cannot be combined with another, or needs a package that is not
+                installed.
             RoleError: an engine in a process of its own did not start.
         """
         check("Engine.load", model=(model, MODEL), ledger=(ledger, _LEDGER))
@@ -162,13 +165,14 @@ class LocalEngine:
         return background().call(self._source.version())
 
     def update(self, weights: PolicyWeights) -> int:
-        """Load new weights; returns their version. Completions that are being sampled continue with the new weights
-        from their next token on.
+        """Load new weights, and wait until every engine has them; returns their version. Completions that are being
+        sampled continue with the new weights from their next token on.
 
         Raises:
             DataError: `weights` is not from a trainer, or from a trainer whose model has another tokenizer.
             RefusedRequest: the weights are older than those in use, or (for engines apart) other ones of their version.
             TornPublication: the weights belong to another model.
+            EngineLost: the engine is closed.
         """
         check("update", weights=(weights, _WEIGHTS))
         if weights.tokenizer and weights.tokenizer != self._mark:
@@ -195,8 +199,8 @@ class LocalEngine:
             seed: makes the completions reproducible; None: a random seed.
             seeds: one seed for each completion, in place of `n` and `seed`.
             turn: a ticket and the number of one of its answers, if this is a turn of that answer: `prompt` is then the
-                whole conversation before the turn, from the ticket's prompt on, and the seed is the ticket's. The same
-                turn asked for again is another one.
+                whole conversation before the turn, from the ticket's prompt on, and the seed is the ticket's. Sampling
+                the same turn a second time gives another completion.
             **sampling: `max_tokens` (256), `temperature` (1; 0 always takes the most likely token), `top_p`, `top_k`,
                 `min_p`, `stop` (texts that end a completion), `stop_token_ids` (default: the model's end-of-sequence
                 tokens), `grammar`, `top_logprobs` (number of most likely tokens to return at each position; not with
@@ -205,8 +209,8 @@ class LocalEngine:
         Raises:
             DataError: the prompt has characters that the tokenizer does not know, an argument has the wrong type, or a
                 setting does not exist.
-            RefusedRequest: the prompt is neither text nor token ids, a number is out of range, or the prompt does not
-                fit into the context.
+            RefusedRequest: the prompt is neither text nor token ids, a number is out of range, the prompt does not fit
+                into the context, or arguments cannot be combined.
             EngineLost: the engine is closed.
             StrettoError: the model's logits are not finite.
         """
@@ -222,8 +226,9 @@ class LocalEngine:
         turn: tuple[Ticket, int] | None = None,
         **sampling: Unpack[SamplingSettings],
     ) -> Future[list[TextCompletion]]:
-        """Start sampling as `sample` does, without waiting; returns a future of the completions. In a coroutine, wait
-        for it with ``await asyncio.wrap_future(engine.submit(...))``."""
+        """Start sampling as `sample` does, without waiting; returns a future of the completions. Invalid arguments
+        raise at once, all other errors by the future. In a coroutine, wait for it with ``await
+        asyncio.wrap_future(engine.submit(...))``."""
         return background().start(self._sampled(self._asked(prompt, n, seed, seeds, turn, sampling), turn))
 
     async def _sampled(self, request: GenerateRequest, turn: tuple[Ticket, int] | None) -> list[TextCompletion]:
@@ -281,16 +286,17 @@ class LocalEngine:
         Args:
             prompts: one prompt, or a list; a prompt is a text, or token ids (a list, or an array of numpy or torch).
             temperature: 0 always takes the most likely token.
-            top_p: as in a recipe's section ``[sampling]``, as are the next two.
+            top_p: sample only from the most likely tokens that together have this probability; 1: from all.
             top_k: number of most likely tokens that are kept; 0: all.
             min_p: least probability of a token, as a fraction of the most likely token's.
             seed: makes the completions reproducible; None: a random seed.
             stop: a text that ends a completion, or a list of texts.
 
         Raises:
-            DataError: a prompt has characters that the tokenizer does not know.
+            DataError: a prompt has characters that the tokenizer does not know, or an argument has the wrong type.
             RefusedRequest: a prompt is neither text nor token ids, a number is out of range, or a prompt does not fit
                 into the context.
+            EngineLost: the engine is closed.
             StrettoError: the model's logits are not finite.
         """
         sampling: SamplingSettings = {
@@ -324,7 +330,7 @@ class LocalEngine:
         Raises:
             ModelFolderError: the tokenizer has no chat template.
             DataError: the template refuses the messages.
-            RefusedRequest: as for `generate`.
+            RefusedRequest: `messages` is not as described, or as for `generate`.
         """
         if not isinstance(messages, list | tuple):
             raise RefusedRequest("messages", f"{messages!r:.80} is of the type {type(messages).__name__}", _CHAT)
@@ -345,7 +351,7 @@ class LocalEngine:
             texts: one text, or a list; each is a text or token ids, as for `generate`.
 
         Raises:
-            RefusedRequest, DataError: as for `generate`.
+            RefusedRequest, DataError, EngineLost: as for `generate`.
         """
         tokens = [self._tokens(text) for text in prompts_of(texts)]
         return background().call(self._source.score(tokens))
@@ -385,7 +391,6 @@ class LocalEngine:
         return GenerateRequest(name, self._tokens(prompt), tuple(seeds), sampling, top_logprobs=likeliest)
 
     def _texts(self, requests: Sequence[GenerateRequest], found: Sequence[Completion]) -> list[TextCompletion]:
-        """Convert completions to text, in the order of the requests, and of the members in each."""
         places = {request.id: at for at, request in enumerate(requests)}
         return [self._text(one) for one in sorted(found, key=lambda one: (places[one.request], one.member))]
 
@@ -429,11 +434,7 @@ def _beside(model: SharedModel, lora: LoraConfig | None, config: EngineConfig) -
 
 
 def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool) -> None:
-    """Check that the settings of `Engine.load` can be combined.
-
-    Raises:
-        RecipeError: some cannot; names each of them.
-    """
+    """Raise RecipeError if settings of `Engine.load` cannot be combined; names each of them."""
     found = list[Problem]()
     if shared and apart:
         told = "a model in the memory of this process"
@@ -458,11 +459,7 @@ def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool)
 
 
 def _check_settings(settings: SamplingSettings) -> None:
-    """Check names and types of sampling settings.
-
-    Raises:
-        DataError: a setting does not exist, or has the wrong type; names each of them.
-    """
+    """Raise DataError if a sampling setting does not exist, or has the wrong type; names each of them."""
     if unknown := [name for name in settings if name not in _SETTINGS]:
         raise DataError([Problem(f"sample: {name}", "unknown key", nearest(name, _SETTINGS)) for name in unknown])
     check("sample", **{name: (value, _SETTINGS[name]) for name, value in settings.items()})

@@ -58,19 +58,22 @@ class _AnyThread(Ledger):
         return not self.closed and row is not None and row.state is State.IN_FLIGHT
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None:
-        """Same as in a run; ignored for a trajectory that is no longer in flight."""
+        """Append sampled tokens to a trajectory (`store.ledger.Ledger.journal`); ignored if its group is no longer in
+        flight."""
         with self.lock:
             if self.awaits(id.rpartition("/")[0]):
                 super().journal(id, piece, node)
 
     def retract(self, id: str, count: int, node: int = 0) -> None:
-        """Same as in a run; ignored for a trajectory that is no longer in flight."""
+        """Remove journaled tokens of a trajectory (`store.ledger.Ledger.retract`); ignored if its group is no longer in
+        flight."""
         with self.lock:
             if self.awaits(id.rpartition("/")[0]):
                 super().retract(id, count, node)
 
     def put(self, name: str, value: object) -> None:
-        """Store a value as JSON under a name, in one transaction with the changes since the last flush.
+        """Store a value as JSON under a name, replacing an earlier one. It is on disk after the next flush, in one
+        transaction with all changes before it.
 
         Raises:
             DataError: the value cannot be written as JSON, or the name is taken: "ending" says how the loop ended.
@@ -125,9 +128,10 @@ class FolderLedger(_AnyThread):
             ledger.put("note", "one group is in flight")
             print(ledger.balance().in_flight, ledger.get("note", str))
 
-    Any thread may call it. A kill loses no batch that was taken and no group that was finished. If an engine has this
-    ledger (`Engine.load(..., ledger=...)`) and samples the scheduler's tickets, a kill loses only the tokens of the
-    last one or two seconds. Other completions in flight are sampled again from their first token.
+    Any thread may call it. Once it is closed, its methods raise RunFolderError. A kill loses no batch that was taken
+    and no group that was finished. If an engine has this ledger (`Engine.load(..., ledger=...)`) and samples the
+    scheduler's tickets, a kill loses only the tokens of the last one or two seconds. Other completions in flight are
+    sampled again from their first token.
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:
@@ -158,7 +162,7 @@ class FolderLedger(_AnyThread):
             raise
 
     def _end(self, ending: Ending) -> None:
-        """Record the state of the loop for readers of the folder; that of a run is its own."""
+        """Record how the loop ended, for readers of the folder. A run folder (with recipe.toml) has its own record."""
         if not (self.folder / "recipe.toml").exists():
             Ledger.put(self, ENDING, ending)
 
@@ -181,7 +185,8 @@ class FolderLedger(_AnyThread):
         return read_unfinished(self._file_of_all)
 
     def close(self) -> None:
-        """Flush, close the file, and release the lock of the folder. `stretto inspect` shows the loop as finished."""
+        """Flush, close the file, and release the lock of the folder. `stretto inspect` then shows the loop as finished;
+        after a `with` block that raised, as failed or stopped."""
         self._close(Ending("finished"))
 
     def _close(self, ending: Ending) -> None:
@@ -205,11 +210,12 @@ class FolderLedger(_AnyThread):
 
 
 def turn_seeds(most: int = 4_096) -> Callable[[Ticket, int, tuple[int, ...]], AbstractContextManager[int]]:
-    """Give turns that are on no record the seeds that a session gives.
+    """Return a function that gives turns without a ledger the seeds that a session gives. `most`: number of tickets
+    that are remembered, the newest.
 
-    Returns a function of a ticket, the number of an answer and the tokens before a turn. It gives a context manager
-    that yields the seed, which also depends on how many turns of this answer began with these tokens before. The seed
-    of a turn whose block raises is given again. `most`: tickets that are remembered, the newest.
+    The function takes a ticket, the number of an answer and the tokens before a turn. It returns a context manager that
+    yields the seed. The seed also depends on how many turns of this answer began with the same tokens before. If the
+    block raises, the next such turn gets its seed.
     """
     known = OrderedDict[int, tuple[Ticket, dict[tuple[int, int], set[int]]]]()  # the ticket keeps its id in use
 
@@ -233,7 +239,7 @@ def turn_seeds(most: int = 4_096) -> Callable[[Ticket, int, tuple[int, ...]], Ab
 
 class TicketsInFlight:
     """Samples the tickets of a scheduler and journals their tokens each second, as the loop of a recipe does
-    (`loop.engines.in_flight`). A completion that was cut off by a kill continues after its journaled tokens.
+    (`loop.engines.in_flight`). After a kill, a completion continues after its journaled tokens.
 
     A ticket that is sampled again, before its scheduler has finished it, gets the same completions from memory. A group
     is sampled whole, or each of its members turn by turn, in a session like those of workflows
@@ -259,7 +265,7 @@ class TicketsInFlight:
         """Sample all completions of a group; returns them in the order of its members.
 
         Raises:
-            RefusedRequest: the group is being sampled already, or an engine refused it.
+            RefusedRequest: the group is being sampled already, or turn by turn, or an engine refused it.
             EngineLost: as for `stretto.Engine.sample`.
         """
         if request.id in self._in_turns:
@@ -277,7 +283,8 @@ class TicketsInFlight:
             self._open[request.id] -= 1
 
     async def turn(self, ticket: Ticket, member: int, request: GenerateRequest) -> Completion:
-        """A turn of one member behind the history in `request`: that on record, gone on with, or a new one.
+        """Sample a turn of one member after the history in `request`. If the ledger has this turn from before a kill,
+        it is returned, or continued if it was cut off.
 
         Raises:
             RefusedRequest: the group is sampled whole, or an engine refused it.
@@ -300,8 +307,8 @@ class TicketsInFlight:
         return Completion(request.id, 0, turn.segment)
 
     async def keep(self) -> None:
-        """Journal new tokens each second. Returns when the ledger is closed or cannot be written; its other methods
-        then raise the error."""
+        """Journal new tokens each second. Returns when the ledger is closed or cannot be written; the ledger's other
+        methods then raise the error."""
         while True:
             await asyncio.sleep(_KEEP_SECONDS)
             try:

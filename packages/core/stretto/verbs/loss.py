@@ -45,7 +45,7 @@ class Wanted:
 
 
 def wanted(loss: Loss, settings: Mapping[str, Any], place: str) -> Wanted:
-    """Check the loss that a caller gives, with its settings.
+    """Check a loss and its settings, and return both as `Wanted`.
 
     Args:
         settings: further keys of ``[algorithm]``.

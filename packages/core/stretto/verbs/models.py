@@ -43,10 +43,11 @@ class SharedModel:
     """
 
     def __init__(self, folder: str | Path, *, device: str = "auto") -> None:
-        """Load the weights in float32.
+        """Load the weights in float32. `device`: as in a recipe's section ``[trainer]``.
 
         Raises:
             ModelFolderError: the folder cannot be loaded.
+            RecipeError: torch sees no such device.
         """
         check("SharedModel", folder=(folder, FOLDER))
         self.folder = Path(folder).expanduser()
@@ -107,7 +108,8 @@ def lora_of(given: Lora, place: str) -> LoraConfig | None:
 
 @dataclass(frozen=True)
 class PolicyWeights:
-    """Copies of a version's parameters by name, or of its adapters; further training does not change them.
+    """One version of a policy: copies of its parameters by name, or of its adapters. Further training does not change
+    them.
 
     Example::
 

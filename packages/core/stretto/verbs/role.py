@@ -24,7 +24,7 @@ from stretto.verbs.trainer_apart import UNDO, TrainerArguments, TrainerCall, rec
 
 def serve(connection: Connection) -> None:
     """Create a trainer from the first message, then carry out one method call per message, until the caller closes the
-    connection. An error is sent back; if creating the trainer fails, this returns."""
+    connection. An error of a call is sent back as its result; if creating the trainer fails, this returns."""
     trainer: LocalTrainer | None = None
     before: Gradient = []
     while True:
@@ -53,11 +53,8 @@ def serve(connection: Connection) -> None:
 
 
 def _unpacked(method: str, packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Unpickle the arguments of a call; returns positional and keyword arguments.
-
-    Raises:
-        RecipeError: an argument cannot be unpickled: this process cannot import its function or class.
-    """
+    """Unpickle the arguments of a call; returns positional and keyword arguments. Raises RecipeError if this process
+    cannot import the function or class of an argument."""
     try:
         arguments, named = pickle.loads(packed)
     except Exception as error:  # importing a user's module may raise anything

@@ -58,9 +58,10 @@ class GroupScheduler:
             scheduler.finish(ticket, completions, rewards=[len(one.text) for one in completions])
         print(len(scheduler.take().groups))
 
-    All methods must be called in one thread. With a ledger, a new scheduler continues where a killed one has ended:
-    `take` first returns the batches that the trainer has not trained, unchanged, if its version is behind; the groups
-    in flight are admitted again, and the finished ones are buffered.
+    All methods must be called in one thread. They raise RunFolderError once the ledger is closed or a newer scheduler
+    uses it. With a ledger, a new scheduler continues where a killed one has ended: `take` first returns the batches
+    that the trainer has not trained, unchanged, if its version is behind; the groups in flight are admitted again, and
+    the finished ones are buffered.
     """
 
     def __init__(
@@ -208,8 +209,12 @@ class GroupScheduler:
         self._settled()
 
     def lose(self, ticket: Ticket, reason: str) -> None:
-        """Give up a group that will have no completions; its prompt is drawn again. `reason`: for the ledger. A group
-        that is no longer in flight is ignored."""
+        """Give up a group that will have no completions; its prompt is drawn again. A group that is no longer in flight
+        is ignored. `reason`: for the ledger.
+
+        Raises:
+            DataError: the ticket is another scheduler's.
+        """
         check("lose", ticket=(ticket, _TICKET), reason=(reason, _REASON))
         self._check_newest()
         self._check_own(ticket, "lose")
@@ -239,14 +244,15 @@ class GroupScheduler:
         return batch
 
     def advance(self, version: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Note that the batch of `take` is trained, and that the engines have loaded the new weights.
+        """Note that the batch of `take` is trained, and that the engines have loaded the new weights. With
+        ``beyond_bound = "expire"``, groups in flight that have become too stale expire: `finish` ignores them.
 
         Args:
             version: the trainer's version after the step; it trains on the next batch.
             metrics: numbers of the step, recorded in the ledger.
 
         Raises:
-            DataError: no batch was taken, or it does not lead to this version.
+            DataError: no batch was taken, it does not lead to this version, or a metric is not a number.
         """
         check("advance", version=(version, VERSION))
         self._check_newest()
@@ -275,11 +281,7 @@ class GroupScheduler:
             self._controller.expire(ticket)
 
     def _check_newest(self) -> None:
-        """Check that this scheduler may still use its ledger.
-
-        Raises:
-            RunFolderError: the ledger is closed, or another scheduler uses it now.
-        """
+        """Raise RunFolderError if the ledger is closed, or another scheduler uses it now."""
         if self._ledger is None:
             return
         self._ledger.check_open()
@@ -290,12 +292,8 @@ class GroupScheduler:
             )
 
     def _check_own(self, ticket: Ticket, place: str) -> None:
-        """Refuse a ticket that `admit` of this scheduler has not returned. Once its group has ended, a copy is passed
-        over as the ticket itself is.
-
-        Raises:
-            DataError: naming it.
-        """
+        """Raise DataError for a ticket that `admit` of this scheduler has not returned. Of a group that has ended, a
+        copy of the ticket passes too."""
         own = ticket.order < self._admitted and ticket.seeds == self._controller.seeds_of(ticket.group_id)
         own = own and self._asked.get(ticket.prompt.id) == ticket.prompt
         if not own or any(one.group_id == ticket.group_id and one is not ticket for one in self._controller.tickets):
@@ -333,9 +331,9 @@ class GroupScheduler:
         return turn.segment
 
     def _resume(self, ledger: FolderLedger, version: int, origin: Mapping[str, int | str]) -> ControllerState:
-        """Resume from what a killed scheduler has left in the ledger: return the state of its controller, and put the
-        batches that the trainer, at `version`, has not trained yet into `_again`. `origin`: seed, prompts and group
-        size of this scheduler, which are recorded.
+        """Read the ledger of a killed scheduler: return the state of its controller, and put the batches that the
+        trainer, at `version`, has not trained yet into `_again`. `origin`: seed, prompts and group size of this
+        scheduler, which are recorded.
 
         Raises:
             RunFolderError: groups were issued with another origin.
@@ -370,11 +368,7 @@ class GroupScheduler:
 
 
 def _check_ids(prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts with one id, whose groups would have one name.
-
-    Raises:
-        DataError: with each of them.
-    """
+    """Raise DataError with each prompt whose id an earlier prompt has."""
     first, problems = dict[str, int](), list[Problem]()
     for at, prompt in enumerate(prompts):
         if (before := first.setdefault(prompt.id, at)) != at:
@@ -386,11 +380,8 @@ def _check_ids(prompts: Sequence[Prompt]) -> None:
 
 
 def _check_same_run(ledger: FolderLedger, origin: Mapping[str, int | str]) -> None:
-    """Check that the ledger's run began with the same prompts, seed and group size.
-
-    Raises:
-        RunFolderError: names the first difference.
-    """
+    """Raise RunFolderError with the first difference if the ledger's run began with other prompts, seed or group
+    size."""
     for name, value in origin.items():
         if (known := ledger.get(name, type(value))) in (None, value):
             continue
@@ -446,11 +437,8 @@ def _verdict(reward: object, place: str) -> Verdict:
 
 
 def _number(given: object, place: str) -> float:
-    """Convert a number of Python, numpy or torch to a float. `place`: name of the argument, for the message.
-
-    Raises:
-        DataError: `given` is not a number.
-    """
+    """Convert a number of Python, numpy or torch to a float; DataError for anything else. `place`: name of the
+    argument, for the message."""
     value = plain(given)
     if not isinstance(value, int | float):
         raise DataError([Problem(place, f"{given!r:.80}", "a number is needed")])

@@ -42,7 +42,8 @@ class SourceHere:
 
     @property
     def engines(self) -> Engines:
-        """This source as the engines of a run: one request at a time, which may have prefixes."""
+        """Interface of this source for the rollout of a run (`Engines`): a call of `generate` takes one request, which
+        may have prefixes."""
         return _OneAtATime(self)
 
     async def version(self) -> int:
@@ -75,7 +76,8 @@ class SourceHere:
         return self._generation.partials(known)
 
     async def score(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        """Compute the log-probabilities of all tokens but the first of each text (token ids)."""
+        """Compute the log-probabilities of all tokens but the first of each text (token ids). Raises the errors of
+        `NativeEngine.score`, and EngineLost if the engine is closed."""
         self._check_open()
         return self._generation.engine.score(texts)
 
@@ -122,13 +124,15 @@ def _checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 class SourceApart:
-    """One or several engines in processes of their own, with the methods of `SourceHere`. An engine that
-    dies is replaced, and its completions start again from their first token."""
+    """One or several engines in processes of their own, with the methods of `SourceHere`; `update` also waits until all
+    engines have the weights. An engine that dies is replaced, and its completions start again from their first token.
+    """
 
     def __init__(self, model: Path, config: EngineConfig, deadlines: DeadlinesConfig) -> None:
         """Start the engines; returns when all are ready. `model`: model folder.
 
         Raises:
+            ModelFolderError: the folder has no valid config.
             RoleError: an engine did not start; the message names its log.
         """
         self._folder = socket_folder()

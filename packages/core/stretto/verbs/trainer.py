@@ -106,11 +106,12 @@ class LocalTrainer:
                 `target_modules`; None: all parameters are trained.
             sampling: `temperature`, `top_p`, `top_k`, `min_p` and `max_tokens` with which the completions were sampled,
                 if they differ from the defaults of `Engine.sample`.
-            **settings: keys of a recipe's section ``[trainer]`` for the optimizer, such as `learning_rate`.
+            **settings: keys of a recipe's section ``[trainer]``, such as `learning_rate`; `threads` sets torch's
+                threads of this whole process.
 
         Raises:
             ModelFolderError: the folder cannot be loaded, or its model cannot be trained.
-            RecipeError: a setting is invalid.
+            RecipeError: a setting is invalid, or only recipes have it (`warmup_steps`, `schedule`).
         """
         check("Trainer", model=(model, MODEL))
         self._settings = optimizer_of(settings, "Trainer")
@@ -184,7 +185,7 @@ class LocalTrainer:
 
     @property
     def gradient(self) -> Gradient:
-        """The gradient that `optim_step` will use: a tensor or None for each trained parameter. It can be set."""
+        """The gradient that `optim_step` will use: a tensor or None for each trained parameter. Can be set."""
         return gradient_of(self._learner.model)
 
     @gradient.setter
@@ -218,7 +219,7 @@ class LocalTrainer:
             proximal: result of `forward` before the first of several steps over the same data, for losses that compare
                 with the proximal policy; default: the current policy.
             **algorithm: further keys of a recipe's section ``[algorithm]``: `advantages`, `correction`, `aggregation`
-                (also "sum": no mean), `reference`, `entropy_bonus`, `shaping`.
+                (also "sum"), `reference`, `entropy_bonus`, `shaping`.
 
         Raises:
             DataError: the data do not fit the model, lack numbers that the loss needs, or belong to a later version
@@ -454,7 +455,8 @@ class LocalTrainer:
         ]
 
     def _reference(self, algorithm: AlgorithmConfig, place: str) -> Reference | None:
-        """The reference policy: of `algorithm.reference.path`, or the initial one; None if the loss has none."""
+        """Return the reference policy of `algorithm.reference.path`, loaded at the first call; without a path, the
+        initial policy. None: the algorithm has no reference."""
         if algorithm.reference is None:
             return None
         path = algorithm.reference.path

@@ -93,6 +93,10 @@ class TrainerApart:
             settings: further arguments of `stretto.Trainer`.
             threads: number of torch threads of the process.
             deadlines: `start` and `hung` are used.
+
+        Raises:
+            ModelFolderError, RecipeError: as for `stretto.Trainer`.
+            RoleError: the process did not start, or was not ready in time.
         """
         self.tokenizer = load_tokenizer(model)
         self._folder = Path(tempfile.mkdtemp(prefix="stretto-trainer-"))
@@ -246,21 +250,14 @@ class TrainerApart:
 
 
 def _place(folder: str | Path, verb: str) -> Path:
-    """The folder, for a process that may be in another one.
-
-    Raises:
-        DataError: it is none.
-    """
+    """Make the path of a folder absolute, for a process with another working directory; DataError if `folder` is no
+    path."""
     check(verb, folder=(folder, FOLDER))
     return Path(folder).expanduser().absolute()
 
 
 def _packed(method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> bytes:
-    """Pickle the arguments of a call.
-
-    Raises:
-        RecipeError: an argument cannot be pickled; nothing was sent.
-    """
+    """Pickle the arguments of a call; RecipeError if one cannot be pickled. Nothing has been sent then."""
     try:
         return pickle.dumps((arguments, dict(named)), pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # pickling a user's object may raise anything
@@ -269,11 +266,7 @@ def _packed(method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -
 
 
 def _check_function(loss: Any) -> None:
-    """Check that another process can import a loss function.
-
-    Raises:
-        RecipeError: it cannot.
-    """
+    """Raise RecipeError if another process cannot import a loss function."""
     try:
         pickle.dumps(loss)
     except (pickle.PicklingError, AttributeError, TypeError):

@@ -79,10 +79,11 @@ class LoadSample:
 def least_squares(
     features: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | float = 0.0
 ) -> Floats:
-    """Fit non-negative coefficients of the features to the seconds, by least squares of the relative errors. Negative
-    coefficients are set to zero, the most negative first.
+    """Fit non-negative coefficients to samples, by least squares of the relative errors; return one per feature.
+    Negative coefficients are set to zero, the most negative first.
 
-    `known`: part of each sample's seconds that the features need not explain.
+    `features`: one sequence per sample. `seconds`: one number per sample. `known`: part of each sample's seconds that
+    the features need not explain.
     """
     rows, times = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
     wanted = 1.0 - np.asarray(known, np.float64) / times

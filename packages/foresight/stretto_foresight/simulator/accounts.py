@@ -15,7 +15,8 @@ from stretto.core.states import ALLOWED
 
 
 class Accounts:
-    """Journal that checks: issued = trained + filtered + expired + failed + buffered + in flight, each id once.
+    """Journal that raises StoreError unless issued = trained + filtered + expired + failed + buffered + in flight, each
+    id once.
 
     `expired`: trajectories that expired after their completion had ended (those aborted in flight have no record).
     `changes`: changes of the adaptive bounds.
@@ -86,12 +87,12 @@ class SimulationReport:
     preempted: float = 0.0  # completions evicted from a full cache
     staleness: Counter[int] = field(default_factory=Counter)
     completions: Counter[int] = field(default_factory=Counter)  # completions trained on, by length
-    masked: Counter[int] = field(default_factory=Counter)  # tokens of these that were masked, by that length
+    masked: Counter[int] = field(default_factory=Counter)  # their masked tokens, by the completion's length
     touched: int = 0  # completions with a masked token
     expired: Counter[int] = field(default_factory=Counter)  # completions that expired, by length
-    dropped: Counter[int] = field(default_factory=Counter)  # tokens that these had sampled, by length of the completion
-    max_staleness: float = math.inf  # the bound in force at the end
-    max_in_flight: int = 0  # the number in force at the end
+    dropped: Counter[int] = field(default_factory=Counter)  # sampled tokens of expired completions, by length
+    max_staleness: float = math.inf  # bound in force at the end
+    max_in_flight: int = 0  # bound on the groups in flight, at the end
     warnings: list[str] = field(default_factory=list)  # messages about selection bias
 
     @property

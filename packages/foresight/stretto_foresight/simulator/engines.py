@@ -42,7 +42,8 @@ class VirtualClock:
         return self._now
 
     def call_at(self, when: float, callback: Callable[[], None]) -> None:
-        """Schedule `callback` at the time `when` (seconds). Events of the same time run in the order of scheduling."""
+        """Schedule `callback` at the time `when` (seconds); ValueError if that is past. Events of the same time run in
+        the order of scheduling."""
         if when < self._now:
             raise ValueError(f"cannot schedule at {when}, it is {self._now} already")
         heapq.heappush(self._events, (when, next(self._order), callback))
@@ -115,7 +116,7 @@ class Flight:
 @dataclass(eq=False)
 class CompletionRow:
     """A completion in an engine. `entered`: tick at which it entered; `before`: versions of the tokens that it had
-    sampled before."""
+    sampled before that tick."""
 
     flight: Flight
     member: int

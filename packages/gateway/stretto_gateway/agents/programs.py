@@ -43,8 +43,13 @@ class ProgramExit:
 
 
 async def run_program(command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> ProgramExit:
-    """Run a program to its end; returns how it ended. If the call is cancelled, the program and all its descendants are
-    killed. No deadline: the caller sets one. `folder`: working directory."""
+    """Run a program to its end; returns how it ended, with code 127 if it cannot be started. If the call is cancelled,
+    the program and all its descendants are killed. There is no deadline. `folder`: working directory; None: that of
+    this process.
+
+    Raises:
+        OSError: the system cannot start a process, or `folder` does not exist.
+    """
     # Isolated (-I), because the environment may name modules for the program, which the guard must not load.
     whole = [sys.executable, "-I", _GUARD, str(os.getpid()), *command]
     mark = secrets.token_hex(16)

@@ -236,7 +236,6 @@ def _assistant(message: AnthropicMessage, place: str) -> Message:
 
 
 def _others(message: AnthropicMessage, place: str) -> Iterator[Message]:
-    """Convert a user or system message: one message for each tool result, then one for its text."""
     texts = list[TextBlock]()
     for block in message.content:
         if isinstance(block, ToolResultBlock):

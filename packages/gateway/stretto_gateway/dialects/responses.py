@@ -274,7 +274,6 @@ def _options(body: ResponsesBody) -> SamplingOptions:
 
 
 def _echoed(body: ResponsesBody) -> dict[str, Any]:
-    """Fields of the request that the reply repeats (`_ECHOED`), as JSON."""
     fields = msgspec.to_builtins(body)
     return {field: fields[field] for field in _ECHOED if fields[field] is not None}
 

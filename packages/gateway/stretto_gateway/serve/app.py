@@ -159,11 +159,6 @@ class ServeApp(ChatServer):
             self._counters.completed(completing.prompt_tokens, completing.sampled, first, completing.last_token)
 
     async def _prompts(self, request: Request) -> list[Tokens]:
-        """Encode the prompts of a request; returns the token ids of each.
-
-        Raises:
-            RefusedRequest: the tokenizer or the chat template refuses a prompt.
-        """
         model = self.model
         if isinstance(request, ChatRequest):
             if request.previous:
@@ -181,11 +176,8 @@ class ServeApp(ChatServer):
     def _requests(
         self, request: Request, prompts: Sequence[Tokens], name: str, *, strict: bool
     ) -> list[GenerateRequest]:
-        """Make the requests to the engine, one per prompt. The completions of a prompt have different seeds.
-
-        Raises:
-            RefusedRequest: too many completions, or too many tokens.
-        """
+        """Make the requests to the engine, one per prompt. The completions of a prompt have different seeds. Raises
+        RefusedRequest for too many completions or tokens."""
         options, completions = request.options, 1 if request.n is UNSET else request.n
         if completions * len(prompts) > _MOST_COMPLETIONS:
             found = f"{completions} completions to each of {len(prompts):,} prompts"

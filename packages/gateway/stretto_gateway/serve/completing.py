@@ -54,7 +54,7 @@ class Completing:
         return sum(len(prompt.prompt_token_ids) for prompt in self.prompts)
 
     async def turns(self, stream: Stream) -> list[SampledTurn]:
-        """Wait for all completions of a chat request; returns them as turns."""
+        """Wait for all completions of a chat request; returns them as turns, in the order of the choices."""
         assert isinstance(self.request, ChatRequest)
         found = {progress.member: progress async for new in self._counted(stream) for progress in new}
         return [

@@ -181,8 +181,9 @@ class AgentSession:
         return len((await self._prompt(self._history(request), request.tools)).tokens)
 
     def give(self, reward: float, node: int | None) -> None:
-        """Set the reward of the trajectory (`node` None), or of the turn `node`; the caller records it. After a crash,
-        rewards are dropped unless the agent repeats all turns that it had when it gave them.
+        """Set the reward of the trajectory (`node` None), or of the turn `node`. It is not recorded here: call
+        `Host.rewarded`. After a crash, rewards are dropped unless the agent repeats all turns that it had when it gave
+        them.
 
         Raises:
             RefusedRequest: there is no such turn, or the reward is out of bounds.
@@ -219,7 +220,7 @@ class AgentSession:
         return any(not pending.task.done() for pending in self._pending.values())
 
     def end(self) -> None:
-        """End the session and cancel turns in progress; the caller records the end."""
+        """End the session and cancel turns in progress. The end is not recorded here: call `Host.ended`."""
         self.state = "ended"
         self.ended.set()
         for pending in self._pending.values():
@@ -242,11 +243,8 @@ class AgentSession:
 
     def _pending_turn(self, request: ChatRequest, attempt: Attempt) -> _PendingTurn:
         """Find the turn of a request, or start a new one. A request that is marked as a first attempt gets a new turn,
-        even if it equals an earlier request.
-
-        Raises:
-            RefusedRequest: its idempotency key belongs to a different request, or the session has too many turns.
-        """
+        even if it equals an earlier request. Raises RefusedRequest if its idempotency key belongs to a different
+        request, or the session has too many turns."""
         digest = digest_of(request)
         name = attempt.key or digest
         known, keyed = self._pending.get(name), self._keyed.get(attempt.key)

@@ -175,11 +175,8 @@ class GatewayApp(ChatServer):
         return not self._operator_key or hmac.compare_digest(key.encode(), self._operator_key)
 
     def _controlled(self, id: str, key: str) -> AgentSession:
-        """Session with this id, if the key may reward, end and show it.
-
-        Raises:
-            NotServed: 401 if it may not, 404 if there is no such session.
-        """
+        """Session with this id, if the key may reward, end and show it. Raises NotServed: 401 if it may not, 404 if
+        there is no such session."""
         session = self.sessions.named(id)
         own = session is not None and hmac.compare_digest(key.encode(), session.key.encode())
         if not (own or self._operates(key)):
@@ -189,12 +186,8 @@ class GatewayApp(ChatServer):
         return session
 
     def _of_key(self, key: str) -> AgentSession:
-        """Session with this key.
-
-        Raises:
-            SessionEnded: the session has ended and was dropped from memory.
-            NotServed: 401 if no session has the key.
-        """
+        """Session with this key. Raises SessionEnded if the session was dropped from memory after its end, and
+        NotServed (401) if no session has the key."""
         session = self.sessions.of_key(key)
         if session is not None:
             return session

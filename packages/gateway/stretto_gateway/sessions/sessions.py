@@ -65,8 +65,8 @@ class SessionTable:
         self._dropped.pop(session.key, None)
 
     def retire(self, session: AgentSession) -> None:
-        """Note that a session has ended. The last 64 ended sessions stay in the table. Older ones are dropped, and only
-        their keys are remembered, for `dropped`."""
+        """Note that a session has ended. The last 64 ended sessions stay in the table. Of older ones only the keys are
+        remembered, for `dropped`, and only the newest keys."""
         self._ended.append(session)
         while len(self._ended) > _SHOWN:
             old = self._ended.popleft()
@@ -171,7 +171,7 @@ class RecordedSessions:
 
     def load(self) -> SessionTable:
         """Restore the sessions of earlier processes from the folder; returns the table, to which the caller adds new
-        ones.
+        ones. An incomplete last line is removed from its file.
 
         Raises:
             RunFolderError: a file is not the record of a session.
@@ -185,10 +185,12 @@ class RecordedSessions:
         return self._table
 
     async def open(self, about: Mapping[str, Any]) -> AgentSession:
-        """See `Host`.
+        """Open a session and create its file. If the limit is reached, the session that has been idle for longest, an
+        hour at least, is ended.
 
         Raises:
-            NotServed: the limit is reached, and all sessions are in use.
+            NotServed: the limit is reached, and no session has been idle for an hour.
+            OSError: the file cannot be written.
         """
         await self._make_room()
         opened = Opened(new_key(), new_key(), int(time.time()), {**about})
@@ -205,11 +207,6 @@ class RecordedSessions:
         self._table.retire(session)
 
     async def _make_room(self) -> None:
-        """If the limit is reached, end the session that has been idle for longest.
-
-        Raises:
-            NotServed: no session has been idle for an hour.
-        """
         found = self._table.open_ones()
         if len(found) < self._most:
             return

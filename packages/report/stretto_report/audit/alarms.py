@@ -359,7 +359,8 @@ def number_of(recipe: Mapping[str, Any], section: str, key: str) -> float | None
 
 
 def disk_of(folder: Path) -> Disk | None:
-    """Free disk space, and bytes of the files of the run; None unless the run is running (its lock is held)."""
+    """Free disk space, and bytes of the files that are directly in the run folder; None unless the run is running (its
+    lock is held)."""
     try:
         if not lock.is_held(folder):
             return None

@@ -18,8 +18,9 @@ _TIMES = "seconds"  # prefix of measured times, which differ between any two run
 
 
 class Parting(Record, frozen=True):
-    """Result of a comparison. `step` is the first step that differs, in `fields`; if `fields` is empty, the runs are
-    equal and `step` is their number of steps. `policies`: versions whose weights were compared."""
+    """Result of a comparison. `step` is the first step that differs, in `fields` (also where one run ends before the
+    other); if `fields` is empty, the runs are equal and `step` is their number of steps. `policies`: versions whose
+    weights were compared."""
 
     step: int
     fields: tuple[str, ...] = ()

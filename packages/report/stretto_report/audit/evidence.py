@@ -84,7 +84,8 @@ def still(steps: Steps, values: Numbers | None) -> Onset | None:
 
 def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
     """Onset of windows whose mean is less than half of the best earlier window's, by more than chance. `was` is the
-    best window. The noise is estimated from differences of neighbours, which a trend does not affect."""
+    best window. The noise is estimated from differences of neighbours, which a trend does not affect. None: there is no
+    such window, or too little was measured."""
     if values is None or not measured(values, 2):
         return None
     known = np.flatnonzero(np.isfinite(values))
@@ -116,7 +117,8 @@ def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, Evalu
 
 def rises(steps: Steps, values: Numbers | None, until: int, later: int) -> tuple[float, float] | None:
     """Means of the windows that end at the steps `until` and `later`, if the later mean is higher by more than chance;
-    else None. Both windows must be complete and must not overlap."""
+    else None. If the window before `until` is not complete, the first window takes its place. None also if the windows
+    overlap."""
     if values is None:
         return None
     known = np.flatnonzero(np.isfinite(values))
@@ -217,7 +219,8 @@ class Evidence:
 
     @property
     def in_force(self) -> float | None:
-        """Staleness bound of the newest step that recorded one, else that of the recipe (`bound`)."""
+        """Staleness bound of the newest step that recorded one, else that of the recipe (`bound`, None for
+        unlimited)."""
         values = self.series.get("max_staleness", np.empty(0))
         known = values[np.isfinite(values)]
         return float(known[-1]) if len(known) else self.bound

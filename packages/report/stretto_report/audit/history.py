@@ -93,8 +93,8 @@ class RecordedGroup:
     attempt: int
     members: int
     admitted_version: int
-    max_staleness: float  # the bound in force when it was admitted
-    max_in_flight: float  # the number in force, likewise
+    max_staleness: float  # bound in force when it was admitted
+    max_in_flight: float  # bound on groups in flight, in force when it was admitted
     trajectories: tuple[RecordedTrajectory, ...]
 
 
@@ -168,9 +168,10 @@ class History:
     notes: tuple[str, ...]  # records that cannot be checked
     lines: Mapping[int, RecordedLine]  # by step
     changes: tuple[RecordedChange, ...] = ()  # of bounds
-    most_in_flight: Mapping[str, int] = field(default_factory=dict)  # under the same bounds, by their first group
+    # Most groups in flight at once between two changes of bounds, by id of the first group admitted between them.
+    most_in_flight: Mapping[str, int] = field(default_factory=dict)
     data: RecordedData | None = None  # None: a run of an earlier stretto
-    proofs: RecordedProofs | None = None  # None: likewise
+    proofs: RecordedProofs | None = None  # None: a run of an earlier stretto
 
     @property
     def trajectories(self) -> tuple[RecordedTrajectory, ...]:

@@ -30,8 +30,8 @@ _OUTCOMES = frozenset({"step_seconds", "tokens_per_second"})  # sums of the othe
 
 class Term(Record, frozen=True):
     """A predicted and measured quantity of a training step. `ratio`: predicted over measured, None if the measured
-    value is 0. `off`: the error, as a share of the measured step for seconds, of the measured value for tokens, in
-    versions for staleness."""
+    value is 0. `off`: predicted minus measured, as a share of the measured step for seconds, of the measured value for
+    tokens, in versions for staleness."""
 
     predicted: float
     measured: float
@@ -85,6 +85,7 @@ def run_digest(path: str | Path) -> str:
 
     Raises:
         RunFolderError: there is no run.
+        StoreError: its ledger cannot be read.
     """
     folder = RunFolder.open(path)
     with reading(folder.ledger) as connection:
@@ -98,6 +99,7 @@ def predicted_beside_measured(path: str | Path, file: Path | None = None) -> Pre
 
     Raises:
         RunFolderError: there is no run; or the file is no prediction, or one for another recipe.
+        StoreError: the ledger cannot be read.
     """
     folder = RunFolder.open(path)
     place = file or folder.prediction
@@ -167,7 +169,8 @@ def _read(place: Path) -> _Saved:
 
 
 def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
-    """Measured terms of a run, named as in a prediction. Seconds are per step, by role and kind of work."""
+    """Measured terms of a run, named as in a prediction. Seconds are per step, by role and kind of work; for engines
+    the mean over the engines."""
     steps, trained = inspection.steps, inspection.tokens.trained + inspection.goodput["masked"].tokens
     step = inspection.rl_seconds / steps
     engines = [name for name in totals.busy if name in totals.generated_by] or [

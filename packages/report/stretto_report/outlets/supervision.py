@@ -127,11 +127,7 @@ class ToolFollower:
             return b""
 
     async def _start(self) -> None:
-        """Start the process.
-
-        Raises:
-            RoleDied: the system has no room for another process.
-        """
+        """Start the process; RoleDied if the system has no room for another one."""
         self._last = self._ending.is_set()
         try:
             far, self._until = os.pipe()

@@ -50,13 +50,14 @@ def watch(
     listens.
 
     Args:
-        token: secret for access on loopback; None generates one.
+        token: secret for access on loopback, part of the address; None generates one.
         password: secret for access from other machines; see `PASSWORD`.
         opens: open the address in a browser.
         replays: folder for the results of replays started from the page; None forbids replays.
 
     Raises:
-        RunFolderError: a folder is missing, the address cannot be bound, or it needs a password.
+        RunFolderError: a folder is missing, the address cannot be bound, the token cannot be part of an address, or a
+            password is needed and is missing or too short.
     """
     loopback = _is_loopback(host)
     secret = _secret(host, loopback, token, password)

@@ -113,7 +113,8 @@ class LocalBackend:
         return lora.rank * width * _COPIES * _FLOAT
 
     def create(self, shape: Shape) -> Learner:
-        """Make a model to train, whose shape was checked before."""
+        """Make a model to train; its shape must have passed `check`. With LoRA it shares the base weights; otherwise
+        the folder is loaded again."""
 
         def write(model: PreTrainedModel, folder: Path) -> None:
             if shape.lora is None:
@@ -166,7 +167,7 @@ class LocalBackend:
 
     def view(self, shape: Shape | None, folder: Path | None, attention: str) -> PreTrainedModel:
         """Make a model for inference: with weights of this shape from `folder`, or the base model if either is None.
-        `attention`: name of its attention implementation."""
+        `attention`: name of its attention implementation. Raises StoreError if the weights are missing or damaged."""
         if shape is None or folder is None:
             return self._shared.view(None, attention)
         if shape.lora is None:

@@ -60,6 +60,9 @@ class Learner:
         Args:
             loss: name of a loss of `compute.losses`.
             config: its settings.
+
+        Raises:
+            RefusedRequest: the loss is not finite, or does not exist.
         """
         logprobs: dict[int, Floats] = {}
         total, tokens = 0.0, 0
@@ -136,7 +139,8 @@ class Learner:
             write_gradient(folder, self._model)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Load weights that `save` wrote. `optimizer`: load the optimizer state too; otherwise it is reset.
+        """Load weights that `save` wrote, with the accumulated gradient if it was written; otherwise the present
+        gradient stays. `optimizer`: load the optimizer state too; otherwise it is reset.
 
         Raises:
             StoreError: files are missing or damaged, or the tensors have other shapes.

@@ -187,7 +187,8 @@ class Sampler:
         return found
 
     def likeliest(self, prompt: Sequence[int], first: int, width: int) -> Likeliest:
-        """The `width` likeliest tokens at each position of a prompt from `first` on, [P, width]."""
+        """The `width` likeliest tokens at each position of a prompt from `first` on, [P, width]; entries before it are
+        empty."""
         ids = np.zeros((len(prompt), width), np.int32)
         logprobs = np.full((len(prompt), width), _NONE, np.float32)
         for start, rows_PV in self._rows(prompt, first):
@@ -217,7 +218,7 @@ class Sampler:
 
     def draw(self, prompt: Sequence[int], width: int, settings: SamplingParams, seed: int) -> Likeliest:
         """Draw `width` tokens at each position of a prompt after the first, [P - 1, width], with their
-        log-probabilities. Of `settings` only the temperature counts."""
+        log-probabilities at temperature 1. Of `settings` only the temperature counts, for the drawing."""
         shape = (max(0, len(prompt) - 1), width)
         ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         random = torch.Generator().manual_seed(seed % 2**63)

@@ -156,11 +156,8 @@ class Archive:
         return hmac.new(self._service.secret.encode(), said, hashlib.sha256).hexdigest()
 
     def _sealed(self, call: Call) -> Path:
-        """Folder of the checkpoint that a signed URL names.
-
-        Raises:
-            NotServed: the signature is wrong, the URL has expired, or the checkpoint is gone.
-        """
+        """Folder of the checkpoint that a signed URL names. Raises NotServed if the signature is wrong, the URL has
+        expired, or the checkpoint is gone."""
         place, until = self._place(call), call.path("until")
         known = (
             until.isdecimal()
@@ -217,7 +214,6 @@ def tar_of(files: Mapping[str, Path]) -> tuple[int, Iterator[bytes]]:
 
 
 def _shown(rows: list[CheckpointRow]) -> list[CheckpointRow]:
-    """Select the checkpoints that clients see: those with a name that have not expired."""
     return [
         row
         for row in rows

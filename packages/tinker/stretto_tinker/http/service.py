@@ -164,6 +164,7 @@ class Service:
 
         Raises:
             NotServed: there is no such checkpoint, or it has expired.
+            RefusedRequest: the path is malformed.
         """
         row = self.record.checkpoint(Place.of(path).path)
         gone = row is None or (row.expires is not None and row.expires < now())

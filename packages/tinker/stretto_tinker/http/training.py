@@ -176,11 +176,7 @@ class Training:
 
 
 def _check_optimizer(kind: OptimizerKind) -> None:
-    """Check that the optimizer is AdamW.
-
-    Raises:
-        RefusedRequest: it is another one.
-    """
+    """Raise RefusedRequest if the optimizer is not AdamW."""
     if kind.type != "adamw":
         told = f"{kind.type!r:.40} is not served: its step is not published"
         raise RefusedRequest("optimizer_config.type", told, "adamw")

@@ -63,7 +63,8 @@ class SearchSessions(msgspec.Struct, frozen=True):
     cursor: _SearchCursor | None = None
 
     def fits(self, id: str, name: str, metadata: Metadata, ended: str | None) -> bool:
-        """Whether a session of the caller is looked for; `ended`: None while it is open."""
+        """Whether a session matches the search, by its id, name, metadata and state. `ended`: how it ended; None while
+        it is open."""
         named = self.display_name is not None and all(
             word in name.lower() for word in self.display_name.lower().split()
         )

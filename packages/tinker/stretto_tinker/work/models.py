@@ -254,7 +254,7 @@ class Models:
         `now`: it is larger, and the next step makes it smaller.
 
         Raises:
-            OSError: the snapshot cannot be written; the earlier one stays.
+            OSError, sqlite3.Error: the snapshot cannot be written; the earlier one stays.
         """
         accumulates = live.grown or bool(live.broken)
         due = not accumulates and live.behind >= max(_LEAST_SECONDS, _RATIO * live.saving)

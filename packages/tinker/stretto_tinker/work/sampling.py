@@ -160,7 +160,8 @@ class SampleQueue:
         return self.first(min(waiting, key=lambda owner: open.get(owner, 0))) if waiting else None
 
     def remove(self, waiting: Waiting) -> None:
-        """Remove the first request of a client's queue; among equals, the client is then considered last."""
+        """Remove `waiting`, which must be the first request of its client. The client then comes after others with as
+        few open requests."""
         queue = self._queues.pop(waiting.asked.owner)
         assert queue.popleft() is waiting
         if queue:

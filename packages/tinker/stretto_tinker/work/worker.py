@@ -274,7 +274,6 @@ class Worker:
         return self._train(asked, row, whole)
 
     def _train(self, asked: Asked, row: ModelRow, whole: Asked) -> Pieces[None]:
-        """Compute one request of a model in pieces, and record its result. `asked` lacks the body, `whole` has it."""
         if asked.kind == REFUSED:
             self._fail(asked, (whole.body or b"").decode(), USER)
             return

@@ -39,7 +39,9 @@ _FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.De
 
 
 class HttpEngine:
-    """Client of one engine. Calls may overlap; each has its own connection.
+    """Client of one engine. Calls may overlap; each has its own connection. All raise EngineLost if the engine cannot
+    be reached, is stopping or breaks off, DeadlineExceeded if it does not reply in time, and WireError if its reply
+    cannot be decoded.
 
     Example::
 
@@ -79,7 +81,7 @@ class HttpEngine:
         Raises:
             RefusedRequest: the engine refused one of the requests, and so all; a server such as vLLM behind the engine
                 may refuse one after others have been yielded.
-            EngineLost: the engine cannot be reached, is stopping, or ended before the last completion.
+            EngineLost: as all calls, or the engine ended before the last completion.
             EngineLied: the server behind it returned impossible results.
             DeadlineExceeded: no completion ended and no token was computed for `answer_seconds`.
         """
@@ -116,7 +118,6 @@ class HttpEngine:
 
         Raises:
             TornPublication: the publication is incomplete, or not of this model; the engine keeps its version.
-            EngineLost: as for `generate`.
             DeadlineExceeded: the engine has read no bytes for `load_seconds`.
         """
         awaited = f"{self.name} to load version {version}"
@@ -150,8 +151,6 @@ class HttpEngine:
 
         Raises:
             WireError: a checksum of the tokens does not match.
-            EngineLost: as for `generate`.
-            DeadlineExceeded: no reply within `health_seconds`.
         """
         message = PartialsRequest(known={request: list(counts) for request, counts in known.items()})
         body = await self._exchange("/partials", message, "the tokens of unfinished completions", self._health_seconds)
@@ -167,7 +166,6 @@ class HttpEngine:
 
         Raises:
             RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
-            EngineLost: as for `generate`.
         """
         message = ScoreRequest(texts=tuple(map(tuple, texts)))
         body = await self._exchange("/score", message, "the scores of texts", self._answer_seconds)
@@ -197,10 +195,7 @@ class HttpEngine:
 
     async def _reply(self, path: str, message: object) -> bytes:
         """Send a message (None: a GET without body) and return the body of the reply. The caller sets the deadline.
-
-        Raises:
-            WireError, EngineLost: the error that the engine replied with, or the connection broke.
-        """
+        Raises the error that the engine replied with, or EngineLost if the connection breaks."""
         method, body = ("GET", b"") if message is None else ("POST", msgspec.msgpack.encode(message))
         async with self._connections.one() as connection:
             connection.send(method, path, body)

@@ -24,8 +24,8 @@ def server_of(
     app: ASGIApp, keep_alive_seconds: int, unix_path: str | None = None, tls: str = "", *, has_key: bool = False
 ) -> HttpServer:
     """Create an HTTP server that ends at once on a signal. `unix_path`: socket to listen at; None: sockets are given
-    later. `tls`: folder of certificates (`processes.handshake`). `has_key`: clients must send a key, so only a few
-    connections without a valid key are allowed."""
+    later. `tls`: folder of certificates (`processes.handshake`); RecipeError if they cannot be used. `has_key`: clients
+    must send a key, so only a few connections without a valid key are allowed."""
     config = _config(app, keep_alive_seconds, unix_path)
     config.load()
     config.ssl = server_context(tls)

@@ -13,8 +13,8 @@ from stretto.model.hf.folder import check_replaceable, quiet_transformers, whole
 
 
 def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
-    """Write a new, randomly initialised policy and its tokenizer as a Hugging Face folder at `path`. Equal configs and
-    seeds give equal bytes.
+    """Write a new, randomly initialised policy and its tokenizer as a Hugging Face folder at `path`, replacing an older
+    model there. Equal configs and seeds give equal bytes.
 
     Raises:
         ModelFolderError: `path` holds files that are no part of a model.

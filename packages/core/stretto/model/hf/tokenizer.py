@@ -155,7 +155,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The chat template's text (the one for tools if there are several); "" if there is none."""
+        """Text of the chat template, or the texts of all templates joined by line breaks; "" if there is none."""
         found = self._whole.chat_template or ""
         return found if isinstance(found, str) else "\n".join(found.values())
 
@@ -216,11 +216,8 @@ class Tokenizer:
         ]
 
     def _as_text(self, text: str) -> Sequence[int]:
-        """Token ids of a text, with special tokens encoded as text.
-
-        Raises:
-            DataError: the text has characters that the tokenizer does not know.
-        """
+        """Token ids of a text, with special tokens encoded as text; DataError for characters that the tokenizer does
+        not know."""
         if not text:
             return ()
         found: Sequence[int] = self._blind.encode(text, add_special_tokens=False).ids

@@ -53,8 +53,15 @@ _Unit = tuple[RewardedCompletion, list[tuple[str, int]]]
 def advantages_by_path(
     config: AlgorithmConfig, longest: int, groups: Sequence[Sequence[ScoredTrajectory]]
 ) -> dict[str, Doubles]:
-    """Advantages of the loss tokens of each path, by path id. `groups`: the whole batch, since some estimators
-    normalise over it. `longest`: ``sampling.max_tokens``, for reward shaping."""
+    """Return the advantages of the loss tokens of each path, by path id.
+
+    Args:
+        longest: ``sampling.max_tokens``, for reward shaping.
+        groups: the whole batch, since some estimators normalise over it.
+
+    Raises:
+        RecipeError: a user's estimator returned a wrong shape or a non-finite number.
+    """
     estimator, by_turn = config.advantages, config.advantages.credit == "turn"
     compared = defaultdict[tuple[int, int], list[_Unit]](list)
     for group, members in enumerate(groups):

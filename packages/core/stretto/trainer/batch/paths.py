@@ -133,7 +133,6 @@ def _newest_writer(own: Sequence[Segment]) -> str:
 
 
 def _joined(parts: Sequence[Any], kind: Any) -> npt.NDArray[Any]:
-    """Concatenate the parts to one array of type `kind`."""
     return np.concatenate([as_column(part, kind) for part in parts])
 
 

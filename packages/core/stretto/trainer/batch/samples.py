@@ -117,6 +117,7 @@ def samples_of(
 
     Raises:
         BoundViolated: the version of a token is not published yet, or `paths_of` refuses a trajectory.
+        RecipeError: as `advantages_by_path`.
     """
     paths = {t.id: paths_of(group.prompt, t) for group in batch.groups for t in group.trajectories}
     kl = _kl([path for own in paths.values() for path in own], config, reference_logprobs)
@@ -167,11 +168,7 @@ def _scored(
     path: PathTokens, version: int, oldest: int, config: AlgorithmConfig, values: TokenScores, kl: TokenScores
 ) -> ScoredPath:
     """Choose the loss tokens of a path, sampled by version `oldest` or newer, and attach its values and weighted KL.
-    `version`: the version in training.
-
-    Raises:
-        BoundViolated: a token was sampled by a later version.
-    """
+    Raises BoundViolated if a token was sampled by a later version than `version`, the one in training."""
     if (newest := path.versions.max()) > version:
         known = f"version {newest}, but version {version} is being trained"
         raise BoundViolated(f"trajectory {path.id} has tokens of {known}")

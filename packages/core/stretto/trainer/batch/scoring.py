@@ -30,7 +30,8 @@ def score_tokens(
     every rank; all ranks must call it.
 
     `capacity`: most tokens of a forward pass. `evaluate` returns one score per wanted token. A path for which
-    `continues` is true gets one score more, of the state after its last token (computed with a filler token).
+    `continues` is true gets one score more, of the state after its last token (computed with a filler token). Raises
+    BoundViolated as `paths_of`.
     """
     scored = [
         _scored(path, continues(path))

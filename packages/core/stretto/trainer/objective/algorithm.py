@@ -62,7 +62,7 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="
 
     @property
     def critic(self) -> CriticConfig | None:
-        """Settings of the critic, if the advantages use one."""
+        """Settings of the critic; None if the advantages use no critic."""
         critic: CriticConfig | None = getattr(self.advantages, "critic", None)
         return critic
 

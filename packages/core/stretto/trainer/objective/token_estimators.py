@@ -91,7 +91,6 @@ def _rewards(completion: RewardedCompletion) -> Doubles:
 
 
 def _discounted(completion: RewardedCompletion, decay: float) -> Doubles:
-    """Discounted return of each loss token."""
     if not len(completion.kl) and not completion.earlier:
         return returns.terminal(completion.reward, completion.tokens, completion.trained, decay)
     found = returns.gae(_rewards(completion), np.zeros(completion.tokens), decay, lam=1.0)

@@ -104,7 +104,6 @@ class RankOrders:
             os._exit(EXIT_CODE)  # the main thread may hang in a collective
 
     async def _reach(self, introduction: RankIntroduction) -> Stream:
-        """Open a connection to rank 0 and complete the handshake."""
         spec = self._spec
         reader, writer = await connect(f"{spec.host}:{spec.port}", client_context(spec.tls))
         ours = msgspec.msgpack.encode(introduction)

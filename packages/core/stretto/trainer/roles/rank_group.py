@@ -97,6 +97,7 @@ class RankGroup:
 
         Raises:
             OSError: the address at which ranks should join is not an address of this machine.
+            RecipeError: as `parallel.ranks.join`.
         """
         if not self._ranks:
             return ALONE
@@ -152,7 +153,6 @@ class RankGroup:
             os._exit(EXIT_CODE)  # the main thread hangs in a collective
 
     async def _admit(self, store: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Admit a connecting rank, or refuse and log it."""
         self._reception.comes(writer)
         peer = f"a rank at {writer.get_extra_info('peername')[0]}"
         try:

@@ -81,9 +81,9 @@ class TrainerRole:
         gpu: int = 0,
         where: str = "",
     ) -> None:
-        """Loads the models and the checkpoint of `spec`. `tell` is called in the writing threads with the success or
-        failure of each checkpoint and publication. `gpu`: index of the rank's GPU among the visible GPUs. `where`: text
-        that names the machine in errors, if it is not rank 0's."""
+        """Loads the models and the checkpoint of `spec`; raises StoreError if the checkpoint cannot be loaded. `tell`
+        is called in the writing threads with the success or failure of each checkpoint and publication. `gpu`: index of
+        the rank's GPU among the visible GPUs. `where`: text that names the machine in errors, if it is not rank 0's."""
         self._gpu, self._where = gpu, where
         self._tell, self._writing, self._publishing = tell, threading.Thread(), threading.Thread()
         look_in(spec.path)
@@ -233,7 +233,8 @@ def published_dtype(spec: TrainerSpec) -> torch.dtype | None:
 
 def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> None:
     """Carry out the conductor's orders, which come over `channel`, together with the other ranks, until `Stop` or until
-    the conductor is gone. `spawner` starts the other ranks of this machine."""
+    the conductor is gone. `spawner` starts the other ranks of this machine. If another rank is lost, the loss is sent
+    and the process exits."""
     group = RankGroup(spec, spawner)
 
     def tell(message: Notice) -> None:

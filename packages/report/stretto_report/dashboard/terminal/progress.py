@@ -158,7 +158,8 @@ def open_display(
     verbose: bool = False,
 ) -> Display:
     """Open the display of a run of `steps` training steps (context manager). On a terminal it is a panel, with the
-    canary `proofs` of the engines. Elsewhere it prints lines, with all measurements if `verbose`.
+    canary `proofs` of the engines. Elsewhere it prints lines, with all measurements if `verbose`. `console`: None for
+    standard output. `alarms`: None shows no alarms.
 
     Example::
 

@@ -67,7 +67,8 @@ def print_inspection(
 
 
 def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
-    """One row for each term of a step, and a sentence about the term that is most off, if there is one."""
+    """Lines for a terminal: a table with a row for each term, and the term that explains most of the error, if there is
+    one."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("", "predicted", "measured", "ratio"):
         table.add_column(head, justify="right")
@@ -87,7 +88,7 @@ def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
 
 
 def print_summary(inspection: Inspection, title: str, console: Console | None = None) -> None:
-    """Print the summary table of a run."""
+    """Print the summary table of a run. `console`: None for standard output."""
     (console or Console()).print(summary_table(inspection, title))
 
 

@@ -133,11 +133,8 @@ class WandbRun:
         self._run.alert(title=alarm.title[:_LONGEST_TITLE], text=str(alarm), level="WARN")
 
     def _wait_for(self, number: int) -> None:
-        """Wait until the point with W&B's step `number` is in the file, where it survives the process.
-
-        Raises:
-            TimeoutError: W&B does not write it.
-        """
+        """Wait until the point with W&B's step `number` is in the file, where it survives the process; TimeoutError if
+        W&B does not write it."""
         until = time.monotonic() + _WRITE_SECONDS
         while self._written.read_on() < number:
             if time.monotonic() > until:

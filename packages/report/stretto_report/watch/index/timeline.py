@@ -194,7 +194,7 @@ def marks(
     most_steps: int,
 ) -> list[Mark]:
     """Steps, and events of the ledger, between the times `first` and `last`, in seconds since the first span. Steps are
-    left out if there are more than `most_steps`.
+    left out if there are more than `most_steps`, events if no step is committed.
 
     Args:
         committed: steps and the Unix seconds at which their batches were committed.

@@ -69,7 +69,7 @@ class Catalog:
         return sorted(self._runs.values(), key=lambda run: (-(run.started or 0), run.name))
 
     def find(self, id: str) -> WatchedRun | None:
-        """The run with this id; None if there is none."""
+        """The run with this id; None if there is none. Searches for new runs if the id is not known."""
         if id not in self._runs:
             self._look()
         return self._runs.get(id)

@@ -112,7 +112,7 @@ class WatchedRun:
 
     @property
     def started(self) -> float | None:
-        """Unix time at which its recipe was written."""
+        """Unix time at which its recipe (or else its ledger) was written; None if it has neither."""
         for name in ("recipe.toml", LEDGER):
             try:
                 return (self.folder / name).lstat().st_mtime
@@ -192,7 +192,7 @@ class WatchedRun:
     # The summary.
 
     def facts(self) -> tuple[Totals | None, tuple[Membership, ...]]:
-        """Totals and engines on record in the ledger; a fault is kept in `faults`."""
+        """Totals and engines on record in the ledger; (None, ()) if it cannot be read, with the fault in `faults`."""
         recorded = self._recorded()
         return recorded.totals, recorded.engines
 
@@ -356,8 +356,8 @@ class WatchedRun:
             return [], []
 
     def _counts(self) -> dict[str, int] | None:
-        """Trajectories by state: from the table if it is complete, else counted in the ledger, less often if that is
-        slow."""
+        """Trajectories by state, None if unknown: from the table if it is complete, else counted in the ledger, less
+        often if that is slow."""
         return _balance(self.tables.trajectories.count("state")) if self._is_counted else self._counted[1]
 
     @property

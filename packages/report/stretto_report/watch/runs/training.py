@@ -86,8 +86,9 @@ class Training:
         return [number if math.isfinite(number) else None for number in column]
 
     def fates(self, segment: Segment, window: slice, first: int) -> list[str]:
-        """Outcome of each token in `window`, a slice of the segment. `first`: index of the window's first token among
-        all sampled tokens of the trajectory."""
+        """Outcome of each token in `window`, a slice of the segment: context (given), pending, untrained, trained,
+        skipped (with its optimizer step), masked (too old), masked_by_correction, clipped_high or clipped_low. `first`:
+        index of the window's first token among all sampled tokens of the trajectory."""
         count = len(range(segment.length)[window])
         if not segment.sampled:
             return ["context"] * count

@@ -1,4 +1,5 @@
-"""Replies of the routes, made from a run and the parameters of the request."""
+"""Replies of the routes, made from a run and the parameters of the request. They raise RefusedRequest for an invalid
+parameter, StoreError for a run that cannot be read, and return None if the record does not exist."""
 
 from __future__ import annotations
 
@@ -155,11 +156,7 @@ def _totals(totals: Totals) -> dict[str, Any]:
 
 
 def _whole(asked: Asked, name: str, default: int | None, least: int, most: int) -> int | None:
-    """Integer parameter of a request.
-
-    Raises:
-        RefusedRequest: it is no integer, or out of bounds.
-    """
+    """Integer parameter of a request; RefusedRequest if it is no integer, or out of bounds."""
     text = asked.get(name, "")
     if not text:
         return default

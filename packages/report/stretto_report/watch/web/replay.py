@@ -230,11 +230,7 @@ def _new_folder(folder: Path) -> Path:
 
 
 def _check(order: ReplayOrder) -> None:
-    """Check an order as far as possible without the run.
-
-    Raises:
-        RefusedRequest: it is malformed; with all reasons.
-    """
+    """Check an order as far as possible without the run. Raises RefusedRequest with all reasons."""
     problems = [str(problem) for problem in _problems(order)]
     if problems:
         raise RefusedRequest("replay", "\n".join(problems), f"a replay may change {' and '.join(CHANGEABLE)}")
