@@ -237,7 +237,7 @@ async def _conduct(world: World) -> bool:
     state = ledger.get("standing", ControllerState) or ControllerState()
     prompts = [Prompt(id=str(i), token_ids=(i,), text="", answer="") for i in range(schedule.prompts)]
     stream = PromptStream(prompts, schedule.seed, state.position)
-    pacing = InRounds() if schedule.rounds else Continuous()
+    pacing = (InRounds() if schedule.rounds else Continuous()).opens
     controller = Controller(schedule.rollout, stream, ledger, schedule.seed, version, pacing)
     restored = restore(controller, state, read_unfinished(path))
     ledger.watch("standing", controller.state)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-NOT_CALLABLE = 3
-
 
 def length(prompt: str, completion: str, answer: str) -> float:
     """Anything that tells answers of one group apart: a model that knows nothing gets nothing right."""
@@ -35,10 +33,6 @@ def now_and_then(prompt: str, completion: str, answer: str) -> float:
     if len(completion) % 5 == 0:
         raise ValueError("a length divisible by five")
     return length(prompt, completion, answer)
-
-
-def of_two_arguments(prompt: str, completion: str) -> float:
-    return 1.0
 
 
 def generator(prompt: str, completion: str, answer: str) -> Iterator[float]:

@@ -14,7 +14,7 @@ from stretto.core.admission import admits
 from stretto.core.errors import RecipeError
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller
-from stretto.rollout.pacing import Continuous, InRounds, pacing_of
+from stretto.rollout.pacing import Pacing, pacing_of
 from stretto.rollout.prompts import PromptStream
 from stretto_foresight.simulator.accounts import Accounts
 from tests.rollout.test_controller import PROMPTS, answers
@@ -38,7 +38,7 @@ class Wishful:
 def admissions(policy: Wishful) -> Iterator[tuple[Controller, bool]]:
     """A run in which every second group is finished late: the controller at each admission, and whether equation 3 let
     the group in."""
-    control = Controller(CONFIG, PromptStream(PROMPTS, seed=3), Accounts(), seed=3, pacing=policy)
+    control = Controller(CONFIG, PromptStream(PROMPTS, seed=3), Accounts(), seed=3, pacing=policy.opens)
     for turn in range(60):
         may = admits(control.counted, control.live, CONFIG.batch_size, control.max_staleness)
         if (ticket := control.admit()) is not None:
@@ -68,9 +68,12 @@ def test_a_policy_can_break_equation_3() -> None:
 
 
 def test_auto_is_the_policy_of_the_engines() -> None:
-    assert isinstance(pacing_of(CONFIG, in_rounds=False), Continuous)
-    assert isinstance(pacing_of(CONFIG, in_rounds=True), InRounds)
-    assert isinstance(pacing_of(RolloutConfig(pacing="rounds"), in_rounds=False), InRounds)
+    def opened(opens: Pacing) -> list[bool]:
+        return [opens(may_start, in_flight) for may_start, in_flight in ((True, 0), (False, 1), (True, 1), (True, 0))]
+
+    assert opened(pacing_of(CONFIG, in_rounds=False)) == [True, False, True, True]
+    assert opened(pacing_of(CONFIG, in_rounds=True)) == [True, False, False, True]
+    assert opened(pacing_of(RolloutConfig(pacing="rounds"), in_rounds=False)) == [True, False, False, True]
 
 
 def test_what_a_policy_raises_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +81,6 @@ def test_what_a_policy_raises_names_it(tmp_path: Path, monkeypatch: pytest.Monke
         "class Hasty:\n    def opens(self, may_start, in_flight):\n        return 1 / 0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    policy = pacing_of(RolloutConfig(pacing="hasty:Hasty"), in_rounds=False)
+    opens = pacing_of(RolloutConfig(pacing="hasty:Hasty"), in_rounds=False)
     with pytest.raises(RecipeError, match=r"rollout.pacing: 'hasty:Hasty' raised ZeroDivisionError.*hasty.py:3"):
-        policy.opens(True, 0)
+        opens(True, 0)

@@ -35,7 +35,7 @@ def serving(backend: LocalBackend, folder: Path, keys: Sequence[str] = ()) -> It
     """The address of a server, and the server."""
     bound = bind("127.0.0.1", 0, "port")
     server = TinkerServer(backend, folder, frozenset(keys))
-    http = GracefulServer(server.app, server, keep_alive_seconds=60, patience=1.0, signals=False)
+    http = GracefulServer(server.app, server, patience=1.0, signals=False)
     thread = threading.Thread(target=lambda: asyncio.run(run_app(http, [bound], server.run)))
     bound.listen()
     thread.start()
@@ -213,7 +213,3 @@ def told(reply: httpx.Response) -> Any:
 
 def tokens_of(sequence: Any) -> list[int]:
     return np.frombuffer(sequence.tokens, np.int32).tolist()  # type: ignore[no-any-return]
-
-
-def logprobs_of(sequence: Any) -> list[float]:
-    return np.frombuffer(sequence.logprobs, np.float32).tolist()  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ import torch
 from msgspec.structs import replace
 
 import stretto
+from stretto.model.hf.folder import load_policy, save_policy
 from tests.verbs.test_scheduler import said
 
 #: None is allowed where an argument may be left out.
@@ -142,6 +144,38 @@ def test_what_is_no_part_of_a_model_is_never_replaced_by_one(
         acts[act]()
     assert {path: path.is_file() and path.read_text() for path in place.rglob("*")} == before
     assert [path.name for path in tmp_path.iterdir()] == ["place"]
+
+
+@pytest.mark.parametrize("act", ["build", "export", "adapters"])
+def test_a_model_is_replaced_only_by_the_command_that_wrote_it(folder: Path, tmp_path: Path, act: str) -> None:
+    acts: dict[str, Callable[[Path], object]] = {
+        "build": lambda place: stretto.build_model(place, alphabet="01", layers=1),
+        "export": lambda place: stretto.Trainer(folder).export(place),
+        "adapters": lambda place: stretto.Trainer(folder, lora=2).export(place, adapters_only=True),
+    }
+    theirs, place = tmp_path / "theirs", tmp_path / "place"
+    shutil.copytree(folder, theirs)
+    before = {path.name: path.read_bytes() for path in theirs.iterdir()}
+    with pytest.raises(stretto.ModelFolderError, match=r"theirs.*has not written.*give a new folder, or remove") as one:
+        acts[act](theirs)
+    assert one.value.exit_code == 2
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
+    acts[act](place)
+    acts[act](place)
+    with pytest.raises(stretto.ModelFolderError, match="has not written"):
+        acts["export" if act == "build" else "build"](place)
+    changed = max(place.iterdir(), key=lambda path: path.stat().st_size)
+    changed.write_bytes(changed.read_bytes()[::-1])  # other weights of the same size
+    with pytest.raises(stretto.ModelFolderError, match="was changed since"):
+        acts[act](place)
+
+
+def test_what_a_folder_says_of_its_writer_is_not_copied_to_a_model_that_is_saved_from_it(tmp_path: Path) -> None:
+    start = stretto.build_model(tmp_path / "start", alphabet="01", layers=1)
+    save_policy(load_policy(start), start, tmp_path / "saved")
+    assert {path.name for path in start.iterdir()} - {path.name for path in (tmp_path / "saved").iterdir()} == {
+        "stretto.index.json"
+    }
 
 
 def test_a_file_is_not_replaced_and_an_older_model_is(folder: Path, tmp_path: Path) -> None:

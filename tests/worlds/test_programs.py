@@ -27,7 +27,7 @@ def function(body: str) -> Any:
 
 def test_a_description_and_its_program() -> None:
     description = Description((Instruction("plus", "b"), Instruction("times", "c"), Instruction("max", "3")))
-    assert description.text == "a plus b times c max 3:"
+    assert str(description) == "a plus b times c max 3:"
     assert description.program == "x=a+b;x=x*c;return max(x,3)"
     assert [description.value(1, 2, 4), description.value(1, 2, -4)] == [12, 3]
     assert Description((Instruction("minus", "9"),)).program == "return a-9"

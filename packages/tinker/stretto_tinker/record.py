@@ -15,9 +15,9 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -135,8 +135,14 @@ class CheckpointRow:
     body: bytes
 
 
-_REQUEST = "SELECT id, lane, seq, owner, kind, body, state, result, form, proof FROM requests"
-_CHECKPOINT = "SELECT path, model, owner, kind, name, created, size, public, expires, request, body FROM checkpoints"
+Row = TypeVar("Row", Asked, SessionRow, ModelRow, SamplerRow, CheckpointRow)
+_TABLES: dict[type, str] = {
+    Asked: "requests",
+    SessionRow: "sessions",
+    ModelRow: "models",
+    SamplerRow: "samplers",
+    CheckpointRow: "checkpoints",
+}
 
 
 class Record:
@@ -189,9 +195,13 @@ class Record:
         with self._lock:
             return self._connection.execute(sql, values).fetchall()
 
-    def _one(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
-        found = self._all(sql, *values)
-        return found[0] if found else None
+    def _rows(self, kind: type[Row], where: str, *values: Any) -> list[Row]:
+        """Rows of a table as records of this kind. `where`: the rest of the query."""
+        columns = ", ".join(field.name for field in fields(kind))
+        return [kind(*found) for found in self._all(f"SELECT {columns} FROM {_TABLES[kind]} {where}", *values)]
+
+    def _row(self, kind: type[Row], where: str, *values: Any) -> Row | None:
+        return next(iter(self._rows(kind, where, *values)), None)
 
     def fact(self, name: str, value: str) -> str:
         """Return the value that is recorded under a name; if there is none, record `value` and return it."""
@@ -212,13 +222,11 @@ class Record:
 
     def session(self, id: str) -> SessionRow | None:
         """Session with this id, or None."""
-        found = self._one("SELECT id, owner, created, body, ended FROM sessions WHERE id = ?", id)
-        return None if found is None else SessionRow(*found)
+        return self._row(SessionRow, "WHERE id = ?", id)
 
     def sessions(self, owner: str) -> list[SessionRow]:
         """Sessions of an owner, the newest first."""
-        sql = "SELECT id, owner, created, body, ended FROM sessions WHERE owner = ? ORDER BY created DESC, id"
-        return [SessionRow(*found) for found in self._all(sql, owner)]
+        return self._rows(SessionRow, "WHERE owner = ? ORDER BY created DESC, id", owner)
 
     def unfinished_sessions(self) -> list[tuple[str, bool]]:
         """Ids of sessions that have not ended or still have queued requests, each with whether it has ended."""
@@ -261,18 +269,15 @@ class Record:
 
     def add_model(self, row: ModelRow) -> None:
         """Add a model, unless its id is recorded already."""
-        values = (row.id, row.session, row.owner, row.created, row.body, row.snapshot)
-        self._all("INSERT OR IGNORE INTO models VALUES (?, ?, ?, ?, ?, ?)", *values)
+        self._all("INSERT OR IGNORE INTO models VALUES (?, ?, ?, ?, ?, ?)", *astuple(row))
 
     def model(self, id: str) -> ModelRow | None:
         """Model with this id, or None."""
-        found = self._one("SELECT id, session, owner, created, body, snapshot FROM models WHERE id = ?", id)
-        return None if found is None else ModelRow(*found)
+        return self._row(ModelRow, "WHERE id = ?", id)
 
     def models(self, owner: str) -> list[ModelRow]:
         """Models of an owner, the newest first."""
-        sql = "SELECT id, session, owner, created, body, snapshot FROM models WHERE owner = ? ORDER BY created DESC, id"
-        return [ModelRow(*found) for found in self._all(sql, owner)]
+        return self._rows(ModelRow, "WHERE owner = ? ORDER BY created DESC, id", owner)
 
     def describe_model(self, id: str, body: bytes) -> None:
         """Replace the body (`ModelFacts`) of a model."""
@@ -307,18 +312,15 @@ class Record:
 
     def add_sampler(self, row: SamplerRow) -> None:
         """Add a sampling session, unless its id is recorded already."""
-        values = (row.id, row.session, row.owner, row.created, row.path, row.model)
-        self._all("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?, 0)", *values)
+        self._all("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?, 0)", *astuple(row))
 
     def sampler(self, id: str) -> SamplerRow | None:
         """Sampling session with this id, or None."""
-        found = self._one("SELECT id, session, owner, created, path, model FROM samplers WHERE id = ?", id)
-        return None if found is None else SamplerRow(*found)
+        return self._row(SamplerRow, "WHERE id = ?", id)
 
     def samplers(self, session: str) -> list[SamplerRow]:
         """Sampling sessions of a session, the oldest first."""
-        sql = "SELECT id, session, owner, created, path, model FROM samplers WHERE session = ? ORDER BY created, id"
-        return [SamplerRow(*found) for found in self._all(sql, session)]
+        return self._rows(SamplerRow, "WHERE session = ? ORDER BY created, id", session)
 
     def followers_wait(self, model: str) -> bool:
         """Whether a sampler that follows this model has a queued request."""
@@ -356,8 +358,7 @@ class Record:
 
     def request(self, id: str) -> Asked | None:
         """Request with this id, or None."""
-        found = self._one(f"{_REQUEST} WHERE id = ?", id)
-        return None if found is None else Asked(*found)
+        return self._row(Asked, "WHERE id = ?", id)
 
     def queued(self) -> Iterator[Asked]:
         """Iterate over queued requests in the order of their arrival; only one is in memory at a time."""
@@ -368,8 +369,8 @@ class Record:
     def settled(self, lane: str, after: int, kinds: Iterable[str]) -> list[Asked]:
         """Requests of a lane with numbers above `after` that are not queued any more and of one of these kinds, in
         order."""
-        rows = self._all(f"{_REQUEST} WHERE lane = ? AND seq > ? AND state != 'queued' ORDER BY seq", lane, after)
-        return [asked for asked in (Asked(*found) for found in rows) if asked.kind in kinds]
+        rows = self._rows(Asked, "WHERE lane = ? AND seq > ? AND state != 'queued' ORDER BY seq", lane, after)
+        return [asked for asked in rows if asked.kind in kinds]
 
     def next_seq(self, lane: str) -> int | None:
         """Number after the last settled request of a lane; None if none is settled."""
@@ -440,28 +441,17 @@ class Record:
 
     def add_checkpoint(self, row: CheckpointRow) -> None:
         """Add a checkpoint, or replace the checkpoint with the same path."""
-        values = (row.path, row.model, row.owner, row.kind, row.name, row.created, row.size, row.public)
-        self._all(
-            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            *values,
-            row.expires,
-            row.request,
-            row.body,
-        )
+        self._all("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", *astuple(row))
 
     def checkpoint(self, path: str) -> CheckpointRow | None:
         """Checkpoint with this path, also if it has expired; None if there is none."""
-        found = self._one(f"{_CHECKPOINT} WHERE path = ?", path)
-        return None if found is None else CheckpointRow(*found)
+        return self._row(CheckpointRow, "WHERE path = ?", path)
 
     def checkpoints(self, *, owner: str | None = None, model: str | None = None) -> list[CheckpointRow]:
         """Checkpoints of an owner, of a model, or all; the newest first."""
-        where, values = ("owner = ?", owner) if owner is not None else ("model = ?", model)
-        if values is None:
-            return [CheckpointRow(*found) for found in self._all(f"{_CHECKPOINT} ORDER BY created DESC")]
-        return [
-            CheckpointRow(*found) for found in self._all(f"{_CHECKPOINT} WHERE {where} ORDER BY created DESC", values)
-        ]
+        by = {"owner": owner} if owner is not None else {"model": model} if model is not None else {}
+        where = "".join(f"WHERE {name} = ? " for name in by)
+        return self._rows(CheckpointRow, f"{where}ORDER BY created DESC", *by.values())
 
     def change_checkpoint(self, path: str, *, public: bool | None = None, expires: float | None = None) -> None:
         """Set whether all clients may read a checkpoint, or, if `public` is None, its expiry (None: never)."""

@@ -59,7 +59,7 @@ async def served_engine(
     generation = kind(engine, mailbox or Mailbox())
     tokens = EngineApp(generation)
     app = ServeApp(generation, served_model(load_tokenizer(folder)), tokens, api_key=api_key)
-    server = GracefulServer(app, generation, keep_alive_seconds=60, patience=patience)
+    server = GracefulServer(app, generation, patience=patience)
     listening = bind("127.0.0.1", 0, "--port")
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     running = asyncio.create_task(run_app(server, [listening], generation.run))

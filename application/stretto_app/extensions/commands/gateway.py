@@ -30,7 +30,6 @@ from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.store import lock
 from stretto_app.extensions.commands.serve import (
-    KEEP_ALIVE_SECONDS,
     PATIENCE_SECONDS,
     allow_many_connections,
     check_key,
@@ -206,7 +205,7 @@ async def _serve(
         if stopped.requested:
             sys.exit(stopped.exit_code)
         server = GracefulServer(
-            app, turns, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS, signals=False
+            app, turns, patience=PATIENCE_SECONDS, signals=False
         )  # `stopped` handles signals, also while the engines start
         stopped.call(partial(server.handle_exit, signal.SIGTERM, None))
         bound.listen()  # from here on connections wait instead of being refused

@@ -34,7 +34,6 @@ from stretto_gateway.requests import DISTRIBUTION, CallForms, SamplingRule
 from stretto_gateway.serve.app import ServeApp
 
 _KEY = re.compile(r"[!-~]+")
-KEEP_ALIVE_SECONDS = 120
 PATIENCE_SECONDS = 30.0
 _SHORTEST_CONTEXT = 2  # tokens: one of the prompt, one of the completion
 _MESSAGES = "model.special_tokens_in_messages"
@@ -139,7 +138,7 @@ def serve(
     served = ServedModel(model.resolve().name if name is None else name, tokenizer, rule, reasoning=False)
     names = HostNames(host, loopback=True) if api_key is None and is_loopback(bound) else None
     app = ServeApp(generation, served, EngineApp(generation), api_key=api_key or "", names=names)
-    server = GracefulServer(app, generation, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS)
+    server = GracefulServer(app, generation, patience=PATIENCE_SECONDS)
     allow_many_connections()
     bound.listen()  # from here on connections wait instead of being refused
     shown = f"[{host}]" if ":" in host else host

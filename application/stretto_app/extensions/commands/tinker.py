@@ -14,7 +14,6 @@ from stretto.launch.preflight.engines import check_embedded
 from stretto.processes.http.names import HostNames, is_loopback
 from stretto.processes.kernel import event_loop
 from stretto_app.extensions.commands.serve import (
-    KEEP_ALIVE_SECONDS,
     allow_many_connections,
     recipe_of_engines,
     say_aloud,
@@ -68,7 +67,7 @@ def tinker(
     backend = LocalBackend(model, name or str(model.resolve()), recipe.engine, tokens, memory)
     names = HostNames(host, loopback=True) if not keys and is_loopback(bound) else None
     server = TinkerServer(backend, folder, frozenset(keys), names)
-    http = GracefulServer(server.app, server, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=_PATIENCE_SECONDS)
+    http = GracefulServer(server.app, server, patience=_PATIENCE_SECONDS)
     allow_many_connections()
     bound.listen()  # from here on connections wait instead of being refused
     shown = f"[{host}]" if ":" in host else host

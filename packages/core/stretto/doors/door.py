@@ -44,6 +44,10 @@ Declared = TypeVar("Declared", bound=Part)
 
 _FACTS = "stretto_facts"
 _TYPES = "a parameter by name is a number, a text, true or false, or a list of these, each with its type"
+#: Converts a list of TOML to a tuple, since configs are immutable; other values stay, for pydantic to refuse.
+AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+#: Texts: a list in TOML, a tuple in Python.
+Texts = Annotated[tuple[str, ...], AS_TUPLE]
 #: JSON schema of the name of a user-defined part.
 OWN_NAME: Mapping[str, str] = MappingProxyType({"type": "string", "format": "package.module:name"})
 
@@ -127,7 +131,7 @@ def _field(part: Part, parameter: inspect.Parameter) -> tuple[Any, Any]:
         kind = type(default)
     plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     if get_origin(plain) is tuple or plain is tuple:
-        kind = Annotated[kind, BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+        kind = Annotated[kind, AS_TUPLE]
     return kind, default
 
 

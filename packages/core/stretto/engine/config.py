@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from stretto.doors.door import Door, Section
+from stretto.doors.door import Door, Section, Texts
 from stretto.engine.wire import ENGINE_ROLE, EXTERNAL_ENGINE_ROLE
 
 #: Makes of server that a recipe names in `engine.kind`: classes that implement `stretto_servers.make.Make`.
@@ -29,9 +29,6 @@ MAKES = Door(
 
 _TENSOR_WORDS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
 
-#: Strings: a list in TOML, stored as a tuple, because a config is immutable.
-Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-
 
 class EngineConfig(BaseModel, extra="forbid", frozen=True):
     """Settings of the engines."""
@@ -41,8 +38,8 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
         description="native: the engine of this package; vllm, sglang: a server that stretto starts and watches",
     )
     python: str | None = Field(None, description="Python interpreter of the environment with vLLM or SGLang")
-    arguments: Words = Field((), description="additional command-line arguments of the vLLM or SGLang server")
-    addresses: Words = Field(
+    arguments: Texts = Field((), description="additional command-line arguments of the vLLM or SGLang server")
+    addresses: Texts = Field(
         (),
         strict=False,
         description="host:port of servers of vLLM or SGLang that run already; stretto starts none then",

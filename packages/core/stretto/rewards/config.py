@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from stretto.core.states import LARGEST_REWARD
+from stretto.doors.door import AS_TUPLE
 from stretto.rewards.address import AddressConfig
 from stretto.rewards.built_in import BUILT_IN, timeout_of
 from stretto.rewards.models import JudgeConfig, RewardModelConfig
@@ -16,11 +17,7 @@ from stretto_verify.sandbox.config import SandboxConfig
 _AFTER_PROGRAMS = 15.0  #: seconds for the restart of a failed sandbox
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], AS_TUPLE]
 
 
 class RewardPart(BaseModel, extra="forbid", frozen=True):
@@ -62,7 +59,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
         "reward_model, reasoning_gym), "
         "or 'package.module:function'.",
     )
-    functions: Annotated[tuple[RewardPart, ...], BeforeValidator(_as_tuple)] = Field(
+    functions: Annotated[tuple[RewardPart, ...], AS_TUPLE] = Field(
         default=(), description="Several rewards in place of `function`: `[[rewards.functions]]`."
     )
     path: str | None = Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from collections.abc import Callable
 
 from stretto_verify.thoughts import opened, said
 from stretto_verify.verdicts import Undecided as Undecided
@@ -15,25 +15,19 @@ _GOLD_NUMBER = re.compile(rf"(?:\\?\$ ?)?({_DECIMAL})(?: ?\\?%)?\.?")  # $18 and
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
-class RewardFunction(Protocol):
-    """Judges one completion; called as ``function(prompt, completion, answer)`` with three strings.
-
-    `prompt` is the question as text, `completion` what the policy generated (special tokens removed), `answer` the
-    gold answer of the data row.
-
-    The function may be asynchronous; its worker still judges one completion at a time.
-
-    Further named parameters get the row's other fields of these names; ``**fields`` gets all other fields.
-
-    Returns True or False for right and wrong (worth ``rewards.right`` and ``rewards.wrong``), or a finite number that
-    is the reward itself. With a number, the completion counts as right if it lies above the middle of the two.
-
-    Any other result makes the completion *undecided*: it is not trained on, and never scored zero. The same holds for
-    a function that raises `Undecided` or another exception, returns a number beyond ±1e6, or runs longer than
-    ``rewards.timeout``.
-    """
-
-    def __call__(self, prompt: str, completion: str, answer: str, /) -> float | bool: ...
+#: Judges one completion; called as ``function(prompt, completion, answer)`` with three strings.
+#:
+#: `prompt` is the question as text, `completion` what the policy generated (special tokens removed), `answer` the gold
+#: answer of the data row. Further named parameters get the row's other fields of these names; ``**fields`` gets all
+#: other fields. The function may be asynchronous; its worker still judges one completion at a time.
+#:
+#: Returns True or False for right and wrong (worth ``rewards.right`` and ``rewards.wrong``), or a finite number that is
+#: the reward itself. With a number, the completion counts as right if it lies above the middle of the two.
+#:
+#: Any other result makes the completion *undecided*: it is not trained on, and never scored zero. The same holds for a
+#: function that raises `Undecided` or another exception, returns a number beyond ±1e6, or runs longer than
+#: ``rewards.timeout``.
+RewardFunction = Callable[[str, str, str], float | bool]
 
 
 def final_answer(prompt: str, completion: str, answer: str) -> bool:

@@ -106,7 +106,7 @@ class Controller:
         fewest, _ = config.in_flight_bounds
         self._number = state.in_flight or (AdaptiveInFlight(fewest) if config.max_in_flight == "auto" else None)
         self._ended = 0  # groups ended since the last reading of the engines' pressure
-        self._pacing = pacing or Continuous()
+        self._opens = pacing or Continuous().opens
         self.published = version
         self.live = version
         self._prompts = prompts
@@ -184,7 +184,7 @@ class Controller:
     def admit(self) -> Ticket | None:
         """Start one more group if the pacing policy allows it: draw its prompt, record it in the journal, and return
         its ticket; otherwise None. Built-in policies keep equation 3; `max_in_flight` holds under any policy."""
-        opens = self._pacing.opens(self.in_flight < self.max_in_flight and self._is_its_turn(), self.in_flight)
+        opens = self._opens(self.in_flight < self.max_in_flight and self._is_its_turn(), self.in_flight)
         if not opens or self.in_flight >= self.max_in_flight:
             return None
         config = self.config

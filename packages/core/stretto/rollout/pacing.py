@@ -5,25 +5,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Protocol, cast
+from collections.abc import Callable
 
 from stretto.doors.door import Section, guarded
 from stretto.doors.loading import is_own
 from stretto.rollout.config import PACINGS, RolloutConfig
 
-
-class Pacing(Protocol):
-    """Decides when groups start. Each run creates one instance; its state is not saved, so a resumed run starts anew.
-
-    `max_in_flight` holds under any policy. Equation 3 does not: a policy that opens while `may_start` is False admits
-    groups that will be trained beyond the bound. `stretto check` reports that by its law `no group starts before its
-    turn` (`audit/laws.py:no_group_starts_before_its_turn`).
-    """
-
-    def opens(self, may_start: bool, in_flight: int) -> bool:
-        """Whether a group starts now. `may_start`: equation 3 and `max_in_flight` allow it; `in_flight`: number of
-        groups in flight. Called before each possible start."""
+#: Decides whether a group starts now: the method `opens` of a policy, called before each possible start with
+#: `may_start` (equation 3 and `max_in_flight` allow it) and the number of groups in flight. Each run creates one
+#: policy; its state is not saved, so a resumed run starts anew.
+#:
+#: `max_in_flight` holds under any policy. Equation 3 does not: a policy that opens while `may_start` is False admits
+#: groups that will be trained beyond the bound. `stretto check` reports that by its law `no group starts before its
+#: turn` (`audit/laws.py:no_group_starts_before_its_turn`).
+Pacing = Callable[[bool, int], bool]
 
 
 class Continuous:
@@ -45,11 +40,10 @@ class InRounds:
 
 
 def pacing_of(config: RolloutConfig, in_rounds: bool) -> Pacing:
-    """Create the pacing policy of a run. "auto" means "rounds" if the engines work `in_rounds`, else "continuous". The
-    calls of a user's policy are guarded: its errors name the policy (`doors.door.guarded`)."""
+    """Create the pacing policy of a run; returns its method `opens`. "auto" means "rounds" if the engines work
+    `in_rounds`, else "continuous". The calls of a user's policy are guarded: its errors name the policy
+    (`doors.door.guarded`)."""
     chosen = config.pacing if config.pacing != "auto" else "rounds" if in_rounds else "continuous"
-    policy: Pacing = PACINGS.bound(chosen)()
+    opens: Pacing = PACINGS.bound(chosen)().opens
     name = chosen.kind if isinstance(chosen, Section) else chosen
-    if not is_own(name):
-        return policy
-    return cast(Pacing, SimpleNamespace(opens=guarded(PACINGS.key, name, policy.opens)))
+    return guarded(PACINGS.key, name, opens) if is_own(name) else opens

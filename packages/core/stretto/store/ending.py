@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -25,6 +24,7 @@ from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import fact
 from stretto.store.ledger.schema import reading
 from stretto.store.run_folder import ORIGIN, Branch, RunFolder
 from stretto.store.series.lines import open_plain
@@ -34,7 +34,6 @@ ENDING = "ending"
 _LARGEST_LOG = 1 << 16  # bytes that are read from the end of the log
 _LARGEST_ORIGIN = 1 << 20
 _LONGEST_REASON = 600
-_FACT = "SELECT value FROM meta WHERE name = ?"
 _STARTED = re.compile(r"^[\d-]{10} [\d:]{8}  starts at version \d+$", re.MULTILINE)
 _ENDED = re.compile(r"^[\d-]{10} [\d:]{8}  ends with exit code (\d+)$", re.MULTILINE)
 _FAILED = re.compile(r"^[\d-]{10} [\d:]{8}  failed: (.*)", re.MULTILINE | re.DOTALL)
@@ -136,13 +135,7 @@ def read_ending(ledger: Path) -> Ending | None:
     if not ledger.exists():
         return None
     with reading(ledger) as connection:
-        return ending_of(connection)
-
-
-def ending_of(connection: sqlite3.Connection) -> Ending | None:
-    """Same as `read_ending`, for an open ledger."""
-    found = connection.execute(_FACT, (ENDING,)).fetchone()
-    return msgspec.json.decode(found[0], type=Ending) if found else None
+        return fact(connection, ENDING, Ending)
 
 
 def cut(text: str) -> str:

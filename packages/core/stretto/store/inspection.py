@@ -18,9 +18,9 @@ from stretto.measures.goodput import Category
 from stretto.measures.selection import SELECTION, Bias, MaskedGroups, SelectionBias, report
 from stretto.store import lock
 from stretto.store.ending import branch_of, condition
-from stretto.store.ledger.reading import BOUNDS, tokens_on_record
+from stretto.store.ledger.reading import BOUNDS, fact, tokens_on_record
 from stretto.store.ledger.schema import reading
-from stretto.store.ledger.seals import Value, check_rows
+from stretto.store.ledger.seals import check_rows
 from stretto.store.run_folder import Branch, RunFolder
 from stretto.store.totals import ENGINES, TOTALS, Carried, Membership, Totals, budget
 
@@ -249,13 +249,6 @@ def of_branch(found: Inspection, branch: Branch | None) -> Inspection:
         goodput_roles={},
         idle={},
     )
-
-
-def fact(connection: sqlite3.Connection, name: str, kind: type[Value]) -> Value | None:
-    """Read the fact `name` from an open ledger and decode it as `kind`, without checking its seal; None if there is
-    none."""
-    found = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
-    return msgspec.json.decode(found[0], type=kind) if found else None
 
 
 def _weights(carried: Carried | None) -> WeightsSummary:

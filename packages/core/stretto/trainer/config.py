@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
+
+from stretto.doors.door import Texts
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
@@ -50,17 +52,12 @@ class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
     )
 
 
-def as_tuple(value: object) -> object:
-    """Convert a TOML list to a tuple; other values stay, for pydantic to refuse."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """`[trainer.lora]`: train low-rank adapters and freeze the policy."""
 
     rank: PositiveInt = Field(16, description="rows of A, columns of B: W + alpha / rank * B A")
     alpha: PositiveInt = Field(32, description="scale of the adapters")
-    target_modules: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
+    target_modules: Texts = Field(
         (), description='linear layers by the last part of their name, such as "q_proj"; none: all of them'
     )
 

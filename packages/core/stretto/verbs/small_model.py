@@ -1,19 +1,31 @@
-"""`stretto.build_model`: a small model with random weights, to try things without a download."""
+"""`stretto.build_model`: a small model with random weights, to try things without a download; and the rule by which
+it and `stretto.Trainer.export` replace a folder.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from stretto.core.errors import UNREADABLE, ModelFolderError, Problem
+from stretto.core.records import Record
 from stretto.doors.mistakes import checked
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
+from stretto.model.hf.folder import check_replaceable
 from stretto.verbs.arguments import FOLDER, WHOLE, check
+
+#: File of a written folder. No policy that is saved with this folder's tokenizer gets a copy of an ``*.index.json``.
+_INDEX = "stretto.index.json"
 
 
 def build_model(folder: str | Path, *, seed: int = 0, **settings: Any) -> Path:
     """Write a new model with random weights as a Hugging Face folder; returns the folder. Each character is one token.
-    An existing model in the folder is replaced.
+    A model in the folder is replaced only if `build_model` wrote it.
 
     Example::
 
@@ -24,11 +36,48 @@ def build_model(folder: str | Path, *, seed: int = 0, **settings: Any) -> Path:
         **settings: keys of a recipe's section ``[model.build]``: `alphabet`, `layers`, `hidden_size`, `heads`, …
 
     Raises:
-        ModelFolderError: the folder holds files that are no part of a model.
+        ModelFolderError: the folder holds anything else than an unchanged result of `build_model`.
         RecipeError: a setting is invalid.
         OSError: the folder cannot be written.
     """
     check("build_model", folder=(folder, FOLDER), seed=(seed, WHOLE))
-    place = Path(folder).expanduser()
-    build_policy(checked(settings, "build_model", BuildConfig), place, seed)
+    config, place = checked(settings, "build_model", BuildConfig), Path(folder).expanduser()
+    with replacing(place, "build_model"):
+        build_policy(config, place, seed)
     return place
+
+
+class _Index(Record, frozen=True):
+    """The command that wrote a folder, and its files: size in bytes, and time of the last change in nanoseconds."""
+
+    command: str
+    files: dict[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, command: str, folder: Path) -> _Index:
+        known = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
+        return cls(command, {name: (one.st_size, one.st_mtime_ns) for name, one in known.items() if name != _INDEX})
+
+
+@contextmanager
+def replacing(folder: Path, command: str) -> Iterator[None]:
+    """Context manager: the block writes a model to `folder`, for the command of this name. A folder that is not empty
+    is replaced only if the same command wrote it and nothing in it has changed since.
+
+    Raises:
+        ModelFolderError: the folder has other contents.
+    """
+    if _written(folder) != _Index.of(command, folder):
+        check_replaceable(folder)  # it names what is no part of a model
+        if folder.is_dir() and any(folder.iterdir()):
+            found = f"holds a model that {command} has not written, or that was changed since; it would be lost"
+            raise ModelFolderError([Problem(str(folder), found, "give a new folder, or remove this one")])
+    yield
+    (folder / _INDEX).write_bytes(msgspec.json.encode(_Index.of(command, folder)))
+
+
+def _written(folder: Path) -> _Index | None:
+    try:
+        return msgspec.json.decode((folder / _INDEX).read_bytes(), type=_Index)
+    except (OSError, *UNREADABLE):
+        return None

@@ -17,7 +17,7 @@ from stretto.core.errors import DataError, Problem, RecipeError, RunFolderError
 from stretto.core.records import Batch
 from stretto.doors.mistakes import checked
 from stretto.loop.config import DeadlinesConfig
-from stretto.model.hf.folder import check_replaceable, load_policy, save_policy, saved_dtype, whole_folder
+from stretto.model.hf.folder import load_policy, save_policy, saved_dtype, whole_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.kernels.matmul import TRAINING, use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
@@ -61,6 +61,7 @@ from stretto.verbs.loss import (
     wanted,
 )
 from stretto.verbs.models import MODEL, Lora, PolicyWeights, SharedModel, check_targets, lora_of
+from stretto.verbs.small_model import replacing
 from stretto.verbs.trainer_apart import TrainerApart
 
 _LOSS = ArgumentKind(
@@ -359,19 +360,23 @@ class LocalTrainer:
 
         Raises:
             RecipeError: `adapters_only`, and the trainer has no adapters.
-            ModelFolderError: `folder` holds files that are no part of a model.
+            ModelFolderError: `folder` holds anything else than an unchanged result of `export`.
             OSError: the folder cannot be written.
         """
         check("export", folder=(folder, FOLDER))
-        model, place = self._learner.model, Path(folder).expanduser()
+        if adapters_only and self._lora is None:
+            told = "this trainer has none"
+            raise RecipeError([Problem("export: adapters_only", told, "leave it out, or make it with lora=16")])
+        place = Path(folder).expanduser()
+        with replacing(place, "export"):
+            self._write(place, adapters_only=adapters_only)
+
+    def _write(self, place: Path, *, adapters_only: bool) -> None:
+        model = self._learner.model
         if self._lora is None:
-            if adapters_only:
-                told = "this trainer has none"
-                raise RecipeError([Problem("export: adapters_only", told, "leave it out, or make it with lora=16")])
             save_policy(model, self._folder, place, dtype=self._dtype)
             return
         if adapters_only:
-            check_replaceable(place)
             with whole_folder(place) as partial:
                 gather_adapters(model, self._lora, ALONE, "")(partial)
             return

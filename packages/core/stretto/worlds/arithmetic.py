@@ -32,8 +32,7 @@ class Chain:
     operands: tuple[int, ...]
     signs: str
 
-    @property
-    def text(self) -> str:
+    def __str__(self) -> str:
         return spelled(self.operands[0], self.signs, self.operands[1:])
 
     @property
@@ -133,7 +132,7 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
 
     @staticmethod
     def _question(name: str, chain: Chain, demonstration: str | None = None) -> Question:
-        return Question(id=name, text=f"{chain.text}=", answer=str(chain.value), demonstration=demonstration)
+        return Question(id=name, text=f"{chain}=", answer=str(chain.value), demonstration=demonstration)
 
 
 def _stays_a_digit(value: int, signs: str, operands: Sequence[int]) -> bool:

@@ -56,8 +56,7 @@ class Description:
 
     steps: tuple[Instruction, ...]
 
-    @property
-    def text(self) -> str:
+    def __str__(self) -> str:
         return "a " + " ".join(f"{step.word} {step.operand}" for step in self.steps) + ":"
 
     @property
@@ -111,7 +110,7 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
         to_show = draw_training(self.draw, self.demonstrations, derive_seed(seed, "demonstrations"))
         chance = random.Random(derive_seed(seed, "mistakes"))
         return [
-            Question(id=f"d{row}", text=shown.text, answer="", demonstration=self.demonstration(shown, chance))
+            Question(id=f"d{row}", text=str(shown), answer="", demonstration=self.demonstration(shown, chance))
             for row, shown in enumerate(to_show)
         ]
 
@@ -137,10 +136,10 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
         return replace(step, operand=chance.choice([operand for operand in _OPERANDS if operand != step.operand]))
 
     def _question(self, name: str, description: Description) -> Question:
-        chance = random.Random(derive_seed("tests", description.text))
+        chance = random.Random(derive_seed("tests", str(description)))
         calls = []
         for _ in range(self.tests):
             arguments = [chance.randint(-_LARGEST, _LARGEST) for _ in range(3)]
             calls.append({"call": "f", "args": arguments, "expected": description.value(*arguments)})
         tests = {"tests": calls, "preamble": _HEAD, "entry_point": "f"}
-        return Question(id=name, text=description.text, answer=json.dumps(tests))
+        return Question(id=name, text=str(description), answer=json.dumps(tests))

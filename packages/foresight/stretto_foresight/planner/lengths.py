@@ -107,7 +107,7 @@ def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
         return _named(words, kind, rest, prompt_tokens, max_tokens)
     path = Path(words)
     if path.is_dir():
-        return _of_run(path, prompt_tokens, max_tokens)
+        return _of_run(path, max_tokens)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -142,7 +142,7 @@ def _named(words: str, kind: str, rest: str, prompt_tokens: int, max_tokens: int
     return LogNormalLengths(mean, given.get("sigma", 0.0), max_tokens, prompt_tokens)
 
 
-def _of_run(path: Path, prompt_tokens: int, max_tokens: int) -> Lengths:
+def _of_run(path: Path, max_tokens: int) -> Lengths:
     groups: dict[str, list[int]] = {}
     prompts: list[int] = []
     trained = 0

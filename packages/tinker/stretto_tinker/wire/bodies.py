@@ -288,7 +288,7 @@ class OfRequest(msgspec.Struct, frozen=True):
     allow_metadata_only: bool = False
 
 
-class OfSampler(msgspec.Struct, frozen=True):
+class _OfSampler(msgspec.Struct, frozen=True):
     """One client of a sampling session, whose requests are meant."""
 
     sampling_session_id: str
@@ -299,7 +299,7 @@ class OfSampler(msgspec.Struct, frozen=True):
 class RetrieveFutures(msgspec.Struct, frozen=True):
     """``retrieve_futures``"""
 
-    target: OfSampler
+    target: _OfSampler
     prev_cursor: Far = 0
     timeout: float | None = None
     retrieved_request_ids: list[str] = []

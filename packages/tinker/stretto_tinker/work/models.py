@@ -85,7 +85,7 @@ class Live:
 
 
 @dataclass
-class _ModelLane:
+class ModelLane:
     """A model's queued requests, by number.
 
     Attributes:
@@ -102,7 +102,7 @@ class _ModelLane:
     work: Pieces[None] | None = None
 
 
-def busy_of(lanes: Mapping[str, _ModelLane]) -> set[str]:
+def busy_of(lanes: Mapping[str, ModelLane]) -> set[str]:
     """Models that have a request under way."""
     return {id for id, lane in lanes.items() if lane.work is not None}
 

@@ -29,7 +29,7 @@ from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.learner import Pieces
 from stretto_tinker.record import DONE, FAILED, Asked, ModelRow, Record
 from stretto_tinker.work import turns
-from stretto_tinker.work.models import EFFECTS, LOAD, REFUSED, STEP, Models, _ModelLane, busy_of, said
+from stretto_tinker.work.models import EFFECTS, LOAD, REFUSED, STEP, ModelLane, Models, busy_of, said
 from stretto_tinker.work.sampling import Engines, Lane, SampleQueue, Sampling, Waiting, lane_of, waiting
 from stretto_tinker.work.saving import SAVES, Saving
 from stretto_tinker.work.turns import Backlog, Turns
@@ -58,7 +58,7 @@ class Worker:
         self._saving = Saving(record, weights)
         self._engines = Engines(backend)
         self._turns = Turns()
-        self._models: dict[str, _ModelLane] = {}
+        self._models: dict[str, ModelLane] = {}
         self._asked: dict[str, SampleQueue] = {}  # queued requests for samples, by path of weights
         self._samplings: dict[Lane, Sampling] = {}
         self._backlog = Backlog()
@@ -154,7 +154,7 @@ class Worker:
             return
         lane = self._models.get(asked.lane)
         if lane is None:
-            lane = self._models[asked.lane] = _ModelLane(asked.owner, self._record.next_seq(asked.lane) or 0)
+            lane = self._models[asked.lane] = ModelLane(asked.owner, self._record.next_seq(asked.lane) or 0)
         self._leaving.pop(asked.lane, None)
         if asked.seq < lane.next:  # its turn in the order has passed
             why = f"seq_id {asked.seq} comes after {lane.next - 1}, which was settled without it"
@@ -258,7 +258,7 @@ class Worker:
             else:
                 self._record.pause(asked.id)
 
-    def _over(self, model: str, lane: _ModelLane, asked: Asked) -> None:
+    def _over(self, model: str, lane: ModelLane, asked: Asked) -> None:
         with self._wake:
             lane.work, self._freed = None, True
             lane.waiting.pop(asked.seq, None)

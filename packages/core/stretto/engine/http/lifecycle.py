@@ -17,16 +17,16 @@ from stretto.processes.handshake import server_context
 from stretto.processes.http.server import STRANGERS, HttpServer, settings_of
 
 _SHUTDOWN_SECONDS = 1
+_CLIENT_IDLE_SECONDS = 24 * 3600  # an idle client stays connected; a client that ends closes its socket
+_IDLE_SECONDS = 120  # of arbitrary clients
 _BACKLOG = 4096  # connections that may wait to be accepted while a step runs
 
 
-def server_of(
-    app: ASGIApp, keep_alive_seconds: int, unix_path: str | None = None, tls: str = "", *, has_key: bool = False
-) -> HttpServer:
+def server_of(app: ASGIApp, unix_path: str | None = None, tls: str = "", *, has_key: bool = False) -> HttpServer:
     """Create an HTTP server that ends at once on a signal. `unix_path`: socket to listen at; None: sockets are given
     later. `tls`: folder of certificates (`processes.handshake`); RecipeError if they cannot be used. `has_key`: clients
     must send a key, so only a few connections without a valid key are allowed."""
-    config = _config(app, keep_alive_seconds, unix_path)
+    config = _config(app, _CLIENT_IDLE_SECONDS, unix_path)
     config.load()
     config.ssl = server_context(tls)
     return HttpServer(config, strangers=STRANGERS if has_key else _BACKLOG)
@@ -54,14 +54,11 @@ class GracefulServer(HttpServer):
     A second signal ends it at once. The signal is not raised again after the end, since ending is the expected result.
     """
 
-    def __init__(
-        self, app: ASGIApp, work: OpenWork, *, keep_alive_seconds: int, patience: float, signals: bool = True
-    ) -> None:
-        """`keep_alive_seconds`: time after which an idle connection is closed. `patience`: seconds that open requests
-        have to end after a signal. `signals`: see `HttpServer`."""
-        config = _config(app, keep_alive_seconds, None)
+    def __init__(self, app: ASGIApp, work: OpenWork, *, patience: float, signals: bool = True) -> None:
+        """`patience`: seconds that open requests have to end after a signal. `signals`: see `HttpServer`."""
+        config = _config(app, _IDLE_SECONDS, None)
         # Arbitrary clients: many may wait, and idle between two requests.
-        super().__init__(config, strangers=_BACKLOG, patience=keep_alive_seconds, signals=signals)
+        super().__init__(config, strangers=_BACKLOG, patience=_IDLE_SECONDS, signals=signals)
         self._work, self._patience = work, patience
         self._until: float | None = None
 

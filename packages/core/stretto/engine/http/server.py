@@ -53,7 +53,6 @@ _PARTIALS = msgspec.msgpack.Decoder(PartialsRequest)
 _SCORE = msgspec.msgpack.Decoder(ScoreRequest)
 _REQUESTS = Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
 _DOCUMENTED = "see stretto.engine.wire"
-_KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client stays connected; a client that ends closes its socket
 
 
 class _Streaming:
@@ -205,11 +204,11 @@ async def serve_app(app: EngineApp, listen: str, run: Run, tls: str = "") -> Non
     """
     unix_path, host, port = split_address(listen)
     if unix_path is not None:
-        await run_app(server_of(app, _KEEP_ALIVE_SECONDS, unix_path), None, run)
+        await run_app(server_of(app, unix_path), None, run)
     else:
         bound = bind(host, port, "engine.base_port")
         asked = OwnNames(app, HostNames(host, loopback=True)) if is_loopback(bound) and not app.has_key else app
-        await run_app(server_of(asked, _KEEP_ALIVE_SECONDS, tls=tls, has_key=app.has_key), [bound], run)
+        await run_app(server_of(asked, tls=tls, has_key=app.has_key), [bound], run)
 
 
 async def _reply(send: Send, status: int, message: object) -> None:

@@ -75,17 +75,17 @@ def pacing_faults(config: RolloutConfig) -> Iterator[str]:
     if not callable(getattr(PACINGS.bound(config.pacing)(), "opens", None)):
         yield "has no method opens(may_start, in_flight) (docs/how_to/doors/pacing.md)"
         return
-    policy = pacing_of(config, in_rounds=False)
+    opens = pacing_of(config, in_rounds=False)
     for may_start, in_flight in ((True, 0), (True, 1), (False, 1), (False, 0)):
-        opens = policy.opens(may_start, in_flight)
-        if not isinstance(opens, bool):
-            yield f"returned {opens!r} for opens({may_start}, {in_flight}), and not whether a group starts"
+        found = opens(may_start, in_flight)
+        if not isinstance(found, bool):
+            yield f"returned {found!r} for opens({may_start}, {in_flight}), and not whether a group starts"
             return
 
 
-def admits_early(policy: Pacing) -> bool:
+def admits_early(opens: Pacing) -> bool:
     """Whether a policy starts a group although equation 3 or `max_in_flight` forbids it."""
-    return any(policy.opens(False, in_flight) for in_flight in (0, 1, 2))
+    return any(opens(False, in_flight) for in_flight in (0, 1, 2))
 
 
 _LENGTHS = ((3, 1, 2), (1,))  # loss tokens of each sequence of a micro-batch

@@ -11,11 +11,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 
 from stretto.core.errors import nearest
-from stretto.doors.door import Door, Section
+from stretto.doors.door import Door, Section, Texts
 from stretto.doors.loading import is_own, with_colon
-
-#: A list of texts in TOML, a tuple in Python.
-Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 
 class GatewayConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
@@ -40,7 +37,7 @@ class AgentConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     URL of its client. Without `command` and `function`, external services open the sessions over HTTP."""
 
     kind: Literal["agent"] = Field(description="programs that speak HTTP make the trajectories")
-    command: Words = Field((), description="a program and its arguments; started once for each trajectory")
+    command: Texts = Field((), description="a program and its arguments; started once for each trajectory")
     function: str | None = Field(
         None,
         description="'package.module:function', called with the task in a process of its own, in place of a command",

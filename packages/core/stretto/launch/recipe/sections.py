@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Annotated, Self
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from stretto.core.engine import COLDEST, LONGEST_STOP, MOST_STOPS
 from stretto.core.errors import UNREADABLE, nearest
 from stretto.core.records import Sampling
+from stretto.doors.door import AS_TUPLE
 from stretto.launch.recipe.extensions import OutletsConfig
 from stretto.model.hf.config import BuildConfig
 from stretto.store.config import TokensConfig
-from stretto.trainer.config import as_tuple
 from stretto.worlds.sources.task import Source
 
 
@@ -71,7 +71,7 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     min_p: float = Field(
         0.0, ge=0, le=1, description="least probability of a token, as a fraction of the likeliest one's"
     )
-    stop: Annotated[tuple[StopText, ...], BeforeValidator(as_tuple)] = Field(
+    stop: Annotated[tuple[StopText, ...], AS_TUPLE] = Field(
         (),
         max_length=MOST_STOPS,
         description="texts that end a completion, beside the end-of-sequence token",
@@ -103,7 +103,7 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fal
     samples: int = Field(1, ge=1, le=1024, description="completions of each prompt")
     every: int = Field(0, ge=0, description="training steps between evaluations; 0: at the start and the end only")
     minutes: float = Field(0.0, ge=0, description="minutes between evaluations, beside `every`; 0: by steps alone")
-    sets: Annotated[tuple[EvaluationSet, ...], BeforeValidator(as_tuple)] = Field(
+    sets: Annotated[tuple[EvaluationSet, ...], AS_TUPLE] = Field(
         (), description="further sets of questions, tables of `[[evaluation.sets]]`"
     )
     keep_best: bool = Field(False, description="keep the policy of the best evaluation in policy/best")

@@ -120,6 +120,13 @@ def read_fact(path: Path, name: str, kind: type[Value]) -> Value | None:
         return find_fact(connection.execute(META), path, name, kind)
 
 
+def fact(connection: sqlite3.Connection, name: str, kind: type[Value]) -> Value | None:
+    """Read the fact `name` from an open ledger and decode it as `kind`, without checking its seal; None if there is
+    none."""
+    found = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+    return msgspec.json.decode(found[0], type=kind) if found else None
+
+
 def _trained(path: Path, connection: sqlite3.Connection, id: str, members: Sequence[int]) -> Group:
     found = connection.execute(_GROUP, (id,)).fetchone()
     if found is None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import derive_seed
@@ -55,29 +55,11 @@ class Questions:
         return self.demonstrate()
 
 
-class Task(Protocol):
-    """A validated section ``[task]`` of a recipe (Protocol)."""
-
-    def questions(self, seed: int) -> Questions:
-        """Read or generate all questions; equal for equal seeds.
-
-        Raises:
-            DataError: rows are invalid; names each, with file and line.
-        """
-
-
 _HELD_OUT_PART = 5
 _MOST_MISSES = 50_000  # draws in a row without a new question, after which no further one is expected
 
 
-class Drawable(Protocol):
-    """A drawn object with the text of its question, which decides whether it is held out (Protocol)."""
-
-    @property
-    def text(self) -> str: ...
-
-
-Drawn = TypeVar("Drawn", bound=Drawable)
+Drawn = TypeVar("Drawn")  # str(drawn) is the text of its question
 
 
 def draw_training(draw: Callable[[random.Random], Drawn], count: int, seed: int) -> list[Drawn]:
@@ -85,7 +67,7 @@ def draw_training(draw: Callable[[random.Random], Drawn], count: int, seed: int)
     chance = random.Random(seed)
     drawn: list[Drawn] = []
     while len(drawn) < count:
-        if not is_held_out(one := draw(chance)):
+        if not is_held_out(str(one := draw(chance))):
             drawn.append(one)
     return drawn
 
@@ -101,13 +83,13 @@ def draw_held_out(draw: Callable[[random.Random], Drawn], count: int, larger: st
     misses = 0
     while len(drawn) < count:
         one = draw(chance)
-        if is_held_out(one) and one.text not in drawn:
-            drawn[one.text], misses = one, 0
+        if is_held_out(text := str(one)) and text not in drawn:
+            drawn[text], misses = one, 0
         elif (misses := misses + 1) == _MOST_MISSES:
             found = f"{count}, and {len(drawn)} distinct questions that may be held out are ever drawn"
             raise DataError([Problem("task.held_out", found, f"choose at most {len(drawn)}, or a larger {larger}")])
     return list(drawn.values())
 
 
-def is_held_out(question: Drawable) -> bool:
-    return derive_seed(question.text) % _HELD_OUT_PART == 0
+def is_held_out(text: str) -> bool:
+    return derive_seed(text) % _HELD_OUT_PART == 0

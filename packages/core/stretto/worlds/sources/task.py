@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.core.jsonl import Mistakes
+from stretto.doors.door import AS_TUPLE
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.gym_source import GymSource
 from stretto.worlds.sources.rows_source import RowsSource
@@ -19,12 +20,8 @@ def _with_kind(value: Any) -> Any:
     return {"kind": "rows", **value} if isinstance(value, dict) else value
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 Source = Annotated[Annotated[RowsSource | GymSource, Field(discriminator="kind")], BeforeValidator(_with_kind)]
-Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_tuple)]
+Sources = Annotated[tuple[Source, ...], AS_TUPLE]
 
 
 class Curriculum(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):

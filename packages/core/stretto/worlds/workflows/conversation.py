@@ -10,10 +10,11 @@ from __future__ import annotations
 import abc
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from stretto.core.records import NOTHING, PROMPT
+from stretto.worlds.workflows.orders import Orders
 from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnScore, WorkflowTask
 
 
@@ -55,26 +56,6 @@ class Workflow(abc.ABC):
         reason."""
 
 
-class ConversationOrders(Protocol):
-    """Requests (orders) of a conversation to the run: sample a turn, score a text, make a recorded call (Protocol).
-    The arguments are those of `TurnOrder`, `ScoreOrder` and `CallOrder` in `wire`; `run` makes the call."""
-
-    async def turn(
-        self,
-        messages: Sequence[ChatMessage],
-        known: int,
-        node: int,
-        *,
-        token_ids: Sequence[int],
-        tools: Sequence[Mapping[str, Any]],
-        sampling: Mapping[str, Any],
-        cause: str,
-    ) -> TurnReply: ...
-
-    async def score(self, text: str, answer: str) -> TurnScore: ...
-    async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], repeatable: bool) -> bytes: ...
-
-
 class _Histories:
     """Message histories of one trajectory, the newest first: the task's messages, and each that ends with a sampled
     turn."""
@@ -108,7 +89,7 @@ class Conversation:
         messages: messages so far, which begin with the task's; a workflow may change them.
     """
 
-    def __init__(self, orders: ConversationOrders, task: WorkflowTask) -> None:
+    def __init__(self, orders: Orders, task: WorkflowTask) -> None:
         self.messages: list[ChatMessage] = list(task.messages)
         self._orders, self._task, self._histories = orders, task, _Histories(task)
         self._held, self._node, self._cause = list(task.messages), PROMPT, ""

@@ -11,34 +11,30 @@ import operator
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from stretto.core.errors import RefusedRequest, WireError, WorkflowError
+from stretto.core.errors import WireError, WorkflowError
 from stretto.core.states import why_no_reward
 from stretto.doors.loading import look_in
 from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.heartbeat import begin_role, bound_memory
 from stretto.worlds.workflows.conversation import Conversation, Workflow
 from stretto.worlds.workflows.loading import load_workflow, needs_of
-from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnScore, WorkflowTask
+from stretto.worlds.workflows.orders import Orders
+from stretto.worlds.workflows.task import Reward, WorkflowTask
 from stretto.worlds.workflows.wire import (
     LARGEST_MESSAGE,
     Begin,
-    CallOrder,
-    CallRan,
     GiveUp,
     MemberEnded,
     MemberGone,
-    Order,
     OrderDone,
     OrderRefused,
     RunCall,
-    ScoreOrder,
     ToWorker,
-    TurnOrder,
     WorkflowRefused,
     WorkflowSpec,
 )
@@ -46,12 +42,10 @@ from stretto.worlds.workflows.wire import (
 _REASON_LIMIT = 300  # characters; an exception may carry a whole document
 _NEEDED = "a number or a stretto.Reward is needed"
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
-_ASKED = {TurnOrder: "generate", ScoreOrder: "score", CallOrder: "tool"}  # methods of a conversation
 
 
 class MemberThread:
-    """Thread of one trajectory: runs the workflow, and sends its orders to the conductor (satisfies
-    `ConversationOrders`)."""
+    """Thread of one trajectory, in which the workflow runs."""
 
     def __init__(
         self,
@@ -66,10 +60,7 @@ class MemberThread:
         self._loop = asyncio.new_event_loop()
         self._work: asyncio.Task[float | Reward] | None = None
         self._given_up = False
-        self._orders = 0
-        self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
-        self._calls: dict[int, Callable[[], Awaitable[bytes]]] = {}
-        self._running: set[asyncio.Future[None]] = set()
+        self._orders = Orders(run, end)
 
     def start(self) -> None:
         """Start the thread; returns at once. If the system has no room for a thread, the trajectory fails."""
@@ -89,27 +80,12 @@ class MemberThread:
             return
 
     def _take(self, message: OrderDone | OrderRefused | RunCall | GiveUp) -> None:
-        match message:
-            case GiveUp():
-                self._given_up = True
-                if self._work is not None:
-                    self._work.cancel()
-            case RunCall():
-                call = asyncio.ensure_future(self._ran(message.order))
-                self._running.add(call)
-                call.add_done_callback(self._running.discard)
-            case OrderDone() if (waiting := self._waiting.pop(message.order, None)) and not waiting.done():
-                waiting.set_result(message)
-            case OrderRefused() if (waiting := self._waiting.pop(message.order, None)) and not waiting.done():
-                waiting.set_exception(RefusedRequest(message.field, message.found, message.allowed))
-
-    async def _ran(self, order: int) -> None:
-        answer = await self._calls.pop(order)()
-        try:
-            self._end.send(CallRan(self._run, order, answer))
-        except WireError as error:
-            if (waiting := self._waiting.pop(order, None)) and not waiting.done():
-                waiting.set_exception(RefusedRequest("tool", "the answer is too long", str(error)))
+        if not isinstance(message, GiveUp):
+            self._orders.take(message)
+            return
+        self._given_up = True
+        if self._work is not None:
+            self._work.cancel()
 
     def _main(self) -> None:
         try:
@@ -138,56 +114,12 @@ class MemberThread:
         if self._given_up:
             return MemberEnded(self._run)
         try:
-            self._work = asyncio.ensure_future(self._workflow.run(self._task, Conversation(self, self._task)))
+            self._work = asyncio.ensure_future(self._workflow.run(self._task, Conversation(self._orders, self._task)))
             return ended_with(self._run, await self._work)
         except BaseException as error:
             if isinstance(error, ConductorGone):
                 raise
             return MemberEnded(self._run, failure=f"the workflow raised {_described(error)}"[:_REASON_LIMIT])
-
-    async def _done(self, order: Order) -> OrderDone:
-        waiting: asyncio.Future[OrderDone] = asyncio.get_running_loop().create_future()
-        self._waiting[order.order] = waiting
-        try:
-            self._end.send(order)
-        except WireError as error:
-            del self._waiting[order.order]
-            raise RefusedRequest(_ASKED[type(order)], "what is asked is too long", str(error)) from None
-        return await waiting
-
-    def _number(self) -> int:
-        self._orders += 1
-        return self._orders
-
-    async def turn(
-        self,
-        messages: Sequence[ChatMessage],
-        known: int,
-        node: int,
-        *,
-        token_ids: Sequence[int],
-        tools: Sequence[Mapping[str, Any]],
-        sampling: Mapping[str, Any],
-        cause: str,
-    ) -> TurnReply:
-        asked, given = tuple(messages), tuple(token_ids)
-        order = TurnOrder(self._run, self._number(), asked, known, node, given, tuple(tools), sampling, cause)
-        reply = (await self._done(order)).reply
-        assert reply is not None
-        return reply
-
-    async def score(self, text: str, answer: str) -> TurnScore:
-        done = await self._done(ScoreOrder(self._run, self._number(), text, answer))
-        assert done.score is not None
-        return TurnScore.of(done.score, done.right)
-
-    async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], repeatable: bool) -> bytes:
-        order = CallOrder(self._run, self._number(), asked, repeatable)
-        self._calls[order.order] = run
-        try:
-            return (await self._done(order)).answer
-        finally:
-            self._calls.pop(order.order, None)
 
 
 def ended_with(run: int, value: object) -> MemberEnded:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Record, State
-from stretto.store.ending import Condition, Ending, branch_of, ending_of
+from stretto.store.ending import ENDING, Condition, Ending, branch_of
 from stretto.store.inspection import Inspection, inspection_of, of_branch
+from stretto.store.ledger.reading import fact
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
@@ -33,7 +33,6 @@ from stretto_report.watch.runs.trajectory import Reader
 _RATE_STEPS = 50
 _PAUSE_SECONDS = 2.0  # pause before a ledger that could not be read is tried again
 _COUNT_SHARE = 50  # pause between two counts in a ledger, as a multiple of a count's time
-_FACT = "SELECT value FROM meta WHERE name = ?"
 _NEWEST = "SELECT step, published_version FROM steps WHERE published_version IS NOT NULL ORDER BY step DESC LIMIT 1"
 
 Fact = TypeVar("Fact")
@@ -207,15 +206,14 @@ class WatchedRun:
     def _read_ledger(self) -> _Recorded:
         """Read all facts with one connection, because opening a ledger takes longer than the queries."""
         with read_ledger(self.folder) as connection:
-            found = {name: connection.execute(_FACT, (name,)).fetchone() for name in (TOTALS, ENGINES)}
-            newest, ending = connection.execute(_NEWEST).fetchone() or (0, 0), ending_of(connection)
+            totals, ending = fact(connection, TOTALS, Totals), fact(connection, ENDING, Ending)
+            engines = fact(connection, ENGINES, tuple[Membership, ...]) or ()
+            newest = connection.execute(_NEWEST).fetchone() or (0, 0)
             if not self._is_counted and time.monotonic() >= self._counted[0]:
                 since = time.monotonic()
                 counts = _balance(count_states(connection, self.folder, self._cache))
                 now = time.monotonic()
                 self._counted = (now + _COUNT_SHARE * (now - since), counts)
-        totals = msgspec.json.decode(found[TOTALS][0], type=Totals) if found[TOTALS] else None
-        engines = msgspec.json.decode(found[ENGINES][0], type=tuple[Membership, ...]) if found[ENGINES] else ()
         return _Recorded(totals, () if branch_of(self.folder) else engines, newest, ending)
 
     def _of_ledger(self, read: Callable[[], Fact]) -> Fact | None:
