@@ -64,6 +64,11 @@ WRONG = {
     "top lists that nobody wants": ([Delta((7,), (-1.0,), (((7, -1.0),),))], "1 top lists"),
     "more tokens than asked for": ([good(4), good(3)], "more than the 6 tokens"),
     "tokens behind a stop token": ([Delta((STOP,), (-1.0,)), good()], f"after the stop token {STOP}"),
+    "tokens behind a stop token in one event": ([Delta((7, STOP, 7), (-1.0,) * 3)], f"after the stop token {STOP}"),
+    "a stop token amid the last ones": (
+        [Delta((STOP, *(7,) * 5), (-1.0,) * 6, ended="length")],
+        "after the stop token",
+    ),
     "a stop without a stop token": ([good(2, "stop")], "stopped after 2 tokens, the last no stop token"),
     "a stop without a token": ([Delta(ended="stop")], "stopped after 0 tokens"),
     "an end before the limit": ([good(2, "length")], "ended after 2 of 6 tokens"),
