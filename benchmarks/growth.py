@@ -51,7 +51,7 @@ _SETTINGS = (
     "workflow.settings.tries=2",
     'workflow.settings.feedback="="',
     "cluster.listen=127.0.0.1:0",
-    "outlets.to=tensorboard",
+    "logging.to=tensorboard",
 )
 #: Processes that no metric of a run has, by what their command line has.
 _WEIGHED = {
