@@ -4,9 +4,11 @@
     python -m benchmarks.growth checkpoints [--count 100]
 
 memory: one run of a tiny model, in which all roles do everything that they do in a long run: updates interrupt
-conversations of two turns, evaluations, checkpoints and canaries recur, versions are served to other machines. The run
-measures its own roles (`memory` in ``metrics.jsonl``), and this program the fork server and the weights server. The
-first tenth of the steps fills caches and is left out. The slope is that of a least squares line.
+conversations of two turns, evaluations, checkpoints and canaries recur, versions are served to other machines, and
+TensorBoard gets the metrics. The run measures its own roles (`memory` in ``metrics.jsonl``), and this program the fork
+server, the weights server and the process that follows the run for TensorBoard. The alarm about memory that grows is
+asked about all of them. The first tenth of the steps fills caches and is left out. The slope is that of a least squares
+line.
 
 checkpoints: one run with a checkpoint after every step. The size of its checkpoints and policies is measured each time
 a step is on record. The limit is what `store.keep_checkpoints` and `trainer.keep_versions` allow, plus one checkpoint
@@ -26,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from benchmarks.report import Table, save
@@ -48,13 +51,19 @@ _SETTINGS = (
     "workflow.settings.tries=2",
     'workflow.settings.feedback="="',
     "cluster.listen=127.0.0.1:0",
+    "logging.to=tensorboard",
 )
 #: Processes that no metric of a run has, by what their command line has.
-_WEIGHED = {"fork server": "stretto.processes.fork_server_role", "weights server": "stretto_cluster.weights.server"}
+_WEIGHED = {
+    "fork server": "stretto.processes.fork_server_role",
+    "weights server": "stretto_cluster.weights.server",
+    "outlet": "stretto_report.outlets.role",
+}
 _LOOK_SECONDS = 2.0
 _KEPT = 2  # checkpoints, and policies beside the first and the last
 
 Points = list[tuple[int, float]]  # steps, and MiB then
+Looks = Sequence[tuple[int, Mapping[str, float]]]  # newest step on record, and MiB of each process of `_WEIGHED`
 
 
 def of_roles(steps: Sequence[StepMetrics]) -> dict[str, Points]:
@@ -76,6 +85,24 @@ def weighed(command: int) -> dict[str, float]:
                 if module in words:
                     found[name] = own_resident_bytes(pid) / 2**20
     return found
+
+
+def together(steps: Sequence[StepMetrics], looks: Looks) -> list[StepMetrics]:
+    """Steps whose memory has the processes of `looks` too, as they were at the last look before a step's record."""
+    found, known = list[StepMetrics](), dict[str, float]()
+    left = iter(looks)
+    following = next(left, None)
+    for step in steps:
+        while following is not None and following[0] < step.step:
+            known |= following[1]
+            following = next(left, None)
+        found.append(msgspec.structs.replace(step, memory={**step.memory, **known}))
+    return found
+
+
+def alarms_of_memory(steps: Sequence[StepMetrics]) -> list[str]:
+    """Alarms of the run about memory that grows."""
+    return [str(one) for one in findings_of(Evidence.of(steps)).alarms if "memory" in one.name]
 
 
 def slopes(points: Mapping[str, Points], steps: int) -> dict[str, dict[str, float]]:
@@ -114,19 +141,17 @@ def disk_table(results: Mapping[str, Any]) -> str:
 
 def memory(steps: int) -> None:
     """Measure the run of many steps."""
-    others: dict[str, Points] = {}
+    looks: list[tuple[int, dict[str, float]]] = []
     with tempfile.TemporaryDirectory(prefix="stretto-growth-") as parent:
         path = Path(parent) / "run"
         with started([f"trainer.steps={steps}", *_SETTINGS], path) as process:
             while process.poll() is None:
                 time.sleep(_LOOK_SECONDS)
-                at = len(read_metrics(path / "metrics.jsonl")[0]) if (path / "metrics.jsonl").exists() else 0
-                for name, size in weighed(process.pid).items():
-                    others.setdefault(name, []).append((at, size))
-        done, found = read_metrics(path / "metrics.jsonl")[0], inspect_run(path)
+                known = read_metrics(path / "metrics.jsonl")[0] if (path / "metrics.jsonl").exists() else []
+                looks.append((known[-1].step if known else 0, weighed(process.pid)))
+        done, found = together(read_metrics(path / "metrics.jsonl")[0], looks), inspect_run(path)
         laws = check_run(path).kept
-    sizes = slopes(of_roles(done) | others, steps)
-    alarms = [str(one) for one in findings_of(Evidence.of(done)).alarms if "memory" in one.name]
+    sizes, alarms = slopes(of_roles(done), steps), alarms_of_memory(done)
     table = Table("role", "MiB after a tenth", "MiB at the end", "MiB per 1,000 steps")
     for role, one in sizes.items():
         table.add(role, round(one["begin"], 1), round(one["end"], 1), one["per_1000_steps"])

@@ -5,6 +5,7 @@ wait without end; a server that has left can join again."""
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,6 +115,24 @@ async def test_a_server_that_dies_in_the_middle_is_lost(tmp_path: Path) -> None:
             await sending
     finally:
         server.end()
+
+
+async def test_the_thread_of_a_wait_that_was_cut_off_ends_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors, go_on, ended = list[object](), threading.Event(), threading.Event()
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+
+    def work() -> None:
+        go_on.wait(30)
+        threading.current_thread().name = "cut off"
+        ended.set()
+
+    broadcast._in_a_thread(work).cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    assert await asyncio.to_thread(ended.wait, 30)
+    for thread in [one for one in threading.enumerate() if one.name == "cut off"]:
+        await asyncio.to_thread(thread.join, 30)
+    assert errors == []
 
 
 async def test_a_server_that_does_not_join_meets_the_bound() -> None:

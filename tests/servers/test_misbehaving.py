@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from stretto.core.canary import FARTHEST, Canary, Challenge
 from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, StrettoError, WireError
 from stretto.core.frames import LARGEST_FRAME, Unframer
 from stretto.engine.http.client import HttpEngine, decoded
@@ -64,6 +65,11 @@ WRONG = {
     "top lists that nobody wants": ([Delta((7,), (-1.0,), (((7, -1.0),),))], "1 top lists"),
     "more tokens than asked for": ([good(4), good(3)], "more than the 6 tokens"),
     "tokens behind a stop token": ([Delta((STOP,), (-1.0,)), good()], f"after the stop token {STOP}"),
+    "tokens behind a stop token in one event": ([Delta((7, STOP, 7), (-1.0,) * 3)], f"after the stop token {STOP}"),
+    "a stop token amid the last ones": (
+        [Delta((STOP, *(7,) * 5), (-1.0,) * 6, ended="length")],
+        "after the stop token",
+    ),
     "a stop without a stop token": ([good(2, "stop")], "stopped after 2 tokens, the last no stop token"),
     "a stop without a token": ([Delta(ended="stop")], "stopped after 0 tokens"),
     "an end before the limit": ([good(2, "length")], "ended after 2 of 6 tokens"),
@@ -194,6 +200,41 @@ async def test_an_update_that_is_cut_off_ends_the_engine() -> None:
     update.cancel()
     with pytest.raises(EngineLost, match="was stopped while loading"):
         await asyncio.wait_for(engine.run(), 5)
+
+
+async def test_a_load_that_fails_on_our_side_ends_the_engine_with_the_fault_and_not_as_a_stop() -> None:
+    class Full(ToyServer):
+        async def load(self, folder: Path, version: int, *, keep: bool) -> None:
+            raise OSError("no space left")
+
+    engine = engine_over(Full())
+    with pytest.raises(OSError, match="no space left"):
+        await engine.update(1)
+    with pytest.raises(OSError, match="no space left"):
+        await asyncio.wait_for(engine.run(), 5)
+
+
+async def test_after_a_challenge_without_an_answer_the_next_update_loads_again_and_sampling_goes_on() -> None:
+    class Late(ToyServer):
+        late = True
+
+        async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+            if self.late:
+                raise DeadlineExceeded("the adapter", "a score", 0.1)
+            return await super().score(token_ids)
+
+    server = Late()
+    _, engine = await at(1, server=server)
+    asked = asyncio.create_task(engine.update(1, Challenge(Canary(1, (2, 3, 4), (), 1), FARTHEST)))
+    while not asked.done():
+        await play(server)
+    with pytest.raises(DeadlineExceeded):
+        await asked
+    stream = engine.submit_all([request("ab", max_tokens=6)])
+    server.late = False
+    assert (await engine.update(1)).version == 1
+    (found,) = await asyncio.wait_for(completions_of(server, stream), 5)
+    assert (found.versions, (await engine.health()).updates) == ((1,) * 6, 2)
 
 
 async def test_an_error_of_our_own_ends_the_engine_too() -> None:

@@ -137,6 +137,30 @@ async def test_a_given_server_that_falls_silent_is_named_with_its_address(monkey
     answering.cancel()
 
 
+async def test_time_in_which_the_adapter_itself_was_stopped_is_no_silence_of_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine that sleeps, or a container that is paused: the answer that was under way is missed."""
+
+    class Awaking(ToyServer):
+        looks = 0
+
+        async def ready(self) -> bool:
+            self.looks += 1
+            if self.looks == 1:
+                time.sleep(0.3)  # the whole process is stopped
+            return self.looks > 1
+
+    for name, seconds in (("_WATCH_SECONDS", 0.005), ("LOOK_SECONDS", 0.005), ("_SILENT_SECONDS", 0.1)):
+        monkeypatch.setattr(servers, name, seconds)
+    server = Awaking()
+    watching = asyncio.create_task(GivenServer("engine-0", "node:8000", server).ended())
+    while server.looks < 5 and not watching.done():
+        await asyncio.sleep(0.005)
+    assert not watching.done()
+    watching.cancel()
+
+
 async def test_a_server_that_lives_and_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers have died, and it waits for the requests that it has."""
     monkeypatch.setattr(servers, "_WATCH_SECONDS", 0.005)

@@ -418,6 +418,14 @@ def test_a_server_without_an_endpoint_is_named_with_it_and_with_the_release_that
     assert {"vllm": "vLLM 0.32 or newer", "sglang": "SGLang 0.5.20 or newer"}[kind] in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", DESCRIBED)
+def test_a_server_that_describes_no_model_is_none_to_train_with(kind: str) -> None:
+    bodies = DESCRIBED[kind] | {"/v1/models": b'{"data":["A"]}'}
+    replies = {path: (200, [body]) for path, body in bodies.items()}
+    with pytest.raises(WireError, match="engine-0 is no server that stretto can train with"):
+        exchange(kind, replies, lambda make: make.describe())
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_a_server_that_accepts_and_never_replies_has_the_deadlines_that_the_engine_was_started_with(
     kind: Literal["vllm", "sglang"],
@@ -447,6 +455,7 @@ vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.75
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.25
 vllm:num_preemptions_total{engine="0",model_name="m"} 3.0
 """
+NAN = METRICS.replace("4.0", "NaN").encode()
 LOADS = {"loads": [{"num_running_reqs": 8, "num_waiting_reqs": 4, "token_usage": 0.75}]}
 FULL: dict[str, tuple[str, bytes]] = {
     "vllm": ("/metrics", METRICS.encode()),
@@ -465,7 +474,7 @@ def test_a_server_says_how_full_it_is(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FULL)
-@pytest.mark.parametrize("page", [b"{}", b'{"loads": []}', b"# nothing of the kind"])
+@pytest.mark.parametrize("page", [b"{}", b'{"loads": []}', b"# nothing of the kind", NAN])
 def test_a_server_that_does_not_say_how_full_it_is_is_told_apart(kind: str, page: bytes) -> None:
     with pytest.raises(WireError, match="does not say how full"):
         exchange(kind, {FULL[kind][0]: (200, [page])}, lambda make: make.occupancy())

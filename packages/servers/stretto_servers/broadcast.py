@@ -246,7 +246,8 @@ class Broadcast:
             await posted
             return result
         except RuntimeError as error:  # the only type that torch's collectives raise
-            raise EngineLost(self.engine, f"did not receive {what}: {str(error).splitlines()[0][:200]}") from error
+            how = str(error).partition("\n")[0][:200]
+            raise EngineLost(self.engine, f"did not receive {what}: {how}") from error
         finally:
             posted.cancel()
             done.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -255,6 +256,7 @@ class Broadcast:
 def _in_a_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
     """Same as `asyncio.to_thread`, but in a daemon thread, which a closing event loop does not join."""
     loop, done = asyncio.get_running_loop(), Future[Any]()
+    done.set_running_or_notify_cancel()  # so that a cancelled wait leaves the thread a future to put its result in
 
     def run() -> None:
         try:

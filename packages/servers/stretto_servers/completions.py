@@ -100,8 +100,9 @@ class OpenCompletion:
             raise WireError(f"{request.id}: the server sent {found}")
         if count > self.limit - len(self.token_ids):
             raise WireError(f"{request.id}: the server sent more than the {self.limit} tokens that it was asked for")
-        if count and self.told and self.token_ids[-1] in request.sampling.stop_token_ids:
-            raise WireError(f"{request.id}: the server continued after the stop token {self.token_ids[-1]}")
+        before = (*(self.token_ids[-1:] if self.told else ()), *delta.token_ids)[:-1] if count else ()
+        if ends := [token for token in before if token in request.sampling.stop_token_ids]:
+            raise WireError(f"{request.id}: the server continued after the stop token {ends[0]}")
         likeliest = [pair for pairs in delta.top_logprobs for pair in pairs]
         ids = (*delta.token_ids, *(token for token, _ in likeliest))
         if wrong := [token for token in ids if not 0 <= token < vocab_size]:

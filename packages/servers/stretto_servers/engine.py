@@ -289,6 +289,7 @@ class ExternalEngine:
         """Run a canary challenge on the server; returns its scores. Call it while no completion runs. Completions
         continue only if the scores answer the challenge."""
         self._sampling.clear()
+        self._in_doubt = True  # also if the server fails to answer: then the next update loads again
         start = time.monotonic()
         canary, name = challenge.canary, f"canary-{self.version}-{next(self._attempts)}"
         context = self._limits.context_length
@@ -319,7 +320,8 @@ class ExternalEngine:
             await self._make.resume()
             scores = None if challenge is None else await self._answer(challenge)
         except BaseException as error:  # also if cancelled, it is unknown which weights the server has
-            self._fail(error if isinstance(error, StrettoError) else EngineLost(self.name, "was stopped while loading"))
+            known = isinstance(error, Exception)
+            self._fail(error if known else EngineLost(self.name, "was stopped while loading"))
             if isinstance(error, StrettoError):  # as EngineLost, so that the run continues with another engine
                 raise EngineLost(self.name, f"failed to load version {version}: {error}") from error
             raise

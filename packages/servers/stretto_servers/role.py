@@ -33,6 +33,7 @@ from stretto_servers.http import JsonServer
 from stretto_servers.make import Make, Room, launch_of, make_of
 from stretto_servers.server import GivenServer, Server, ServerProcess, free_port, lost, until_ready
 from stretto_servers.staging import FolderAsItIs, StagedWeights
+from stretto_servers.worker.advance import remove_counters
 
 _REPLY_SECONDS = 60.0
 
@@ -61,6 +62,7 @@ async def play(spec: EngineSpec) -> None:
     """Start the server, or connect to a running one (`spec.server`), load the newest version, and serve the engine's
     interface until cancelled or until engine or server fail. A started server ends with it."""
     look_in(spec.path)
+    key = os.environ.pop(ENGINE_KEY, "")  # before the server starts, which would inherit it
     config = EngineConfig.model_validate_json(spec.config)
     address = spec.server or f"127.0.0.1:{free_port()}"
     wire = wire_to(address, spec, config)
@@ -76,7 +78,7 @@ async def play(spec: EngineSpec) -> None:
     try:
         await until_ready(server, wire, spec.publication_seconds or spec.start_seconds)
         engine = await _engine(spec, config, wire)
-        app = EngineApp(engine, LARGEST_FRAME, os.environ.pop(ENGINE_KEY, ""))
+        app = EngineApp(engine, LARGEST_FRAME, key)
         await serve_app(app, spec.address, _Life(engine, server, wire).run, spec.tls)
     finally:
         await server.stop()
@@ -90,10 +92,12 @@ async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> Externa
     )
     stop_texts = StopTexts(partial(load_tokenizer, spec.model))
     if not spec.publication_seconds:  # no trainer; a server that was already running may have other weights
-        engine = ExternalEngine(
-            spec.name, wire, limits, FolderAsItIs(Path(spec.model).resolve()), stop_texts, config.on_update
-        )
-        await engine.update(engine.version)
+        model = Path(spec.model).resolve()
+        engine = ExternalEngine(spec.name, wire, limits, FolderAsItIs(model), stop_texts, config.on_update)
+        try:
+            await engine.update(engine.version)
+        finally:
+            remove_counters(model)
         return engine
     subscriber = SharedMemorySubscriber(spec.mailbox, Path(spec.mailbox_folder))
     staged = StagedWeights(subscriber, Path(spec.model), Path(spec.scratch))

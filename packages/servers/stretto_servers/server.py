@@ -7,13 +7,13 @@ import asyncio
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping
 
-from stretto.core.deadlines import deadline
+from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import RoleDied
 from stretto.core.tasks import cancel_and_wait
 from stretto.processes.spawn import describe_exit
+from stretto_servers.http import LOOK_SECONDS
 from stretto_servers.make import Launch, Make
 
 _LOOK_SECONDS = 0.2
@@ -113,11 +113,10 @@ async def lost(server: Server, make: Make) -> RoleDied:
 
 
 async def _silence(server: str, make: Make) -> RoleDied:
-    since = time.monotonic()
-    while time.monotonic() - since < _SILENT_SECONDS:
+    silence, answers = StallTimer(_WATCH_SECONDS + LOOK_SECONDS), True
+    while silence.poll(moved=answers) < _SILENT_SECONDS:
         await asyncio.sleep(_WATCH_SECONDS)
-        if await make.ready():
-            since = time.monotonic()
+        answers = await make.ready()
     return RoleDied(server, f"does not answer for {_SILENT_SECONDS:g} s")
 
 

@@ -91,10 +91,10 @@ class SglangServer:
             model = await self._http.exchange("GET", "/model_info")
             (listed, *_) = (await self._http.exchange("GET", "/v1/models"))["data"]
             path, _ = model["model_path"], model["weight_version"]
-        except (WireError, KeyError, TypeError, ValueError) as error:
+            context = listed.get("max_model_len")
+            (architecture, *_) = model.get("architectures") or [None]
+        except (WireError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise WireError(f"{self._http.name} is no server that stretto can train with ({error}); {NEEDED}") from None
-        context = listed.get("max_model_len")
-        (architecture, *_) = model.get("architectures") or [None]
         context = None if context is None else context - _LAST_PLACES
         return Served(f"SGLang {release}", path, context, architecture)
 

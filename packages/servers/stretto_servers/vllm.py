@@ -96,19 +96,21 @@ class VllmServer:
             (model, *_) = (await self._http.exchange("GET", "/v1/models"))["data"]
             await self._http.exchange("GET", "/is_paused")
             await self._http.exchange("GET", "/weight_info")
-        except (WireError, KeyError, TypeError, ValueError) as error:
+            return Served(f"vLLM {release}", model.get("root") or model["id"], model.get("max_model_len"))
+        except (WireError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise WireError(f"{self._http.name} is no server that stretto can train with ({error}); {NEEDED}") from None
-        return Served(f"vLLM {release}", model.get("root") or model["id"], model.get("max_model_len"))
 
     async def occupancy(self) -> Occupancy:
         page = str(await self._http.exchange("GET", "/metrics", seconds=LOOK_SECONDS))
-        running, waiting, preempted = (
-            int(sum(_values(page, name)))
-            for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions_total")
-        )
-        if not (cache := _values(page, "vllm:kv_cache_usage_perc")):
-            raise WireError(f"{self._http.name} does not say how full its KV cache is (vllm:kv_cache_usage_perc)")
-        return Occupancy(running, waiting, max(cache), preempted)
+        try:
+            running, waiting, preempted = (
+                int(sum(_values(page, name)))
+                for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions_total")
+            )
+            return Occupancy(running, waiting, max(_values(page, "vllm:kv_cache_usage_perc")), preempted)
+        except (ValueError, OverflowError) as error:  # no value, or none that is a finite number
+            found = f"(vllm:kv_cache_usage_perc and the like: {error})"
+            raise WireError(f"{self._http.name} does not say how full its KV cache is {found}") from None
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         order = {"token_ids": list(token_ids), "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}

@@ -35,6 +35,14 @@ def read_of(folder: Path) -> int:
     return sum(_number(file) for file in folder.glob(f"*{_SUFFIX}"))
 
 
+def remove_counters(folder: Path) -> None:
+    """Remove the counter files from `folder` once a load is over. Called by the adapter for a folder that is not its
+    own."""
+    for file in folder.glob(f"*{_SUFFIX}"):
+        with suppress(OSError):
+            file.unlink()
+
+
 def _number(file: Path) -> int:
     with suppress(OSError, ValueError):
         return int(file.read_text())

@@ -1,0 +1,72 @@
+"""Promises of the adapter's process: the server that it starts does not get the key of its own clients, and the folder
+of a model that is served as it is stays as it was."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from stretto.core.errors import EngineLost, RoleDied
+from stretto.engine.config import CAPABILITIES, EngineConfig
+from stretto.engine.wire import ENGINE_KEY, EngineSpec
+from stretto.model.hf.build import build_policy
+from stretto_servers.http import JsonServer
+from stretto_servers.make import Launch
+from stretto_servers.role import _engine, play
+from stretto_servers.worker.advance import Advance
+from tests.servers.toy import ToyServer
+from tests.tiny_policy import SMALL
+
+
+class Telling(ToyServer):
+    """A make whose server writes its environment into the folder of the model, and ends."""
+
+    capabilities = CAPABILITIES["vllm"]
+
+    def __init__(self, http: JsonServer, load_seconds: float) -> None:
+        super().__init__()
+
+    async def ready(self) -> bool:
+        return False
+
+    @staticmethod
+    def launch(config: EngineConfig, model: str, port: int) -> Launch:
+        return Launch(("/bin/sh", "-c", f"env > {model}/environment; exit 3"), {"GIVEN": "yes"})
+
+
+async def test_a_server_does_not_inherit_the_key_of_its_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(kind="tests.servers.test_role:Telling").model_dump_json()
+    spec = EngineSpec("engine-0", "", str(tmp_path), "", "", config, 1, 0.0, scratch=str(tmp_path))
+    monkeypatch.setenv(ENGINE_KEY, "a secret")
+    with pytest.raises(RoleDied, match="the server of engine-0 ended with exit code 3"):
+        await play(spec)
+    environment = (tmp_path / "environment").read_text()
+    assert "GIVEN=yes" in environment
+    assert "a secret" not in environment
+    assert ENGINE_KEY not in os.environ
+
+
+class Counting(ToyServer):
+    """Its worker counts what it reads beside the weights."""
+
+    async def load(self, folder: Path, version: int, *, keep: bool) -> None:
+        Advance(str(folder)).add(5)
+        assert list(folder.glob("*.advance"))
+        await super().load(folder, version, keep=keep)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_the_folder_of_a_model_that_is_served_as_it_is_has_no_file_more(tmp_path: Path, refuses: bool) -> None:
+    build_policy(SMALL, tmp_path, seed=1)
+    before = sorted(tmp_path.iterdir())
+    spec = EngineSpec("engine-0", "", str(tmp_path), "", "", "", 1, 0.0)
+    server = Counting()
+    server.refuses_load = refuses
+    if refuses:
+        with pytest.raises(EngineLost, match="no weights in"):
+            await _engine(spec, EngineConfig(), server)
+    else:
+        assert (await _engine(spec, EngineConfig(), server)).version == 0
+    assert sorted(tmp_path.iterdir()) == before
