@@ -173,7 +173,7 @@ class WorkflowError(UserError):
 
 
 class RoleError(StrettoError):
-    """A process of the run failed.
+    """A process of the run failed, or a wait for one exceeded its deadline.
 
     Example::
 
@@ -215,7 +215,8 @@ class RoleFailed(RoleError):
 
 
 class UnprovenWeights(RoleFailed):
-    """An engine failed to prove a version after loading it twice (`core.canary`)."""
+    """An engine that has failed the proof of a version after loading it twice (`core.canary`), or whose sampled tokens
+    disagree with recomputed ones."""
 
 
 class CheckpointLost(RoleError):
@@ -293,7 +294,7 @@ class NothingMoves(RoleError):
 
 
 class WireError(StrettoError):
-    """An incomplete message or publication."""
+    """A message or publication that is incomplete, invalid, too large or refused, or a version that is not there."""
 
 
 class TornPublication(WireError):
@@ -335,7 +336,7 @@ class HandshakeBroken(HandshakeRefused):
 
 
 class StoreError(StrettoError):
-    """A run folder whose contents are damaged or contradictory.
+    """A run folder whose contents are damaged or contradictory, or cannot be written.
 
     Example::
 

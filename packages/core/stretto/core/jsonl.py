@@ -56,8 +56,8 @@ class Mistakes:
         return True
 
     def done(self) -> None:
-        """Raise one error with all collected problems, without duplicates, if there are any. It has the class of the
-        first."""
+        """Raise one error with all collected problems, without duplicates, if there are any. Its class is that of the
+        first collected error."""
         if self.problems:
             raise self._first(dict.fromkeys(self.problems))
 
