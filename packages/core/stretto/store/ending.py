@@ -140,7 +140,7 @@ def read_ending(ledger: Path) -> Ending | None:
 
 
 def ending_of(connection: sqlite3.Connection) -> Ending | None:
-    """Same as `read_ending`, for an open ledger."""
+    """Read the ending from an open ledger; None if an earlier version of stretto wrote it."""
     found = connection.execute(_FACT, (ENDING,)).fetchone()
     return msgspec.json.decode(found[0], type=Ending) if found else None
 

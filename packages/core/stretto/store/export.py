@@ -140,7 +140,7 @@ def format_of(file: str | Path) -> str:
 def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
     """Read all trajectories of the run in the folder `path`, one at a time, in the order of their issue.
 
-    Raises:
+    Raises (from the first ``next``, not from the call):
         RunFolderError: the folder holds no run.
         StoreError: the ledger cannot be read, or is damaged.
     """
@@ -169,7 +169,8 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
 
 
 def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
-    """Write all trajectories of a run to the open file `output`; returns their number. `format`: one of `FORMATS`."""
+    """Write all trajectories of a run to the open file `output`; returns their number. `format`: one of `FORMATS`.
+    Raises as `export_run`."""
     count = 0
     with closing(FORMATS[format](output, ExportedTrajectory)) as writer:
         for trajectory in read_trajectories(path):
