@@ -69,7 +69,7 @@ _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack
 
 
 def accelerated() -> bool:
-    """Whether this machine has an accelerator."""
+    """Whether this machine has a GPU of NVIDIA or AMD, by its device file."""
     return any(path.exists() for path in _ACCELERATORS)
 
 
@@ -232,7 +232,7 @@ class ForkServer:
             self.close()
 
     def close(self) -> None:
-        """End the server; the kernel ends its children."""
+        """Kill the server; the kernel kills its children with it."""
         self._usable = False
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel

@@ -105,7 +105,8 @@ _FLUSH_SECONDS = 0.001
 
 
 def zero_copy(protocol: HttpToolsProtocol) -> ASGI3Application:
-    """Wrap the application of a connection; it has the extension unless the connection is encrypted."""
+    """Return the application of a connection, wrapped so that it can send files by the kernel (the extension
+    `ZERO_COPY`). On an encrypted connection the extension is not offered."""
     inner = protocol.app
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
