@@ -226,8 +226,8 @@ class WorkflowProcess:
             await asyncio.to_thread(remove_groups_of, self._pid)  # of the sandboxes of its tools
 
     async def run(self, exchange: Exchange) -> MemberEnded:
-        """Run the workflow for one trajectory; returns its result, or its failure. It fails if it uses more than
-        `workflow.deadline` seconds, without waits for the run, or has too many orders in progress.
+        """Run the workflow for one trajectory; returns its result, or its failure. It fails if it takes more than
+        `workflow.deadline` seconds, apart from waits for turns and scores, or has too many orders in progress.
 
         Raises:
             WorkerLost: the process has ended.
