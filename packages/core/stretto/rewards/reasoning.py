@@ -75,7 +75,8 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
     """Check a gold answer: generates its question again and measures the task's floor. Returns True.
 
     Raises:
-        Undecided: the question is not the same, or the floor is too high; the reason says which.
+        Undecided: the answer is from no reasoning-gym source, the question made again is not the same, or the floor is
+            too high; the reason says which.
     """
     asked = Gold.of(answer)
     _entry(asked)

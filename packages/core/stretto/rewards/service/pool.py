@@ -63,8 +63,8 @@ class RewardPool:
     ) -> None:
         """`log`: file for the workers' output; by default it is dropped. `hung`: seconds without a heartbeat after
         which a worker that starts or is idle is replaced. `on_change` gets a sentence for each such replacement, and
-        when a worker reports other `facts` than the first. `rows`: further data of the questions, by prompt and gold
-        answer."""
+        when a worker reports other `facts` than the first. `rows`: further data of the questions, by (prompt, gold
+        answer); only `score_group` uses them."""
         self._hung = hung
         self._rows = rows or {}
         self.busy_seconds = 0.0  # seconds of all workers together
