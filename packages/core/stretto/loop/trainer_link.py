@@ -256,7 +256,7 @@ class TrainerLink:
             raise CheckpointLost(folder.name, str(death)) from None
 
     async def save_policy(self, folder: Path) -> None:
-        """Write the policy to `folder` as a Hugging Face model."""
+        """Write the policy to `folder` as a Hugging Face model; returns when it is written. Raises as `train`."""
         async with self._order():
             order, awaited = SavePolicy(folder=str(folder)), f"to write policy {folder.name}"
             saved = await self._until_done(order, PolicySaved, awaited, self._deadlines.save)
@@ -292,7 +292,7 @@ class TrainerLink:
         return await self._supervisor.replace(death.how)
 
     async def _begin_anew(self) -> list[Update]:
-        """End what is left of the previous process, then `_begin` with a new one."""
+        """End the previous process, if it still runs, and `_begin` with a new one."""
         self._channel.close()
         await self.process.stop(0.0)
         self._new_process()
@@ -382,7 +382,7 @@ class TrainerLink:
         return self._orders_done, int(self.process.cpu_seconds()) if self.process.running else 0
 
     def drain_spans(self) -> list[Span]:
-        """The spans since the last call."""
+        """Return the trainer's spans since the last call, and forget them."""
         spans, self._spans = self._spans, []
         return spans
 
