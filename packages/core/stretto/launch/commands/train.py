@@ -339,8 +339,8 @@ def _model_fingerprint(plan: Plan) -> str:
 
 
 def _check_questions(folder: RunFolder, plan: Plan) -> None:
-    """Check that the questions of a resumed run are unchanged. The run continues at a position in the training
-    questions, and accuracies on other held-out questions could not be compared.
+    """Check that the questions of a resumed run are unchanged; a digest that is not on record is recorded. The run
+    continues at a position in the training questions, and other held-out questions have other accuracies.
 
     Raises:
         RunFolderError: the questions, or their order, have changed.

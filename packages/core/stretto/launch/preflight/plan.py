@@ -88,8 +88,8 @@ class Outline:
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of a trajectory. With a workflow it is the whole context, since tokens are added between
-        turns."""
+        """Most tokens of a trajectory. With a workflow it is all that fits into context and KV cache, since tokens are
+        added between turns."""
         if self.recipe.workflow is None:
             return self.longest_prompt + self.sampling.max_tokens
         return longest_prompt_allowed(self.recipe, self.base) + self.sampling.max_tokens
@@ -114,7 +114,7 @@ _NO_DEMONSTRATIONS = Problem(
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) -> Plan:
     """Read and check everything that the recipe names. The mistakes of its parts, its model and its data are raised
-    together; what depends on several of them is checked only if they have none.
+    together; checks that depend on several of these follow only if there are none.
 
     Args:
         has_policy: version 0 of the policy exists, so no warm start and no demonstrations are needed.
@@ -177,8 +177,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
 
 
 def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str], WorkflowReady]:
-    """Check what the recipe names beside its model and its data, and collect the mistakes; returns warnings, and the
-    requirements of the workflow."""
+    """Check the parts that the recipe names beside model and data, and add their mistakes to `mistakes`; returns
+    warnings, and the requirements of the workflow."""
     told, needs = list[str](), WorkflowReady()
     with mistakes:
         told = try_parts(recipe, outlets=dry)
@@ -249,7 +249,7 @@ def schedule_notes(recipe: Recipe) -> Iterator[str]:
 
 
 def _reference(recipe: Recipe, tokenizer: Tokenizer) -> ModelFolder | None:
-    """Check the model of ``algorithm.reference.path``, if the recipe names one; returns its facts.
+    """Check the model of ``algorithm.reference.path`` and return its facts; None if the recipe names none.
 
     Raises:
         ModelFolderError, RecipeError: the trainer cannot hold it beside the policy.

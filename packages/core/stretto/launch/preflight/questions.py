@@ -21,8 +21,8 @@ from stretto.worlds.data.task import Question, Questions
 
 
 def repeated(questions: Questions) -> list[str]:
-    """Return warnings about questions that are both held out and trained on, that a later row repeats with another
-    answer, or that it repeats with the same answer. Generated questions are exempt."""
+    """Return warnings about questions that are both held out and trained on, and about questions that a later row
+    repeats, with another answer or with the same. Generated questions are exempt."""
     training, held_out = ([row for row in rows if row.place] for rows in (questions.training, questions.held_out))
     both = {row.place for row in training}  # one file may be given for both
     held_out = [row for row in held_out if row.place not in both]
@@ -137,7 +137,7 @@ def _key(question: Question) -> tuple[str, str]:
 
 
 def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the gold answers that cannot be read, with the reasons.
+    """Return the reason for each gold answer that cannot be read.
 
     Args:
         config: settings with a reward that reads gold answers: undecided means unreadable.
@@ -153,8 +153,8 @@ def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dic
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the gold answers that cannot be read, with the reasons. They are read in portions; the deadline of a
-    portion allows for its slowest gold answers."""
+    """Return the reason for each gold answer that cannot be read. They are read in portions; the deadline of a portion
+    allows for its slowest gold answers."""
     workers = max(config.workers, min(cores(), len(golds) // _PORTION))
     patient = {
         "max_consecutive_undecided": len(golds) + 1,
