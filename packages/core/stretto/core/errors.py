@@ -185,7 +185,7 @@ class RoleError(StrettoError):
 
 
 class RoleDied(RoleError):
-    """A process of the run ended without being asked to.
+    """A process of the run ended without being asked to, or could not be started.
 
     Example::
 

@@ -132,7 +132,6 @@ def _field(part: Part, parameter: inspect.Parameter) -> tuple[Any, Any]:
 
 
 def _names_around(part: Part) -> dict[str, Any]:
-    """Return the names defined in the module of a part, with their values."""
     inner = inspect.unwrap(part)
     module = sys.modules.get(getattr(inner, "__module__", None) or "")
     found: dict[str, Any] = getattr(inner, "__globals__", None) or (vars(module) if module is not None else {})

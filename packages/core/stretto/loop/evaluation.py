@@ -252,7 +252,6 @@ class Evaluator:
         return await gather_or_cancel(*(converse(id, prompt, number, seed) for number, (id, seed) in members))
 
     def _id(self, prompt: Prompt) -> str:
-        """Id of the prompt's request and group."""
         return f"{_PREFIX}{self.name}.{prompt.id}"
 
     def _request(self, prompt: Prompt) -> GenerateRequest:

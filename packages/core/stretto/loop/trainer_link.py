@@ -284,11 +284,8 @@ class TrainerLink:
 
     async def _replace(self, death: RoleDied) -> list[Update]:
         """Start a new trainer at the version of the dead one and publish that version again; returns the updates of the
-        steps that were trained again.
-
-        Raises:
-            RoleDied: the trainer died too often, or is not replaced (no `recovery`, or the run ends).
-        """
+        steps that were trained again. Raises RoleDied if it died too often, or is not replaced (no `recovery`, or the
+        run ends)."""
         return await self._supervisor.replace(death.how)
 
     async def _begin_anew(self) -> list[Update]:
@@ -321,12 +318,8 @@ class TrainerLink:
                     await self._replace(await self._death(how))
 
     async def _death(self, how: str) -> RoleDied:
-        """Return the error of a trainer that ended between two orders. Its last message names a rank that was lost; if
-        there is none, `how` (how the process ended) is the reason.
-
-        Raises:
-            RoleFailed: the last message says that the trainer cannot continue.
-        """
+        """Return the error of a trainer that ended between two orders. Its last message names a rank that was lost, or
+        else `how` is the reason. Raises RoleFailed if the message says that the trainer cannot continue."""
         reply = None
         if self._replies is not None:
             with contextlib.suppress(RoleError):  # no message
@@ -353,11 +346,8 @@ class TrainerLink:
         return reply
 
     def _failure(self, failed: Failed) -> RoleDied:
-        """Return the error for a trainer that ran out of memory for the first time at this version: it is replaced.
-
-        Raises:
-            RoleFailed: it ran out of memory at this version before, or failed for another reason.
-        """
+        """Return the error of a trainer that is replaced: it ran out of memory for the first time at this version.
+        Raises RoleFailed for any other failure."""
         if not failed.again:
             raise RoleFailed("trainer", failed.problem, failed.exit_code)
         if self._short_at == self._version:

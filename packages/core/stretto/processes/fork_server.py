@@ -186,12 +186,8 @@ class ForkServer:
                     return process
 
     async def _send(self, order: bytes, descriptors: Sequence[int]) -> None:
-        """Send an order; waits while the wire is full, as when many roles start at once.
-
-        Raises:
-            ConnectionError: the server has ended.
-            DeadlineExceeded: the server hangs.
-        """
+        """Send an order; waits while the wire is full, as when many roles start at once. Raises ConnectionError if the
+        server has ended, DeadlineExceeded if it hangs."""
         async with deadline("conductor", "the fork server to take an order", _START_SECONDS):
             while self._usable:
                 with contextlib.suppress(BlockingIOError):

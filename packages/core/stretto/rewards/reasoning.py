@@ -116,11 +116,8 @@ def _entry(asked: Gold) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=64)
 def _made(task: str, seed: int, size: int, parameters: str) -> Any:
-    """Make the dataset of a task; its questions are generated on access.
-
-    Raises:
-        Undecided: the package is missing, or refuses the parameters.
-    """
+    """Make the dataset of a task, whose questions are generated on access. Raises Undecided if the package is missing
+    or refuses the parameters."""
     try:
         package = importlib.import_module(_PACKAGE)
         return package.create_dataset(task, size=size, seed=seed, **json.loads(parameters))

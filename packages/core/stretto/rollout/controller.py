@@ -359,7 +359,6 @@ class Controller:
             self._prompts.give_back(ticket.draw)
 
     def _leave_buffer(self, groups: Sequence[Group]) -> list[Ticket]:
-        """Remove groups from the buffer; returns their tickets."""
         if not groups:
             return []
         ids = {group.id for group in groups}
@@ -400,5 +399,4 @@ class Controller:
 
 
 def _order_of_training(entry: tuple[Ticket, Group]) -> tuple[float, int]:
-    """Sort key: due version, then order of admission."""
     return entry[0].due, entry[0].order

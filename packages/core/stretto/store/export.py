@@ -181,12 +181,8 @@ def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
 
 @contextmanager
 def _questions(path: Path) -> Iterator[Callable[[str], ExportedQuestion | None]]:
-    """Yield a function that returns the question with an id, or None. The questions of ``questions.jsonl`` are held in
-    a temporary SQLite database on disk, which is removed at the end of the block: they may exceed memory.
-
-    Raises:
-        StoreError: a line of the file cannot be read.
-    """
+    """Yield a function that returns the question with an id, or None. The questions are held in a temporary SQLite
+    database on disk: they may exceed memory. Raises StoreError for a line that cannot be read."""
     with closing(sqlite3.connect("", isolation_level=None)) as table:
         table.execute("CREATE TABLE questions (id TEXT PRIMARY KEY, question BLOB) WITHOUT ROWID")
         table.execute("BEGIN")

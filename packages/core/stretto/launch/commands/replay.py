@@ -169,11 +169,7 @@ def _apart(ours: Path, theirs: Path) -> tuple[float, float] | None:
 
 
 def _refuse_edited(folder: RunFolder, recorded: Recipe) -> None:
-    """Check that ``recipe.toml`` of the run still equals the recipe in its ledger.
-
-    Raises:
-        RunFolderError: they differ; names each key.
-    """
+    """Raise RunFolderError, with each key, if ``recipe.toml`` of the run differs from the recipe in its ledger."""
     if edited := differences(recorded, load_recipe(folder.recipe)):
         remedy = "restore the run's own recipe, and change settings by --set"
         raise RunFolderError(Problem(f"{folder.recipe}: {key}", found, remedy) for key, found in edited)

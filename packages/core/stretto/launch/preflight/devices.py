@@ -134,11 +134,7 @@ def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
 
 
 def _alone(need: Need, there: Sequence[Gpu]) -> Seat:
-    """Assign a single need to the GPU with the most free memory.
-
-    Raises:
-        RecipeError: memory is far too small.
-    """
+    """Assign a single need to the GPU with the most free memory. Raises RecipeError if that is far too small."""
     seats = place(there, [need])
     if problems := [problem for problem, factor in _overfull(seats) if factor > _HOPELESS]:
         raise RecipeError(problems)

@@ -137,15 +137,8 @@ def _key(question: Question) -> tuple[str, str]:
 
 
 def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the reason for each gold answer that cannot be read.
-
-    Args:
-        config: settings with a reward that reads gold answers: undecided means unreadable.
-        seconds: deadline of one gold answer.
-
-    Raises:
-        RewardFunctionError: the workers do not start.
-    """
+    """Return the reason for each gold answer that cannot be read within `seconds`: its reward, which reads gold
+    answers, is undecided. Raises RewardFunctionError if the workers do not start."""
     try:
         return asyncio.run(_unreadable(config, golds, seconds)) if golds else {}
     except RoleError as error:

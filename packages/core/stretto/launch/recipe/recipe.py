@@ -93,7 +93,6 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def _kind_of_workflow(section: Any) -> str:
-    """Return the kind of a ``[workflow]`` section; default: "function"."""
     return section.get("kind", "function") if isinstance(section, dict) else getattr(section, "kind", "function")
 
 

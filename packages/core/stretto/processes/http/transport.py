@@ -128,11 +128,8 @@ def zero_copy(protocol: HttpToolsProtocol) -> ASGI3Application:
 
 
 async def _send_file(transport: asyncio.Transport, file: int, offset: int, count: int) -> None:
-    """Send `count` bytes of a file from `offset` on, after all bytes that were written to the transport before.
-
-    Raises:
-        OSError: the connection is broken, or the file is shorter.
-    """
+    """Send `count` bytes of a file from `offset` on, after all bytes that were written to the transport before. Raises
+    OSError if the connection is broken or the file is shorter."""
     if isinstance(transport, GatheringTransport):
         transport.flush()
     while transport.get_write_buffer_size() and not transport.is_closing():

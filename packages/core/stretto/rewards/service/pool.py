@@ -274,11 +274,8 @@ class RewardPool:
         slot.outstanding[self._requests] = chunk
 
     def _replied(self, slot: _Slot, reply: Verdicts) -> None:
-        """Store the verdicts of a reply in their calls, and send further chunks.
-
-        Raises:
-            WireError: the reply does not fit the oldest request, so user code has written it.
-        """
+        """Store the verdicts of a reply in their calls, and send further chunks. Raises WireError if the reply does not
+        fit the oldest request: user code has written it."""
         request, chunk = next(iter(slot.outstanding.items()), (None, None))
         if chunk is None or reply.request != request or len(reply.verdicts) != len(chunk.indices):
             raise WireError(f"{slot.name}: {len(reply.verdicts)} verdicts for request {reply.request}")
@@ -363,7 +360,6 @@ class _Slot:
 
     @property
     def is_judging(self) -> bool:
-        """Whether the worker was judging at the last poll."""
         return self.seen % 2 == 1
 
     def still_for(self, longest: float) -> float:

@@ -281,11 +281,7 @@ class WorkflowProcess:
         self.lost.set_result(how)
 
     def _take(self, message: FromWorker) -> None:
-        """Handle one message of the worker.
-
-        Raises:
-            WireError: a correct worker does not send such a message.
-        """
+        """Handle one message of the worker. Raises WireError for a message that a correct worker does not send."""
         if isinstance(message, WorkflowReady | WorkflowRefused):
             raise WireError(f"{self.name} said that it is ready a second time")
         member = self._members.get(message.run)
