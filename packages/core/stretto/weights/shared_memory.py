@@ -202,8 +202,7 @@ class SharedMemorySubscriber:
 
 
 def _plan(version: int, tensors: Mapping[str, Tensor]) -> WeightsManifest:
-    """The manifest for these tensors, with zeros for checksums. Raises ValueError for a dtype that cannot be published.
-    """
+    """Manifest for these tensors, with zeros for checksums. Raises ValueError for a dtype that cannot be published."""
     begin, offset = {}, 0
     for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
         begin[name], offset = offset, offset + tensors[name].numel() * tensors[name].element_size()
