@@ -265,7 +265,7 @@ class Run:
         self._raise_failure()
 
     def wait(self) -> Self:
-        """Wait until the run has ended, and raise its error as a loop over its steps does. Ctrl-C stops the run."""
+        """Wait until the run has ended. Raises its error as a loop over its steps does. Ctrl-C stops the run."""
         for _ in self:
             pass
         return self

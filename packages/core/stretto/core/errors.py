@@ -173,8 +173,7 @@ class WorkflowError(UserError):
 
 
 class RoleError(StrettoError):
-    """A process of the run failed, or a wait for one exceeded its deadline.
-
+    """A process of the run failed. The subclass `DeadlineExceeded` is a wait for one that ran past its deadline.
     Example::
 
         try:
@@ -185,8 +184,7 @@ class RoleError(StrettoError):
 
 
 class RoleDied(RoleError):
-    """A process of the run ended without being asked to, or could not be started.
-
+    """A process of the run ended without being asked to. Also raised if one cannot be started.
     Example::
 
         try:
@@ -336,8 +334,7 @@ class HandshakeBroken(HandshakeRefused):
 
 
 class StoreError(StrettoError):
-    """A run folder whose contents are damaged or contradictory, or cannot be written.
-
+    """A run folder whose contents are damaged or contradictory. Also raised if the contents cannot be written.
     Example::
 
         try:

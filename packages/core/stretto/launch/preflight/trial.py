@@ -269,7 +269,7 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
     warning, not an error.
 
     Args:
-        questions: of the training.
+        questions: the training questions.
         patience: seconds for all calls together, and most seconds of one call.
 
     Raises:
