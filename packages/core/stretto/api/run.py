@@ -38,8 +38,8 @@ _KILL_SECONDS = 30.0
 
 
 class TrainOrder(Record, frozen=True):
-    """Order to train. `recipe`: TOML text. `name`: name of the run, if `run_dir` is None. `resume`: continue the run in
-    `run_dir`."""
+    """Order to train. `recipe`: TOML text. `run_dir`: the run folder; None: a new folder ``runs/NAME-DATE``, with
+    `name`. `resume`: continue the run in `run_dir`."""
 
     recipe: str
     name: str
@@ -119,7 +119,7 @@ class RunProcess:
 
     def stop(self, patience: float) -> None:
         """Stop the process: request a stop; after `patience` seconds, or on Ctrl-C, request it again, for an immediate
-        stop; after `_KILL_SECONDS` more, kill it. The roles end with the process."""
+        stop; after `_KILL_SECONDS` more, kill it. The roles end with the process. Ctrl-C is raised at the end."""
         self._process.terminate()
         interrupt: KeyboardInterrupt | None = None
         try:
@@ -175,8 +175,8 @@ class Run:
     """
 
     def __init__(self, folder: RunFolder, process: RunProcess | None = None, patience: float = 0.0) -> None:
-        """`process`: writes the folder; None: the run was started elsewhere. `patience`: seconds that it may take to
-        stop."""
+        """`process`: writes the folder; None: the run was started elsewhere. `patience`: seconds that `stop` waits
+        before it requests an immediate stop."""
         self._folder = folder
         self._process = process
         self._patience = patience
@@ -246,7 +246,7 @@ class Run:
         part of the steps, use `metrics`, or a run from `open_run`, which iterating does not stop.
 
         Raises:
-            StrettoError: the run failed.
+            StrettoError, OSError: the run failed, and was started here; of another run read `state`.
         """
         lines, last = _MetricsReader(self._folder.metrics), 0
         try:
@@ -265,11 +265,7 @@ class Run:
         self._raise_failure()
 
     def wait(self) -> Self:
-        """Wait until the run has ended.
-
-        Raises:
-            StrettoError: the run failed.
-        """
+        """Wait until the run has ended. Raises its error as a loop over its steps does. Ctrl-C stops the run."""
         for _ in self:
             pass
         return self
@@ -303,7 +299,8 @@ class Run:
             self._has_ended(_POLL_SECONDS)
 
     def _has_ended(self, seconds: float) -> bool:
-        """Whether the run's process ends within `seconds`. If so, stores its error, if any, and closes it."""
+        """Whether the run's process ends within `seconds`, or has ended. Its error, if any, is kept for
+        `_raise_failure`. True for a run that was started elsewhere."""
         if self._process is None:
             return True
         if not self._process.heard(seconds):

@@ -96,7 +96,7 @@ class NextPrompt:
     Attributes:
         tokens: token ids of the whole prompt.
         cause: why a branch begins with this prompt; "": none begins.
-        history: the messages, with replies as they were sampled.
+        history: the messages of the request; earlier replies are replaced by their sampled form.
         behind: completed turn that the prompt continues; None: it continues none.
         match: how well the history of the request matched that of `behind`.
     """
@@ -117,7 +117,7 @@ class CompletedTurn:
     id: str
     history: History  # the last message is the reply
     tools: tuple[Tool, ...]
-    tokens: Tokens  # of the whole history, up to the last sampled one
+    tokens: Tokens  # token ids of the whole history, up to the last sampled token
     live: bool = True
 
 
@@ -141,7 +141,7 @@ class Bridge:
         self._started: dict[tuple[History, bytes], NextPrompt] = {}
 
     def next(self, history: History, tools: tuple[Tool, ...]) -> NextPrompt:
-        """Make the prompt for the reply to `history`, the messages of a request.
+        """Make the prompt for the reply to `history`, the messages of a request. Nothing is changed (see `begin`).
 
         Raises:
             DataError: the template refuses the messages, or the tokenizer does not know a character.
@@ -215,7 +215,7 @@ class Renderer:
         self._knows_tools = "tools" in template.chat_template
 
     def whole(self, history: Sequence[Message], tools: Sequence[Tool]) -> Tokens:
-        """Render and encode a whole conversation, up to the beginning of the next reply.
+        """Render and encode a whole conversation, with the tokens that open the next reply.
 
         Raises:
             DataError: the template refuses the messages, or the tokenizer does not know a character.
@@ -235,8 +235,8 @@ class Renderer:
             new: messages after the reply.
 
         Returns:
-            Tokens to append to `known`, up to the beginning of the next reply; None if it is not certain that the
-            template would continue the known tokens so.
+            Tokens to append to `known`, with those that open the next reply; None if the template might not continue
+            the known tokens in this way.
         """
         mark = f"(the known reply, {secrets.token_hex(8)})"  # random, so that no message has it
         marked = msgspec.structs.replace(reply, text=mark, reasoning="")

@@ -20,13 +20,13 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Path:
-    """Segments from a root to a leaf: one training sample.
+    """Segments from a root to the last sampled segment that the path trains: one training sample.
 
     Example: the second path of the drawing above: ``Path(behind_prompt=True, segments=(0, 1, 4, 5), trained=(5,))``
     """
 
     behind_prompt: bool  # whether it begins with the prompt; else with its first segment
-    segments: tuple[int, ...]  # indices, from the root to the leaf
+    segments: tuple[int, ...]  # indices, from the root on
     trained: tuple[int, ...]  # indices of the sampled segments that no earlier path trains
 
 
@@ -57,9 +57,9 @@ def way_to(segments: Sequence[Segment], place: int) -> tuple[bool, tuple[int, ..
 
 def paths(segments: Sequence[Segment]) -> list[Path]:
     """List the paths of a trajectory: one for each leaf, in order of the leaves. A leaf makes no path if earlier paths
-    have all sampled segments on the way to it.
+    train all sampled segments on the way to it. Given segments after the last trained one are left out.
 
-    A trajectory without branches has one path.
+    A trajectory without branches has one path; without sampled segments, none.
     """
     done, found = set[int](), list[Path]()
     for behind_prompt, places in _ways(segments):
@@ -107,8 +107,8 @@ class Forest:
         return sum((self.segments[at].token_ids for at in places), start=start)
 
     def find(self, tokens: Tokens) -> Attachment:
-        """Find the position of a turn's prompt: after the deepest finished segment whose path is a prefix of `tokens`.
-        Among equal segments the first is taken, so that turns share given segments."""
+        """Find the position of a turn's prompt `tokens`: after the deepest given or finished segment whose path is a
+        prefix of `tokens`. Among equal segments the first is taken. Without a match: PROMPT, or else NOTHING."""
         starts = [(NOTHING, 0)]
         if self.prompt and tokens[: len(self.prompt)] == self.prompt:
             starts.append((PROMPT, len(self.prompt)))

@@ -345,8 +345,8 @@ class MemoryRecord:
 
 
 def joined_pieces(pieces: Iterable[tuple[int, Segment]]) -> list[Segment]:
-    """Join the pieces of segments, given as (segment index, piece). Returns the whole segments in order of the
-    index."""
+    """Join the pieces of segments, given as (segment index, piece), first pieces in order of the index. Returns the
+    whole segments."""
     found: list[Segment] = []
     for node, piece in pieces:
         if node == len(found):

@@ -50,7 +50,8 @@ class Detokenizer(Protocol):
 
 
 class RunningText:
-    """Decodes one completion in pieces that never end inside a character. Joined, the pieces are the whole text.
+    """Decodes one completion in pieces that never end inside a character. Joined, they are the whole text, without
+    special tokens.
 
     Example, with a tokenizer of bytes::
 

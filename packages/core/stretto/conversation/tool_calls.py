@@ -144,8 +144,8 @@ def form_of(chat_template: str) -> CallForm:
 
 
 def split_reasoning(text: str, opens: str = "") -> tuple[str, str]:
-    """Split a message into (reasoning, rest). `opens`: mark of reasoning with which the prompt ends; then the text
-    begins inside the reasoning. If the reasoning has no end mark, all text is reasoning.
+    """Split a message into (reasoning, rest), without marks and the newlines beside them. `opens`: mark of reasoning
+    with which the prompt ends, if any. If reasoning has begun and has no end mark, all text is reasoning.
 
     >>> split_reasoning("<think>small</think>3"), split_reasoning("small", "<think>")
     (('small', '3'), ('small', ''))

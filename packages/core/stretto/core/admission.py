@@ -36,12 +36,12 @@ def admits(counted: int, version: int, batch_size: int, max_staleness: Staleness
 
 
 def due(admitted_version: int, max_staleness: Staleness) -> float:
-    """Last version at which a group admitted at `admitted_version` can be trained within the bound."""
+    """Last version at which a group admitted at `admitted_version` can be trained within the bound; inf without one."""
     return admitted_version + max_staleness
 
 
 class BoundChange(Record, frozen=True, array_like=True):
-    """A bound that the run has changed itself (set to "auto"); it applies to groups admitted afterwards.
+    """A change that the run made itself to a bound set to "auto"; it applies to groups admitted afterwards.
 
     Example: ``BoundChange(step=9, name="max_staleness", before=4, after=2, reason="mismatch 1.2 of its limit (...)")``
     """

@@ -140,12 +140,13 @@ class Challenge(Record, frozen=True):
     spare: float = 0.0
 
     def allowed(self, gap: float, compared: int) -> float:
-        """Tolerance for scores that are so far away, from an engine that compared so many tensors."""
+        """Tolerance (nats per token) for scores at the distance `gap`. `spare` is added if `gap` exceeds the tolerance
+        and the engine has compared every tensor with its digest (`compared`: the number of tensors)."""
         is_short = gap > self.tolerance and 0 < len(self.canary.digests) <= compared
         return self.tolerance + self.spare if is_short else self.tolerance
 
     def is_answered(self, scores: Scores) -> bool:
-        """Whether these scores prove that the engine computes with the canary's version."""
+        """Whether `scores` prove that the engine computes with the canary's version; False if any tensor differs."""
         gap = distance(self.canary, scores)
         return not scores.differing and gap <= self.allowed(gap, scores.compared)
 
@@ -259,7 +260,7 @@ class MakeTolerance(Record, frozen=True):
 
 
 class Proven(Record, frozen=True):
-    """Versions that an engine has proven, as (first, last) ranges."""
+    """Versions that an engine has proven, as (first, last) ranges, both included."""
 
     engine: str
     ranges: tuple[tuple[int, int], ...]
@@ -284,8 +285,8 @@ CANARY = "canary"
 
 
 def text(vocabulary: int, context: int, reserved: Collection[int], seed: int) -> tuple[int, ...]:
-    """The canary text of a run: random token ids drawn with the run's seed. `vocabulary`: number of token ids;
-    `context`: tokens that the model can read; `reserved`: token ids that are not drawn.
+    """The canary text of a run: `LENGTH` random token ids drawn with the run's seed; fewer if the model's `context` (in
+    tokens) is shorter. `vocabulary`: number of token ids; `reserved`: token ids that are not drawn.
 
     Random tokens make every part of the model matter: their log-probabilities are far from 0, since a trained model is
     never sure of them.

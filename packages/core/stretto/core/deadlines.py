@@ -33,7 +33,7 @@ _OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Wait, None]] = WeakKeyD
 @asynccontextmanager
 async def deadline(owner: str, awaited: str, seconds: float, detail: Callable[[], str] = str) -> AsyncIterator[None]:
     """Limit everything awaited inside the block to `seconds`. `owner` and `awaited` name in the error who waited for
-    what; the text returned by `detail` is appended to it.
+    what; the text returned by `detail`, called when the time is up, is appended to `awaited`.
 
     Raises:
         DeadlineExceeded: `seconds` have passed. A cancellation from outside passes through unchanged.
@@ -59,7 +59,7 @@ async def standstill(
     owner: str, awaited: str, seconds: float, progress: Callable[[], Awaitable[object]]
 ) -> AsyncIterator[None]:
     """Like `deadline`, but the time restarts whenever the value returned by `progress` changes. `progress` is called
-    six times per `seconds`; a returned None is ignored.
+    six times per `seconds`; a returned None is ignored. After an error in `progress` the time no longer restarts.
 
     Raises:
         DeadlineExceeded: no change for `seconds`.

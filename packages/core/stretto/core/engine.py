@@ -87,8 +87,8 @@ class Engine(Protocol):
         """
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Load a published version and answer the challenge made by `ask`; returns the version that samples the next
-        token. A version that is loaded and proven is not loaded again.
+        """Load a published version. With `ask`, which returns the challenge for a version, also score the canary. A
+        version that is loaded and proven is not loaded again.
 
         Raises:
             TornPublication: the publication is incomplete, or not of this model; the engine keeps its version.
@@ -96,8 +96,8 @@ class Engine(Protocol):
         """
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """New tokens of unfinished completions. `known`: by request, the number of tokens of each member that the
-        caller already has; other requests are left out."""
+        """New tokens of unfinished completions. `known`: by request id, the number of tokens of each member that the
+        caller already has. Requests that are not in `known` are left out."""
 
     async def abort(self, request_id: str) -> None:
         """Abort a request; its `generate` ends with EngineLost."""
@@ -110,10 +110,10 @@ class Engine(Protocol):
         """Version, queue length and counters."""
 
     async def moved(self) -> object:
-        """A value that changes as long as the transfer or load of a version makes progress; None if unknown."""
+        """A number or text that changes while the transfer or load of a version makes progress; None if unknown."""
 
     async def spans(self) -> list[Span]:
-        """The engine's spans since the last call."""
+        """Spans of the engine since the last call, which are then forgotten."""
 
     def break_off(self) -> None:
         """Close every connection at once; open calls end with EngineLost."""

@@ -173,8 +173,7 @@ class WorkflowError(UserError):
 
 
 class RoleError(StrettoError):
-    """A process of the run failed.
-
+    """A process of the run failed. The subclass `DeadlineExceeded` is a wait for one that ran past its deadline.
     Example::
 
         try:
@@ -185,8 +184,7 @@ class RoleError(StrettoError):
 
 
 class RoleDied(RoleError):
-    """A process of the run ended without being asked to.
-
+    """A process of the run ended without being asked to. Also raised if one cannot be started.
     Example::
 
         try:
@@ -215,7 +213,8 @@ class RoleFailed(RoleError):
 
 
 class UnprovenWeights(RoleFailed):
-    """An engine failed to prove a version after loading it twice (`core.canary`)."""
+    """An engine that has failed the proof of a version after loading it twice (`core.canary`), or whose sampled tokens
+    disagree with recomputed ones."""
 
 
 class CheckpointLost(RoleError):
@@ -293,7 +292,7 @@ class NothingMoves(RoleError):
 
 
 class WireError(StrettoError):
-    """An incomplete message or publication."""
+    """A message or publication that is incomplete, invalid, too large or refused, or a version that is not there."""
 
 
 class TornPublication(WireError):
@@ -335,8 +334,7 @@ class HandshakeBroken(HandshakeRefused):
 
 
 class StoreError(StrettoError):
-    """A run folder whose contents are damaged or contradictory.
-
+    """A run folder whose contents are damaged or contradictory. Also raised if the contents cannot be written.
     Example::
 
         try:

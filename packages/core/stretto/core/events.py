@@ -21,9 +21,9 @@ class Span(Record, frozen=True):
     Example: ``Span(role="engine-0", name="load", start=12.031, end=12.044, version=7)``
 
     Names in use: ``generate``, ``map``, ``load``, ``recompute``, ``prove`` (engines); ``pull`` (the mirror of a
-    machine); ``proximal``, ``update``, ``again`` (a step that an earlier trainer process has done), ``publish`` (a
-    version is copied), ``write`` (the copy is written, beside other work), ``checkpoint`` (trainer); ``score``
-    (rewards); ``evaluate`` (conductor). `bytes`: amount of data moved, 0 if not applicable.
+    machine); ``proximal``, ``update``, ``again`` (repeats a step of an earlier trainer process), ``publish`` (copies a
+    version), ``write`` (writes the copy to files, beside other work), ``checkpoint`` (trainer); ``score``
+    (rewards); ``evaluate`` (conductor). `bytes`: amount of data moved. Not applicable: `version` -1, `bytes` 0.
     """
 
     role: str

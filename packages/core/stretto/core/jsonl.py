@@ -56,8 +56,8 @@ class Mistakes:
         return True
 
     def done(self) -> None:
-        """Raise one error with all collected problems, without duplicates, if there are any. It has the class of the
-        first."""
+        """Raise one error with all collected problems, without duplicates, if there are any. Its class is that of the
+        first collected error."""
         if self.problems:
             raise self._first(dict.fromkeys(self.problems))
 
@@ -157,7 +157,7 @@ def nearest_file(path: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; one named ``.gz`` is unpacked.
+    """The text of a UTF-8 file. One compressed by gzip is unpacked; its name must end with ``.gz``.
 
     Raises:
         DataError: the file is missing, cannot be unpacked, or is not text.

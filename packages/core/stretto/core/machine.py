@@ -175,8 +175,8 @@ def cache_folder() -> Path:
 
 
 def use_interface_of(address: str) -> None:
-    """Make torch collectives of this process use the interface with this address, unless the environment names one.
-    gloo would otherwise use the address of the host name, which may be the loopback's."""
+    """Make torch collectives of this process use the interface with this address, by environment variables; those that
+    are set already stay. gloo would otherwise use the address of the host name, which may be the loopback's."""
     if (interface := interface_of(address)) is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -185,7 +185,7 @@ def use_interface_of(address: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address on this machine; None if unknown (secondary addresses are not found).
+    """The network interface of this machine with this IP address; None if unknown (secondary addresses are not found).
 
     Example: ``interface_of("127.0.0.2")  # "lo"``
     """

@@ -97,7 +97,7 @@ class Sampling(Record, frozen=True):
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens are excluded from sampling."""
+        """Whether `top_p`, `top_k` or `min_p` exclude tokens; False at temperature 0. A grammar does not count."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -210,7 +210,7 @@ class Segment(Record, frozen=True, array_like=True):
     @classmethod
     def whole(cls, pieces: Sequence[Segment]) -> Segment:
         """Join consecutive pieces of one completion (at least one), copying every token once. The stop reason is the
-        last piece's; parent, cause and reward are the first piece's."""
+        last piece's; parent, cause and reward are the first piece's; `interrupted` is the largest of all."""
         columns = packed.joined([(piece.columns, piece.length) for piece in pieces])
         stamps = packed.counts_joined([piece.stamps for piece in pieces])
         length = sum([piece.length for piece in pieces])
@@ -389,7 +389,7 @@ class Trajectory(Record, frozen=True):
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Stop reason of the last sampled segment; None if there is none."""
+        """Stop reason of the last segment that has one; None if none has."""
         if len(self.segments) == 1:
             return self.segments[0].stop_reason
         return next((segment.stop_reason for segment in reversed(self.segments) if segment.stop_reason), None)

@@ -90,7 +90,7 @@ class NamedTasks:
         self._changed.set()
 
     def drop(self, name: str) -> None:
-        """Stop watching a task and cancel it, unless it is the caller."""
+        """Stop watching a task, and cancel it unless it is the calling task itself. Unknown names are ignored."""
         task = self._tasks.pop(name, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()

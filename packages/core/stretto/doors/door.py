@@ -69,8 +69,8 @@ def fact(part: Part, name: str, default: Any) -> Any:
 
 
 class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
-    """Base class of recipe sections that name a part: `kind` is its name, and its numbers are further fields. For each
-    part, the door makes a subclass from the part's signature; it sets `part` and `place`, the key in the recipe."""
+    """Base class of recipe sections that name a part: `kind` is the part's name, its numbers are further fields. For
+    each part, the door makes a subclass from the part's signature, and sets `part` and `place` (the recipe key)."""
 
     kind: str
     part: ClassVar[Part]
@@ -99,8 +99,8 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
         return {name: _field(part, parameter) for name, parameter in parameters.items()}
 
     def bound(self, part: Part) -> Part:
-        """Return `part` with the numbers of this section bound as keyword arguments. If it is user-defined, its
-        exceptions become a RecipeError that names the part and the line."""
+        """Return `part` with the numbers of this section bound as keyword arguments. A user-defined part is `guarded`
+        too."""
         numbers = {name: getattr(self, name) for name in _by_name(part)}
         return partial(guarded(self.place, self.kind, part) if is_own(self.kind) else part, **numbers)
 
@@ -136,7 +136,6 @@ def _field(part: Part, parameter: inspect.Parameter) -> tuple[Any, Any]:
 
 
 def _names_around(part: Part) -> dict[str, Any]:
-    """Return the names defined in the module of a part, with their values."""
     inner = inspect.unwrap(part)
     module = sys.modules.get(getattr(inner, "__module__", None) or "")
     found: dict[str, Any] = getattr(inner, "__globals__", None) or (vars(module) if module is not None else {})
@@ -144,8 +143,8 @@ def _names_around(part: Part) -> dict[str, Any]:
 
 
 def guarded(place: str, name: str, part: Part) -> Part:
-    """Wrap a user-defined part. The returned function calls it; an exception becomes a RecipeError at `place` (a recipe
-    key) that names the part and the line."""
+    """Return a function that calls a user-defined part. An exception of the part becomes a RecipeError at `place` (a
+    recipe key) that names the part and the line; a StrettoError passes unchanged."""
 
     @wraps(part, updated=())
     def call(*arguments: Any, **numbers: Any) -> Any:
@@ -187,7 +186,8 @@ class Door(Generic[Kind]):
     several: bool = False
 
     def __call__(self, kind: str, **numbers: object) -> Kind:
-        """Make the section of a part from its name and numbers, as ``LOSSES("ppo", clip_low=0.1)``."""
+        """Make the section of a part from its name and numbers, as ``LOSSES("ppo", clip_low=0.1)``. Raises as `model`,
+        and pydantic's ValidationError for wrong numbers."""
         return self.model(kind)(kind=kind, **numbers)
 
     def load(self, name: str) -> Part:
@@ -222,7 +222,8 @@ class Door(Generic[Kind]):
         return [self.model(kind) for kind in self.built_in]
 
     def bound(self, value: str | Section) -> Part:
-        """Return the part that a key's value names, with its numbers bound as keyword arguments."""
+        """Return the part that a key's value names, with its numbers bound as keyword arguments. Raises as `model`,
+        also for a value of `words`, which names no part."""
         section = value if isinstance(value, Section) else self(value)
         return section.bound(section.part)
 

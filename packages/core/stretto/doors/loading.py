@@ -129,7 +129,7 @@ def with_colon(name: object) -> str:
 
 
 def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> object:
-    """Load the part called `name`.
+    """Load the part called `name`. The working directory is added to `sys.path` if it is missing.
 
     Args:
         place: recipe key, for messages.
@@ -183,8 +183,8 @@ def _way_out(module: str, error: BaseException) -> str:
 
 
 def where_raised(error: BaseException, file: str = "") -> str:
-    """Return ``file:line`` of the innermost frame in the error's traceback; if `file` is given and has frames, of the
-    innermost one in it."""
+    """Return ``file:line`` of the innermost frame in the error's traceback, or of the innermost one in `file` if it has
+    any; "" without frames. Frames of the import system do not count."""
     frames = traceback.extract_tb(error.__traceback__)
     inner = [one for one in frames if not one.filename.startswith("<frozen") and one.filename not in _IMPORTERS]
     found = [one for one in inner if one.filename == file] or inner

@@ -77,7 +77,7 @@ class Checkpointing:
 
     async def save_checkpoint(self) -> None:
         """Save a checkpoint of the newest step and wait until it is on disk. Does nothing if this step has one. If the
-        trainer dies meanwhile, the checkpoint is tried again."""
+        trainer dies meanwhile, saves it again; raises CheckpointLost after `deadlines.trainer_restarts` tries."""
         while True:
             await self._begin_checkpoint()
             await self.end()
@@ -85,7 +85,7 @@ class Checkpointing:
                 return
 
     async def end(self) -> None:
-        """Wait until the checkpoint in progress, if any, is on disk; its writing has a deadline."""
+        """Wait until the checkpoint in progress, if any, is on disk; raises its error. Its writing has a deadline."""
         if self._saving is not None:
             await self._saving
 
@@ -96,7 +96,7 @@ class Checkpointing:
 
     async def _begin_checkpoint(self) -> None:
         """Start a checkpoint of the newest step, after the one in progress; returns when the trainer has copied its
-        state."""
+        state. Does nothing if a checkpoint of this step was started before."""
         await self.end()
         step = self._controller.published
         if step == self._started_step:

@@ -104,15 +104,16 @@ class BestPolicy:
 
     def hold(self, step: int) -> None:
         """Keep a copy of the policy of `step` in ``policy/candidate`` while its evaluation runs: the policy's own
-        folder may be removed meanwhile."""
+        folder may be removed meanwhile. Does nothing without `keeps`, or if the policy is not saved."""
         if self.keeps and (source := self._folder.policy(step)).is_dir():
             self._drop(_CANDIDATE)
             shutil.copytree(source, self._folder.policies / _CANDIDATE, copy_function=_linked)
             self._held = step
 
     def measured(self, step: int, evaluation: Evaluation) -> None:
-        """Count the evaluation that began at `step`. If it is the best so far, write ``best.json`` and move the policy
-        kept by `hold` to ``policy/best``; otherwise delete that copy. Log once when `enough` becomes true."""
+        """Count the evaluation that began at `step`. If it is the best so far by more than `least_gain`, write
+        ``best.json`` and move the policy kept by `hold` to ``policy/best``; otherwise delete that copy. Log once when
+        `enough` becomes true."""
         before = self.enough
         better = self._follow(step, evaluation.version, evaluation.accuracy)
         if self.enough and not before:  # said once
@@ -129,7 +130,7 @@ class BestPolicy:
         self._folder.write(_RECORD, msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
 
     def _follow(self, step: int, version: int, accuracy: float) -> bool:
-        """Count this evaluation; True if it is the best so far."""
+        """Count this evaluation; True if it is better than the best so far by more than `least_gain`, or the first."""
         better = self._best is None or accuracy > self._best.accuracy + self._least_gain
         self._since = 0 if better else self._since + 1
         if self._reached < self._goal_holds:  # a goal that was reached stays reached
@@ -251,7 +252,6 @@ class Evaluator:
         return await gather_or_cancel(*(converse(id, prompt, number, seed) for number, (id, seed) in members))
 
     def _id(self, prompt: Prompt) -> str:
-        """Id of the prompt's request and group."""
         return f"{_PREFIX}{self.name}.{prompt.id}"
 
     def _request(self, prompt: Prompt) -> GenerateRequest:
@@ -280,7 +280,7 @@ class PeriodicEvaluation:
     """Evaluates one set of questions while training goes on, one evaluation at a time.
 
     An evaluation is due every `every` steps (0: never), and at the first step after `minutes` minutes since the last
-    one (0: never). `evaluate` computes the result; `best`, if given, gets it too.
+    one began (0: never). `evaluate` computes the result; `best`, if given, gets it too.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class PeriodicEvaluation:
             self._running.result()
 
     async def end(self) -> None:
-        """Wait for the running evaluation; each of its waits has a deadline."""
+        """Wait for the running evaluation, if any; raises its error. Each of its waits has a deadline."""
         if self._running is not None:
             await self._running
 
@@ -379,7 +379,7 @@ class Evaluations:
             one.check()
 
     async def end(self) -> None:
-        """Wait for the running evaluations."""
+        """Wait for the running evaluations; raises the first error."""
         for one in self._all:
             await one.end()
 

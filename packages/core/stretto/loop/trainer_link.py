@@ -256,7 +256,7 @@ class TrainerLink:
             raise CheckpointLost(folder.name, str(death)) from None
 
     async def save_policy(self, folder: Path) -> None:
-        """Write the policy to `folder` as a Hugging Face model."""
+        """Write the policy to `folder` as a Hugging Face model; returns when it is written. Raises as `train`."""
         async with self._order():
             order, awaited = SavePolicy(folder=str(folder)), f"to write policy {folder.name}"
             saved = await self._until_done(order, PolicySaved, awaited, self._deadlines.save)
@@ -284,15 +284,12 @@ class TrainerLink:
 
     async def _replace(self, death: RoleDied) -> list[Update]:
         """Start a new trainer at the version of the dead one and publish that version again; returns the updates of the
-        steps that were trained again.
-
-        Raises:
-            RoleDied: the trainer died too often, or is not replaced (no `recovery`, or the run ends).
-        """
+        steps that were trained again. Raises RoleDied if it died too often, or is not replaced (no `recovery`, or the
+        run ends)."""
         return await self._supervisor.replace(death.how)
 
     async def _begin_anew(self) -> list[Update]:
-        """End what is left of the previous process, then `_begin` with a new one."""
+        """End the previous process, if it still runs, and `_begin` with a new one."""
         self._channel.close()
         await self.process.stop(0.0)
         self._new_process()
@@ -321,12 +318,8 @@ class TrainerLink:
                     await self._replace(await self._death(how))
 
     async def _death(self, how: str) -> RoleDied:
-        """Return the error of a trainer that ended between two orders. Its last message names a rank that was lost; if
-        there is none, `how` (how the process ended) is the reason.
-
-        Raises:
-            RoleFailed: the last message says that the trainer cannot continue.
-        """
+        """Return the error of a trainer that ended between two orders. Its last message names a rank that was lost, or
+        else `how` is the reason. Raises RoleFailed if the message says that the trainer cannot continue."""
         reply = None
         if self._replies is not None:
             with contextlib.suppress(RoleError):  # no message
@@ -353,11 +346,8 @@ class TrainerLink:
         return reply
 
     def _failure(self, failed: Failed) -> RoleDied:
-        """Return the error for a trainer that ran out of memory for the first time at this version: it is replaced.
-
-        Raises:
-            RoleFailed: it ran out of memory at this version before, or failed for another reason.
-        """
+        """Return the error of a trainer that is replaced: it ran out of memory for the first time at this version.
+        Raises RoleFailed for any other failure."""
         if not failed.again:
             raise RoleFailed("trainer", failed.problem, failed.exit_code)
         if self._short_at == self._version:
@@ -382,7 +372,7 @@ class TrainerLink:
         return self._orders_done, int(self.process.cpu_seconds()) if self.process.running else 0
 
     def drain_spans(self) -> list[Span]:
-        """The spans since the last call."""
+        """Return the trainer's spans since the last call, and forget them."""
         spans, self._spans = self._spans, []
         return spans
 

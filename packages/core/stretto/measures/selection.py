@@ -91,7 +91,7 @@ SELECTION = "selection"  #: name of the ledger's fact with the `SelectionBias`
 
 def compare(lost: Sequence[float], others: Sequence[float], factor: int) -> Bias:
     """Compare the values of lost and of other groups by the two-sided Mann-Whitney test; p is multiplied by `factor`.
-    With too few values the result is no bias.
+    With fewer than 8 values on one side, or with equal values only, the result is ``Bias()``.
 
     >>> compare([9.0] * 10, [1.0] * 30, factor=1).statistic
     1.0
@@ -193,7 +193,7 @@ class SelectionWatch:
         self._told: set[str] = set()
 
     def ask(self, sampled: Callable[[str], int]) -> None:
-        """Set `sampled`: returns the number of tokens sampled so far for a group in flight, by its id; 0: not known."""
+        """Set the function that returns the number of tokens sampled so far for a group in flight; 0 if unknown."""
         self._sampled = sampled
 
     @property

@@ -69,7 +69,7 @@ _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack
 
 
 def accelerated() -> bool:
-    """Whether this machine has an accelerator."""
+    """Whether this machine has a GPU of NVIDIA or AMD, by its device file."""
     return any(path.exists() for path in _ACCELERATORS)
 
 
@@ -186,12 +186,8 @@ class ForkServer:
                     return process
 
     async def _send(self, order: bytes, descriptors: Sequence[int]) -> None:
-        """Send an order; waits while the wire is full, as when many roles start at once.
-
-        Raises:
-            ConnectionError: the server has ended.
-            DeadlineExceeded: the server hangs.
-        """
+        """Send an order; waits while the wire is full, as when many roles start at once. Raises ConnectionError if the
+        server has ended, DeadlineExceeded if it hangs."""
         async with deadline("conductor", "the fork server to take an order", _START_SECONDS):
             while self._usable:
                 with contextlib.suppress(BlockingIOError):
@@ -232,7 +228,7 @@ class ForkServer:
             self.close()
 
     def close(self) -> None:
-        """End the server; the kernel ends its children."""
+        """Kill the server; the kernel kills its children with it."""
         self._usable = False
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel

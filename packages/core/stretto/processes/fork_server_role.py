@@ -163,8 +163,8 @@ def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> NoReturn
 
 
 def leave_after(part: Callable[[], int]) -> NoReturn:
-    """Run `part` in a forked process, then end the process with the returned exit code. An exception is printed and
-    gives exit code 1; it does not reach the caller, whose frames are copies of the parent's."""
+    """Run `part` in a forked process, then end the process with the returned exit code, or that of a SystemExit. Any
+    other exception is printed and gives 1. None reaches the caller, whose frames are copies of the parent's."""
     try:
         code = part()
     except SystemExit as end:
@@ -188,7 +188,7 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
-    """Context manager: a spawner for the roles of one command. On leaving it ends all processes that it has started.
+    """Context manager: a spawner for the roles of one command. On leaving, all processes that it has forked are ended.
 
     It imports the modules of all roles, and `modules`, into this process, and forks the fork server from it. Enter it
     before the command starts threads or opens files of its own. A process with threads cannot be forked safely: it

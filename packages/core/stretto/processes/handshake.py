@@ -130,8 +130,6 @@ def _mac(key: str, side: str, *said: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class _Line:
-    """Messages of a handshake over a byte stream."""
-
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     peer: str
@@ -141,12 +139,8 @@ class _Line:
         await self.writer.drain()
 
     async def receive(self, kind: type[_Kind]) -> _Kind:
-        """Receive the next message, which must be of this kind.
-
-        Raises:
-            HandshakeRefused: it is a refusal, or of another kind.
-            WireError: it is too long.
-        """
+        """Receive the next message. Raises HandshakeRefused if it is a refusal or not of this kind, WireError if it is
+        too long."""
         (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
         if length > _LARGEST:
             raise WireError(f"a message of {length:,} bytes; at most {_LARGEST:,} are allowed")

@@ -22,7 +22,8 @@ HEARTBEAT_SECONDS = 1.0
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the process `parent` ends, even if this one hangs at that moment."""
+    """Ask the kernel for SIGKILL when the parent process ends, even if this one hangs at that moment. Exits at once,
+    with code 0, if `parent` is not the parent (any more)."""
     signal_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the request took effect
         sys.exit(0)
@@ -52,8 +53,8 @@ def survive_a_full_disk() -> None:
 
 
 def bound_memory(limit: int) -> None:
-    """Limit this process to `limit` bytes of data. Address space is not limited, since torch and CUDA reserve far more
-    than they use."""
+    """Limit this process, and those that it starts, to `limit` bytes of data each, for good. Address space is not
+    limited, since torch and CUDA reserve far more than they use."""
     _, highest = resource.getrlimit(resource.RLIMIT_DATA)
     limit = limit if highest == resource.RLIM_INFINITY else min(limit, highest)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -225,7 +225,7 @@ class ReplaceableProcess(Protocol):
 
     @property
     def clock_offset(self) -> float:
-        """Seconds by which the clock of its machine differs from ours."""
+        """Seconds to add to times of its machine's clock to get times of ours."""
 
     @property
     def running(self) -> bool: ...

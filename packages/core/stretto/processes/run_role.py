@@ -37,8 +37,8 @@ def _failed(problem: str, exit_code: int, tell: Callable[[Failed], None], *, aga
 
 
 def users_mistake(death: RoleDied) -> RoleFailed | None:
-    """Error of a role that ended with the exit code of a user's mistake, as the end of its log tells it after
-    ``ROLE: ``; None for any other end, and if the log has no such line."""
+    """Convert the end of a role with the exit code of a UserError to a RoleFailed. Its message is the text after
+    ``ROLE: `` at the end of the role's log. None for another end, or if the log has no such line."""
     if death.how != describe_exit(UserError.exit_code):
         return None
     try:

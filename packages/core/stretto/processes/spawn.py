@@ -112,8 +112,8 @@ def describe_exit(code: int) -> str:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Environment variables of a role. The thread count is set before torch is imported; idle threads sleep instead of
-    spinning, since other roles need the cores. The run's token is not included."""
+    """Environment variables of a role: those of this process without the run's token, and `settings`. The thread count
+    is set before torch is imported; idle threads sleep instead of spinning, since other roles need the cores."""
     inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
     memory = ":".join((_LARGE_PAGES, *(f"glibc.malloc.{name}={value}" for name, value in _MEMORY.items())))
     return {_TUNABLES: memory} | inherited | settings(threads)
@@ -140,7 +140,8 @@ def settings(threads: int) -> dict[str, str]:
 
 
 def cut_log(log: Path) -> None:
-    """Truncate the log of a role with user code, and note it there, so that endless prints cannot fill the disk."""
+    """Truncate a log of more than 8 MiB to its first 4 MiB and a note. For roles with user code, whose endless prints
+    could fill the disk."""
     with contextlib.suppress(OSError):  # an unwritable log is reported at the start of a role
         if log.stat().st_size > _MOST_LOG_BYTES:
             os.truncate(log, _MOST_LOG_BYTES // 2)

@@ -97,8 +97,8 @@ class Supervisor(Generic[T]):
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """Args:
-        start: starts a new process and returns when it serves. It raises RoleDied if the process ended instead, and
-            leaves none behind; any other error ends the supervision.
+        start: starts a new process and returns when it serves. It raises RoleDied if the process ended instead, which
+            counts as a death, and leaves no process behind; any other error is raised by this class's methods.
         say: gets one sentence for each replacement.
         log: path of the role's log, for the error.
         wanted: asked before each further start; False: the role's end is raised instead.
@@ -144,7 +144,7 @@ class Supervisor(Generic[T]):
         role runs as long as the run.
 
         Raises:
-            RoleDied: it has died too often.
+            RoleDied: it has died too often, or is no longer wanted.
         """
         while True:
             await self.replace(await ended())

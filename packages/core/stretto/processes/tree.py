@@ -37,7 +37,7 @@ def own_resident_bytes(pid: int | None = None) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the children that have not been waited for."""
+    """Process ids of the children that have not been waited for; none if `pid` itself has ended."""
     found = list[int]()
     with contextlib.suppress(OSError):  # it has ended meanwhile
         for task in Path(f"/proc/{pid}/task").glob("*/children"):

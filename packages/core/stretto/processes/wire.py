@@ -62,7 +62,8 @@ class Wire(Generic[Received]):
         self._heard = self._piecemeal = False
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message without waiting. The connection is closed if the peer has stopped reading."""
+        """Send a message without waiting; it is dropped if the connection is closed. The connection is closed, and
+        unsent data are lost, if more than 8 MiB wait to be read by the peer."""
         assert not self._piecemeal, "a frame is under way"
         if not self._writer.is_closing():
             self._writer.write(frame(message))

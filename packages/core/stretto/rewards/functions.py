@@ -31,8 +31,8 @@ RewardFunction = Callable[[str, str, str], float | bool]
 
 
 def final_answer(prompt: str, completion: str, answer: str) -> bool:
-    """Whether the text after the last ``=`` is the gold answer; thoughts are removed first. Integers are compared as
-    numbers, anything else as text.
+    """Whether the text after the last ``=`` (all text without one) is the gold answer; thoughts are removed first.
+    Integers are compared as numbers, anything else as text.
 
     >>> final_answer("3+8+5=", "3+8=11;11+5=16", "16"), final_answer("3+8+5=", "3+8=11;11+5=16=", "16")
     (True, False)

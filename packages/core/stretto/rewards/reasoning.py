@@ -75,7 +75,8 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
     """Check a gold answer: generates its question again and measures the task's floor. Returns True.
 
     Raises:
-        Undecided: the question is not the same, or the floor is too high; the reason says which.
+        Undecided: the answer is from no reasoning-gym source, the question made again is not the same, or the floor is
+            too high; the reason says which.
     """
     asked = Gold.of(answer)
     _entry(asked)
@@ -115,11 +116,8 @@ def _entry(asked: Gold) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=64)
 def _made(task: str, seed: int, size: int, parameters: str) -> Any:
-    """Make the dataset of a task; its questions are generated on access.
-
-    Raises:
-        Undecided: the package is missing, or refuses the parameters.
-    """
+    """Make the dataset of a task, whose questions are generated on access. Raises Undecided if the package is missing
+    or refuses the parameters."""
     try:
         package = importlib.import_module(_PACKAGE)
         return package.create_dataset(task, size=size, seed=seed, **json.loads(parameters))

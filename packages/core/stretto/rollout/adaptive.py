@@ -84,7 +84,8 @@ class AdaptiveBound(Record, frozen=True):
 
 
 def mismatch(metrics: Mapping[str, float | None]) -> tuple[float, str] | None:
-    """The largest of the metrics relative to their limits, with the metric's name and value; None if none was measured.
+    """The largest of the metrics relative to their limits (0 to 2; 1 is at the limit), and the metric's name and value
+    as text; None if no metric of `LIMITS` was measured.
 
     >>> mismatch({"kl_behavior": 0.025, "effective_samples": 0.95})
     (0.5, 'kl_behavior 0.025')
@@ -186,7 +187,8 @@ def measured(state: AdaptiveInFlight, now: Pressure, ended: int) -> AdaptiveInFl
 
 
 def decided(state: AdaptiveInFlight, engines: int, short: bool, lowest: int, most: int) -> AdaptiveInFlight:
-    """The state with the next limit and an empty window; unchanged while fewer groups have ended than the limit.
+    """The state with the next limit and an empty window; unchanged while fewer groups than the limit have ended in the
+    window, or without a reading.
 
     `engines`: number of engines that take groups. `short`: whether this limit alone holds admission back. `lowest`,
     `most`: smallest and largest number to choose.

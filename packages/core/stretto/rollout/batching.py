@@ -78,7 +78,8 @@ def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
 
 
 def mask_what_is_stale(facts: QueueState) -> BatchChoice:
-    """Take the first B finished groups; tokens older than the bound of their group are masked out of the loss."""
+    """Take the first B finished groups, none if there are fewer; tokens older than the bound of their group are masked
+    out of the loss."""
     groups = train_whatever_is_finished(facts).groups
     oldest = {group.id: int(max(0, facts.version - group.max_staleness)) for group in groups}
     least = min(oldest.values(), default=0)

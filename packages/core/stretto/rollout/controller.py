@@ -52,6 +52,8 @@ class ControllerState(Record, frozen=True):
 class Ticket(Record, frozen=True):
     """A group in flight: its prompt, version and bound at its admission, and a random seed for each member.
 
+    `order`: running number of the admissions of this process.
+
     Example::
 
         ticket = stretto.Scheduler([(2, 3)], batch_size=1, group_size=2).admit()
@@ -240,8 +242,8 @@ class Controller:
         return ticket
 
     def finish(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group | None:
-        """Buffer a judged group, filter it, or fail it if too few completions are decided. The journal records each
-        trajectory's new state.
+        """Buffer a judged group, filter it, or fail it if too few completions are decided; undecided ones always fail.
+        The prompt of a failed group is tried again. The journal records each trajectory's new state.
 
         Results of a group that is not in flight (duplicate or late) are refused and counted in `refused`.
 
@@ -319,7 +321,8 @@ class Controller:
 
     def take(self) -> Batch | None:
         """Take the next batch, to be trained at `published`, from the buffer and commit it to the journal; None if it
-        must wait. Under ``beyond_bound = "expire"`` finished groups with stale tokens expire first."""
+        must wait. Under ``beyond_bound = "expire"`` finished groups with stale tokens expire first. Raises
+        BoundViolated if a chosen group breaks its bound (a bug)."""
         choice = choose(self.config.beyond_bound, self._facts(self.published))
         self._expire_finished(choice.expired)
         if not choice.groups:
@@ -356,7 +359,6 @@ class Controller:
             self._prompts.give_back(ticket.draw)
 
     def _leave_buffer(self, groups: Sequence[Group]) -> list[Ticket]:
-        """Remove groups from the buffer; returns their tickets."""
         if not groups:
             return []
         ids = {group.id for group in groups}
@@ -397,5 +399,4 @@ class Controller:
 
 
 def _order_of_training(entry: tuple[Ticket, Group]) -> tuple[float, int]:
-    """Sort key: due version, then order of admission."""
     return entry[0].due, entry[0].order

@@ -11,7 +11,7 @@ _COUNTED = 64  # window of trajectories for `max_failed`
 
 
 class RecentFailures:
-    """Ends a run when more than the share `max_failed` of its last 64 trajectories is undecided.
+    """Ends a run when more than the share `max_failed` of its last 64 trajectories is undecided, once 64 have ended.
 
     Example: with ``max_failed=0.5`` the 33rd failure among 64 ends the run.
     """

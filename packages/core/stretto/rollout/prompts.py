@@ -18,8 +18,8 @@ from stretto.core.records import Prompt, Record, derive_seed
 
 
 class PromptSource(Record, frozen=True):
-    """A dataset: a run of consecutive prompts. `prompts`: their number. `weight`: relative share of an epoch; if it is
-    None for any source, every source gives all its prompts."""
+    """A dataset: a range of consecutive prompts. `prompts`: their number. `weight`: relative share of an epoch; if any
+    source has None, every source gives all its prompts."""
 
     name: str
     prompts: int

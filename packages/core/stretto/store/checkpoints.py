@@ -103,7 +103,8 @@ class Checkpoints:
         return self._folder / f"step-{step:06d}"
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Save the checkpoint of `step` and remove the oldest ones beyond `keep`; returns its folder.
+        """Save the checkpoint of `step`, replacing an earlier one, and remove the oldest beyond `keep`; returns its
+        folder.
 
         `write` is called with an empty folder and writes its files there. Then the folder gets its manifest, is synced
         to disk, and is renamed to its final name. After an error nothing has changed.
@@ -164,8 +165,8 @@ class Checkpoints:
         return None
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints after `step` to ``broken-step-...``, or remove them where folders cannot be renamed.
-        The run is resumed from `step`, since they are broken."""
+        """Rename all checkpoints after `step` to ``broken-step-...``, or remove them where folders cannot be renamed.
+        For a run that is resumed from `step` because they are broken; they are not checked here."""
         for later in (number for number in self.steps() if number > step):
             path = self.path(later)
             aside = self._folder / f"broken-{path.name}"
@@ -178,11 +179,11 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def continue_at(self, version: int) -> None:
-        """Prepare to save this version, which would be pruned beside newer ones: broken newer ones are renamed. The
-        caller holds the lock of the folder.
+        """Prepare to save checkpoints from `version` on: newer checkpoints, which must be broken, are renamed
+        (`set_aside_after`). Beside them a new one would be pruned as the oldest. The caller holds the lock.
 
         Raises:
-            RunFolderError: a newer version is complete.
+            RunFolderError: a newer checkpoint is complete; nothing is renamed.
         """
         self.take_back(locked=True)
         for newer in (step for step in reversed(self.steps()) if step > version):
@@ -195,11 +196,8 @@ class Checkpoints:
         self.set_aside_after(version)
 
     def take_back(self, *, locked: bool) -> None:
-        """Give checkpoints their names back that a killed process has moved aside for a successor that it did not
-        finish. Changes nothing while another process may be saving.
-
-        `locked`: whether the caller holds the lock of the folder.
-        """
+        """Restore the names of checkpoints that a killed process had moved aside for a successor and not replaced.
+        Changes nothing while another process may be saving. `locked`: whether the caller holds the lock."""
         if locked:
             sweep([self._folder])
         elif any(self._folder.glob(".step-*.old")) and not lock.is_held(self._folder.parent):

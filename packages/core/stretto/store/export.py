@@ -140,7 +140,7 @@ def format_of(file: str | Path) -> str:
 def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
     """Read all trajectories of the run in the folder `path`, one at a time, in the order of their issue.
 
-    Raises:
+    Raises (from the first ``next``, not from the call):
         RunFolderError: the folder holds no run.
         StoreError: the ledger cannot be read, or is damaged.
     """
@@ -169,7 +169,8 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
 
 
 def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
-    """Write all trajectories of a run to the open file `output`; returns their number. `format`: one of `FORMATS`."""
+    """Write all trajectories of a run to the open file `output`; returns their number. `format`: one of `FORMATS`.
+    Raises as `export_run`."""
     count = 0
     with closing(FORMATS[format](output, ExportedTrajectory)) as writer:
         for trajectory in read_trajectories(path):
@@ -180,12 +181,8 @@ def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
 
 @contextmanager
 def _questions(path: Path) -> Iterator[Callable[[str], ExportedQuestion | None]]:
-    """Yield a function that returns the question with an id, or None. The questions of ``questions.jsonl`` are held in
-    a temporary SQLite database on disk, which is removed at the end of the block: they may exceed memory.
-
-    Raises:
-        StoreError: a line of the file cannot be read.
-    """
+    """Yield a function that returns the question with an id, or None. The questions are held in a temporary SQLite
+    database on disk: they may exceed memory. Raises StoreError for a line that cannot be read."""
     with closing(sqlite3.connect("", isolation_level=None)) as table:
         table.execute("CREATE TABLE questions (id TEXT PRIMARY KEY, question BLOB) WITHOUT ROWID")
         table.execute("BEGIN")

@@ -53,8 +53,7 @@ class Csv:
 
 
 def cell(value: object) -> str:
-    """Format a value as a cell of CSV.
-
+    """Format a value as a cell of CSV; None and NaN become an empty cell.
     A text that a spreadsheet could take for a formula, or that begins with an apostrophe, gets an apostrophe in front;
     a reader removes the first apostrophe to recover the text. NUL, at which many programs stop reading, becomes the
     character ``␀``.

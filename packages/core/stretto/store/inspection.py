@@ -82,7 +82,7 @@ class WeightsSummary(Record, frozen=True):
 
 
 class StalenessSummary(Record, frozen=True):
-    """Staleness (versions between sampling and training) over trained tokens; `bound` None: unbounded."""
+    """Staleness (versions between sampling and training) of trained tokens; `bound` None: no bound, or no step yet."""
 
     bound: float | None
     max: int
@@ -233,8 +233,8 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
 
 
 def of_branch(found: Inspection, branch: Branch | None) -> Inspection:
-    """The inspection of a branch, without what its copy of the ledger says of the run's engines and of the tokens that
-    the run wasted; `found` itself if `branch` is None."""
+    """The inspection of a branch: its engines, canaries and goodput are emptied and wasted tokens are 0, since its copy
+    of the ledger has those of the original run. Returns `found` unchanged if `branch` is None."""
     if branch is None:
         return found
     kept = msgspec.structs.replace(found.tokens, wasted=0)

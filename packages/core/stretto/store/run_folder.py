@@ -129,8 +129,8 @@ class RunFolder:
         return cls(folder)
 
     def is_ours(self) -> bool:
-        """Whether the folder at this path is still the locked one. False without a lock, or if the folder was moved
-        away or replaced."""
+        """Whether this object holds the lock, and the folder at `path` is still the one it locked: not moved away or
+        replaced."""
         if self._lock is None:
             return False
         held = os.fstat(self._lock)

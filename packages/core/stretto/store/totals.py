@@ -28,9 +28,9 @@ NEWEST_TRANSFERS = 99
 
 
 class Judged(Record, frozen=True):
-    """Numbers of right, wrong and undecided completions judged since the last step; `accuracy`: share of right ones in
-    the interval before it. It is the ledger's fact ``JUDGED``, written in one transaction with these completions, so
-    that a resumed run continues the count."""
+    """Numbers of right, wrong and undecided completions judged since the last step; `accuracy`: share of right ones
+    among the decided completions between the last two steps. It is the ledger's fact ``JUDGED``, written in one
+    transaction with these completions, so that a resumed run continues the count."""
 
     right: int = 0
     wrong: int = 0
@@ -70,8 +70,8 @@ TOTALS = "totals"
 
 
 class Membership(Record, frozen=True):
-    """One engine of a run. `joined_step`: the newest finished step when it first joined. `left_step`: that when it
-    left; None once it has come back. The ledger's fact ``ENGINES`` has one for each engine.
+    """One engine of a run. `joined_step`, `left_step`: the newest finished step when it first joined, and when it left
+    last (None while it is in the run). The ledger's fact ``ENGINES`` has one `Membership` for each engine.
 
     Example: ``Membership("engine-0", "native", "node-3", version=12, joined_step=0)``
     """

@@ -177,11 +177,7 @@ def digest_of(path: Path) -> str:
 
 
 def _check_places(entries: Mapping[str, TensorEntry], checksums: tuple[str, ...]) -> None:
-    """Check that every tensor has a checksum and every byte belongs to exactly one tensor.
-
-    Raises:
-        TornPublication: otherwise.
-    """
+    """Raise TornPublication unless every tensor has a checksum and every byte belongs to exactly one tensor."""
     if len(entries) != len(checksums):
         raise TornPublication(f"{len(entries)} tensors with {len(checksums)} checksums")
     expected = 0

@@ -202,11 +202,7 @@ class SharedMemorySubscriber:
 
 
 def _plan(version: int, tensors: Mapping[str, Tensor]) -> WeightsManifest:
-    """The manifest for these tensors, with zeros for checksums.
-
-    Raises:
-        ValueError: a tensor has a dtype that cannot be published.
-    """
+    """Manifest for these tensors, with zeros for checksums. Raises ValueError for a dtype that cannot be published."""
     begin, offset = {}, 0
     for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
         begin[name], offset = offset, offset + tensors[name].numel() * tensors[name].element_size()
@@ -228,11 +224,8 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _read(raw: memoryview, version: int, checked: Callable[[int], object]) -> dict[str, Tensor]:
-    """Verify a publication and return its tensors as views. `raw` must be writable memory for torch.
-
-    Raises:
-        TornPublication: it is incomplete or damaged, or another version.
-    """
+    """Verify a publication and return its tensors as views. `raw` must be writable memory for torch. Raises
+    TornPublication if it is incomplete, damaged, or of another version."""
     manifest, start = verify(raw, version, checked)
     return {name: _view(raw, start, entry) for name, entry in manifest.tensors.items()}
 

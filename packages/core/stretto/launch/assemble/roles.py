@@ -293,11 +293,7 @@ async def _up(
     machines: Machines, engines: EnginePool, patience: float, *starts: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
     """Let machines join, start all roles, and wait until an engine takes requests. `patience`: seconds for the first
-    engine.
-
-    Raises:
-        StrettoError: a role cannot be started, or a service for other machines fails meanwhile; names it.
-    """
+    engine. Raises StrettoError, which names a role that cannot be started or a service that fails meanwhile."""
 
     async def up() -> None:
         await machines.open()

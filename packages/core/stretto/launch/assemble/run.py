@@ -394,7 +394,8 @@ def _record_again(
 
 
 async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> None:
-    """Measure the initial accuracy, train, save checkpoint and policy, and measure the final accuracy."""
+    """Measure the initial accuracy, if it is not on record, train, save checkpoint and policy, and measure the final
+    accuracy. After a requested stop no accuracy is measured, and only a trainer that is ready saves its state."""
     recipe, stop, say = context.plan.recipe, context.stop, context.reporter.say
     controller, recorder = conductor.controller, conductor.recorder
     checkpointing, evaluation = conductor.checkpointing, conductor.evaluation

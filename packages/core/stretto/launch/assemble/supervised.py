@@ -258,8 +258,8 @@ def sft(
 
 
 def copy_policy(source: Path, target: Path, copied: Callable[[Path], None] = lambda part: None) -> None:
-    """Copy a policy folder to `target`, completely or not at all. `copied`: called with the finished copy before it is
-    renamed to `target`."""
+    """Copy a policy folder to `target`, which must not exist, completely or not at all. `copied`: called with the
+    finished copy before it is renamed to `target`."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)

@@ -1,6 +1,4 @@
-"""What a run records of itself, with which a resumed run is compared: the recipe, and the source of user-defined
-parts.
-"""
+"""Records of a run's recipe and of the source files of user-defined parts; a resumed run is compared with them."""
 
 from __future__ import annotations
 
@@ -78,7 +76,8 @@ def _own_parts(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
 
 
 def _file_of(module: str, folder: str | None) -> Path | None:
-    """Return the source file of a module, found as an import would find it, but without running any of its code."""
+    """Return the source file of a module, found as an import would find it, but without running any of its code; None
+    if it is not found."""
     places: Sequence[str] | None = [*([folder] if folder else []), os.getcwd(), *sys.path]
     file: str | None = None
     for name in module.split("."):  # by its own name alone: a package without __init__.py is looked up in its parent

@@ -86,8 +86,8 @@ def _how_far(share: float, largest: float) -> str:
 
 @dataclass(frozen=True)
 class _Repeated:
-    """A step that was trained again. `wall_seconds`: since the replay began; `rl_seconds`: since its first step
-    began."""
+    """A step that was trained again. `wall_seconds`: from the start of the replay to the end of the step; `rl_seconds`:
+    from the start of its first step."""
 
     update: Update
     wall_seconds: float
@@ -169,11 +169,7 @@ def _apart(ours: Path, theirs: Path) -> tuple[float, float] | None:
 
 
 def _refuse_edited(folder: RunFolder, recorded: Recipe) -> None:
-    """Check that ``recipe.toml`` of the run still equals the recipe in its ledger.
-
-    Raises:
-        RunFolderError: they differ; names each key.
-    """
+    """Raise RunFolderError, with each key, if ``recipe.toml`` of the run differs from the recipe in its ledger."""
     if edited := differences(recorded, load_recipe(folder.recipe)):
         remedy = "restore the run's own recipe, and change settings by --set"
         raise RunFolderError(Problem(f"{folder.recipe}: {key}", found, remedy) for key, found in edited)
@@ -320,8 +316,9 @@ def _totals(folder: RunFolder, repeated: Sequence[_Repeated]) -> Totals:
 
 
 def _line(line: StepMetrics, again: _Repeated) -> StepMetrics:
-    """Metrics of a repeated step: what `line` of the run says of the batch, and what the replay measured. What only the
-    run measured (generated tokens, busy shares, memory, queues, goodput, canary, selection bias) has no value."""
+    """Metrics of a repeated step: fields about the batch from `line` of the run, and the replay's own measurements.
+    Fields that only the run measured (generated tokens, busy shares, memory, queues, goodput, canary, selection bias)
+    keep their defaults."""
     return StepMetrics(
         step=line.step,
         version=line.version,

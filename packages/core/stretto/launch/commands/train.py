@@ -181,27 +181,19 @@ def _memory_per_device(asked: Outline) -> str:
 
 
 def _assert_alone(path: Path, recipe: Recipe) -> None:
-    """Check that no other conductor of this run is alive, on another copy of its folder.
-
-    Raises:
-        RunFolderError: another conductor is alive.
-    """
+    """Raise RunFolderError if another conductor of this run is alive, on another copy of its folder."""
     if (path / _JOIN).exists():
         alone = from_package("stretto_cluster.succession:assert_alone", f"{path / _JOIN}")
         asyncio.run(alone(path, recipe.cluster.tls or ""))
 
 
 def _seated(plan: Outline) -> Outline:
-    """Return the plan with the GPUs that its roles would get on this machine."""
     return replace(plan, seats=seats_of(plan, usable_gpus(plan.recipe, dry=True)))
 
 
 def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
-    """Return the plan with GPUs assigned to its roles, after a check of the memory.
-
-    Raises:
-        RecipeError: the run needs far more than the available memory, or a role more than any GPU has.
-    """
+    """Return the plan with GPUs assigned to its roles. Raises RecipeError if the run needs far more than the available
+    memory, or a role more than any GPU has."""
     there = usable_gpus(plan.recipe, dry=dry)
     plan = replace(plan, seats=seats_of(plan, there), warm_seat=seat_of_warm_start(plan, there))
     memory = estimate_memory(plan)
@@ -315,11 +307,7 @@ def _fingerprints(plan: Plan) -> tuple[str, str]:
 
 def _check_moved(folder: RunFolder, before: Recipe, plan: Plan) -> tuple[str, ...]:
     """Return the keys of paths that a resume may change because the contents are compared: of the model in this
-    function, of the data by the digest of the questions.
-
-    Raises:
-        RunFolderError: the model at the new path is another one.
-    """
+    function, of the data by the digest of the questions. Raises RunFolderError for another model."""
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
         known = ledger.get(_MODEL, str)
     moved = before.model.path != plan.recipe.model.path
@@ -339,12 +327,8 @@ def _model_fingerprint(plan: Plan) -> str:
 
 
 def _check_questions(folder: RunFolder, plan: Plan) -> None:
-    """Check that the questions of a resumed run are unchanged. The run continues at a position in the training
-    questions, and accuracies on other held-out questions could not be compared.
-
-    Raises:
-        RunFolderError: the questions, or their order, have changed.
-    """
+    """Raise RunFolderError if the questions of a resumed run, or their order, have changed: the run continues at a
+    position in the training questions. A digest that is not on record is recorded."""
     for kind, key, found in (
         ("training", _QUESTIONS, _fingerprints(plan)),
         ("held-out", _HELD_OUT, (plan.kept_apart_digest,)),
@@ -392,11 +376,8 @@ def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:
 
 
 def _end_of(folder: RunFolder, version: int) -> Ending | None:
-    """How the run has ended; None if it has not finished, or the last version is not evaluated.
-
-    Raises:
-        StoreError: a line of the metrics cannot be read.
-    """
+    """How the run has ended; None if it has not finished, or the last version is not evaluated. Raises StoreError for a
+    line of the metrics that cannot be read."""
     ending = read_ending(folder.ledger)
     if ending is None or ending.how != "finished" or not folder.metrics.exists():
         return None
@@ -404,11 +385,8 @@ def _end_of(folder: RunFolder, version: int) -> Ending | None:
 
 
 def _check_rates(folder: RunFolder, before: TrainerConfig, after: TrainerConfig, beginning: StartState) -> None:
-    """Check that the repeated steps after the last checkpoint get the same learning rates as before.
-
-    Raises:
-        RunFolderError: they would get other learning rates, since `trainer.steps` was changed.
-    """
+    """Raise RunFolderError if the steps to repeat after the last checkpoint would get other learning rates than before,
+    since `trainer.steps` was changed."""
     again = range(beginning.saved_step, beginning.version)  # versions before the repeated steps
     if all(learning_rate(before, at, before.steps) == learning_rate(after, at, after.steps) for at in again):
         return

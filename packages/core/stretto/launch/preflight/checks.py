@@ -80,7 +80,7 @@ def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> ModelFol
     recipe key that names the folder.
 
     Raises:
-        ModelFolderError: it has another vocabulary.
+        ModelFolderError: the model cannot be loaded, is not supported, or has another vocabulary.
     """
     folder = inspect_model_folder(reference)
     check_kind(folder)
@@ -94,7 +94,7 @@ def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> ModelFol
 
 def check_reward_function(config: RewardsConfig) -> None:
     """Check that the rewards can be loaded, in a process that can be killed: a user's module may hang or exit, and a
-    built-in reward may depend on the machine.
+    built-in reward with settings may depend on the machine. Other built-in rewards are not loaded.
 
     Raises:
         RewardFunctionError: a reward cannot be loaded.
@@ -259,7 +259,7 @@ def check_cluster(recipe: Recipe) -> None:
     """Check the settings by which other machines join the run; does nothing for a run on this machine alone.
 
     Raises:
-        RecipeError: machines cannot join so.
+        RecipeError: with these settings machines cannot join.
     """
     if recipe.has_machines:
         from_package("stretto_app.extensions.joining:check_cluster", "cluster", "stretto_cluster")(recipe)

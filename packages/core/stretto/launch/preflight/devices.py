@@ -118,7 +118,8 @@ def seat_of_supervised(
 
 
 def _in_section(section: str, words: str) -> str:
-    """Convert advice on how a rank needs less memory to another section: keys that this section has, under its name."""
+    """Rewrite advice on how a rank needs less memory for another `section`: only the keys that it has too, under its
+    name; "a smaller model" if there are none."""
     found = [one for one in words.split(", or ") if (key := _OF_TRAINER.search(one)) and key[1] in _KEYS]
     return ", or ".join(one.replace("trainer.", f"{section}.") for one in found) or "a smaller model"
 
@@ -133,11 +134,7 @@ def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
 
 
 def _alone(need: Need, there: Sequence[Gpu]) -> Seat:
-    """Assign a single need to the GPU with the most free memory.
-
-    Raises:
-        RecipeError: memory is far too small.
-    """
+    """Assign a single need to the GPU with the most free memory. Raises RecipeError if that is far too small."""
     seats = place(there, [need])
     if problems := [problem for problem, factor in _overfull(seats) if factor > _HOPELESS]:
         raise RecipeError(problems)

@@ -124,7 +124,6 @@ def _addresses(config: EngineConfig) -> Iterator[Problem]:
 
 
 def _is_here(address: str) -> bool:
-    """Whether the host of a server's address (host:port) is loopback."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -79,7 +79,7 @@ def rank_of(plan: Outline) -> RankMemory:
 
 
 def reference_of(plan: Outline) -> ModelShape | None:
-    """Shape of the reference policy, if the trainer holds it as a second model."""
+    """Shape of the reference policy, if the trainer holds it as a second model; else None."""
     return shape_of_model(plan.reference or plan.base) if plan.recipe.has_reference_model else None
 
 

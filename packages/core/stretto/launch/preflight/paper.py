@@ -116,7 +116,7 @@ def _model(recipe: Recipe) -> tuple[ModelFolder, ModelFolder | None, int]:
 
 
 def _reference(recipe: Recipe) -> ModelFolder | None:
-    """Check the model of ``algorithm.reference.path``, if this machine has its config.json; returns its facts."""
+    """Check the model of ``algorithm.reference.path`` and return its facts; None without a path or a config.json."""
     asked = recipe.algorithm.reference
     if asked is None or asked.path is None or not (Path(asked.path) / "config.json").is_file():
         return None

@@ -88,8 +88,8 @@ class Outline:
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of a trajectory. With a workflow it is the whole context, since tokens are added between
-        turns."""
+        """Most tokens of a trajectory. With a workflow it is all that fits into context and KV cache, since tokens are
+        added between turns."""
         if self.recipe.workflow is None:
             return self.longest_prompt + self.sampling.max_tokens
         return longest_prompt_allowed(self.recipe, self.base) + self.sampling.max_tokens
@@ -114,7 +114,7 @@ _NO_DEMONSTRATIONS = Problem(
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) -> Plan:
     """Read and check everything that the recipe names. The mistakes of its parts, its model and its data are raised
-    together; what depends on several of them is checked only if they have none.
+    together; checks that depend on several of these follow only if there are none.
 
     Args:
         has_policy: version 0 of the policy exists, so no warm start and no demonstrations are needed.
@@ -177,8 +177,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
 
 
 def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str], WorkflowReady]:
-    """Check what the recipe names beside its model and its data, and collect the mistakes; returns warnings, and the
-    requirements of the workflow."""
+    """Check the parts that the recipe names beside model and data, and add their mistakes to `mistakes`; returns
+    warnings, and the requirements of the workflow."""
     told, needs = list[str](), WorkflowReady()
     with mistakes:
         told = try_parts(recipe, outlets=dry)
@@ -204,11 +204,7 @@ def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str],
 
 def _model(recipe: Recipe) -> tuple[ModelFolder, Tokenizer, int, ModelFolder | None]:
     """Check the model of the recipe; returns its facts, its tokenizer, the length of the longest prompt, and the facts
-    of a reference model.
-
-    Raises:
-        ModelFolderError, RecipeError, WorkflowError: has every problem of the model.
-    """
+    of a reference model. Raises ModelFolderError, RecipeError or WorkflowError with every problem of the model."""
     base, mistakes = inspect_model_folder(base_folder(recipe.model, recipe.seed)), Mistakes(UserError)
     check_kind(base)
     with mistakes:
@@ -249,11 +245,8 @@ def schedule_notes(recipe: Recipe) -> Iterator[str]:
 
 
 def _reference(recipe: Recipe, tokenizer: Tokenizer) -> ModelFolder | None:
-    """Check the model of ``algorithm.reference.path``, if the recipe names one; returns its facts.
-
-    Raises:
-        ModelFolderError, RecipeError: the trainer cannot hold it beside the policy.
-    """
+    """Return the checked facts of the model ``algorithm.reference.path``; None if the recipe names none. Raises
+    ModelFolderError, or RecipeError if the trainer cannot hold it beside the policy."""
     asked, key = recipe.algorithm.reference, "algorithm.reference.path"
     if asked is None or asked.path is None:
         return None
@@ -263,11 +256,8 @@ def _reference(recipe: Recipe, tokenizer: Tokenizer) -> ModelFolder | None:
 
 
 def _check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Check that the agents of the recipe, if any, can be started and can reach the policy.
-
-    Raises:
-        RecipeError, WorkflowError, ModelFolderError: they cannot.
-    """
+    """Raise RecipeError, WorkflowError or ModelFolderError if agents of the recipe cannot be started or cannot reach
+    the policy."""
     if isinstance(recipe.workflow, AgentConfig):
         from_package("stretto_app.extensions.agents:check_agents", "workflow.kind", "stretto_gateway")(
             recipe, tokenizer
@@ -346,11 +336,8 @@ def _sets(
 
 
 def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tuple[PromptSource, ...]:
-    """Count the questions by source. `weights`: sampling weights of sources by name.
-
-    Raises:
-        DataError: a source with a weight has no question left.
-    """
+    """Count the questions by source. `weights`: sampling weights of sources by name. Raises DataError if a source with
+    a weight has no question left."""
     counted = Counter(question.source for question in questions)
     if empty := [name for name in weights if not counted[name]]:
         found = f"no question of source {empty[0]!r} is left, which has a weight"
@@ -360,11 +347,8 @@ def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tup
 
 def _rows(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str], Row]:
     """Collect the data of questions that rewards need, by (prompt, gold answer): further fields of the row for
-    user-defined rewards, and the source if rewards depend on it.
-
-    Raises:
-        DataError: two rows with equal prompt and gold answer have different data.
-    """
+    user-defined rewards, and the source if rewards depend on it. Raises DataError if two equal keys have different
+    data."""
     parts = recipe.rewards.parts
     own = any(part.function not in BUILT_IN for part in parts)
     by_source = any(part.sources for part in parts)

@@ -21,8 +21,8 @@ from stretto.worlds.data.task import Question, Questions
 
 
 def repeated(questions: Questions) -> list[str]:
-    """Return warnings about questions that are both held out and trained on, that a later row repeats with another
-    answer, or that it repeats with the same answer. Generated questions are exempt."""
+    """Return warnings about questions that are both held out and trained on, and about questions that a later row
+    repeats, with another answer or with the same. Generated questions are exempt."""
     training, held_out = ([row for row in rows if row.place] for rows in (questions.training, questions.held_out))
     both = {row.place for row in training}  # one file may be given for both
     held_out = [row for row in held_out if row.place not in both]
@@ -137,15 +137,8 @@ def _key(question: Question) -> tuple[str, str]:
 
 
 def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the gold answers that cannot be read, with the reasons.
-
-    Args:
-        config: settings with a reward that reads gold answers: undecided means unreadable.
-        seconds: deadline of one gold answer.
-
-    Raises:
-        RewardFunctionError: the workers do not start.
-    """
+    """Return the reason for each gold answer that cannot be read within `seconds`: its reward, which reads gold
+    answers, is undecided. Raises RewardFunctionError if the workers do not start."""
     try:
         return asyncio.run(_unreadable(config, golds, seconds)) if golds else {}
     except RoleError as error:
@@ -153,8 +146,8 @@ def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dic
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the gold answers that cannot be read, with the reasons. They are read in portions; the deadline of a
-    portion allows for its slowest gold answers."""
+    """Return the reason for each gold answer that cannot be read. They are read in portions; the deadline of a portion
+    allows for its slowest gold answers."""
     workers = max(config.workers, min(cores(), len(golds) // _PORTION))
     patient = {
         "max_consecutive_undecided": len(golds) + 1,

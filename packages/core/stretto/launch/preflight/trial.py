@@ -264,11 +264,12 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
     """Let each reward judge the first gold answers of its questions, as completions; returns warnings.
 
     Only the first reward of a source must find the gold answers right; others may judge something else. Built-in
-    rewards are tried only on gold answers from files, since those of generated tasks are right. A user-defined reward
-    may be random or ignore the gold answer, so wrong verdicts are a warning, not an error.
+    rewards are tried only on gold answers from files, since generated ones are right, and not if they have a section
+    of their own (code, judge). A user-defined reward may be random or ignore the gold answer, so wrong verdicts are a
+    warning, not an error.
 
     Args:
-        questions: of the training.
+        questions: the training questions.
         patience: seconds for all calls together, and most seconds of one call.
 
     Raises:

@@ -66,8 +66,8 @@ def _keys(overrides: Overrides) -> Iterator[str]:
 
 
 def as_parsed(value: Any) -> Any:
-    """Convert a Python value to what parsing a file would give. A section becomes a dict of the keys that were
-    given."""
+    """Convert a Python value to the form that a parsed TOML file has. A section becomes a dict of the keys that were
+    given, a `Path` a text."""
     match value:
         case BaseModel():
             return value.model_dump(mode="python", exclude_unset=True)

@@ -67,7 +67,7 @@ def is_beside(name: object, folder: Path) -> bool:
 
 
 def named_in_doors(tree: Mapping[str, Any]) -> Iterator[object]:
-    """Yield the names of parts in the keys of all doors."""
+    """Yield the names in the keys of all doors: a section's `kind`, each item of a list; None for an absent key."""
     for door in DOORS:
         found: Any = tree
         for key in door.key.split("."):
@@ -93,7 +93,6 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def _kind_of_workflow(section: Any) -> str:
-    """Return the kind of a ``[workflow]`` section; default: "function"."""
     return section.get("kind", "function") if isinstance(section, dict) else getattr(section, "kind", "function")
 
 
@@ -380,7 +379,7 @@ def _absolute(text: str, folder: Path, place: str) -> Path:
 
 
 def to_toml(recipe: BaseModel) -> str:
-    """Write the recipe as TOML: every key with its value. Parsing it gives an equal recipe."""
+    """Return the recipe as TOML: every key with its value, except for None. Parsing the text gives an equal recipe."""
     return tomli_w.dumps(recipe.model_dump(mode="python", exclude_none=True))
 
 

@@ -94,12 +94,10 @@ def _about(schema: Schema) -> str:
 
 
 def _references(value: Schema) -> list[str]:
-    """List the names of the definitions that a value refers to."""
     return [choice["$ref"].rpartition("/")[2] for choice in _choices(value) if "$ref" in choice]
 
 
 def _choices(value: Schema) -> list[Schema]:
-    """List the alternatives of a value's schema, nested ones included."""
     inner = value.get("anyOf") or value.get("oneOf") or ()
     return [found for choice in inner for found in _choices(choice)] if inner else [value]
 

@@ -183,8 +183,8 @@ class EngineHandle:
         self._publication.set()  # a version may have been published meanwhile
 
     def suspect(self) -> None:
-        """Mark the engine as suspected, after a request broke off. It gets no new requests until it replies to a health
-        request or is replaced."""
+        """Mark an engine that is UP as suspected, after a request broke off. It gets no new requests until it replies
+        to a health request or is replaced."""
         if self.state is EngineState.UP:
             self._becomes(EngineState.SUSPECTED, self.version)
             self._suspicion.set()
@@ -282,7 +282,7 @@ class EngineHandle:
         self._publication.set()
 
     async def keep_loaded(self) -> NoReturn:
-        """Load each newer published version, forever."""
+        """Load each newer published version, forever. A lost engine becomes suspected; other errors are raised."""
         while True:
             await self._publication.wait()
             await self._until_due()
@@ -404,7 +404,7 @@ class EngineHandle:
 
         Args:
             known: number of tokens already known of each member, by request id; other requests are not asked for.
-            patience: seconds to wait for the reply; then the result is empty.
+            patience: seconds to wait for the reply; then the result is empty, as it is if the engine is lost.
         """
         theirs = {id: known[id] for id in self.open if id in known}
         if theirs:
@@ -430,7 +430,7 @@ class EngineHandle:
             self._spans += spans  # read after the wait: spans may have been drained during it
 
     def drain_spans(self) -> list[Span]:
-        """The spans since the last call."""
+        """Return the spans fetched since the last call, and forget them."""
         spans, self._spans = self._spans, []
         return spans
 

@@ -93,8 +93,8 @@ class GroupInFlight:
         return msgspec.structs.replace(of, id=self.request_id, seeds=seeds, prefixes=prefixes if resumed else ())
 
     def extend(self, pieces: Mapping[int, Segment]) -> Iterator[tuple[int, Segment]]:
-        """Append new tokens. `pieces`: by index in `members` of the open request. Yields (member, its new tokens) for
-        members that have not ended."""
+        """Append new tokens, one member at each iteration. `pieces`: by index in `members` of the open request. Yields
+        (member, its new tokens) for members that have not ended."""
         for place, piece in pieces.items():
             member = self.members[place]
             if member not in self.ended:  # else its last tokens have arrived meanwhile
@@ -102,8 +102,8 @@ class GroupInFlight:
                 yield member, piece
 
     def retract(self) -> Iterator[tuple[int, int]]:
-        """Drop all tokens that the open request has brought, and ignore any that still arrive. Yields each affected
-        member with its number of tokens before that request."""
+        """Drop all tokens that the open request has brought, and ignore any that still arrive; takes effect while it is
+        iterated. Yields each affected member with its number of tokens before that request."""
         self.serial += 1
         for member in self.members:
             before = Prefix(self.before.get(member, Segment()))

@@ -266,6 +266,7 @@ class EnginePool:
             EngineLied: the engine's results are invalid and must not be kept.
             EngineLeft: the engine has left the run.
             RefusedRequest: the engine refused the requests.
+            DeadlineExceeded: no engine became free or up in time.
         """
         completions, ids = sum(len(request.seeds) for request in requests), {request.id for request in requests}
         prefixes = {request.id: request.prefixes or (Segment(),) * len(request.seeds) for request in requests}

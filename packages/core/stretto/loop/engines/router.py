@@ -64,7 +64,6 @@ class Router:
         self._up[engine] = None
 
     def _free(self) -> Collection[str]:
-        """Engines that may get a group now."""
         return self._up
 
 

@@ -98,8 +98,8 @@ class RunLog:
             self._reporter = SilentReporter()
 
     def note(self, text: str) -> None:
-        """Write a line to the log only. Does nothing if the run folder was moved away and another folder has its
-        place."""
+        """Write a line to the log only. Does nothing if the log cannot be written (a full disk), or if another folder
+        has taken the place of the run folder."""
         if self._folder not in (None, identity(self._path.parent)):
             return
         try:

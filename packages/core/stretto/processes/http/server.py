@@ -101,7 +101,6 @@ class _Protocol(HttpToolsProtocol):
         self.app = _written_now(zero_copy(self))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Called by the event loop."""
         super().connection_made(GatheringTransport(transport, self._gathered))
 
 
@@ -155,7 +154,6 @@ class HttpServer(uvicorn.Server):
             asyncio.get_running_loop().add_reader(endpoint, self._accept, endpoint)
 
     def _accept(self, endpoint: socket.socket) -> None:
-        """Accept waiting callers, a few at a time."""
         for _ in range(_AT_ONCE):
             try:
                 connection, _ = endpoint.accept()

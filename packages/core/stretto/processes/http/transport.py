@@ -105,7 +105,8 @@ _FLUSH_SECONDS = 0.001
 
 
 def zero_copy(protocol: HttpToolsProtocol) -> ASGI3Application:
-    """Wrap the application of a connection; it has the extension unless the connection is encrypted."""
+    """Return the application of a connection, wrapped so that it can send files by the kernel (the extension
+    `ZERO_COPY`). On an encrypted connection the extension is not offered."""
     inner = protocol.app
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
@@ -127,11 +128,8 @@ def zero_copy(protocol: HttpToolsProtocol) -> ASGI3Application:
 
 
 async def _send_file(transport: asyncio.Transport, file: int, offset: int, count: int) -> None:
-    """Send `count` bytes of a file from `offset` on, after all bytes that were written to the transport before.
-
-    Raises:
-        OSError: the connection is broken, or the file is shorter.
-    """
+    """Send `count` bytes of a file from `offset` on, after all bytes that were written to the transport before. Raises
+    OSError if the connection is broken or the file is shorter."""
     if isinstance(transport, GatheringTransport):
         transport.flush()
     while transport.get_write_buffer_size() and not transport.is_closing():

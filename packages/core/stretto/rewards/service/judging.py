@@ -122,7 +122,8 @@ def judge_all(parts: Sequence[LoadedPart], item: ScoreItem, worth: Worth) -> Ver
     """Verdict of all parts that apply to the item's source; they are called in order.
 
     The reward is the sum of weight times value. The first part says whether the completion is right. One undecided part
-    makes the whole verdict undecided, and later parts are not called.
+    makes the whole verdict undecided, and later parts are not called. It is undecided too if no part applies, or if the
+    sum is beyond ±1e6.
     """
     outcome: Outcome | None = None
     reward, rewards = 0.0, dict[str, float]()

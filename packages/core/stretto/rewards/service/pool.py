@@ -63,8 +63,8 @@ class RewardPool:
     ) -> None:
         """`log`: file for the workers' output; by default it is dropped. `hung`: seconds without a heartbeat after
         which a worker that starts or is idle is replaced. `on_change` gets a sentence for each such replacement, and
-        when a worker reports other `facts` than the first. `rows`: further data of the questions, by prompt and gold
-        answer."""
+        when a worker reports other `facts` than the first. `rows`: further data of the questions, by (prompt, gold
+        answer); only `score_group` uses them."""
         self._hung = hung
         self._rows = rows or {}
         self.busy_seconds = 0.0  # seconds of all workers together
@@ -274,11 +274,8 @@ class RewardPool:
         slot.outstanding[self._requests] = chunk
 
     def _replied(self, slot: _Slot, reply: Verdicts) -> None:
-        """Store the verdicts of a reply in their calls, and send further chunks.
-
-        Raises:
-            WireError: the reply does not fit the oldest request, so user code has written it.
-        """
+        """Store the verdicts of a reply in their calls, and send further chunks. Raises WireError if the reply does not
+        fit the oldest request: user code has written it."""
         request, chunk = next(iter(slot.outstanding.items()), (None, None))
         if chunk is None or reply.request != request or len(reply.verdicts) != len(chunk.indices):
             raise WireError(f"{slot.name}: {len(reply.verdicts)} verdicts for request {reply.request}")
@@ -363,7 +360,6 @@ class _Slot:
 
     @property
     def is_judging(self) -> bool:
-        """Whether the worker was judging at the last poll."""
         return self.seen % 2 == 1
 
     def still_for(self, longest: float) -> float:

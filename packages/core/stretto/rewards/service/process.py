@@ -230,8 +230,6 @@ def _spawn(settings: WorkerSettings, log: Path | None, mark: str) -> subprocess.
 
 
 class _Wire(asyncio.Protocol):
-    """The pool's end of a worker's socket."""
-
     def __init__(
         self, received: Callable[[FromWorker], None], lost: Callable[[], None], distrust: Callable[[str], None]
     ) -> None:

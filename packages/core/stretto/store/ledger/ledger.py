@@ -198,7 +198,8 @@ class Ledger:
         row.journaled += max(1, piece.length)
 
     def retract(self, id: str, count: int, node: int = 0) -> None:
-        """Delete all tokens but the first `count` of segment `node` of the trajectory `id`. Flushes."""
+        """Delete all tokens but the first `count` of segment `node` of the trajectory `id`; `count` must be the end of
+        a recorded piece. Flushes."""
         self.flush()
         self._partials += retraction(self._query, id, self._row(id).key, count, node)
         self.flush()
@@ -232,8 +233,8 @@ class Ledger:
             self.flush()
 
     def forget(self, step: int) -> None:
-        """Delete the payloads that ``store.keep_payloads`` does not keep. `step`: step of the oldest checkpoint, before
-        which no resume will start; payloads that a resume after it needs stay.
+        """Delete the payloads that ``store.keep_payloads`` does not keep. `step`: step of the oldest checkpoint that a
+        resume may start from; payloads of later steps stay. Flushes.
 
         Groups that had nothing left to delete at the last call are skipped: a long run has many of them.
         """
@@ -303,7 +304,7 @@ class Ledger:
         return found
 
     def last_update(self) -> int:
-        """The newest step whose update is on record (`record_update`); 0 if there is none."""
+        """The newest step whose update is in the file, without unflushed ones (`record_update`); 0 if there is none."""
         found: int = self._query("SELECT coalesce(max(step), 0) FROM steps WHERE published_version IS NOT NULL")[0][0]
         return found
 

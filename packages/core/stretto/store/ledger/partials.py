@@ -65,7 +65,8 @@ def decode_piece(id: str, sealed: bytes) -> tuple[int, Segment]:
 
 
 def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
-    """Join the pieces, given as (segment index, piece), to whole segments, in order of the index."""
+    """Join the pieces, given as (segment index, piece), to whole segments, in order of the index. An index without a
+    piece gets an empty segment."""
     found: dict[int, list[Segment]] = {}
     for node, piece in pieces:
         found.setdefault(node, []).append(piece)

@@ -57,8 +57,8 @@ class UnfinishedGroup(Record, frozen=True):
 
 
 def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
-    """Read the batches of the steps ``after + 1`` to ``until``, as they were trained on, in order. Their prompts have
-    token ids, but no text.
+    """Yield the batches of the steps ``after + 1`` to ``until``, as they were trained on. Their prompts have token ids,
+    but no text. Errors are raised while the batches are iterated.
 
     Raises:
         StoreError: a step or a payload (``store.keep_payloads``) is missing, or the file is damaged.

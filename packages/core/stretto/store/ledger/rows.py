@@ -128,8 +128,8 @@ UPSERT = """
 
 @dataclass(slots=True, eq=False)
 class LiveRow:
-    """Row of a trajectory that is in flight or buffered. The ledger keeps such rows in memory; a flush writes those
-    that have changed."""
+    """Row of a trajectory that is in flight or buffered. The ledger keeps such rows in memory; a flush writes the
+    changed ones to the file."""
 
     key: int
     group_key: int

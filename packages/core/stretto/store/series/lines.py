@@ -60,7 +60,6 @@ class LineWriter(Generic[Line]):
                 raise OSError(0, "no space left for a whole line")
 
     def _cut_torn_line(self) -> None:
-        """Remove the incomplete last line that a killed writer left."""
         if not self.path.is_file():
             return
         data = self.path.read_bytes()

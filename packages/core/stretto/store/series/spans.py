@@ -36,7 +36,7 @@ def iterate_spans(path: Path) -> Iterator[Span]:
 
 
 def role_rank(role: str) -> tuple[int, str, int]:
-    """Sort key for the name of a role: conductor and trainer first, engine-10 after engine-9."""
+    """Sort key for the name of a role: conductor, trainer, engines, rewards, then others; engine-10 after engine-9."""
     kind, _, number = role.rpartition("-")
     if not number.isdecimal():
         kind, number = role, "0"

@@ -73,10 +73,10 @@ def draw_training(draw: Callable[[random.Random], Drawn], count: int, seed: int)
 
 
 def draw_held_out(draw: Callable[[random.Random], Drawn], count: int, larger: str) -> list[Drawn]:
-    """Draw `count` distinct held-out questions. `larger`: name of the setting to increase for more, for the error.
+    """Draw `count` distinct held-out questions, the same in every run. `larger`: setting to increase, for the error.
 
     Raises:
-        DataError: there are fewer than `count`.
+        DataError: fewer than `count` are found before very many draws in a row find no new one.
     """
     chance = random.Random(derive_seed("held out"))
     drawn: dict[str, Drawn] = {}

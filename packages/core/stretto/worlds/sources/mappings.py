@@ -80,7 +80,7 @@ def _gsm8k(row: Values, place: str) -> Parts:
 
 
 def _math(row: Values, place: str) -> Parts:
-    r"""The final answer is in the last ``\boxed{}`` of the solution, or in a column of its own."""
+    r"""The final answer is the column ``answer``, or without one the last ``\boxed{}`` of the solution."""
     require(row, ("problem", "solution"), place)
     solution = _text(row, "solution", place)
 

@@ -109,7 +109,7 @@ def rows_of(place: Place) -> Iterator[tuple[str, Row]]:
     """Iterate over the rows of a dataset, in its order: pairs of the row's place, for messages, and a function that
     parses it.
 
-    Raises:
+    Raises (here or during the iteration):
         DataError: there is no such dataset, or it cannot be read.
     """
     path, kind = Path(place.data), kind_of(place.data)

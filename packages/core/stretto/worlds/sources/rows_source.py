@@ -123,7 +123,7 @@ class RowsSource(BaseModel, extra="forbid", frozen=True):
         were left out, say). `seed` is not used.
 
         Raises:
-            DataError: the dataset cannot be read, or has bad rows; names each.
+            DataError: the dataset cannot be read, has bad rows (names each), or no more rows than `held_out`.
         """
         columns = Columns(
             prompt=self.prompt_field,

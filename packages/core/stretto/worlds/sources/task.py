@@ -16,7 +16,6 @@ from stretto.worlds.sources.rows_source import RowsSource
 
 
 def _with_kind(value: Any) -> Any:
-    """Add the default ``kind = "rows"`` to a source."""
     return {"kind": "rows", **value} if isinstance(value, dict) else value
 
 

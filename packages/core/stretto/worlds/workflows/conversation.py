@@ -99,8 +99,8 @@ class Conversation:
         self.messages.append({"role": role, "content": text, **further})
 
     def new(self, messages: Iterable[ChatMessage] = (), cause: str = "subagent") -> Conversation:
-        """Begin another conversation in the same trajectory, for another role for example. `cause`: reason of the
-        branch, for the record."""
+        """Begin another conversation in the same trajectory, for another role for example. It begins with `messages`
+        alone, without the task's. `cause`: reason of the branch, for the record."""
         other = self._beside(list(messages), cause)
         other._held, other._node = [], NOTHING
         return other

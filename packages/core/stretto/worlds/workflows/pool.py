@@ -129,8 +129,8 @@ class WorkflowPool:
         await self.close()
 
     async def run(self, exchange: Exchange) -> Trajectory:
-        """Run the workflow for one trajectory, as soon as a worker has room; returns the trajectory, undecided with the
-        reason if the workflow fails. If its worker dies, it runs again alone, at most twice.
+        """Run the workflow for one trajectory, as soon as a worker has room. If the worker dies, it runs again alone,
+        at most twice. Returns the trajectory; undecided, with the reason, if the workflow or its last worker fails.
 
         Raises:
             WorkflowError: more than the share `workflow.max_failed` of the last trajectories failed.

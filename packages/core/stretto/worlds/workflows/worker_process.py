@@ -226,8 +226,8 @@ class WorkflowProcess:
             await asyncio.to_thread(remove_groups_of, self._pid)  # of the sandboxes of its tools
 
     async def run(self, exchange: Exchange) -> MemberEnded:
-        """Run the workflow for one trajectory; returns its result, or its failure. It fails if it uses more than
-        `workflow.deadline` seconds, without waits for the run, or has too many orders in progress.
+        """Run the workflow for one trajectory; returns its result, or its failure. It fails if it takes more than
+        `workflow.deadline` seconds, apart from waits for turns and scores, or has too many orders in progress.
 
         Raises:
             WorkerLost: the process has ended.
@@ -281,11 +281,7 @@ class WorkflowProcess:
         self.lost.set_result(how)
 
     def _take(self, message: FromWorker) -> None:
-        """Handle one message of the worker.
-
-        Raises:
-            WireError: a correct worker does not send such a message.
-        """
+        """Handle one message of the worker. Raises WireError for a message that a correct worker does not send."""
         if isinstance(message, WorkflowReady | WorkflowRefused):
             raise WireError(f"{self.name} said that it is ready a second time")
         member = self._members.get(message.run)

@@ -33,7 +33,7 @@ class EnvironmentPlay(Workflow):
 
     Args:
         make: ``package.module:name`` of a callable that returns a `TextEnvironment`.
-        arguments: arguments of `make`; those of the task's row override them.
+        arguments: arguments of `make`; the task's row may override each by a field of its name.
         instructions: system message in front of the observations; empty for none.
         turns: most actions of an episode.
     """
