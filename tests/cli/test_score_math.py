@@ -17,7 +17,7 @@ def test_a_file_of_answers_comes_back_judged(door: Door, tmp_path: Path) -> None
     ended = door("score", "math", file, "--workers", "1")
     assert ended.code == 0, ended.err
     told = [json.loads(line) for line in ended.out.splitlines()]
-    assert [list(row) for row in told] == [["gold", "completion", "verdict", "seconds"]] * 2
+    assert [list(row) for row in told] == [["gold", "completion", "verdict", "seconds", "reason"]] * 2
     assert [row["verdict"] for row in told] == ["right", "wrong"]
 
 

@@ -30,8 +30,9 @@ ADD_ONE = [{"stdin": "41", "stdout": "42"}, {"stdin": "-1", "stdout": "0"}]
     ("completion", "gold", "verdict", "reason"),
     [
         (r"so $x = \frac12$.", "0.5", "right", ""),
-        (r"\boxed{43}", "42", "wrong", "the final answer is '43'"),
-        ("<think>42", "42", "wrong", "no final answer"),
+        (r"\boxed{43}", "42", "wrong", "the final answer is '43', the gold answer '42'"),
+        (r"\boxed{43}", "6 * 7 = 42 #### 42", "wrong", "the final answer is '43', the gold answer '42'"),
+        ("<think>42", "42", "wrong", "no final answer; the gold answer is '42'"),
         ("1", r"\frac{1}{", "undecided", "a gold answer that cannot be read"),
         ("1", "", "undecided", "the gold answer '' holds no answer"),
     ],

@@ -10,8 +10,8 @@ from typing import Self
 from stretto_verify.code.formats import parse_tests
 from stretto_verify.code.reward import CodeReward
 from stretto_verify.code.tests import BadTests
-from stretto_verify.math.extract.final import final_answer, without_frame
-from stretto_verify.math.limits import LONGEST_COMPLETION, SECONDS
+from stretto_verify.math.extract.reason import why_wrong
+from stretto_verify.math.limits import SECONDS
 from stretto_verify.math.reward import math
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import Report, probe
@@ -21,7 +21,6 @@ from stretto_verify.verdicts import Judged, Undecided
 from stretto_verify.worker import Worker
 
 DEFAULTS = SandboxConfig()  #: default limits of a program
-_SHOWN = 60  # characters of a final answer in a reason
 
 
 def judge_math(completion: str, gold: str, prompt: str = "") -> Judged:
@@ -38,7 +37,7 @@ def judge_math(completion: str, gold: str, prompt: str = "") -> Judged:
     >>> judge_math(r"2x = 1, so $x = \\frac12$.", "0.5").verdict
     'right'
     >>> judge_math(r"\\boxed{43}", "42")
-    Judged(verdict='wrong', reason="the final answer is '43'")
+    Judged(verdict='wrong', reason="the final answer is '43', the gold answer '42'")
 
     Raises:
         TypeError: an argument is not a text.
@@ -58,17 +57,7 @@ def judged_here(completion: str, gold: str, prompt: str = "") -> Judged:
             return Judged("right")
     except Undecided as reason:
         return Judged("undecided", str(reason))
-    return Judged("wrong", _why_wrong(completion, prompt))
-
-
-def _why_wrong(completion: str, prompt: str) -> str:
-    if len(completion) > LONGEST_COMPLETION:
-        return f"a completion of {len(completion):,} characters; at most {LONGEST_COMPLETION:,} are read"
-    given = final_answer(without_frame(completion.replace("’", "'"), prompt.replace("’", "'")))
-    if given is None or not given.text.strip():
-        return "no final answer"
-    text = given.text.strip()
-    return f"the final answer is {text[:_SHOWN]!r}" + ("…" if len(text) > _SHOWN else "")
+    return Judged("wrong", why_wrong(completion, gold, prompt))
 
 
 def judge_program(completion: str, tests: object, config: SandboxConfig = DEFAULTS) -> Judged:

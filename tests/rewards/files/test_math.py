@@ -1,6 +1,6 @@
 """`stretto score math`, from the file to the lines that come back.
 
-Promises: lines come back in order, whole, with verdict and seconds; a completion that cannot be judged is undecided and
+Promises: lines come back in order, whole, with verdict, seconds and reason; a completion that cannot be judged is undecided and
 told on stderr; every bad line is named with its number before anything is judged.
 """
 
@@ -34,9 +34,11 @@ def test_lines_come_back_in_order_with_verdict_and_seconds(tmp_path: Path, capsy
     print_scored_answers(written(tmp_path, *[json.dumps(row) for row in rows], ""), CONFIG)
     printed = capsys.readouterr()
     told = [json.loads(line) for line in printed.out.splitlines()]
-    assert [{name: row[name] for name in row if name not in ("verdict", "seconds")} for row in told] == rows
+    assert [{name: row[name] for name in row if name not in ("verdict", "seconds", "reason")} for row in told] == rows
     assert [row["verdict"] for row in told] == ["right", "wrong", "undecided", "right"]
     assert all(0 <= row["seconds"] < 10 for row in told)
+    undecided = printed.err.splitlines()[0].partition("undecided: ")[2]
+    assert [row["reason"] for row in told] == ["", "the final answer is '8', the gold answer '7'", undecided, ""]
     assert printed.err.startswith(f"{tmp_path}/completions.jsonl:3: undecided: ")
     assert printed.err.endswith("1 of 4 lines undecided\n")
 

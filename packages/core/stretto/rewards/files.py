@@ -27,6 +27,7 @@ from stretto.rewards.service.wire import ScoreItem
 from stretto_verify.code.formats import parse_tests
 from stretto_verify.code.reward import CodeReward, Judgement
 from stretto_verify.code.tests import BadTests, ProgramTests
+from stretto_verify.math.extract.reason import why_wrong
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import Report
 from stretto_verify.sandbox.sandbox import SandboxFailed
@@ -115,7 +116,7 @@ class MathLine(msgspec.Struct, frozen=True):
 
 def print_scored_answers(path: Path, config: RewardsConfig) -> None:
     """Judge the lines of a JSONL file with the reward workers of `config`. Prints every line, in order, with the
-    further fields `verdict` and `seconds`. Reasons for undecided lines go to stderr.
+    further fields `verdict`, `seconds` and `reason` ("" if right). Reasons for undecided lines go to stderr, too.
 
     Raises:
         DataError: the file or some of its lines are malformed; nothing was judged.
@@ -131,7 +132,10 @@ async def _print_answers(lines: list[Line[MathLine]], config: RewardsConfig) -> 
         if verdict.outcome is Outcome.UNDECIDED:
             undecided += 1
             print(f"{line.place}: undecided: {verdict.reason}", file=sys.stderr)
-        row = line.row | {"verdict": verdict.outcome.value, "seconds": round(seconds, 4)}
+        reason = verdict.reason
+        if verdict.outcome is Outcome.WRONG:  # a run keeps no reason for it, so that its workers need not find one
+            reason = why_wrong(line.fields.text, str(line.fields.gold))
+        row = line.row | {"verdict": verdict.outcome.value, "seconds": round(seconds, 4), "reason": reason}
         print(msgspec.json.encode(row).decode(), flush=True)
     if undecided:
         print(f"{undecided:,} of {len(lines):,} lines undecided", file=sys.stderr)

@@ -17,7 +17,7 @@ from stretto_verify.math.compare.equality import same_value
 from stretto_verify.math.compare.naming import is_naming, name
 from stretto_verify.math.compare.opinion import accepts, parsed_whole
 from stretto_verify.math.extract.boxes import is_open
-from stretto_verify.math.extract.final import FinalAnswer, final_answer, in_prose, without_frame
+from stretto_verify.math.extract.final import FinalAnswer, final_answer, in_prose, stated, without_frame
 from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
 from stretto_verify.math.parse.expressions import expression
 from stretto_verify.math.parse.forms import undeclared
@@ -40,6 +40,7 @@ from stretto_verify.thoughts import opened
 from stretto_verify.verdicts import Undecided
 
 _DECIMAL = re.compile(r"[^0-9,()\[\]]*[0-9]+\.[0-9]+[^0-9,()\[\]]*")
+_MODULUS = re.compile(r"mod(?![a-z])[\s{}()\\:]*([0-9]+|[a-z])")
 _COMMA = re.compile(  # three digits are a thousand
     r"([^0-9,()\[\]]*[0-9]+),((?:[0-9]{1,2}|[0-9]{4,})[^0-9,()\[\]]*)"
 )
@@ -117,7 +118,7 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
     """Whether two final answers are equal: compared strictly first, and by math-verify if that is undetermined."""
     check_piece(given.text)
     given = _with_point(given, gold)
-    if is_open(gold.text) != is_open(given.text):
+    if is_open(gold.text) != is_open(given.text) or _differ_in_modulus(gold.text, given.text):
         return False
     if compact(spelled(gold.text)) == compact(spelled(given.text)):
         return True
@@ -132,6 +133,9 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         return bool(told.text) and judged(gold, told, prompt)
     if expected is not None and found is not None:
         opinion = same(expected, found)
+        if opinion is False and isinstance(expected, Words) and isinstance(found, Words):
+            said = stated(found.text)  # "The statement is true" for "true"
+            opinion = said is not None and same(expected, Words(said))
         plain = undeclared(spelled(given.text))
         if not opinion and plain != spelled(given.text) and undeclared(spelled(gold.text)) == spelled(gold.text):
             other = _structure(plain)  # the declaration may repeat the question
@@ -144,6 +148,14 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         return accepts(_shown(gold), _shown(given))
     except Unreadable as error:
         raise Undecided(str(error)) from None
+
+
+def _differ_in_modulus(gold: str, given: str) -> bool:
+    """Whether both texts name a modulus, and not the same."""
+    if "mod" not in gold or "mod" not in given:
+        return False
+    one, other = ({found[1] for found in _MODULUS.finditer(text)} for text in (gold, given))
+    return bool(one and other) and one != other
 
 
 def _is_worded(found: Node | None) -> bool:

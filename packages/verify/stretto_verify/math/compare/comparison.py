@@ -372,8 +372,16 @@ def _same_division(ratio: Ratio, other: Scalar) -> Opinion:
     return other.latex == quotient.latex or rf"\frac{{{other.latex.replace('/', '}{')}}}" == quotient.latex
 
 
+def _is_interval(item: Node) -> bool:
+    return isinstance(item, Listing) and item.ordered and len(item.items) == 2
+
+
 def _same_ranges(gold: Sequence[Node], answer: Union) -> Opinion:
-    """Compare inequalities such as ``x < 1 or x > 2`` with a union of intervals."""
-    intervals = [as_interval(item) if isinstance(item, Relation) else None for item in gold]
+    """Compare inequalities such as ``x < 1 or x > 2``, or a list of intervals with endless ones, with a union."""
+    endless = any(isinstance(item, Listing) and r"\infty" in str(item) for item in gold)  # no point has such an end
+    intervals = [
+        as_interval(item) if isinstance(item, Relation) else item if endless and _is_interval(item) else None
+        for item in gold
+    ]
     found = [interval for interval in intervals if interval is not None]
     return _matched(found, answer.parts) if len(found) == len(gold) else False

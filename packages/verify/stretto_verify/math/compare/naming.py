@@ -25,7 +25,7 @@ _NAMING = ("=", r"\in", r"\equiv")
 _TEXTS = re.compile(r"\\text\{[^{}]*\}")
 _LONG_WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{3}")
 _COMPUTED = re.compile(r"[0-9]\s*(?:\\\s*)?[a-zA-Z](?![a-zA-Z])|[a-zA-Z)]\s*\^\s*\{?[0-9]|[-+]\s*[0-9]|[0-9]\s*[-+]")
-_DERIVED = re.compile(r"(?:[a-zA-Z]'+|[fgh]\s*\^\s*\{?-1\}?)\s*\([^()]*\)")  # f'(2), f^{-1}(2)
+_DERIVED = re.compile(r"\\(?:gcd|lcm)\s*\([a-zA-Z_0-9{}]*[a-zA-Z][a-zA-Z_0-9{}, ]*\)|(?:[a-zA-Z]'+|[fgh]\s*\^\s*\{?-1\}?)\s*\([^()]*\)")  # f'(2), f^{-1}(2)
 _POWER_OF_MATRIX = re.compile(r"[A-Z]\s*\^\s*\{?-?[0-9A-Z]+\}?")
 _NUMBERED = re.compile(r"_\{?[0-9]\}?$")
 _ZERO = re.compile(r"_\{?0\}?$")
@@ -201,7 +201,7 @@ def in_order(named: Mapping[str, Node]) -> dict[str, Node] | None:
 
 def is_numbered(named: Iterable[str]) -> bool:
     """Whether names are one letter with different numbers: ``x_1``, ``x_2``."""
-    return {_NUMBERED.sub("", called) for called in named} in ({letter} for letter in ascii_lowercase)
+    return {_NUMBERED.sub("", called) for called in named} in ({letter} for letter in (*ascii_lowercase, "lambda"))
 
 
 def without_zeros(named: Mapping[str, Node]) -> dict[str, Node]:

@@ -70,7 +70,7 @@ def is_denying(words: str) -> bool:
     return _DENYING.search(words) is not None
 
 
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
+_BOX = re.compile(r"(?:\\(?:boxed|fbox|framebox)\s*|(?<![A-Za-z\\])boxed)(?=\{)")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[0-9.]+|[a-zA-Z])")
 _JOINED = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|,|;")
 _PARTED = re.compile(
@@ -127,7 +127,7 @@ def boxed(text: str) -> str | None:
 
 def last_box(text: str) -> int:
     """Position of the last box; -1 if there is none."""
-    return max([found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)", text)], default=-1)
+    return max([found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)|(?<![A-Za-z\\])boxed\{", text)], default=-1)
 
 
 def _inner(content: str) -> str:

@@ -47,6 +47,7 @@ _DIGIT = re.compile(r"(?![0-9])\d")
 _MARKS = str.maketrans("٫٬", ".,")
 _MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,9}) and ((?:an?|one|two|three|four|five) [a-z]{4,12})(?![a-z-])")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_CALCULATED = re.compile(r"<<[^<>\n]{1,80}>>")  # a calculator's notes, as in GSM8K
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
 _DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}|</?(?:b|i|u|em|strong|span|mark|code)>")
 _BOLD = re.compile(r"(?<![^\s(:\"'=])\*\*(?=[^\s*])([^*\n]{1,200})(?<=\S)\*\*(?=[\s.,;:!?)\"']|$)")  # not a power
@@ -166,6 +167,8 @@ _WHOLE_WORDS = re.compile(
 
 def without_frame(completion: str, prompt: str = "") -> str:
     """Prepare a completion by rule 1, and rewrite digits, decorations and approximations to plain forms."""
+    if "<<" in completion:
+        completion = _CALCULATED.sub("", completion)
     text = unquoted(_MIXED.sub(_in_parts, _in_digits(said(completion, prompt)[-LONGEST_TAIL:])))
     text = _DOLLAR.sub(r"\\$", text)
     if len(question := closed(prompt).strip()) >= 12:
@@ -236,8 +239,8 @@ def _whole(text: str) -> FinalAnswer | None:
     if is_formula(without_unit(undeclared(written.rstrip(".")))[0]) or _is_spoken(text):
         return FinalAnswer(", ".join(line for line in written.split("\n") if line.strip()), certain=True)
     if _FEW_WORDS.fullmatch(text):
-        if (stated := _stated(text)) is not None:
-            return FinalAnswer(stated, certain=True)
+        if (told := stated(text)) is not None:
+            return FinalAnswer(told, certain=True)
         stance = _STANCE.fullmatch(text)
         if stance is None or len(re.findall(r"\b(?:yes|no|true|false)\b", text, re.IGNORECASE)) > 1:
             return FinalAnswer(text, certain=True)
@@ -245,7 +248,7 @@ def _whole(text: str) -> FinalAnswer | None:
     return None
 
 
-def _stated(text: str) -> str | None:
+def stated(text: str) -> str | None:
     """Predicate of a short sentence ("true" in "The statement is true."); None if it is negated, or there is no single
     predicate."""
     found = _STATEMENT.fullmatch(text)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from stretto_verify.math.parse.units import united
+
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TEXTS = re.compile(r"\\text\{([^{}]*)\}")
 _ALONE = re.compile(r"\s*(?:\S|\(?[0-9.,]+\)?)\s*")
@@ -31,6 +33,8 @@ _DECLARED = re.compile(
 
 _PERIOD = re.compile(r"(?:[+-]|\\pm(?![a-z]))\s*[0-9]*\s*([kmn])\s*\\pi(?![a-zA-Z])")
 _NAME = re.compile(r"[a-zA-Z]+")
+_BUILT = re.compile(rf"\\\{{\s*(.+?)\s*(?:\\mid(?![a-z])|\||:)(?=\s*([a-zA-Z])\s*\\in)(\s*.\s*\\in\s*{_SETS})\s*\\\}}")
+_COMPONENT = re.compile(r"\s*([-+]?)\s*((?:\\[a-zA-Z]+|[^-+ijk()\\]|\([^()]*\))*?)\s*\{?([ijk])\}?(?![a-zA-Z^_])\s*")
 _CONDITION = re.compile(
     r"(?:[,;(]\s*|\s+(?=where|with|for|if|when))(?:(?:where|with|for|if|when|and)\s+)*(?:all\s+)?([a-zA-Z])\s*"
     r"(?:(?:<|>|\\(?:le|ge|neq)(?![a-z]))\s*-?[0-9]+|=\s*-?[0-9]+(?:\s*,\s*-?[0-9]+)*\s*,\s*\\ldots)[\s)]*$"
@@ -44,11 +48,33 @@ def reformed(text: str) -> str:
     >>> reformed(r"\begin{cases}x=1\\y=2\end{cases}"), reformed(r"\frac{\pi}{4}+n\pi,n \in \mathbb{Z}")
     ('x=1,y=2', '\\frac{\\pi}{4}+k\\pi')
     """
+    if r"\text" in text or r"\mu" in text or r"\Omega" in text:
+        text = united(text)
     if r"\begin" in text:
         text = _SYSTEM.sub(_system, _TWO_SYSTEMS.sub(r"\1;", text))
     if r"\begin" not in text:
         text = text.replace(r"\\", ",")
+    if (built := _BUILT.fullmatch(text)) is not None and _alone(built[2]).search(built[1]) and built[1] != built[2]:
+        text = built[1] + built[3]  # {f(k) | k in Z}
+    if (vector := _vector(text)) is not None:
+        return vector
     return _periodic(text) if (declared := _declaration(text)) is None else declared
+
+
+def _vector(text: str) -> str | None:
+    """``2i-j+3k``, a sum of the unit vectors, as ``(2,-1,3)``; None for other forms (3+4i is complex)."""
+    if "j" not in text or "=" in text:
+        return None
+    at, parts = 0, dict[str, str]()
+    while at < len(text):
+        found = _COMPONENT.match(text, at)
+        if found is None or found[3] in parts or (at and not found[1]):
+            return None
+        parts[found[3]] = (found[1].replace("+", "") + (found[2].strip() or "1")).removesuffix(r"\cdot")
+        at = found.end()
+    if len(parts) < 2:
+        return None
+    return "(" + ",".join(parts.get(name, "0") for name in ("ijk" if "k" in parts else "ij")) + ")"
 
 
 def _periodic(text: str) -> str:
@@ -87,6 +113,7 @@ def undeclared(text: str) -> str:
 
 def _plain(text: str) -> str:
     """The text with the words of ``\\text{…}`` unwrapped, except single letters and numbers."""
+    text = text.replace(r"\forall", " for all ")
     return " ".join(_TEXTS.sub(lambda found: found[0] if _ALONE.fullmatch(found[1]) else f" {found[1]} ", text).split())
 
 

@@ -20,8 +20,9 @@ _NOTHING = re.compile(
     r"(?:solutions?|roots?)(?: exists?)?",
     re.IGNORECASE,
 )
-_REALS: Final = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\\mathbf\{R\}|\\Bbb\{R\}|\\R|R)"
-_ALL_REALS = re.compile(rf"{_REALS[:-3]})|(?:the set of )?(?:all )?(?:the )?real numbers|all reals", re.IGNORECASE)
+_REALS: Final = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\\mathbf\{R\}|\\Bbb\s*\{?R\}?|\\R|R)"
+_ALL_REALS = re.compile(rf"{_REALS[:-3]})|(?:the set of )?(?:all )?(?:the )?real numbers|all reals|(?:for )?all real(?: values of)? [a-z]", re.IGNORECASE
+)
 _POINT = r"-?(?:[0-9]+(?:\.[0-9]+|/[0-9]+)?|\\frac\{[0-9]+\}\{[0-9]+\}|\\pi|\\sqrt\{[0-9]+\})"
 _POINTS = rf"(?:x\s*=\s*)?({_POINT}(?:\s*,\s*{_POINT})*)"
 _HALF_LINE = re.compile(
@@ -29,9 +30,11 @@ _HALF_LINE = re.compile(
     r"|(?:the set of )?(?:all )?(?P<word>positive|non-?negative) (?:real numbers|reals)",
     re.IGNORECASE,
 )
-_MISSING = re.compile(r"(?:the limit |it )?(?:DNE|does not exist)", re.IGNORECASE)
+_MISSING = re.compile(r"(?:(?:the )?limit |it )?(?:DNE|does not exist|is undefined)|undefined", re.IGNORECASE)
+_ENDLESS = re.compile(r"(?:there (?:are|exist) )?infinitely many(?: solutions)?(?: exist)?", re.IGNORECASE)
 _ALL_BUT = re.compile(
     rf"(?:x\s*\\in\s*)?{_REALS}\s*(?:\\setminus|\\backslash|\\|-)\s*\\?\{{\s*{_POINTS}\s*\\?\}}"
+    rf"|[a-z]\s*\\in\s*{_REALS}\s*,?\s*[a-z]\s*\\neq\s*{_POINTS}"
     rf"|(?:all )?(?:the )?(?:real numbers|reals)(?: x)?,? (?:except|but|other than)(?: for)?\s*{_POINTS}",
     re.IGNORECASE,
 )
@@ -50,6 +53,8 @@ def phrase(text: str) -> Node | None:
         return Listing("(", ")", (Scalar(r"-\infty"), Scalar(r"\infty")))
     if _MISSING.fullmatch(bare):
         return Words("does not exist")
+    if _ENDLESS.fullmatch(bare):
+        return Words("infinitely many")
     if (half := _HALF_LINE.fullmatch(bare)) is not None:
         is_closed = half["sign"] == r"\ge" or (half["word"] or "").lower().startswith("non")
         return Listing("[" if is_closed else "(", ")", (Scalar("0"), Scalar(r"\infty")))
@@ -60,7 +65,7 @@ def phrase(text: str) -> Node | None:
     if (parts := _PROPORTION.fullmatch(bare)) is not None:
         return Ratio(tuple(map(Scalar, parts.groups())))
     if (missing := _ALL_BUT.fullmatch(bare)) is not None:
-        return without([Scalar(point.strip()) for point in (missing[1] or missing[2]).split(",")])
+        return without([Scalar(point.strip()) for point in next(filter(None, missing.groups())).split(",")])
     return None
 
 

@@ -38,6 +38,10 @@ from stretto_verify.math.parse.units import MAGNITUDES, without_unit
 
 _SIGNS: Final = re.compile(r"\\Rightarrow|\\approx|\\equiv|\\neq|\\le(?![a-z])|\\ge(?![a-z])|\\in(?![a-z])|[=<>]")
 _MATRIX = re.compile(r"\\begin\{([pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_SCALED = re.compile(  # 1/2 of a matrix
+    r"((?:-|[0-9.]+|\\(?:frac|sqrt|pi)(?![a-z])|[{}/]|\s)+?)(?:\\cdot|\\times)?\s*(\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*\\end\{[pbB]?matrix\})",
+    re.DOTALL,
+)
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[+-]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
 _TEXT = re.compile(r"\(?\\text\{([^{}]*)\}\)?")
 _PLAIN_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]*(?:[ ,]+[A-Za-z][A-Za-z'-]*)*")
@@ -57,7 +61,7 @@ _EQUATED = re.compile(  # sides of a choice's equation: AB, f(x), 2x+3y; no word
 )
 _ONE_CHOICE = re.compile(r"\(?[A-J]\)?")
 _NOT_READ = re.compile(
-    r"\?|(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}\s])\s*[*/]|[!]{2}"
+    r"\?|(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}!\s])\s*[*/]|[!]{2}"
     r"|[0-9]\s*_|^(?!.*\\begin).*&|^[^|]*\|[^|]*(?:\|[^|]*\|[^|]*)*$"
 )
 _SIDE_BY_SIDE = re.compile(r"(?<![^-+*/=(,\s])[0-9.]++\s+[0-9]++(?!\s*/)|[0-9]\.\s|[0-9]\.[0-9]+\.[0-9]")
@@ -66,10 +70,12 @@ _NAMED_POINT = re.compile(r"([A-J]'*)(\(.*,.*\))")  # A(1,2); P(1,2) needs no na
 _TUPLE = re.compile(r"\s*\([^()]*,[^()]*\)\s*")  # an end of no interval
 _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
 _INTRODUCED = re.compile(
-    r"^\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
+    r"^(?!\\text\{\s*\(?[A-J][).:])\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
     r"|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval|vert(?:ex|ices)|cent(?:er|re)|coordinates|vector)\s*\}"
     r"\s*(?=[(\[\\])"
-    r"|^\\text\{\s*exactly\s*\}\s*(?=[-0-9\\])"
+    r"|^\\text\{\s*(?:exactly|diverges to)\s*\}\s*(?=[-0-9\\])"
+    r"|^(?:\\text\{\s*)?(?:for )?all(?: (?:the|real|positive|natural|whole|integers?|numbers?|values|of))*\s*\}?\s*"
+    r"(?=[a-z]\s*(?:[<>]|\\(?:le|ge)(?![a-z])))"
 )
 _MAGNITUDE = re.compile(rf"(?<=[0-9}}\s{{])(?:{'|'.join(MAGNITUDES)})s?\b")
 _DEGREES = re.compile(r"([0-9.]+)\s*\^\s*\{?\\circ\}?")
@@ -111,6 +117,8 @@ def node(text: str) -> Node:
     if (found := _MATRIX.fullmatch(text)) is not None and r"\begin" not in found[2]:
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
         return Matrix(tuple(tuple(node(cell) for cell in split(row, "&")) for row in rows))
+    if (scaled := _SCALED.fullmatch(text)) is not None and isinstance(matrix := node(scaled[2]), Matrix):
+        return _times(scaled[1], matrix)
     if (words := _words(text)) is not None:
         return in_words(words.text) or words
     if len(groups := split(text, ";")) > 1 and (points := _points(groups)) is not None:
@@ -131,6 +139,15 @@ def node(text: str) -> Node:
     if len(parts) > 1:
         return Ratio(tuple(map(node, parts)))
     return _scalar(text)
+
+
+def _times(factor: str, matrix: Matrix) -> Matrix:
+    """A matrix with each cell multiplied; "-" is a factor, too."""
+    before = factor.strip() + ("1" if factor.strip() == "-" else "")
+    if any(not isinstance(cell, Scalar) or cell.unit for row in matrix.rows for cell in row):
+        raise Unreadable("a multiple of a matrix that has no plain cells")
+    rows = [[cell.latex for cell in row if isinstance(cell, Scalar)] for row in matrix.rows]
+    return Matrix(tuple(tuple(Scalar(rf"{before}\cdot ({cell})") for cell in row) for row in rows))
 
 
 def _points(groups: Iterable[str]) -> Listing | None:
@@ -284,7 +301,7 @@ def _made(sides: list[str], signs: list[str]) -> Node:
         first = signs.index(r"\approx", 1)
         _check_near(sides[first:])
         beside, sides, signs = tuple(sides[first + 1 :]), sides[: first + 1], signs[:first]
-    elif signs[0] == r"\approx" and len(signs) == 1 and not re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", sides[0])):
+    elif signs[0] == r"\approx" and len(signs) == 1 and not re.search("[a-zA-Z]", re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+", "", sides[0])):
         _check_near(sides)
         return _beside(node(sides[0]), sides[1:])
     signs = ["=" if sign == r"\approx" else sign for sign in signs]

@@ -12,6 +12,8 @@ stays, and the reader refuses it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from fractions import Fraction
 from functools import lru_cache
 from math import gcd
 from typing import Final
@@ -30,6 +32,10 @@ _COMPLEX = re.compile(r"\s*(\(?\s*-?\s*[0-9.]+\s*[-+]\s*[0-9.]*)\s*j(\s*\)?)\s*"
 _CONDITIONED = re.compile(r"\s*\{(\s*[a-z]\s*(?:\||:|\\mid(?![a-z])).*[<>=].*)\}\s*", re.DOTALL)
 _UNDERSCORED = re.compile(r"\s*[-+]?[0-9]{1,3}(?:_[0-9]{3})+(?:\.[0-9]+)?\s*")
 _REPEATING = re.compile(r"(?<![0-9.])([0-9]*)\.\(([0-9]+)\)(?![0-9(])")
+_ALONE = re.compile(r"\s*\\text(?:bf|it|rm|sf|tt|normal)?\s*\{([^{}\\]*)\}[\s.]*")
+_WORDLESS = re.compile(r"\s*(?:[a-z]\s*[=<>≤≥])?[^A-Za-z]*[0-9][^A-Za-z]*")
+_LABELLED = re.compile(r"(?:^|[;,\n]|\\q?quad)\s*(?:\\text\s*\{\s*)?\(([1-6a-f])\)\s*\}?\s*:?")
+_REMAINDER = re.compile(r"\s*([0-9]{1,15})\s*(?:\\b?mod(?![a-z])|\bmod\b)\s*([1-9][0-9]{0,14})\s*")
 _EXCLAIMED = re.compile(r"(?<![\\A-Za-z])([A-Z][a-z]+|[a-z]{4,}|no|yes)[!?]+(\}?[\s*]*)$")
 _ASKED = re.compile(r"(?<=[\w)\]}%°$])\s*\?+(?=[\s})$*.]*$)")  # no sign of mathematics, unlike "!"; not behind "="
 
@@ -54,8 +60,14 @@ def plain(text: str) -> str:
     >>> plain("1_000_000"), plain("0.(3)"), plain("New York!"), plain("(1, 2)^T"), plain("[1; 2]")
     ('1000000', '0.\\overline{3}', 'New York', '(1, 2)', '[1; 2]')
     """
+    if r"\text" in text and (alone := _ALONE.fullmatch(text)) is not None:
+        text = alone[1] if _WORDLESS.fullmatch(alone[1]) or _DATES.fullmatch(alone[1]) else text
     if (made := _CONSTRUCTED.fullmatch(text)) is not None:
         return made[1]
+    if "mod" in text and (remainder := _REMAINDER.fullmatch(text)) is not None:
+        return str(int(remainder[1]) % int(remainder[2]))
+    if text.lstrip().startswith(("(1)", "(a)", r"\text")) and (parts := _parts(text)) is not None:
+        return parts
     if (rows := _ROWS.fullmatch(text)) is not None:
         cells = [re.split(r"\s*,\s*|\s+", row.strip()) for row in rows[1].split(";")]
         if len({len(row) for row in cells}) == 1 < len(cells[0]) and all(all(row) for row in cells):
@@ -76,6 +88,21 @@ def plain(text: str) -> str:
     if _UNDERSCORED.fullmatch(text) is not None:
         return text.replace("_", "")
     return _ASKED.sub("", _EXCLAIMED.sub(r"\1\2", _REPEATING.sub(r"\1.\\overline{\2}", text)))
+
+
+def _parts(text: str) -> str | None:
+    """``(1) 5; (2) 7``, the answers to the parts of a question, as ``a=5,b=7``; None for other forms."""
+    labels = list(_LABELLED.finditer(text))
+    names = [label[1] for label in labels]
+    if len(labels) < 2 or text[: labels[0].start()].strip() or not "123456 abcdef".count("".join(names)):
+        return None
+    if names[0] not in "1a":
+        return None
+    ends = [label.start() for label in labels[1:]] + [len(text)]
+    values = [text[label.end() : end].strip(" .,;\n") for label, end in zip(labels, ends, strict=True)]
+    if not all(values) or any("," in value and value[0] not in "([" or "=" in value for value in values):
+        return None
+    return ",".join(f"{name}={value}" for name, value in zip("abcdef", values, strict=False))
 
 
 _LETTERS: Final = str.maketrans(
@@ -122,6 +149,7 @@ _LETTERS: Final = str.maketrans(
         "，": ",",
         "（": "(",
         "）": ")",
+        **{sign: rf"\\{name} " for sign, name in zip("⌊⌋⌈⌉", ["lfloor", "rfloor", "lceil", "rceil"], strict=True)},
         "⟨": "(",
         "⟩": ")",
         "\u00a0": " ",
@@ -158,13 +186,25 @@ def _per(found: re.Match[str]) -> str:
 
 
 def _both(found: re.Match[str]) -> str:
-    """``x>0 and x<3`` as ``0<x<3``; unchanged if both bounds are on one side."""
-    name, sign, bound, other_sign, other = found.groups()
-    is_lower, other_is_lower = (_GREATER.fullmatch(one) is not None for one in (sign, other_sign))
-    if is_lower == other_is_lower:
+    """``x>0 and x<3`` as ``0<x<3``; unchanged if both bounds are on one side. Joined by a comma only, bounds that leave
+    nothing between them are two ranges."""
+    one, other = (_bound(found.groups()[start : start + 6]) for start in (0, 7))
+    if one[0] != other[0] or one[1] == other[1]:
         return found[0]
-    (below, low), (above, high) = ((sign, bound), (other_sign, other))[:: 1 if is_lower else -1]
-    return f"{low}{'<' if below == '>' else _AT_MOST}{name}{'<' if above == '<' else _AT_MOST}{high}"
+    (_, _, is_low_open, low), (_, _, is_high_open, high) = (one, other) if one[1] else (other, one)
+    if found[7].strip() == ",":
+        values = [Fraction(bound) if _FRACTION.fullmatch(bound) else None for bound in (low, high)]
+        if None in values or not values[0] < values[1]:  # type: ignore[operator]
+            return found[0]
+    return f"{low}{'<' if is_low_open else _AT_MOST}{one[0]}{'<' if is_high_open else _AT_MOST}{high}"
+
+
+def _bound(parts: Sequence[str | None]) -> tuple[str, bool, bool, str]:
+    """Name, whether it is bounded from below, whether the end is open, and the bound: of ``x>0``, or of ``0<x``."""
+    name, sign, bound = parts[:3] if parts[0] else (parts[5], parts[4], parts[3])
+    is_greater = _GREATER.fullmatch(str(sign)) is not None
+    is_open = re.fullmatch(r"[<>]|\\[lg]t", str(sign)) is not None
+    return str(name), is_greater == bool(parts[0]), is_open, str(bound)
 
 
 def _share(found: re.Match[str]) -> str:
@@ -182,11 +222,14 @@ _AT_MOST: Final = r"\le "
 _GREATER = re.compile(r">=?|\\(?:gt|ge|geq|geqslant)")
 _INEQUALITY: Final = r"([<>]=?|\\(?:lt|gt|leqslant|geqslant|leq|geq|le|ge)(?![a-z]))"
 _BOUND: Final = r"(-?\s*(?:[0-9]+(?:\.[0-9]+|/[0-9]+)?|\\[dt]?frac\{[^{}]+\}\{[^{}]+\}|\\sqrt\{[^{}]+\}|\\pi(?![a-z])))"
+_BOUNDED: Final = rf"(?:([a-zA-Z])\s*{_INEQUALITY}\s*{_BOUND}|{_BOUND}\s*{_INEQUALITY}\s*([a-zA-Z]))"
+_FRACTION = re.compile(r"-?[0-9]+(?:\.[0-9]+|/[1-9][0-9]*)?")
 _ASSIGNED: Final = r"\b[a-z]\s*=\s*-?\s*[0-9./]+\s*"
 _SHARE: Final = (
     r"(?<![0-9.,/}])(?:([0-9]+/[0-9]+|\\frac\{[0-9]+\}\{[0-9]+\})|([0-9]+(?:\.[0-9]+)?)\s*%)\s*"
     r"(?:\\text\s*\{\s*)?(off?)(?:\s*\}|\s)\s*(?=[0-9])"
 )
+_NAMED_BRACKETS: Final = {"lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")"}
 _FONT: Final = r"\\math(?:bf|it|rm|sf|tt|normal)"
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
@@ -204,20 +247,43 @@ _REPLACED: Final = tuple(
             r"(?<=\^\\circ)\s*\\(?:text|mathrm)\s*\{\s*([CF])\s*\}|(?<=\^\{\\circ\})\s*\\(?:text|mathrm)\s*\{\s*([CF])\s*\}",
             r"\1\2",
         ),
+        (
+            r"(?<=[0-9}\s])\\math(?:rm|sf)\s*\{([A-Za-z0-9^{}\s/-]*\\cdot(?![a-z])[^{}]*(?:\{[^{}]*\}[^{}]*)*)\}",
+            lambda found: rf"\text{{{found[1]}}}".replace(r"\cdot", "*"),
+        ),
         (rf"{_FONT}\s+([0-9]+|[a-zA-Z])", r"\\text{\1}"),
         (rf"{_FONT}\s*(?=\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\\[a-zA-Z])|\\mathbf\s*(?=\{{[^{{}}]*[\^=+])", ""),
-        (r"\\text\s*\{\s*([-+=])?\s*\}", r" \1"),
+        (r"\\text\s*\{\s*([-+=,;])?\s*\}", r" \1"),
         (r"\^\s*\{?\s*\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?\s*$", ""),
         (r"\\text\s*\{\s*([0-9]+)(?:st|nd|rd|th)\s*\}", r"\1"),
         (r"\\text\s*\{\s*\(?\s*(?:since|because)\s[^{}]*\}\s*$", ""),
-        (r"^\s*(?:USD|EUR|GBP|INR|Rs\.?)\s*(?=[0-9])", ""),
+        (r"^\s*(?:(?:USD|EUR|GBP|INR|Rs\.?)\s*(?=[0-9])|US(?=\s*\\\$))", ""),
+        (r"(?:\\(?:checkmark|blacksquare|square|Box|qed)(?![a-zA-Z])|[✓✔∎□■])\s*$", ""),
+        (r"\\text\s*\{\s*(?:only|\(?in (?:interval|set) notation\)?)\s*\}\s*$", ""),
         (
-            rf"^\s*([a-zA-Z])\s*{_INEQUALITY}\s*{_BOUND}\s*(?:\\text\s*\{{\s*and\s*\}}|and|\\(?:land|wedge)(?![a-z]))"
-            rf"\s*\1\s*{_INEQUALITY}\s*{_BOUND}\s*$",
+            rf"^\s*{_BOUNDED}\s*(\\text\s*\{{\s*and\s*\}}|and|\\(?:land|wedge)(?![a-z])|,(?:\s*\\text\s*\{{\s*and\s*\}})?)"
+            rf"\s*{_BOUNDED}\s*$",
             _both,
         ),
         (r"\{([^{}]+)\\choose(?![a-z])([^{}]+)\}", r"\\binom{\1}{\2}"),
-        (r"\{,\}", ","),
+        (r"\{([,:])\}", r"\1"),
+        (r"\\text\s*\{\s*([0-9A-F]+)\s*\}\s*_|(?<=[0-9A-F])\\text\s*\{\s*([A-F]+)\s*\}\s*_", r"\1\2_"),
+        (r"_\s*\{\s*(?:\(([0-9]{1,2})\)|\\text\s*\{\s*base\s*\}\s*([0-9]{1,2}))\s*\}", r"_{\1\2}"),
+        (
+            r"(?<=[0-9A-F])\s*(?:\\text\s*\{)?\s*\(?\s*(?:in\s+)?base[\s}]+([0-9]{1,2}|two|eight|ten)\)?\s*\}?\s*$",
+            r"_{\1}",
+        ),
+        (r"^(\s*(?:\\text\s*\{\s*)?)(?:[Oo]ption|[Cc]hoice|[Aa]nswer:)\s+(?=\(?[A-J](?:[).:]|\s*\}?\s*$))", r"\1"),
+        (r"(?<=\S)\s*\(\s*\\text\s*\{\s*or\s*\}([^()]*)\)\s*$", r",\1"),
+        (r"(?<=\S)\s*\\text\s*\{\s*\(\s*or(?:\s+([^(){}]+)|\s*\}([^()]*)\\text\s*\{\s*)\)\s*\}\s*$", r",\1\2"),
+        (r"(?<=\S)\s*\(\s*(?:\\approx|≈)\s*([^()]*)\)\s*$", r"\\approx \1"),
+        (r"\\bigcup(?![a-zA-Z])", r"\\cup "),
+        (r"\\[lr](?:brack|paren)(?![a-zA-Z])\s*", lambda found: _NAMED_BRACKETS[found[0].strip()[1:]]),
+        (r"\\(?:sfrac|nicefrac)(?![a-z])", r"\\frac"),
+        (r"\\surd(?![a-z])", r"\\sqrt"),
+        (r"\\root\s*([0-9])\s*\\of(?![a-z])", r"\\sqrt[\1]"),
+        (r"\\imath(?![a-z])", "i"),
+        (r"\\cr(?![a-z])", r"\\\\"),
         (r"\\m?(?:left|right|middle)\s*(?![a-zA-Z])\.?", ""),
         (r"\\(?:underline|boldsymbol|bm|pmb|vec|hat)\s*(?=\{)", ""),
         (r"\\math(?:bf|it|rm|sf)\s*\{\s*([ijk])\s*\}(?=\s*(?:[-+]|$))", r"\1 "),
@@ -245,7 +311,11 @@ _REPLACED: Final = tuple(
         (r"([\[\]])(\s*[^\[\],;\s][^\[\],;]*[,;]\s*[^\[\],;\s][^\[\],;]*)([\[\]])", _french),
         (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
         (r"\\text\s*\{\s*([eixyn])\s*\}", r"\1 "),
-        (rf"({_ASSIGNED}(?:,|\band\b)\s*{_ASSIGNED}),?\s*\bor\b\s*(?=[a-z]\s*=)", r"\1;"),
+        (
+            rf"({_ASSIGNED}(?:,|\band\b)\s*{_ASSIGNED}),?\s*(?:\\text\s*\{{\s*or\s*\}}|\bor\b)\s*(?=[a-z]\s*=)",
+            r"\1;",
+        ),
+        (r"([a-z])_\{1,\s*2\}\s*=", r"\1="),
         (r"\\text\s*\{\s*\(?([A-J]|[0-9]+)\)?\s+(?:and|or)\s+\(?([A-J]|[0-9]+)\)?\s*\}", r"\1,\2"),
         (r"\\text\s*\{\s*\$?\s*,?\s*(?:and|or|oder|und)\s*\}", ","),
         (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])\s*,?", ","),
@@ -259,6 +329,7 @@ _REPLACED: Final = tuple(
         (r"\\geqslant|\\geq(?![a-z])|>=", r"\\ge "),
         (r"\\lt(?![a-z])", "<"),
         (r"\\gt(?![a-z])", ">"),
+        (r"(?<![a-zA-Z])floor\s*\(([^()]*)\)|\\text\{\s*floor\s*\}\s*\(([^()]*)\)", r"\\lfloor \1\2\\rfloor "),
         (r"==+", "="),
         (r"=>", r"\\Rightarrow "),
         (r"!=|\\ne(?![a-z])|\\not\s*=|<>", r"\\neq "),
@@ -282,13 +353,15 @@ _REPLACED: Final = tuple(
         (rf"(?<![a-zA-Z\\])({_NAMES})(?![a-zA-Z])", r"\\\1 "),
         (r"(?<=[0-9])pi(?![a-z])", r"\\pi "),
         (r"(?<![a-zA-Z\\])(?:(?:plus |positive )?[iI]nfinity|infty|inf|oo)(?![a-zA-Z])", r"\\infty "),
+        (r"\\text\{\s*\\infty\s*\}", r"\\infty "),
+        (r"(?<=[0-9}])\s*/\s*\\text\{\s*(?:an? )?([a-z]{3,})\s*\}\s*$", r"\\text{ per \1}"),
         (r"(?<![0-9a-zA-Z.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![0-9a-zA-Z.])", r"\1\\cdot 10^{\2}"),
         (r"\^\s*(-?[0-9]{2,}|-[0-9a-z])", r"^{\1}"),
         (r"\\frac\s*([0-9a-z])\s*([0-9a-z])", r"\\frac{\1}{\2}"),
         (r"\\frac\s*([0-9a-z])\s*\{", r"\\frac{\1}{"),
         (rf"\\frac\s*{_GROUP}\s*([0-9a-z])", r"\\frac{\1}{\2}"),
         (r"\\sqrt\s*(\[[^\[\]]*\])?\s*([0-9a-zA-Z])", r"\\sqrt\1{\2}"),
-        (r"(?<![0-9])\.(?=[0-9])", "0."),
+        (r"(?<![0-9])\.(?=[0-9]|\\overline)", "0."),
         (r"(?<=[0-9])\s*(?:percent(?:age)?|pct)(?![a-z])|\\text\{\s*(?:percent(?:age)?|pct)\s*\}", "%"),
         (r"^\s*(?:minus|negative)\s+(?=[0-9\\(])", "-"),
         (r"\s+", " "),
@@ -297,8 +370,10 @@ _REPLACED: Final = tuple(
 _CALLS: Final = (("sqrt", r"\sqrt{", "}"), ("exp", "e^{", "}"), ("abs", "|", "|"), ("frac", r"\frac{", "}"))
 _MARK = re.compile(r"(?<!\\)\\[()\[\]]")
 _EDGES = " \t\n,;:"
+_MODULO = re.compile(r"\s*\\bmod(?![a-z])\s*\{?[0-9a-z]+\}?\s*$")
+_QUAD = re.compile(r"(?<=[0-9)])\s*\\q?quad(?![a-z])\s*(?=-?[0-9]|[a-z]\s*=|\(-?[0-9])")  # between items of a list
 _SPACING = re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:quad|qquad|thinspace)(?![a-z]))|~|(?<!\\)\\\s*$")
-_THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\[!,]|\{,\}|,\\ |\{,\\!\}|')\s*(?=[0-9]{3}(?![0-9]))")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\[!,]|\{,\}|,\\ |\{,\\!\}|\{\\small,\}|\\text\{,\}|')\s*(?=[0-9]{3}(?![0-9]))")
 _DECIMAL_COMMA = re.compile(r"(?<=[0-9])\{,\}(?=[0-9]+(?![0-9]|\{,))(?![0-9]{3}(?![0-9]))")
 _WHOLE_COMMA = re.compile(
     r"^([-+]?(?:[0-9]{4,}(?=,[0-9]{1,2}$)|0(?=,[0-9]{3})|[0-9]+(?=,0[0-9]$))),(?=[0-9]+$)"
@@ -318,6 +393,8 @@ def spelled(text: str) -> str:
     text = _DECIMAL_COMMA.sub(".", _ROW_SPACE.sub(r"\\\\", plain(text)))
     text = _SMALL.sub(_aligned, text)
     text = _THOUSANDS.sub(",", _SUM_OF_MONEY.sub(r"\\$\1", text.translate(_LETTERS)))
+    if "quad" in text:
+        text = _QUAD.sub(",", text)
     text = _WHOLE_COMMA.sub(r"\1.", unwrapped(_SPACING.sub(" ", text)))
     if r"\begin" not in text:
         text = _DOUBLED.sub(r"\\", text)
@@ -327,6 +404,8 @@ def spelled(text: str) -> str:
     text = _exponents(text)
     if "mod" not in text:  # without a modulus a congruence is an equality
         text = text.replace(r"\equiv", "=")
+    elif r"\equiv" in text:
+        text = _MODULO.sub("", text)
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
     return _trimmed(text.replace("$", ""))

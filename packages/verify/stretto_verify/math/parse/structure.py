@@ -140,7 +140,7 @@ def candidates(text: str) -> Counter[str]:
 
 def accounts_for(given: Node, text: str) -> bool:
     """Whether the structure `given` contains every candidate of the text that it was parsed from."""
-    return candidates(text) <= candidates(" ".join(texts(given)))
+    return candidates(text) <= candidates(" | ".join(texts(given)))  # no "A base 16" with an article
 
 
 def texts(given: Node) -> list[str]:

@@ -83,6 +83,12 @@ _SYMBOL: Final = re.compile(
 )
 _CLOSE_SYMBOL: Final = re.compile(r"[kMGm]?(?:Pa|Hz|eV|mol)")  # 2kPa, but not 2mV
 
+#: Symbols that are units in a product, though one alone could be the letter of a choice or a line.
+_IN_PRODUCT: Final = frozenset("ACFHJKNTVW") | {"ohm"}
+_PRODUCT: Final = re.compile(r"^(?P<body>.*?[0-9)}!%])\s*(?P<unit>\\(?:text\{|frac\{\s*\\text|mu(?![a-z])|Omega(?![a-z])).*)$", re.DOTALL)
+_NESTED: Final = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+_FACTOR: Final = re.compile(r"\s*(?:([*/])\s*)?(\()?\s*([A-Za-zµ]+)\s*(?:\^\s*\{?\s*(-?[1-9])\s*\}?)?\s*(\))?\s*")
+
 _UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
 #: Texts with numbers that are parsed as words: a day, a date, a time of day, an amount in two units.
@@ -115,6 +121,57 @@ _DENIED = re.compile(
     r"\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial)\b",
     re.IGNORECASE,
 )
+
+
+def united(text: str) -> str:
+    r"""Rewrite the product of units behind a number to one text, with its factors in order; other texts are unchanged.
+
+    >>> united(r"42 \text{m}\text{s}^{-2}"), united(r"8 \text{J mol^{-1} K^{-1}}"), united(r"5 \mu \text{m}")
+    ('42\\text{ m/s}^{2}', '8\\text{ J/K*mol}', '5\\text{ µm}')
+    """
+    if (found := _PRODUCT.match(text)) is None:
+        return text
+    flat = re.sub(rf"\\frac\s*{_NESTED}\s*{_NESTED}", r"\1/(\2)", found["unit"])
+    flat = re.sub(rf"\\text\s*{_NESTED}", r" \1 ", flat).replace(r"\cdot", "*").replace(r"\Omega", "ohm ")
+    flat = re.sub(r"\\mu\s*", "µ", flat).replace("·", "*")
+    powers: dict[str, int] = {}
+    at, below = 0, False
+    while at < len(flat):
+        factor = _FACTOR.match(flat, at)
+        if factor is None or factor.end() == at:
+            return text
+        name = _of_product(factor[3])
+        if not name or name in powers:
+            return text
+        if factor[1] is not None or factor[2] is not None:
+            below = factor[1] == "/"
+        powers[name] = (-1 if below else 1) * int(factor[4] or 1)
+        below = below and factor[2] is not None or below and factor[5] is None and _is_grouped(flat, at)
+        at = factor.end()
+    if len(powers) < 2 and "µ" not in flat and "ohm" not in flat and min(powers.values(), default=1) > 0:
+        return text
+    return found["body"] + _joined(powers)
+
+
+def _is_grouped(flat: str, at: int) -> bool:
+    """Whether a place is inside brackets."""
+    return flat.count("(", 0, at) > flat.count(")", 0, at)
+
+
+def _joined(powers: Mapping[str, int]) -> str:
+    above = sorted((name, power) for name, power in powers.items() if power > 0)
+    below = sorted((name, -power) for name, power in powers.items() if power < 0)
+    if len(above) == 1 == len(below) and above[0][1] == 1:  # the form of simple units
+        return rf"\text{{ {above[0][0]}/{below[0][0]}}}" + (f"^{{{below[0][1]}}}" if below[0][1] > 1 else "")
+    sides = ["*".join(name if power == 1 else f"{name}^{power}" for name, power in side) for side in (above, below)]
+    return rf"\text{{ {sides[0]}{'/' if sides[1] else ''}{sides[1]}}}"
+
+
+def _of_product(symbol: str) -> str:
+    """Canonical name of a factor of a unit; "" if it is unknown."""
+    if symbol in _IN_PRODUCT or (len(symbol) > 1 and symbol not in KNOWN and _SYMBOL.fullmatch(symbol)):
+        return symbol
+    return KNOWN.get(symbol, "µm" if symbol == "µm" else "")
 
 
 def amount(text: str) -> tuple[str, str] | None:
@@ -195,6 +252,8 @@ def _are_unit(words: str, apart: bool) -> bool:
 
 
 def _unit(words: str, power: str | None) -> str:
+    if "*" in words or "^" in words:  # a product (see `united`)
+        return words.strip()
     above, _, below = re.sub(r"\s+per\s+", "/", words.strip(" .")).partition("/")
     if not below:
         return _named(above, power)
