@@ -154,7 +154,7 @@ def _step_fits(
 def _trained(
     size: int, group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
 ) -> tuple[object, ...]:
-    """What the checksum of a step covers of one trajectory. `size`: bytes of that checksum, 16 since format 6."""
+    """Part of a trajectory that the checksum of a step covers. `size`: bytes of that checksum, 16 since format 6."""
     bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
     if (segments := segments_of(bulk)) is not None:
         decisive = _decisive_packed if size == _STEP_BYTES else _decisive
@@ -184,8 +184,8 @@ def unpacked(segment: list[Any]) -> list[Any]:
 
 
 def _decisive_packed(segment: list[Any]) -> list[object]:
-    """What a step's checksum of 128 bits covers of a segment. A segment of an earlier format, buffered before the run
-    was resumed by this version, is packed first."""
+    """Part of a segment that a step's checksum of 128 bits covers. A segment of an earlier format, buffered before the
+    run was resumed by this version, is packed first."""
     if not isinstance(segment[0], bytes):
         segment = _packed(segment)
     columns, tokens, versions, _, interrupted, stop_reason, _, parent, _, reward = segment

@@ -28,7 +28,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Onset:
-    """Since when a series is bad. `first`: the step; `was`: value of the first window; `now`: value of the newest."""
+    """Beginning of a bad series. `first`: its step; `was`: value of the first window; `now`: value of the newest."""
 
     first: int
     was: float
@@ -36,7 +36,7 @@ class Onset:
 
 
 def measured(values: Numbers | None, windows: int = 1) -> bool:
-    """Whether a series has enough measurements for this number of windows."""
+    """Whether a series (None: not measured) has enough measurements for this number of windows."""
     return values is not None and int(np.isfinite(values).sum()) >= windows * WINDOW
 
 

@@ -94,8 +94,8 @@ def versions_grow_by_one(history: History) -> Iterator[str]:
 
 
 def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
-    """Equation 3 held when each group was issued: the number of earlier groups (without those that ended untrained), in
-    whole batches, was at most the live version plus the staleness bound in force.
+    """When each group was issued, the number of earlier groups (without those that ended untrained), in whole batches,
+    was at most the live version plus the staleness bound in force (AReaL, equation 3).
 
     The live version never decreases. No token of a group is older than the version at which the group was admitted.
     """

@@ -1,5 +1,4 @@
-"""Laws of tokens: every one has one category of the goodput budget; segments have their parents, the order of their
-versions, and their training.
+"""Laws of tokens: the category of each in the goodput budget; the parents, versions and training of segments.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from stretto_report.audit.history import NOTHING, PROMPT, History, RecordedTraje
 
 
 def every_token_has_one_category(history: History) -> Iterator[str]:
-    """After each step, the trained and masked tokens of the budget equal the sums over all batches so far, and no
+    """The trained and masked tokens of the budget after each step equal the sums over all batches so far, and no
     category is negative. The budget's sampled tokens are at least those that engines had counted. (A killed engine may
     have counted fewer than it sampled.)"""
     trained = masked = 0
@@ -59,7 +58,7 @@ def backward_versions(one: RecordedTrajectory) -> Iterator[tuple[int, ...]]:
 
 
 def every_sampled_token_is_trained_once(history: History) -> Iterator[str]:
-    """In each step, the trainer reports as many trained and as many masked tokens as the batch has."""
+    """The trainer reports, in each step, as many trained and as many masked tokens as the batch has."""
     for step in history.steps:
         line = history.lines.get(step.step)
         if line is not None and (line.trained, line.masked) != (step.trained_tokens, step.masked_tokens):

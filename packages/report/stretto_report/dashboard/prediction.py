@@ -75,7 +75,7 @@ def settings_digest(tables: Mapping[str, Any]) -> str:
 
 
 def _named(value: Any) -> Any:
-    """The value with file names in place of paths, which differ between machines."""
+    """The setting or table, with each text that begins with "/" cut to its file name: machines have other paths."""
     if isinstance(value, dict):
         return {key: _named(inner) for key, inner in value.items()}
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value

@@ -94,7 +94,7 @@ class ToolFollower:
         self._before, self._fault, self._how = self._has(), "", ""
 
     async def run(self) -> None:
-        """Keep a process running until one has sent everything after `end`. Raises nothing but a cancellation."""
+        """Keep a process running until `end` is called and one has sent everything. Raises only a cancellation."""
         restarts = RestartBudget(math.inf, delay=_FIRST_PAUSE, factor=2.0, longest=_LONGEST_PAUSE)
         supervisor = Supervisor(
             self.tool, self._start, restarts, lambda _: self._tell(), wanted=lambda: not self._last, sleep=self._pause
@@ -107,7 +107,7 @@ class ToolFollower:
             self._say(f"{self.tool} has not taken the end of the run: {death.how}")
 
     def _tell(self) -> None:
-        """Report that the tool receives nothing, once until it receives something again."""
+        """Report that the tool receives nothing, unless this is reported and it has received nothing since."""
         if not self._told:
             self._say(
                 f"{self.tool} receives nothing: {self._how}; the run continues without it and retries ({self._log})"
@@ -115,7 +115,7 @@ class ToolFollower:
             self._told = True
 
     async def _pause(self, seconds: float) -> None:
-        """Wait for some seconds between two processes, at most until the run ends."""
+        """Wait for `seconds` between two processes, but not longer than until the run ends."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ending.wait(), seconds)
 
@@ -149,7 +149,7 @@ class ToolFollower:
             os.close(far)
 
     async def _how_it_ended(self, restarts: RestartBudget) -> str:
-        """Wait until the process ends. Return how, or "" if it was asked to end and has sent everything."""
+        """Wait until the process ends. Return how it ended, or "" if it was asked to end and has sent everything."""
         how = await self._process.ended()
         self._close()
         if (has := self._has()) != self._before:

@@ -102,7 +102,7 @@ def _show_on(
     lines: list[MetricsLine],
     leaves: Leaves,
 ) -> list[MetricsLine] | None:
-    """Show `lines` and all that follow. Return None when the run has ended or the user leaves. If the file was
+    """Show `lines` and all that follow. Return None when the run has ended or the user leaves. If the metrics file was
     rewritten, return its first lines."""
     while True:
         for line in lines:

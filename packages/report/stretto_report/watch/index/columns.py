@@ -39,7 +39,7 @@ class GrowingColumns:
         self.rows = 0
 
     def __getitem__(self, name: str) -> Column:
-        """[rows] a view of the current rows of a column."""
+        """View of the current rows of a column, [rows]."""
         return self._arrays[name][: self.rows]
 
     @property

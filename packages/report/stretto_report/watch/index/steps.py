@@ -120,7 +120,7 @@ class Steps:
         return [name for name in self.table.names if name.startswith(f"{CANARY}.")]
 
     def column(self, name: str) -> Column:
-        """[steps] one series; NaN where not measured.
+        """Numbers of one series, [steps]; NaN where not measured.
 
         Raises:
             KeyError: there is no such series.

@@ -183,7 +183,7 @@ class Trajectories:
 
     @property
     def staleness(self) -> Column:
-        """[rows] versions between the oldest token and the update that trained on it; `NONE` if untrained."""
+        """Versions between the oldest token and the update that trained on it, [rows]; `NONE` if untrained."""
         step, oldest = self.table["step"], self.table["oldest"]
         return np.where((step >= 0) & (oldest >= 0), step - 1 - oldest, NONE)
 
@@ -213,7 +213,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _stamp(ledger: Path) -> list[tuple[int, int]]:
-    """Sizes and times of the ledger and its log, which change with every transaction."""
+    """(Size, nanosecond of the last change) of the ledger and its log; (0, 0) for a missing file."""
     found = []
     for path in (ledger, log_of(ledger)):
         try:

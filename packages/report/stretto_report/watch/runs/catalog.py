@@ -98,7 +98,7 @@ class Catalog:
         ]
 
     def _origin(self, run: WatchedRun, branch: Branch) -> str | None:
-        """Id of the run that a branch comes from: by its path, or the one whose folder contains it."""
+        """Id of the run that a branch comes from, by its recorded path or the branch's place; None if not watched."""
         for folder in (Path(branch.run), run.folder.parent.parent):
             if (id := id_of(folder)) in self._runs:
                 return id

@@ -237,7 +237,7 @@ class WatchedRun:
             return Condition("unreadable", self.told(error))
 
     def _ended(self) -> Ending | None:
-        """Ending on record; the ledger is read again only after it has changed."""
+        """Ending on record; None without one. The ledger is read again only after it has changed."""
         if self._ending[0] != (stamp := ledger_stamp(self.folder)):
             self._recorded()
         return self._ending[1] if self._ending[0] == stamp else None
@@ -363,7 +363,7 @@ class WatchedRun:
         return self.is_open and self.tables.trajectories.indexed == 1.0
 
     def trained_by_step(self) -> Any:
-        """[steps] number of trajectories trained in each step of the metrics, as far as read."""
+        """Number of trajectories trained in each step of the metrics read so far, [steps]."""
         steps, numbers = self.tables.trajectories.table["step"], self.tables.steps.table["step"]
         places = np.searchsorted(numbers, steps)
         known = places < len(numbers)

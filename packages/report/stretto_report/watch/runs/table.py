@@ -247,7 +247,7 @@ class Table:
         return self._orders[key]
 
     def _sortable(self, name: str) -> tuple[Column, Column]:
-        """[rows] sort keys of a column, and whether each row lacks a value."""
+        """Sort keys of a column, and whether each row lacks a value; both [rows]."""
         if name in ("state", "verdict"):
             codes = self._trajectories.table[name]
             words = self._trajectories.words[name].all
@@ -261,7 +261,7 @@ class Table:
         return self._trajectories.staleness if name == "staleness" else self._trajectories.table[name]
 
     def _passes(self, clause: Clause) -> Column:
-        """[rows] whether each row passes the clause."""
+        """Whether each row passes the clause, [rows]."""
         match clause.field:
             case "group":
                 found = np.isin(self._trajectories.table["group_key"], self._group_keys(clause.values))
@@ -272,8 +272,8 @@ class Table:
                 return _passes_numbers(self._numbers(clause.field), clause)
 
     def _search(self, clause: Clause) -> tuple[Column, float]:
-        """[rows] whether the prompt of each row contains the clause's text, among the prompts searched so far; and the
-        share of prompts searched."""
+        """Whether the prompt of each row contains the clause's text, [rows], and the share of prompts searched so far.
+        Prompts that are not searched yet count as without the text."""
         found = self._questions.search(str(clause.values[0]), _SEARCH_SECONDS)
         codes = [code for id in found.ids if (code := self._trajectories.words["prompt"].find(id)) is not None]
         return np.isin(self._trajectories.table["prompt"], codes), found.share

@@ -1,4 +1,4 @@
-"""How the tokens of a trajectory were trained, from the ledger and, where kept, the token file of the step.
+"""Training of each token of a trajectory, from the ledger and, where kept, the token file of the step.
 
 Axes: S sampled token of the trajectory.
 """
@@ -62,8 +62,8 @@ class Training:
 
     @classmethod
     def of(cls, folder: Path, row: TableRow, trained: TrainedIn | None, segments: Sequence[Segment]) -> Training:
-        """Read the record of trajectory `row` from the token file of its step. Never raises for a missing or damaged
-        file; the reason is in `fault`."""
+        """Read the record of trajectory `row` from the token file of its step; `trained` None: there is none. Never
+        raises for a missing or damaged file; the reason is in `fault`."""
         if trained is None:
             return cls(row, trained)
         step = f"what became of each token in step {trained.step}"

@@ -1,11 +1,12 @@
-"""HTTP application of the dashboard: routes, and the single thread that reads run folders, a daemon that does not
-delay the end of the process.
+"""HTTP application of the dashboard: routes, and the daemon threads that read run folders, which do not delay the end
+of the process.
 
     /api/runs    /api/runs/ID    /api/runs/ID/series    .../trajectories    .../trajectories/GROUP/MEMBER
     .../groups/GROUP    .../timeline    .../health    .../events    /api/diff    /api/recipes    / and /assets/...
     POST /api/runs/ID/replay    POST /api/replay/stop    /api/replay
 
-A single thread reads, so no locks are needed. Slow reads are split into pieces, with requests served in between.
+One thread compares runs, the other reads everything else, so no locks are needed. Slow reads are split into pieces,
+with requests served in between.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class Dashboard:
         self.close()
 
     def close(self) -> None:
-        """Stop the two reading threads."""
+        """Stop the thread that reads and the one that compares runs."""
         for task in self._reading.values():
             task.cancel()
         for worker in (self._reader, self._comparer):

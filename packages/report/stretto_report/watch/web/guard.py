@@ -129,7 +129,7 @@ class Guard:
         return None
 
     def _shown(self, scope: Scope) -> list[bool]:
-        """For each secret in a request's headers (bearer token, cookie), whether it is right."""
+        """Whether each secret in a request's headers (bearer token, cookie) is right."""
         fits = []
         bearer = (header(scope, b"authorization") or b"").split(b" ", 1)
         if len(bearer) == 2 and bearer[0].lower() == b"bearer":

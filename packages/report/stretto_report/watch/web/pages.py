@@ -156,7 +156,7 @@ def _totals(totals: Totals) -> dict[str, Any]:
 
 
 def _whole(asked: Asked, name: str, default: int | None, least: int, most: int) -> int | None:
-    """Integer parameter of a request; RefusedRequest if it is no integer, or out of bounds."""
+    """Integer `name` of a request, `default` if missing; RefusedRequest unless it is from `least` to `most`."""
     text = asked.get(name, "")
     if not text:
         return default
