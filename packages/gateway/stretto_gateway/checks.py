@@ -18,7 +18,7 @@ KEY = "STRETTO_API_KEY"  #: environment variable with the key that opens session
 
 
 def check_reach(bound: socket.socket, api_key: str | None, place: str) -> None:
-    """Check that a key is set if a bound socket can be reached from other machines. `place`: for the error message.
+    """Check that `api_key` is set if a bound socket can be reached from other machines. `place`: for the error message.
 
     Raises:
         RecipeError: no key is set; the socket has been closed.
@@ -64,7 +64,7 @@ def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> Non
 
 
 def _missing(function: str, folder: str | None) -> str:
-    """Load the function in another process; returns why that failed, "" if it worked."""
+    """Load the function in another process, in `folder` (None: here); returns why that failed, "" if it worked."""
     command = (sys.executable, "-m", "stretto_gateway.agents.call", "--check", function)
     try:
         found = subprocess.run(

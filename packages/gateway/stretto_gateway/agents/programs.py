@@ -27,14 +27,14 @@ _MARK = "STRETTO_PROGRAM"
 
 @dataclass(frozen=True)
 class ProgramExit:
-    """End of a program: `code`, its exit code, or 128 + the signal that ended it, and `said`, the end of its output."""
+    """End of a program. `code`: its exit code, or 128 + the signal that ended it. `said`: the end of its output."""
 
     code: int
     said: str
 
     @property
     def failure(self) -> str:
-        """Why the program failed; "" if it succeeded."""
+        """Reason why the program failed; "" if it succeeded."""
         if not self.code:
             return ""
         how = f"was ended by signal {self.code - 128}" if self.code > 128 else f"ended with exit code {self.code}"

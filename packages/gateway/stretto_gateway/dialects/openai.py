@@ -151,7 +151,7 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.stream and self.stream_options and self.stream_options.include_usage)
 
     def options(self, max_tokens: int | None, logprobs: int | None, **further: Any) -> SamplingOptions:
-        """Sampling options of the request; `further` are fields of `SamplingOptions`."""
+        """Sampling options of the request. `max_tokens`, `logprobs` and `further`: fields of `SamplingOptions`."""
         return SamplingOptions(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -252,7 +252,7 @@ class ChoiceDialect(OpenAIDialect):
 
     def text_encoder(self, request: Any, head: Mapping[str, Any], index: int) -> Callable[[str], bytes] | None:
         """Make a function that encodes the event for a piece of plain text of choice `index`; the rest of the event is
-        encoded only once. None if `text_part` is None."""
+        encoded only once. None if `text_part` returns None."""
         if (part := self.text_part(index, _MARK)) is None:
             return None
         before, after = self.event(request, head, [part]).rsplit(encode(_MARK), 1)
