@@ -105,7 +105,7 @@ class Service:
         return owner
 
     def knows(self, name: str | None) -> None:
-        """Check that a request names the served base model, or none.
+        """Check that a request names the served base model, or none (None).
 
         Raises:
             NotServed: it names another one.

@@ -91,7 +91,7 @@ class OfSession(msgspec.Struct, frozen=True):
 
 
 class EndReason(msgspec.Struct, frozen=True):
-    """Why a client ends its session."""
+    """Reason why a client ends its session."""
 
     type: str = "success"
 
@@ -289,7 +289,7 @@ class OfRequest(msgspec.Struct, frozen=True):
 
 
 class _OfSampler(msgspec.Struct, frozen=True):
-    """One client of a sampling session, whose requests are meant."""
+    """Selects the requests of one client of a sampling session."""
 
     sampling_session_id: str
     cloned_sampler_id: Count = 0

@@ -120,9 +120,9 @@ class Models:
         self._held = OrderedDict[str, int]()  # bytes of the models that have room, the most recently used last
 
     def make_room(self, id: str, busy: Collection[str]) -> bool:
-        """Give a model room in memory; others leave it if needed, except those in `busy`. False, and nothing has
-        changed, if these leave too little. If none is busy, there is room for any model, also for one that was accepted
-        by a server with more memory."""
+        """Make room in memory for a model, if needed by removing models that are not in `busy`. Return False, with
+        nothing changed, if the busy ones leave too little. If none is busy, there is room for any model, also for one
+        that was accepted by a server with more memory."""
         if id not in self._held:
             row = self._record.model(id)
             assert row is not None, "a model is on record before its requests"

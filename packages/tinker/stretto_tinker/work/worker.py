@@ -115,8 +115,8 @@ class Worker:
         self._again = time.monotonic() + _PAUSE_SECONDS
 
     def cancel(self, id: str) -> None:
-        """Fail a request for samples, unless it is settled; its sequences are dropped. Those that are cancelled before
-        the turn ends are looked for together, because each search goes through the requests of all clients."""
+        """Fail a request for samples, unless it is settled; its sequences are dropped. Requests cancelled before the
+        turn ends are searched for together, because each search goes through the requests of all clients."""
         with self._wake:
             self._cancelled.add(id)
             if len(self._cancelled) == 1:
@@ -213,8 +213,8 @@ class Worker:
         return ready
 
     def _held(self) -> set[str]:
-        """Models that begin no request now: one waits for memory, until enough of those with a request under way have
-        ended theirs."""
+        """Models that may begin no request now, because another model waits for memory, which the requests under way
+        must free first."""
         short, busy = self._models.get(self._short), busy_of(self._models)
         if short is None or short.next not in short.waiting or not busy:
             return set()
