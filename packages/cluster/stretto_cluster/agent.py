@@ -207,7 +207,7 @@ class _Session:
 
     async def work(self, leave: asyncio.Event) -> Dismissed | str:
         """Carry out orders until the connection or the work ends. Return the dismissal, or the reason as text. All
-        roles have ended then."""
+        roles have ended by then."""
         tasks: list[asyncio.Future[object]] = [
             asyncio.ensure_future(work)
             for work in (
@@ -406,8 +406,8 @@ class _Session:
             await asyncio.sleep(min(_BEAT_SECONDS, self.terms.lease / 5))
 
     def _tell_the_clock(self, sent: float, theirs: float) -> None:
-        """Estimate the offset of the gate's clock from an echo, by the shortest recent round trip. The error is at most
-        half of that round trip."""
+        """Estimate the offset of the gate's clock from `sent` and `theirs`, the times `sent` and `now` of an `Echo`.
+        The shortest recent round trip counts; the error is at most half of it."""
         now = time.monotonic()
         self._round_trips = [*self._round_trips, (now - sent, theirs - (sent + now) / 2)][-_REMEMBERED:]
         self.clock_offset = min(self._round_trips)[1]

@@ -182,7 +182,7 @@ class Gate:
     # ── admitted callers ─────────────────────────────────────────────────────────────────────────
 
     def _gives_way(self, other: Tenure | None, address: str = "") -> bool:
-        """Whether `other` is newer than this conductor's tenure. Then it calls `superseded`, and this conductor
+        """Whether `other` is newer than this conductor's tenure. If so, `superseded` was called, and this conductor
         ends."""
         if other is None or other <= self._doors.terms().tenure:
             return False

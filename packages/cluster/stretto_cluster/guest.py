@@ -79,7 +79,7 @@ class GuestEngine(HttpEngine):
             raise (EngineLeft if await self._machine_is_gone() else EngineLost)(self.name, how) from None
 
     def _check(self, completion: Completion, request: GenerateRequest | None) -> None:
-        """Raise EngineLied if a completion was not requested, or has impossible tokens or versions."""
+        """Raise EngineLied if a completion was not requested (`request` None), or has impossible tokens or versions."""
         if request is None or not 0 <= completion.member < len(request.seeds):
             raise EngineLied(self.name, f"sent a completion of {completion.request!r} that it was not asked for")
         prefix = request.prefixes[completion.member] if request.prefixes else Segment()

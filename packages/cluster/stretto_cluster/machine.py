@@ -247,12 +247,12 @@ class RemoteProcess:
             raise RoleDied(self.name, f"cannot be started: {await self.ended()}", str(self.log))
 
     def has_started(self, turn: int) -> None:
-        """Called when its agent reports the start with number `turn`."""
+        """Note that the agent has reported the start with number `turn`."""
         if turn == self._turn and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
     def has_ended(self, end: RoleEnded) -> None:
-        """Called when its agent reports its end."""
+        """Note that the agent has reported the end of the process."""
         if end.turn == self._turn and self._end is not None and not self._end.done():
             self._end.set_result(end)
 

@@ -44,8 +44,8 @@ class Join(Record, frozen=True, tag=True):
 
 
 class Look(Record, frozen=True, tag=True):
-    """Question of another conductor of `run`, at `address`, for this conductor's tenure. `tenure`: its own; None if it
-    has not begun yet and only asks."""
+    """Question of another conductor of `run`, at `address`. This one replies with its tenure, and ends if `tenure`, the
+    asker's, is newer. `tenure` None: the asker has not begun yet."""
 
     run: str
     tenure: Tenure | None = None
@@ -124,7 +124,7 @@ class NewVersion(Record, frozen=True, tag=True):
 
 
 class Mirrored(Record, frozen=True, tag=True):
-    """The machine's mailbox has a version. It took `size` bytes over the network and `seconds`."""
+    """The machine's mailbox has a version. Its transfer took `size` bytes over the network, and `seconds`."""
 
     version: Count
     size: Count
@@ -160,7 +160,7 @@ class RoleStarted(Record, frozen=True, tag=True):
 
 
 class RoleEnded(Record, frozen=True, tag=True):
-    """How the role in a place ended, or why it could not be started. `killed`: whether a signal ended it."""
+    """End of the role in a place, or the reason why it could not be started. `killed`: whether a signal ended it."""
 
     place: int
     turn: int

@@ -197,8 +197,8 @@ class Mirror:
         return Pulled(version, transfer.received, seconds, form.startswith(_DELTA), said)
 
     def _bring(self, version: int, transfer: Transfer, base: Path | None) -> str:
-        """Transfer, verify and switch in a version. Return the form of the transfer, "" if the version was already
-        here."""
+        """Transfer, verify and switch in a version, as a delta from `base` if that is not None. Return the form of the
+        transfer, "" if the version was already here."""
         path = path_of(self._run, self.folder, version)
         came, made = (path.with_suffix(f".{part}.{os.getpid()}.partial") for part in ("came", "made"))
         try:
@@ -222,7 +222,7 @@ class Mirror:
             unlink([came, made])
 
     def _base(self, version: int) -> Path | None:
-        """Newest local version other than `version`."""
+        """Newest complete local version other than `version`; None if there is none."""
         here = [path for number, path in versions(self._run, self.folder) if number != version]
         return next((path for path in reversed(here) if _seal(path)), None)
 

@@ -237,7 +237,7 @@ def _part(asked: bytes, size: int) -> tuple[int, int] | None:
 
 
 def _piece(file: int, begin: int, end: int, *, zero_copy: bool) -> tuple[Message, int]:
-    """ASGI message with the next piece of a file, and the offset after it."""
+    """ASGI message with the next piece of a file's bytes `begin` to `end`, and the offset after it."""
     if zero_copy:
         count = min(_SENT_PIECE, end - begin)
         place = {"file": file, "offset": begin, "count": count, "more_body": begin + count < end}

@@ -162,7 +162,8 @@ class Transfer:
         return self._until_done(path, asked, read)
 
     def _begin(self, path: str, part: _Part, response: http.client.HTTPResponse) -> None:
-        """Check that the head of a reply fits the requested part, and note size, tag and form of the whole."""
+        """Note size and tag of the whole file from the headers of a reply. Raises _Changed if the file has changed, and
+        WireError for other bytes than the requested part."""
         tag = response.headers["etag"] or ""
         if part.tag and (tag != part.tag or response.status != 206):
             raise _Changed
@@ -272,8 +273,7 @@ class Transfer:
 
     @contextmanager
     def _network(self) -> Iterator[None]:
-        """Turn transient network errors in the block into `_BrokenOff`, permanent ones into WireError (context
-        manager)."""
+        """Turn network errors in the block (context manager) into `_BrokenOff` if transient, else WireError."""
         try:
             yield
         except ssl.SSLCertVerificationError as error:
