@@ -84,7 +84,7 @@ def _all(job: Job, machine: MachineProfile, devices: int) -> Iterator[Candidate]
 
 def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: float | str, tokens: int) -> Candidate:
     """Make a candidate of the job with this layout, staleness bound and micro-batch size (`tokens`). It has as many
-    groups in flight as equation 3 and the engines' slots allow. A bound "auto" stays adaptive in the simulation."""
+    groups in flight as the bound and the engines' slots allow. A bound "auto" stays adaptive in the simulation."""
     slots = max(1, layout.engines * job.engine.slots // job.rollout.group_size)
     most = job.rollout.staleness_bounds[1] if isinstance(staleness, str) else staleness
     allowed = slots if math.isinf(most) else min(slots, int(most + 1) * job.rollout.batch_size)

@@ -91,7 +91,7 @@ class Grained:
         return self.lengths.prompt_tokens
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
-        """Groups of lengths divided by the grain, rounded up or down at random so that the mean is kept."""
+        """Groups of `members` lengths divided by the grain, rounded up or down at random so that the mean is kept."""
         drawn = self.lengths.groups(chance, members)
         if self.grain == 1:
             return drawn
@@ -237,8 +237,8 @@ def predict(
     """Simulate some steps of the run after a warm-up that fills its queues (of a short run, all steps), and return the
     prediction for this layout.
 
-    In a synchronous run, roles alternate and so share no cores. Once `over` returns true, the simulation ends after one
-    reported step, and `say` gets a message.
+    In a synchronous run, roles alternate and so share no cores. Once `over` returns true, the warm-up ends, and the
+    simulation as soon as it has one further step; `say` gets a message.
     """
     costs = Costs(job, machine, layout)
     grain = max(1, round(job.lengths.mean / _GRAINS))

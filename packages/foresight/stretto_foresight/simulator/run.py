@@ -150,10 +150,11 @@ class SimulatedRun:
         self._free = [0.0] * judges  # heap of the times at which each judge is free
 
     def run(self, over: Callable[[], bool] = lambda: False) -> SimulationReport:
-        """Run to the last step and return the report. Once `over` returns true, run only to the first reported step.
+        """Run to the last step and return the report. Once `over` returns true, the report begins, if it has not, and
+        the run ends as soon as the report has a step.
 
         Raises:
-            RuntimeError: no event is left before that step, so the run is stuck.
+            RuntimeError: no event is left before the end, so the run is stuck.
         """
         self._admit()
         self._run_steps(self._warm, over)
@@ -181,8 +182,7 @@ class SimulatedRun:
                 return
 
     def _engine_counts(self) -> tuple[float, ...]:
-        """Totals over all engines: seconds busy, loading and recomputing, tokens sampled and recomputed,
-        preemptions."""
+        """Totals over all engines: seconds busy, loading, recomputing; tokens sampled, recomputed; preemptions."""
         engines = self._engines
         return (
             sum(engine.busy for engine in engines),
