@@ -214,7 +214,7 @@ class Broadcast:
             raise
 
     async def close(self) -> None:
-        """Ask the server to leave the group, and close it."""
+        """Make the server leave the process group, and close this side of it. Does nothing without a group."""
         if self._group is not None:
             try:
                 await self._order(self._orders.leave(), "leave")
@@ -348,7 +348,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 def _own_address(server: str) -> str:
-    """Address of this machine at which the server can reach it, found by opening a connection to the server."""
+    """IP address (no port) at which the server can reach this machine, found by opening a connection to the server."""
     _, host, port = split_address(server)
     with socket.create_connection((host.strip("[]"), port), LOOK_SECONDS) as probe:
         address: str = probe.getsockname()[0]

@@ -225,8 +225,8 @@ class ExternalEngine:
         return ended
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """New tokens of unfinished completions whose version is certain, by request and member. `known`: number of
-        tokens of each member that the caller already has, by request."""
+        """New tokens of unfinished completions up to the first one of uncertain version, by request and member.
+        `known`: number of tokens of each member that the caller already has, by request."""
         found: Partials = {}
         for request, counts in known.items():
             for completion in self._open.get(request, ()):

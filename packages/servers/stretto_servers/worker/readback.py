@@ -196,8 +196,8 @@ def _reader(
 
 
 def _is_packed(last: str, module: Any) -> bool:
-    """Whether a layer computes from a packed copy of its weights. `last`: last part of the layer's name; embedding
-    tables are never packed."""
+    """Whether a layer computes from a packed copy of its weights. An embedding never does, but the output layer may:
+    `last`, the last part of the layer's name, tells them apart."""
     copies = hasattr(module, "cpu_linear") or getattr(module, "use_intel_amx_backend", False)
     return bool(copies) and (last == "lm_head" or not hasattr(module, "shard_indices"))
 
