@@ -1,4 +1,4 @@
-"""Verdicts on completions: mathematics by comparison with a gold answer, programs by tests in a sandbox.
+r"""Verdicts on completions: mathematics by comparison with a gold answer, programs by tests in a sandbox.
 
 from stretto_verify import judge_math, judge_program
 

@@ -34,9 +34,9 @@ def judge_math(completion: str, gold: str, prompt: str = "") -> Judged:
         gold: a number, an expression, an interval, a set, a choice, a text that ends in ``\boxed{…}`` or ``#### …``.
         prompt: the question; if given, text that only repeats it is not taken for an answer.
 
-    >>> judge_math(r"2x = 1, so $x = \\frac12$.", "0.5").verdict
+    >>> judge_math(r"2x = 1, so $x = \frac12$.", "0.5").verdict
     'right'
-    >>> judge_math(r"\\boxed{43}", "42")
+    >>> judge_math(r"\boxed{43}", "42")
     Judged(verdict='wrong', reason="the final answer is '43', the gold answer '42'")
 
     Raises:

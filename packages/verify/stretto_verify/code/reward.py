@@ -85,7 +85,7 @@ class CodeReward:
         return {"sandbox": str(self.report)}
 
     def judge(self, completion: str, tests: ProgramTests, *, to_the_end: bool = True) -> Judgement:
-        """Run the program of a completion on all tests, or until one fails.
+        """Run the program of a completion on all tests, or without `to_the_end` until one fails.
 
         Raises:
             SandboxFailed: the sandbox could not run it.
@@ -152,8 +152,8 @@ class CodeReward:
         return computed >= self._config.seconds or ended.silent >= clock_limit(self._config.seconds)
 
     def _run(self, task: dict[str, Any], given: bytes, seconds: float, patience: float) -> ProgramEnd:
-        """Run a program and return how it ended. If the sandbox fails twice with this program and then runs an empty
-        one, the program is blamed: it ends as if killed.
+        """Run a program, with limits as in `Sandbox.run`, and return how it ended. If the sandbox fails twice with it
+        and then runs an empty one, the program is blamed: it ends as if killed.
 
         Raises:
             SandboxFailed: the sandbox fails without the program's fault.

@@ -51,7 +51,7 @@ class TooLong(BaseException):
 
 @contextmanager
 def limited_time(seconds: float = SECONDS) -> Iterator[None]:
-    """Limit the CPU time of the main thread within the block; other threads get no signals and so no limit.
+    """Limit the CPU seconds of the block (context manager). Only the main thread gets signals, and so has a limit.
 
     Garbage collection is paused, since a collection of the whole process could exceed the limit and fail a right
     answer.

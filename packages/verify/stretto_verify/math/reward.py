@@ -68,7 +68,7 @@ def math(prompt: str, completion: str, answer: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _checked(answer: str) -> str:
-    """Why `answer` cannot be a gold answer; empty if it can."""
+    """Reason why `answer` cannot be a gold answer; empty if it can."""
     piece = gold_piece(answer)
     try:
         _understand(read(piece.text))

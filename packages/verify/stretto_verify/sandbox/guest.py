@@ -109,7 +109,7 @@ class Guest:
             self._control.send(self._run(seconds, patience, given))
 
     def _run(self, seconds: float, patience: float, given: list[int]) -> bytes:
-        """Run one program, and return the packed `REPLY`: how it ended."""
+        """Run one program, within CPU `seconds` and wall-clock `patience`; return the packed `REPLY`: how it ended."""
         start = time.monotonic()
         told, tell = os.pipe()
         child = _fork(self._settings["namespaces"])
@@ -242,7 +242,7 @@ class Guest:
 
 
 def _receive(control: _socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """Receive one message with its descriptors."""
+    """Receive one message of at most `size` bytes, with its descriptors."""
     descriptors: list[int] = []
     body, ancillary, _, _ = control.recvmsg(size, _socket.CMSG_LEN(8 * _INTEGERS.size))
     for level, kind, data in ancillary:

@@ -82,7 +82,7 @@ class SandboxFailed(Exception):
 
 
 class ProgramEnd(Record, frozen=True):
-    """How a program ended. `status`: its exit status, or minus the number of the signal that ended it."""
+    """End of a program. `status`: its exit status, or minus the number of the signal that ended it."""
 
     status: int
     timed_out: bool
@@ -329,7 +329,7 @@ class Sandbox:
 
 
 def _told_process(descriptor: int, until: float) -> int:
-    """Pid of the guest, which bubblewrap writes to this descriptor before the guest starts."""
+    """Pid of the guest, which bubblewrap writes to `descriptor` before the guest starts; OSError after `until`."""
     told, poll = b"", select.poll()
     poll.register(descriptor, select.POLLIN)
     while not told.rstrip().endswith(b"}"):  # it writes in pieces

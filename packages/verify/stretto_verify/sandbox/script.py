@@ -140,7 +140,7 @@ def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: int) -> None:
-    """Make all calls and write one line for each: ``{"value": ...}`` or ``{"error": ...}``."""
+    """Make all calls; write a line for each to the descriptor `results`: ``{"value": ...}`` or ``{"error": ...}``."""
     for call in calls:
         try:
             function = _found(namespace, call["name"])

@@ -159,6 +159,6 @@ def _unless(*values: int) -> list[_Line]:
 
 
 def _on_argument(place: int, number: int, checks: list[_Line]) -> list[_Line]:
-    """Apply `checks` to the argument `place` of one system call."""
+    """Apply `checks` to an argument, at offset `place`, of the system call `number`."""
     body = [(LOAD, 0, 0, place), *checks, (RETURN, 0, 0, ALLOW)]
     return [(JUMP_EQUAL, 0, len(body), number), *body]

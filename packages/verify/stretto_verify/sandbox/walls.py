@@ -126,8 +126,8 @@ class Interpreter:
 
 
 def find_interpreter(walls: Walls, uid: int | None) -> Interpreter:
-    """The interpreter of this process without its virtual environment, or the system's if the guest's user cannot read
-    that.
+    """The interpreter of this process without its virtual environment, or the system's if the guest's user `uid` (None:
+    this one) cannot read that.
 
     Raises:
         OSError: there is none.

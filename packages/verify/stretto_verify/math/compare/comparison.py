@@ -231,7 +231,7 @@ def _is_several(gold: Node) -> bool:
 
 
 def _is_letter(gold: Node) -> bool:
-    """Whether the gold answer is a choice given by its letter alone."""
+    """Whether the gold answer is a choice given by its letter (A to J) alone."""
     return isinstance(gold, Scalar | Words) and len(letters(gold)) == 1 and letters(gold) in "abcdefghij"
 
 
@@ -262,8 +262,8 @@ def _same_listing(gold: Listing, answer: Listing) -> Opinion:
 
 
 def _once(items: Sequence[Node], *, are_sets: bool) -> tuple[Node, ...]:
-    """Items without repetitions, if they are members of sets or points. Roots keep repetitions, since they have
-    multiplicities."""
+    """Items without repetitions, if they are members of sets (`are_sets`) or points. Others may be roots, which keep
+    repetitions, since they have multiplicities."""
     are_points = all(isinstance(item, Listing) and item.ordered for item in items)
     return tuple(dict.fromkeys(items)) if are_sets or are_points else tuple(items)
 

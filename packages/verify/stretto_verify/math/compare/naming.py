@@ -152,7 +152,7 @@ def _is_asked(side: Node) -> bool:
 
 
 def _is_title(text: str) -> bool:
-    """Whether a text is words or notation (``A \\cap B``), and not an expression that failed to parse."""
+    """Whether a text names a quantity, in words or notation (``A \\cap B``), and is no failed expression."""
     return _LONG_WORD.search(text) is not None or _COMPUTED.search(re.sub(r"\\[a-zA-Z]+", r"\\", text)) is None
 
 

@@ -300,7 +300,7 @@ def _are_symbols(letters: str) -> bool:
 
 
 def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, FinalAnswer] | None:
-    """The last marked answer that is not denied, with its start. `is_all` as in `final_answer`."""
+    """The last marked answer that is not denied, with its start; None without any. `is_all` as in `final_answer`."""
     for found in reversed(list(mark.finditer(text))):
         rest = re.sub(r'^(?:[\s*_"“:：#]|\\")+', "", text[found.end() :])
         lead = text[max(0, found.start() - 40) : found.end()]
@@ -365,7 +365,7 @@ def _sentence(text: str) -> str:
 
 
 def _told(rest: str) -> str:
-    """First sentence of a text, without asides and denials at its end."""
+    """First sentence of a text, without quotation marks, and only up to a reason ("because …") or denial ("not 5")."""
     sentence = _ASIDE.split(_sentence(rest.strip()))[0]
     return re.sub(r"^'([^']*)'$", r"\1", sentence.strip(' "“”*`'))
 
@@ -374,7 +374,7 @@ def _told(rest: str) -> str:
 
 
 def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
-    """Last formula or number that is not denied; an empty answer if all are denied.
+    """Last formula or number that is not denied; an empty answer if all are denied, None without any.
 
     `is_all`: return the whole text if it has other candidates besides.
     """
