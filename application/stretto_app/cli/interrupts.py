@@ -31,7 +31,7 @@ class Commands(TyperGroup):
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Within the block (imports), let Ctrl-C end the process at once (context manager). An interrupted import might
+    """Let Ctrl-C end the process at once during the block, which imports (context manager). An interrupted import might
     raise another error, or continue. The kernel ends the fork server with this process."""
 
     def end(number: int, frame: object) -> NoReturn:

@@ -171,7 +171,7 @@ class Cluster(Machines):
             self._tasks.add("superseded", self._give_way(epoch, address))
 
     def _remember(self, epoch: int, address: str) -> None:
-        """Record in ``join.json`` that a newer conductor has the run, so that a resume of this folder is refused."""
+        """Record in ``join.json`` that a newer conductor (`epoch`) has the run, to refuse a resume of this folder."""
         before = _with(self.identity.before, address)
         self.identity = msgspec.structs.replace(self.identity, before=before, superseded=epoch)
         if self.folder.is_ours():
@@ -415,7 +415,7 @@ def write_join_file(folder: RunFolder, content: JoinFile) -> None:
 
 def identity_of(folder: RunFolder) -> JoinFile:
     """Join file of a new conductor: the run's name and token recorded in the folder (new ones if there are none),
-    without addresses. The last conductor's address is added to `before`. Nothing is written.
+    without addresses. The last conductor's address is added to its field `before`. Nothing is written.
 
     A token in the environment variable `TOKEN` replaces the recorded one; the variable is removed.
     """

@@ -28,8 +28,8 @@ def neighbours(hosts: Sequence[str], together: int) -> list[int]:
 
 
 class RemoteRanks:
-    """Places for trainer ranks on joined machines, and the ranks in them. Places are taken machine by machine, in the
-    order of joining."""
+    """Places for trainer ranks (one process each) on joined machines, and the ranks in them. Places are taken machine
+    by machine, in the order of joining."""
 
     def __init__(self, seconds: float, together: int = 1) -> None:
         """`seconds`: longest wait for places. `together`: number of consecutive ranks that must be on one machine."""
@@ -44,8 +44,7 @@ class RemoteRanks:
         self._came.set()
 
     async def __call__(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
-        """Stop the ranks of before, and start the `awaited` ones on joined machines; see
-        `loop.trainer_link.StartRanks`.
+        """Stop the earlier ranks, and start the `awaited` ones on joined machines; see `loop.trainer_link.StartRanks`.
 
         Raises:
             RoleDied: too few machines joined in time, or one was lost.

@@ -173,7 +173,7 @@ def gateway(
 
 
 def _without_grammars(config: EngineConfig, base: ModelFolder, tokenizer: Tokenizer) -> str:
-    """Why the engines support no grammars; "" if they do."""
+    """Reason why the engines support no grammars; "" if they do."""
     if config.kind != "native":
         return f"servers of {capabilities_of(config.kind).name} are given no grammars"
     return Grammars(lambda: tokenizer, base.vocab_size).problem

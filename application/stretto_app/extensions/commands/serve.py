@@ -94,7 +94,7 @@ def say_aloud(text: str) -> None:
 
 
 def check_key(api_key: str | None) -> None:
-    """Check that an HTTP header can hold the key.
+    """Check that an HTTP header can hold the key; None is allowed.
 
     Raises:
         RecipeError: it has other characters.
@@ -168,8 +168,7 @@ def rule_of(
 
 
 def context_of(longest_row: int, config: EngineConfig) -> int:
-    """Context length to serve (tokens of a prompt with its completion): `longest_row`, the longest row of the KV
-    cache.
+    """Context length to serve, in tokens of a prompt with its completion: `longest_row`, if the KV cache is usable.
 
     Raises:
         RecipeError: the KV cache is too small for any request.
