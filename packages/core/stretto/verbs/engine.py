@@ -418,8 +418,8 @@ def _are(given: object, kind: type) -> bool:
 
 
 def _end(source: CompletionSource, keeping: Future[None] | None) -> Future[None] | None:
-    """Begin to end an engine; returns a future of its end. Does not wait, since the garbage collector may call this in
-    any thread."""
+    """Begin to end an engine and `keeping`, its journal; returns a future of the end of its processes, None without
+    any. Does not wait, since the garbage collector may call this in any thread."""
     if keeping is not None:
         keeping.cancel()
     return source.close()

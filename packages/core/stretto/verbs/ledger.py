@@ -210,8 +210,8 @@ class FolderLedger(_AnyThread):
 
 
 def turn_seeds(most: int = 4_096) -> Callable[[Ticket, int, tuple[int, ...]], AbstractContextManager[int]]:
-    """Return a function that gives turns without a ledger the seeds that a session gives. `most`: number of tickets
-    that are remembered, the newest.
+    """Return a function that gives each turn its seed, without a ledger, by the same rule as a session with one.
+    `most`: number of tickets that are remembered, the newest.
 
     The function takes a ticket, the number of an answer and the tokens before a turn. It returns a context manager that
     yields the seed. The seed also depends on how many turns of this answer began with the same tokens before. If the

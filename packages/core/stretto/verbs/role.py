@@ -72,7 +72,7 @@ def _movable(value: Any) -> Any:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """Prepare an error for another process: one that cannot be pickled becomes a StrettoError with its message."""
+    """Prepare an error (or None) for another process: one that cannot be pickled becomes a StrettoError."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # pickling a user's error may raise anything

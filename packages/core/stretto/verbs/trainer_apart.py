@@ -48,7 +48,7 @@ TrainerArguments = tuple[int, int, tuple[str, ...]]
 
 
 def send(connection: Connection, message: TrainerCall | CallResult) -> None:
-    """Write one message.
+    """Pickle and write one message.
 
     Raises:
         OSError: the other side has ended.
@@ -57,7 +57,7 @@ def send(connection: Connection, message: TrainerCall | CallResult) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """Read one message.
+    """Wait for one message and unpickle it.
 
     Raises:
         EOFError, OSError: the other side has ended.
@@ -225,7 +225,7 @@ class TrainerApart:
         return number
 
     def _result(self, number: int, seconds: float | None) -> CallResult:
-        """Wait for the result of call `number`; results of earlier, interrupted calls are skipped."""
+        """Wait for the result of call `number`, `seconds` at most (None: no limit); skip those of interrupted calls."""
         while True:
             if not self._near.poll(seconds):
                 raise DeadlineExceeded("trainer", "its process to be ready", seconds or 0.0)
