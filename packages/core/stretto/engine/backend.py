@@ -55,8 +55,8 @@ class Stream:
         self._wake.set()
 
     async def next(self) -> bytes:
-        """Wait for frames and return all since the last call; the result may be empty if the stream is broken. There is
-        no timeout: the client has one."""
+        """Wait for frames and return all since the last call; the result may be empty if the stream is broken. It has
+        no timeout: the client sets one."""
         await self._wake.wait()
         self._wake.clear()
         chunk, self._ready = bytes(self._ready), bytearray()

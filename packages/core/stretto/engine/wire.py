@@ -82,7 +82,7 @@ MSGPACK = "application/msgpack"
 
 
 class UpdateRequest(Record, frozen=True):
-    """Order to load a version from the mailbox, and to answer the challenge if there is one."""
+    """Order to load a published version, and to answer the canary `challenge`, if any, before further sampling."""
 
     version: int
     challenge: Challenge | None = None

@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
         self._wake.set()
 
     def on_headers_complete(self) -> None:
-        """Called by httptools' parser, as are `on_body` and `on_message_complete`."""
+        """Callback of httptools' parser, as are `on_body` and `on_message_complete`."""
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:

@@ -117,8 +117,8 @@ class Completions:
         return self._history[row, places], self._logprobs[row, places]
 
     def constrained(self, order_R: Ints, found: Filtered | None) -> Filtered | None:
-        """Add to `found`, the filtered rows among `order_R`, the tokens that their grammars allow next. Rows without a
-        grammar allow all tokens."""
+        """Add to `found`, the filtered rows among `order_R` (None: none), the tokens that their grammars allow next.
+        Rows without a grammar allow all tokens."""
         allowed = {at: self.matchers[row].allowed for at, row in enumerate(order_R.tolist()) if row in self.matchers}
         if found is None or not allowed:
             return found

@@ -103,12 +103,12 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> list[Progress]:
-        """Wait for new tokens, at most one piece per completion and step. There is no timeout: the client has one.
+        """Wait for tokens; returns all since the last call, one `Progress` per completion and step. It has no timeout.
 
         Raises:
             RefusedRequest: the request was refused after it was submitted.
             EngineLost: the stream was ended early.
-            Exception: an error raised by `take`.
+            Exception: an error raised by the consumer `take`.
         """
         while True:
             if (error := self._fault or (self._error if self.missing else None)) is not None:

@@ -293,7 +293,7 @@ def longest_row(layout: CacheLayout, cache_bytes: int) -> int:
 
 
 def longest_row_of(folder: ModelFolder, config: EngineConfig) -> int:
-    """As `longest_row`, for a model folder that is not loaded."""
+    """Same as `longest_row`, for a model folder that is not loaded."""
     layout = CacheLayout(
         layers=folder.layers,
         kv_heads=folder.kv_heads,
