@@ -121,7 +121,7 @@ class Gradients:
         return found
 
     def _selected(self, part: Minibatch) -> Sequence[Tensor | None]:
-        """For each micro-batch, the tokens [N] (bool) that the loss's selection keeps; None if it has no selection."""
+        """Tokens [N] (bool) of each micro-batch that the loss's selection keeps; None if it has no selection."""
         if self._objective.selection is None:
             return [None] * len(part.micro_batches)
         ranks = self._learner.ranks

@@ -54,9 +54,9 @@ _SMALLER: Mapping[str, tuple[str, ...]] = {
 
 
 def smaller(config: TrainerConfig, longest: int) -> Mapping[str, str]:
-    """For each part of the memory, advice on how to make it smaller, as text; changes that the recipe has already made
-    are left out. `longest`: tokens of the longest sequence. A sequence is never split between micro-batches, so if it
-    fills a micro-batch, only shorter sequences help."""
+    """Advice, as text, on how to make each part of the memory smaller; changes that the recipe has already made are
+    left out. `longest`: tokens of the longest sequence. A sequence is never split between micro-batches, so if it fills
+    a micro-batch, only shorter sequences help."""
     whole = longest >= config.micro_batch_tokens
     done = {
         _SAVING: config.activation_checkpointing,
@@ -249,7 +249,7 @@ class _Step:
         return (2 * layer + (layer // 3 if self.trains_all else 0)) * self.item + self._unreduced()
 
     def _unreduced(self) -> int:
-        """Bytes of unsharded gradients that each rank holds if gradients are summed once per minibatch."""
+        """Bytes of unsharded gradients on a rank; 0 with adapters, or if they are summed once per micro-batch."""
         each = self.config.reduce_every == "micro_batch" or not self.trains_all
         whole = self.shape.parameters - self.shape.body + self.own(self.shape.body)
         return 0 if each else whole * BYTES[self.config.reduce_dtype]

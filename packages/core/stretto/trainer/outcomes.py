@@ -67,7 +67,7 @@ class TokenMeter:
 
 
 def outcomes(loss: Loss) -> Tensor:
-    """[N], the `TokenOutcome` of each token as a float."""
+    """The `TokenOutcome` of each token as a float, [N]."""
     bounded, corrected = TokenOutcome.BOUNDED * loss.bounded, TokenOutcome.CORRECTED * loss.weights.corrected
     weightless = TokenOutcome.WEIGHTLESS * (loss.weights.weight == 0)
     return (bounded + corrected + weightless + TokenOutcome.IN_LOSS).float()
@@ -132,7 +132,7 @@ class TokenWriter:
 
     def __init__(self, spec: TokensSpec, rank: int, patience: float = _PATIENCE_SECONDS) -> None:
         """`rank`: number of this rank; only rank 0 writes, since it runs on the run folder's machine. `patience`:
-        longest wait for an earlier write, in seconds."""
+        seconds to wait for an earlier write before a step is left out."""
         self._patience = patience
         self._config = TokensConfig.model_validate_json(spec.config)
         self._files = TokenFiles(Path(spec.folder), self._config.tokens_gib) if rank == 0 else None

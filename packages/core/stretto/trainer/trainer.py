@@ -164,7 +164,8 @@ class Trainer:
     def publish(
         self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
     ) -> Canary | None:
-        """Publish the policy as `version`, and return its canary when engines can load it. Arguments: see `copied`."""
+        """Publish the policy as `version`, and return its canary when engines can load it. For the rest see
+        `copied`."""
         canary, _ = self.copied(publisher, text, held)()
         return canary
 
@@ -220,8 +221,8 @@ class Trainer:
             yield name, merged(layer, whole, self._ranks) if layer is not None and adapted else whole
 
     def _gathered(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gather a parameter in `dtype`; B of an adapter is multiplied by the scale. Each rank rounds its shard before
-        sending it."""
+        """Gather a parameter in `dtype`; all ranks must call it. B of an adapter is multiplied by the scale. Each rank
+        rounds its shard before sending it."""
         return self._ranks.full_tensor(scaled(self._adapted, name, parameter.detach()).to(dtype))
 
     def snapshot(self) -> Callable[[Path], None]:

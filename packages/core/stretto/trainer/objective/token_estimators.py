@@ -68,7 +68,7 @@ def _listed(column: Column) -> Any:
 
 
 def targets(estimator: EstimatorSection, completion: RewardedCompletion) -> Doubles:
-    """For each loss token, the number to add to the critic's value to get its target (the return): the advantage before
+    """Number to add to the critic's value at each loss token to get its target (the return): the advantage before
     normalisation, with the estimator's gamma and lam (1 if it has none)."""
     return generalised(completion, getattr(estimator, "gamma", 1.0), getattr(estimator, "lam", 1.0))
 

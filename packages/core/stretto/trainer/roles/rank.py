@@ -161,7 +161,7 @@ def _as_here(trainer: TrainerSpec, spec: RankSpec) -> TrainerSpec:
 
 
 def _tell(orders: RankOrders, message: Notice) -> None:
-    """If `message` is a failed checkpoint, report it to rank 0, which waits in a collective, and end this process."""
+    """Report a failed checkpoint to rank 0, which waits in a collective, and end this process; else do nothing."""
     if isinstance(message, CheckpointFailed):
         orders.send(Failed(problem=message.problem, exit_code=message.exit_code))
         os._exit(EXIT_CODE)

@@ -190,7 +190,7 @@ class RankGroup:
         return await self._listened(rank)
 
     async def _here(self, rank: int, port: int) -> RankLost | Failed:
-        """Start a rank on this machine and wait until it ends; returns the report for the conductor."""
+        """Start a rank on this machine, joining at `port`, and wait for its end; returns the conductor's report."""
         config, log = self._config, Path(self._spec.log)
         log = log.with_name(f"{log.stem}-rank-{rank}{log.suffix}")
         process = RoleProcess(_name(rank), RANK_ROLE, log, self._spec.hung, self._spawner)

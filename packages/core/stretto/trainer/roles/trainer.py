@@ -128,8 +128,8 @@ class TrainerRole:
         return model
 
     def _reference(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> ReferencePolicy | None:
-        """Load the reference policy, from the recipe's folder or the initial policy's; None if the recipe has none, or
-        if the trained policy with adapters disabled takes its place."""
+        """Load the reference policy, from the folder that the recipe names, else the initial policy's; None if the
+        recipe has none, or if the trained policy with adapters disabled takes its place."""
         if algorithm.reference is None or (algorithm.reference.path is None and config.lora is not None):
             return None
         folder = Path(algorithm.reference.path or self._spec.model)
