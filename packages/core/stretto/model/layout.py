@@ -59,7 +59,7 @@ class Packing:
         return len(self.shared_tokens) > 0
 
     def boundaries(self) -> Tensor:
-        """[S + 1] int32, cumulative lengths of the sequences, for flash attention. Only valid without shared
+        """Cumulative lengths of the sequences, [S + 1] int32, for flash attention. Only valid without shared
         prefixes."""
         return functional.pad(self.starts, (0, 1), value=self.tokens).to(torch.int32)
 

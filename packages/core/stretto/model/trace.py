@@ -74,7 +74,7 @@ class _Fusing:
         self._graph, self._constants, self._dtype = graph, constants, dtype
 
     def norm(self, node: Node) -> None:
-        """If `node` is the result of an RMS norm, replace the norm, together with an addition before it."""
+        """Replace the RMS norm whose result is `node`, if it is one, together with an addition before it."""
         if (found := self._norm(node)) is None:
             return
         with self._graph.inserting_before(node):
@@ -91,7 +91,7 @@ class _Fusing:
             old.replace_all_uses_with(new)
 
     def rotate(self, node: Node) -> None:
-        """If `node` is the result of a rotary embedding, replace the rotation, together with a norm before it."""
+        """Replace the rotary embedding whose result is `node`, if it is one, together with a norm before it."""
         if (parts := _call(node, "add")) is None or not all(isinstance(part, Node) for part in parts):
             return
         plain, turned = (_call(part, "mul") for part in parts)
@@ -113,7 +113,7 @@ class _Fusing:
         node.replace_all_uses_with(new)
 
     def gate(self, node: Node) -> None:
-        """If `node` is the result of a gated activation, replace the activation."""
+        """Replace the gated activation whose result is `node`, if it is one."""
         if (parts := _call(node, "mul")) is None or len(parts) != 2 or not isinstance(parts[0], Node):
             return
         asked = parts[0]

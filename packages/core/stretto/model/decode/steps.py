@@ -69,7 +69,7 @@ class DecodeStep:
 
     @property
     def newest(self) -> Ints:
-        """[R], position of each row's newest token."""
+        """Position of each row's newest token, [R]."""
         return self.positions[self.start :]
 
 
@@ -123,8 +123,8 @@ class Ragged:
         rule: Rule,
         newest: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Attention of each row to its slot, [R, H, D]. `newest`: key and value [R, K, D] of each row's last token, to
-        be written before reading; None: they are written already."""
+        """Attention of each row to its slot, [R, H, D], with the layer's settings `rule`. `newest`: each row's last key
+        and value, [R, K, D], to be written before reading; None: they are written already."""
         return ragged_attention(query_RHD, keys_SKLD, values_SKLD, self.ends, rule, newest)
 
 
@@ -235,5 +235,5 @@ def plan_by_bucket(
 
 
 def written_tokens(slot: int, sources: Ints) -> Ints:
-    """[3, W]: for each packed token of `sources`, its index, `slot`, and its position there (0, 1, ...)."""
+    """Index of each packed token of `sources`, `slot`, and the token's position there (0, 1, ...), [3, W]."""
     return np.stack([sources, np.full(len(sources), slot), np.arange(len(sources))])

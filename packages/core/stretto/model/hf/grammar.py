@@ -53,7 +53,7 @@ class Matcher:
 
     @property
     def allowed(self) -> npt.NDArray[np.int32]:
-        """[W] one bit per token, set if the token may come next. Valid after `look`."""
+        """One bit per token, set if the token may come next, [W]. Valid after `look`."""
         bits: npt.NDArray[np.int32] = self._bits[0]
         return bits
 

@@ -56,7 +56,7 @@ class ModelShape(Record, frozen=True):
         return max(0, round((self.body / self.layers - attention) / (3 * self.hidden_size)))
 
     def cache_bytes(self, dtype: str) -> int:
-        """KV cache bytes of one token in all layers."""
+        """Bytes of the KV cache for one token, in all layers."""
         return 2 * self.layers * self.kv_width * BYTES[dtype]
 
 

@@ -207,7 +207,7 @@ class Tokenizer:
         return found if self.special_tokens_in_messages or not self._controls(text) else tuple(self._as_text(text))
 
     def _controls(self, text: str) -> list[tuple[int, int, int]]:
-        """(start, end, token id) of each special token in a text."""
+        """Special tokens in a text, each as (start, end, token id)."""
         whole, known = self._backend.encode(text, add_special_tokens=False), self._specials
         return [
             (start, end, token)

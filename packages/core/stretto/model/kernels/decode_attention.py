@@ -134,7 +134,7 @@ def _attend(
 def _attend_halves(
     query: Any, new: Any, cache: Any, out: Any, ends: Any, shape: Any, window: Any, scaling: Any, softcap: Any
 ) -> None:
-    """As `_attend`, for bfloat16: a block of entries is converted to float32 once for all query heads of its key
+    """Same as `_attend`, for bfloat16: a block of entries is converted to float32 once for all query heads of its key
     head."""
     rows, heads, kv_heads, length, slots = shape[0], shape[1], shape[2], U(shape[3]), shape[4]
     width = U(shape[5])

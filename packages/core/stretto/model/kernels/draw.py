@@ -174,8 +174,8 @@ def _left(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """With `COUNT` the number of tokens whose logit is at least `cutoff` (as an ordered integer), otherwise the sum of
-    their weights exp(logit - top)."""
+    """Number of the tokens whose logit is at least `cutoff` (as an ordered integer); without `COUNT` the sum of their
+    weights exp(logit - top)."""
     total = tl.full((), 0.0, tl.float64)
     for first in range(0, size, BLOCK):
         logits_B, places_B = _block(logits_V, first, size, divisor, BLOCK)

@@ -93,7 +93,7 @@ def unrecorded(shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Na
 
 
 def product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """left · rightᵀ + bias, [M, N], by oneDNN. Both matrices may be transposed views."""
+    """left · rightᵀ + bias (None: 0), [M, N], by oneDNN. Both matrices may be transposed views."""
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], ""))
 
 
@@ -110,8 +110,8 @@ def prepare(kernel: str, weight_NK: Tensor, copy: Tensor | None = None) -> Tenso
 
 
 def multiply(kernel: str, x_TK: Tensor, prepared: Tensor, bias_N: Tensor | None, width: int) -> Tensor:
-    """x · weightᵀ + bias by a kernel. `prepared`: the weight in the kernel's layout (`prepare`); `width`: its number of
-    outputs."""
+    """x · weightᵀ + bias (None: 0) by a kernel. `prepared`: the weight in the kernel's layout (`prepare`); `width`: its
+    number of outputs."""
     if kernel == "panels":
         return multiply_panels(x_TK, prepared, bias_N, width)
     if kernel in ("onednn", "packed"):
@@ -139,7 +139,7 @@ class Kernel:
         return self.multiply_many(x, weight, bias)
 
     def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As `multiply`, for at least `choice.fewest` tokens."""
+        """Same as `multiply`, for at least `choice.fewest` tokens."""
         kernel, width = self.choice.kernel, weight.shape[0]
         if kernel not in ("packed", "panels", "widened"):
             return multiply(kernel, x, weight, bias, width)

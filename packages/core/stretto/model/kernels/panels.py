@@ -89,7 +89,7 @@ def _weights(builder: Any, address: Any, kind: int) -> list[Any]:
 
 
 def _added(builder: Any, held: Any, inputs: Any, weights: Any) -> Any:
-    """The sums after one input (two, if these are pairs of bfloat16 numbers in 32 bits)."""
+    """Generate `held` + `inputs` · `weights` for one input (for two if they are pairs of bfloat16 in 32 bits)."""
     ir = code.ir
     if inputs.type.element == ir.FloatType():
         product = builder.fmul(inputs, weights, flags=("contract",))

@@ -202,7 +202,7 @@ def _tensor(parts: Sequence[Ints], device: torch.device | str) -> Tensor:
 
 
 def _shared_prefixes(sequences: Sequence[Ints], prompts: Sequence[int]) -> list[tuple[int, int]]:
-    """For each sequence, the sequence whose prompt it shares and the number of shared tokens (`layout.pack`). The first
+    """Index of the sequence whose prompt each sequence shares, and number of shared tokens (`layout.pack`). The first
     sequence with a prompt computes it for the others."""
     first: dict[bytes, int] = {}
     prefixes = []
