@@ -1,5 +1,4 @@
-"""Laws of tokens: the category of each in the goodput budget; the parents, versions and training of segments.
-"""
+"""Laws of tokens: the category of each in the goodput budget; the parents, versions and training of segments."""
 
 from __future__ import annotations
 
