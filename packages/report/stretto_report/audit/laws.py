@@ -57,7 +57,7 @@ def everything_issued_has_one_state(history: History) -> Iterator[str]:
 
 
 def nothing_is_trained_twice(history: History) -> Iterator[str]:
-    """The members of all batches are exactly the trajectories in state trained, each once."""
+    """The members of all batches are the trajectories in state trained, each once. An epoch trains a prompt once."""
     placed = Counter((name, member) for step in history.steps for name, members in step.batch for member in members)
     yield from (f"{name}/{member} is in {count} batches" for (name, member), count in placed.items() if count > 1)
     in_batches = {

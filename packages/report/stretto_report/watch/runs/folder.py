@@ -106,7 +106,7 @@ def ledger_stamp(folder: Path) -> tuple[tuple[int, int, int], ...]:
 
 
 def flat(recipe: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested tables with dotted keys.
+    """Nested tables with dotted keys, each after the prefix `before`.
 
     >>> flat({"seed": 1, "trainer": {"steps": 600}})
     {'seed': 1, 'trainer.steps': 600}

@@ -242,7 +242,7 @@ class Reader:
         return np.arange(begin, end)
 
     def _payload(self, connection: sqlite3.Connection, row: TableRow, key: int) -> Payload:
-        """Segments and text of a trajectory. For a trajectory in flight, these are the segments journaled so far."""
+        """Segments and text of a trajectory, in flight those journaled so far; StoreError if it is not on record."""
         found = connection.execute(_PAYLOAD, (key,)).fetchone()
         if found is None:
             raise StoreError(f"trajectory {row.id} is not on record")

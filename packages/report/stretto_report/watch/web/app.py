@@ -192,7 +192,7 @@ class Dashboard:
         return answer
 
     def _run(self, id: str) -> WatchedRun:
-        """Look up a run. Like everything that uses the catalog, it must run in the reading thread."""
+        """Look up a run; NotThere if there is none. Must run in the reading thread, like all that uses the catalog."""
         run = self._catalog.find(id)
         if run is None:
             raise NotThere("run", f"{id[:80]!r} is not there", "see /api/runs")

@@ -54,7 +54,7 @@ _POSTED = re.compile(r"/api/runs/\w+/replay|/api/replay/stop", re.ASCII)
 
 
 def refusal(status: int, where: str, found: str, allowed: str) -> bytes:
-    """JSON body of an error reply."""
+    """JSON body of an error reply: status, field, what was found there, and what is allowed."""
     message = f"{where}: {found}; {allowed}"
     error = {"where": where, "found": found, "allowed": allowed, "message": message, "status": status}
     return msgspec.json.encode({"error": error})
