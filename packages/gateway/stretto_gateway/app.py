@@ -76,7 +76,7 @@ class ChatExchange:
         self.headers += [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def show(self, found: object) -> None:
-        """Reply with a value as JSON."""
+        """Reply with the value `found` as JSON."""
         await self.reply(msgspec.json.encode(found))
 
     async def send(self, message: Message) -> None:
@@ -96,7 +96,7 @@ class ChatExchange:
         return found
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
-        """Send events; the first call also sends the headers."""
+        """Send events; the first call also sends the headers, the one with `last` ends the reply."""
         if not self.status:
             headers = [*_STREAMED, *self.headers]
             await self.send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -319,7 +319,7 @@ class AgentSession:
 
     def _history(self, request: ChatRequest) -> tuple[Message, ...]:
         """Whole history of a request. If it refers to an earlier reply by id, the history of that reply is put in
-        front."""
+        front; RefusedRequest for an unknown id."""
         history = request.messages
         if request.previous:
             before = self._bridge.turn(request.previous)

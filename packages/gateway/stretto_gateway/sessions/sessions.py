@@ -240,7 +240,7 @@ class RecordedSessions:
 
 
 def _read(path: Path) -> list[Line]:
-    """Read the lines of a session's file; an incomplete last line is cut off the file."""
+    """Read the lines of a session's file, cutting off an incomplete last one; RunFolderError for a malformed line."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
