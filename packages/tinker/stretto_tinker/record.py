@@ -404,8 +404,8 @@ class Record:
     def settle(
         self, id: str, state: str, result: bytes, form: str, *, proof: str = "", keep_body: bool = False
     ) -> None:
-        """Record the outcome of a queued request; nothing changes if it is settled already. `proof`: checksum of the
-        weights after it. `keep_body`: keep the request's body, which restoring its model needs."""
+        """Record the outcome (`state`, `result` in its encoding `form`) of a request; ignored if it is not queued.
+        `proof`: checksum of the weights after it. `keep_body`: keep the body, which restoring the model needs."""
         with self.together():
             self._place += 1
             body = "" if keep_body else ", body = NULL"

@@ -97,5 +97,5 @@ Handler = Callable[[Call], Awaitable[Response]]
 
 
 def told(found: Any, status: int = 200) -> Response:
-    """Make a reply with a value as JSON."""
+    """Make a reply with the value `found` as JSON."""
     return Response(msgspec.json.encode(found), status, media_type=JSON)

@@ -101,7 +101,7 @@ def _datum(message: Any, place: str) -> Datum:
 
 
 def _array(message: Any, place: str) -> Array:
-    """Decode an array; a sparse one is converted to a dense one. `place`: its field, for errors."""
+    """Decode an array to a dense one; RefusedRequest if it is invalid. `place`: its field, for errors."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise RefusedRequest(place, f"numbers of the type {message.dtype}", "float32 (1) or int64 (2)")

@@ -83,7 +83,7 @@ class Saving:
 
     def _open(self, body: SaveWeights, place: Place, asked: Asked) -> str:
         """Open the sampling session for weights without a name, or set new weights for one that follows the model;
-        returns its id."""
+        returns its id. RefusedRequest if its number is missing or taken."""
         session = asked.lane.partition(":")[0]
         if body.sampling_session_seq_id is None:
             raise RefusedRequest("sampling_session_seq_id", "missing", "a number, where there is no path")
