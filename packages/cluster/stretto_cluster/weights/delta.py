@@ -217,7 +217,7 @@ class Deltas:
 
 
 def _head(delta: memoryview) -> tuple[DeltaHead, int]:
-    """Head of a delta, and the offset of its pieces."""
+    """Head of a delta, and the offset of its pieces; TornPublication if it is cut off."""
     end = _LENGTH + int.from_bytes(delta[:_LENGTH], "little")
     try:
         return msgspec.msgpack.decode(delta[_LENGTH:end], type=DeltaHead), end

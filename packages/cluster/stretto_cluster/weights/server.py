@@ -135,7 +135,7 @@ class WeightsApp:
         return there[-1][0] if there else None
 
     async def _send_file(self, file: int, tag: str, request: _Request, form: str = "") -> None:
-        """Send an open file, or the requested range of it."""
+        """Send an open file, or the requested range of it. `tag`: its ETag; `form`: value of `stretto-form`."""
         etag, size, asked, send = _etag(tag), os.fstat(file).st_size, request.headers, request.send
         if asked.get(b"if-none-match") == etag:
             return await self._start(send, 304, {b"etag": etag})
@@ -237,7 +237,8 @@ def _part(asked: bytes, size: int) -> tuple[int, int] | None:
 
 
 def _piece(file: int, begin: int, end: int, *, zero_copy: bool) -> tuple[Message, int]:
-    """ASGI message with the next piece of a file's bytes `begin` to `end`, and the offset after it."""
+    """ASGI message with the next of a file's bytes `begin` to `end`, and the offset after it; TornPublication at an
+    end."""
     if zero_copy:
         count = min(_SENT_PIECE, end - begin)
         place = {"file": file, "offset": begin, "count": count, "more_body": begin + count < end}

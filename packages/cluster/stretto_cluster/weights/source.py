@@ -162,8 +162,7 @@ class Transfer:
         return self._until_done(path, asked, read)
 
     def _begin(self, path: str, part: _Part, response: http.client.HTTPResponse) -> None:
-        """Note size and tag of the whole file from the headers of a reply. Raises _Changed if the file has changed, and
-        WireError for other bytes than the requested part."""
+        """Note size and tag of the whole file from a reply; _Changed for another tag, WireError for another range."""
         tag = response.headers["etag"] or ""
         if part.tag and (tag != part.tag or response.status != 206):
             raise _Changed
@@ -182,7 +181,7 @@ class Transfer:
     def _moves(
         self, response: http.client.HTTPResponse, connection: socket.socket, file: FileIO, part: _Part
     ) -> Iterator[int]:
-        """Write the body of a reply into the file; yield the size of each piece."""
+        """Write the body of a reply into the file; yield the size of each piece. Raises _BrokenOff at an early end."""
         with Splice() as splice, naming(Path(str(file.name))):
             piece = b""
             while left := part.end - part.begin:
@@ -201,7 +200,7 @@ class Transfer:
                 yield count
 
     def _take(self, splice: Splice, connection: socket.socket, most: int) -> int:
-        """Take bytes from the connection; wait for some for at most `patience` seconds."""
+        """Take at most `most` bytes from the connection; TimeoutError if none comes for `patience` seconds."""
         while True:
             try:
                 return splice.take(connection.fileno(), most)
