@@ -157,7 +157,7 @@ class ExternalEngine:
             task.cancel()
 
     async def _complete(self, completion: OpenCompletion) -> None:
-        """Generate one completion to its end, with as many requests to the server as updates require."""
+        """Generate one completion, with as many requests to the server as updates require. Raises as `_stream`."""
         try:
             while True:
                 while not self._sampling.is_set():  # the next update may begin before this task runs
