@@ -76,7 +76,7 @@ def _json(text: str) -> object:
 
 
 def _row(row: Mapping[str, Any]) -> ProgramTests:
-    """Tests from a dictionary: inputs and outputs, or a whole dataset row."""
+    """Tests from a dictionary: inputs and outputs, or a whole dataset row; BadTests if it is neither."""
     if "inputs" in row and "outputs" in row:
         return _lists(row["inputs"], row["outputs"], row.get("fn_name"))
     if "public_test_cases" in row or "private_test_cases" in row:

@@ -115,7 +115,7 @@ def gold_piece(answer: str) -> FinalAnswer:
 
 
 def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
-    """Whether two final answers are equal: compared strictly first, and by math-verify if that is undetermined."""
+    """Whether two final answers are equal: compared strictly, else by math-verify; Undecided if neither can."""
     check_piece(given.text)
     given = _with_point(given, gold)
     if is_open(gold.text) != is_open(given.text) or _differ_in_modulus(gold.text, given.text):

@@ -53,8 +53,8 @@ class SandboxUser:
 
 
 def _claimed() -> tuple[int, socket.socket]:
-    """First free user id, and the socket that reserves it: an abstract name that the kernel frees when the process
-    ends."""
+    """First free user id (OSError if none is), and the socket that reserves it: an abstract name that the kernel frees
+    when the process ends."""
     for number in range(_UNUSED_UIDS):
         uid = _FIRST_UNUSED_UID + (os.getpid() + number) % _UNUSED_UIDS
         claim = socket.socket(socket.AF_UNIX)
@@ -249,7 +249,7 @@ class Sandbox:
         self._introduce(guest_settings(walls, interpreter, config, self._user.uid))
 
     def _introduce(self, settings: Mapping[str, Any]) -> None:
-        """Send the guest its settings, and wait until it is ready."""
+        """Send the guest its settings, and wait until it is ready; OSError if it does not become so."""
         assert self._control is not None
         proc = place("/proc")
         try:

@@ -111,7 +111,7 @@ def _is_infinite(expression: sympy.Basic) -> bool:
 
 
 def within(expression: sympy.Basic, centre: Fraction, distance: Fraction) -> bool:
-    """Whether the value of an expression without symbols is at most `distance` from `centre`."""
+    """Whether the value of an expression without symbols is at most `distance` from `centre`; False without a value."""
     with mpmath.workdps(_DIGITS):
         try:
             found = value(expression, Point())

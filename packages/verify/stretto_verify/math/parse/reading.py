@@ -102,7 +102,7 @@ def read(piece: str) -> Node:
 
 
 def node(text: str) -> Node:
-    """Parse a text in canonical spelling (see `spelling.spelled`)."""
+    """Parse a text in canonical spelling (see `spelling.spelled`). Raises LeftOver or Unreadable, as `read`."""
     text = _outer(_INTRODUCED.sub("", text))
     if not text:
         raise Unreadable("nothing")
@@ -381,7 +381,7 @@ def _scalar(text: str) -> Scalar:
 
 
 def split(text: str, separators: str) -> list[str]:
-    """Split at any of the `separators` that is outside all brackets."""
+    """Split at any of the `separators` that is outside all brackets; Unreadable for unclosed brackets."""
     parts, level, start = [], 0, 0
     for at, letter in enumerate(text):
         if letter in "([{":

@@ -202,7 +202,7 @@ def conversion(unit: str, other: str) -> Fraction | None:
 
 
 def _size(unit: str) -> tuple[str, Fraction] | None:
-    """Quantity that a unit measures, and its size in the base unit; None if it is unknown."""
+    """Quantity that a unit measures, and its size in the base unit; None for an unknown unit."""
     above, _, below = unit.removesuffix(TWO_UNITS).partition("/")
     kinds, size = [], Fraction(1)
     for part, sign in ((above, 1), *([(below, -1)] if below else [])):
