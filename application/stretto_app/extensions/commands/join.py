@@ -34,8 +34,8 @@ def offer(
     patience: float,
     kind: str = "engine",
 ) -> Offer:
-    """Make the offer of this machine from the command's options. `join`: address of a run, or its folder if this
-    machine can read it. Removes the token from the environment.
+    """Make the offer of this machine from the command's options (see `Offer`). `join`: address of a run, or its folder
+    if this machine can read it. Removes the token from the environment.
 
     Raises:
         RecipeError: the address or the token is missing or invalid.

@@ -46,7 +46,7 @@ def machine_chosen(choice: PlanChoice) -> MachineProfile:
 
 
 def _connected(machine: MachineProfile, choice: PlanChoice) -> MachineProfile:
-    """The machine with the chosen nodes and network."""
+    """The machine with the chosen nodes and network; RecipeError if they do not fit."""
     changes: dict[str, object] = {}
     if choice.gpus is not None and choice.gpus < 2:
         raise RecipeError([Problem(f"--gpus {choice.gpus}", "one trains and one generates", "at least 2")])
