@@ -225,7 +225,8 @@ class TrainerApart:
         return number
 
     def _result(self, number: int, seconds: float | None) -> CallResult:
-        """Wait for the result of call `number`, `seconds` at most (None: no limit); skip those of interrupted calls."""
+        """Wait for the result of call `number`, skipping those of interrupted ones; DeadlineExceeded after
+        `seconds`."""
         while True:
             if not self._near.poll(seconds):
                 raise DeadlineExceeded("trainer", "its process to be ready", seconds or 0.0)
@@ -237,8 +238,7 @@ class TrainerApart:
 
     @contextmanager
     def _message(self) -> Iterator[None]:
-        """Make all further calls raise if the block is interrupted in the middle of a message: the next message would
-        not be readable."""
+        """Make all further calls raise if the block is interrupted within a message: the next would be unreadable."""
         try:
             yield
         except (EOFError, OSError):
