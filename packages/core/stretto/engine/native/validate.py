@@ -120,7 +120,7 @@ def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: in
 
 
 def _check_stamps(prefix: Segment, version: int) -> None:
-    """Check the log-probabilities, versions and interruptions of a prefix."""
+    """Refuse a prefix with impossible log-probabilities, versions or interruptions."""
     if wrong := [logprob for logprob in prefix.behavior_logprobs if not abs(logprob) < _LARGEST_FLOAT]:
         raise RefusedRequest("prefixes.behavior_logprobs", f"{wrong[0]}", "finite numbers")
     stamps = [stamp for stamp, _ in prefix.stamps]
