@@ -243,7 +243,7 @@ class _Step:
 
     def _moving(self, layer: int) -> int:
         """Bytes of the gathered weights of two layers and of gradients in transit. `layer`: weights of one layer. A
-        single rank gathers nothing; in bfloat16 autocast keeps a copy of all weights."""
+        single rank gathers nothing; in bfloat16 autocast copies all weights."""
         if self.ranks == 1:
             return self.shape.body * self.item if self.item == 2 else 0
         return (2 * layer + (layer // 3 if self.trains_all else 0)) * self.item + self._unreduced()

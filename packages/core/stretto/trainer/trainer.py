@@ -279,7 +279,7 @@ class Trainer:
 
     def _step(self, part: Minibatch, rate: float, step: int, meter: Meter) -> bool:
         """Take one optimizer step of the policy and one of the critic; False if a gradient was not finite and its step
-        was skipped."""
+        was skipped. TrainingDiverged after too many of these."""
         self._publication.hold()
         try:
             steps = [self.learner.step(rate, step)]

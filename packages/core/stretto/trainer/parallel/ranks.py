@@ -244,8 +244,8 @@ def zeros_on_host(like: Tensor) -> Tensor:
 
 
 def _own_group(groups: Tensor, backend: str | None = None) -> ProcessGroup:
-    """Create a process group for each row of `groups`, ranks; returns the group of this rank. All ranks must call it
-    with the same rows. `backend` None: torch's default."""
+    """Create a process group for each row of ranks; returns the group of this rank. All ranks must call it with the
+    same rows. `backend` None: torch's default."""
     own, rank = None, distributed.get_rank()
     for row in groups.tolist():
         made = distributed.new_group(row, backend=backend)
