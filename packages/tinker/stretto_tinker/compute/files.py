@@ -44,7 +44,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 def write_shape(folder: Path, shape: Shape, base: Path) -> None:
-    """Write the shape of a model, and the folder of its base model."""
+    """Write the shape of a model, and `base`, the folder of its base model."""
     (folder / SHAPE).write_bytes(msgspec.json.encode({"base": str(base), "shape": shape}))
 
 
@@ -64,7 +64,7 @@ def read_shape(folder: Path, base: Path) -> Shape:
 
 
 def write_adapters(folder: Path, model: PreTrainedModel, rank: int, base: Path) -> None:
-    """Write the adapters of a model in peft's format."""
+    """Write the adapters of a model, all of this `rank`, in peft's format. `base`: folder of the base model."""
     tensors = {}
     for name, tensor in adapter_parameters(model):
         for kind, told in ((LORA_A, ".lora_A"), (LORA_B, ".lora_B")):

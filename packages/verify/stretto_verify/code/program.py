@@ -155,5 +155,5 @@ def _is_program(text: str) -> bool:
 
 
 def _without_margin(block: str, width: int) -> str:
-    """A block without the indentation of the list item that contains it."""
+    """A block without the indentation, up to `width` characters, of the list item that contains it."""
     return re.sub(rf"^[ \t]{{1,{width}}}", "", block, flags=re.MULTILINE) if width else block

@@ -223,7 +223,7 @@ class Display(ABC):
             self._changed(self._enter(TRAINING))
 
     def _enter(self, phase: str) -> bool:
-        """Begin `phase`. If another phase was shown, draw its last snapshot; return whether this was so."""
+        """Begin `phase`. If another phase was shown, draw its last snapshot and return True."""
         another = self._phase not in (None, phase)
         if another:
             self._finish()

@@ -77,7 +77,7 @@ class TruncationShare(Record, frozen=True):
 
 
 class SaidOften(Record, frozen=True):
-    """First characters of a completion, and how many of the newest completions are identical to it, token by token."""
+    """First characters of a completion, and number of the newest completions with exactly the same tokens."""
 
     text: str
     count: int
