@@ -1,6 +1,7 @@
 """A fork server that is a copy of the process that starts roles: what it keeps of that process, and how it ends.
 
 - It keeps no descriptor and nothing of a terminal, and does nothing of what the original does at its end.
+- It collects garbage, and so do its roles, although the original forks it amid imports, for which it does not.
 - An error of a role ends the role; a module that cannot be imported is left to the role that needs it.
 - It ends with the original, and what was forked from it too.
 """
@@ -93,6 +94,30 @@ async def end() -> int:
 with fork_server_role.fork_server() as spawner:
     print(type(spawner).__name__, asyncio.run(end()), flush=True)
 """
+
+
+COLLECTING = """
+import asyncio, gc, sys, types
+from stretto.processes.fork_server_role import fork_here
+from stretto.processes.imports import quick_imports
+from stretto.processes.spawn import Spawn
+
+role = sys.modules["collecting"] = types.ModuleType("collecting")
+role.main = lambda words: print(gc.isenabled(), flush=True) or 0
+
+async def end() -> int:
+    return await (await spawner.start(Spawn("collecting", "", sys.argv[1]))).wait()
+
+with quick_imports():
+    spawner = fork_here()
+print(asyncio.run(end()), gc.isenabled(), flush=True)
+"""
+
+
+def test_a_role_collects_garbage_though_its_fork_server_was_copied_amid_imports(tmp_path: Path) -> None:
+    """Otherwise what a step leaves in cycles would stay, and the memory of a trainer would grow as long as it runs."""
+    assert told(COLLECTING, str(tmp_path / "log.txt")) == ["0 True"]
+    assert (tmp_path / "log.txt").read_text() == "True\n"
 
 
 def test_the_fork_server_of_a_command_is_a_copy_of_it_that_keeps_nothing_of_its_terminal(tmp_path: Path) -> None:

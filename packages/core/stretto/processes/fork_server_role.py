@@ -266,6 +266,7 @@ def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apar
             os.dup2(silent, standard)
         os.close(silent)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    gc.enable()  # the original may be in `quick_imports`; roles without a collector would grow in every step
     keep_memory()
     with contextlib.suppress(OSError):
         make_room(COMMAND_LINE_BYTES)
