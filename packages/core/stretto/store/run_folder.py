@@ -26,7 +26,6 @@ import errno
 import os
 import re
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from stretto.core.errors import Problem, RunFolderError
@@ -164,9 +163,7 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def role_log(self, role: str) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
-from types import TracebackType
 
 from stretto.core.errors import EngineLeft, EngineLost
 
@@ -86,9 +85,7 @@ class _Attempt(contextlib.AbstractContextManager["_Attempt"]):
     def __init__(self, last: bool) -> None:
         self._last, self.lost = last, False
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, EngineLeft):  # its requests are not the cause
             return True
         self.lost = isinstance(error, EngineLost)
