@@ -36,7 +36,7 @@ class MachineParts:
 
 class Machines:
     """Services of a run for other machines: the port at which they join, the weights that they receive, the ranks and
-    engines that they run. Here for a run on this machine alone, which has none, and no `stretto scale`."""
+    engines that they run. This class is for a run on one machine, without these services and `stretto scale`."""
 
     ranks: StartRanks | None = None  # starts trainer ranks on other machines; None: there are no other machines
 
@@ -44,7 +44,7 @@ class Machines:
         self._parts = parts
 
     async def open(self) -> None:
-        """Let machines join. Here: log how weights reach the engines.
+        """Let machines join; this class only logs how weights reach the engines.
 
         Raises:
             RecipeError: an address cannot be listened on.

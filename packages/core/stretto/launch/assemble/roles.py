@@ -121,7 +121,7 @@ class Roles:
 
 def kept_proving(ledger: Ledger, version: int) -> Proving:
     """Return the canary checks of a run, restored from its ledger. From now on the ledger stores their record at each
-    flush. `version`: of the start; checks of a run without a record begin there."""
+    flush. `version`: version at the start; without a record, checks begin there."""
     proving = Proving()
     proving.restore(ledger.get(CANARY, CanaryRecord) or CanaryRecord(since=version))
     ledger.watch(CANARY, lambda: proving.record)

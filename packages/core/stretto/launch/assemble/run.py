@@ -315,7 +315,7 @@ def _generation(
     context: RunContext, roles: Roles, controller: Controller, restored: Mapping[str, GroupInFlight]
 ) -> tuple[InFlight, GroupWorkflow]:
     """Return the generator of completions, and the workflow of single turns that uses it; in rounds if the recipe has
-    rounds. `restored`: progress of groups in flight."""
+    rounds. `restored`: progress of groups in flight, by group id."""
     plan = context.plan
     in_flight = InFlight(roles.engines, context.ledger, restored)
     rounds: Rounds | None = None

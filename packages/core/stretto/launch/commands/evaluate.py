@@ -91,7 +91,7 @@ class DataChoice:
 @dataclass(frozen=True)
 class Asked:
     """Options of `stretto eval` beside the recipe. `samples`: completions per question (None: as in the recipe);
-    `rows`: file for the results by question. `evaluate` fills `results`."""
+    `rows`: file for the results by question. `evaluate` appends the results by question to `results`."""
 
     samples: int | None = None
     rows: Path | None = None
@@ -112,6 +112,7 @@ def evaluate(
         model: model folder.
         task: a recipe, a JSONL file (all rows are used), or datasets.
         say: writes a log line.
+        asked: further options, and where the results go; None: as `Asked()`.
 
     Raises:
         UserError: the folder, the task or an override has a mistake.

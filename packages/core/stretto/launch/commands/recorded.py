@@ -62,7 +62,7 @@ def record_sources(ledger: Ledger, recipe: Recipe, changed: Sequence[str] = ()) 
 
 
 def _own_parts(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
-    """Yield name and folder of each user-defined part. The folder is searched first for its module."""
+    """Yield name and folder of each user-defined part. The folder is searched first for its module; None: none is."""
     tree = recipe.model_dump(mode="python")
     named = [(name, recipe.path) for name in named_in_doors(tree)]
     named += [(part.function, recipe.rewards.path) for part in recipe.rewards.parts]
@@ -76,8 +76,7 @@ def _own_parts(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
 
 
 def _file_of(module: str, folder: str | None) -> Path | None:
-    """Return the source file of a module, found as an import would find it, but without running any of its code; None
-    if it is not found."""
+    """Return the source file of a module, found as an import would, but without running any code; None if not found."""
     places: Sequence[str] | None = [*([folder] if folder else []), os.getcwd(), *sys.path]
     file: str | None = None
     for name in module.split("."):  # by its own name alone: a package without __init__.py is looked up in its parent

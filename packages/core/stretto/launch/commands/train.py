@@ -89,7 +89,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     has no weights, everything else is checked, and the skipped checks are named.
 
     Args:
-        resume: check that a run can be resumed; `recipe_path` is then its folder, or `run_dir` is.
+        resume: check that a run can be resumed; its folder is then `run_dir`, or `recipe_path` if that is None.
 
     Raises:
         UserError: has every mistake.

@@ -102,8 +102,8 @@ def outline(recipe: Recipe) -> Outline:
 
 
 def _model(recipe: Recipe) -> tuple[ModelFolder, ModelFolder | None, int]:
-    """Check the model of the recipe; returns its facts, those of a reference model, and the length of the longest
-    prompt."""
+    """Check the model of the recipe; returns its facts, those of a reference model or None, and the longest allowed
+    prompt in tokens."""
     base, config = outlined(base_folder(recipe.model, recipe.seed))
     refuse_unsupported(config)
     refuse_untrainable(config)

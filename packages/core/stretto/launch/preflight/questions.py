@@ -137,8 +137,8 @@ def _key(question: Question) -> tuple[str, str]:
 
 
 def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the reason for each gold answer that cannot be read within `seconds`: its reward, which reads gold
-    answers, is undecided. Raises RewardFunctionError if the workers do not start."""
+    """Return by gold answer the reason why it cannot be read within `seconds`: the reward's verdict on it is undecided.
+    Raises RewardFunctionError if the workers do not start."""
     try:
         return asyncio.run(_unreadable(config, golds, seconds)) if golds else {}
     except RoleError as error:
@@ -146,8 +146,8 @@ def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dic
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the reason for each gold answer that cannot be read. They are read in portions; the deadline of a portion
-    allows for its slowest gold answers."""
+    """Return by gold answer the reason why it cannot be read within `seconds`. Each portion has a deadline that allows
+    for its slowest ones."""
     workers = max(config.workers, min(cores(), len(golds) // _PORTION))
     patient = {
         "max_consecutive_undecided": len(golds) + 1,

@@ -84,7 +84,7 @@ def pacing_faults(config: RolloutConfig) -> Iterator[str]:
 
 
 def admits_early(opens: Pacing) -> bool:
-    """Whether a policy starts a group although equation 3 or `max_in_flight` forbids it."""
+    """Whether a policy starts a group although the staleness bound or `max_in_flight` forbids it."""
     return any(opens(False, in_flight) for in_flight in (0, 1, 2))
 
 
@@ -178,7 +178,7 @@ def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
     `outlets`: also try user-defined outlets, which may publish the values.
 
     Returns:
-        A warning if the pacing starts groups that equation 3 does not allow; else empty.
+        A warning if the pacing starts groups that the staleness bound does not allow; else empty.
 
     Raises:
         RecipeError: a part raises, returns a wrong type, or does not return in time; names all of them.

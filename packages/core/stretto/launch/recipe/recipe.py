@@ -67,7 +67,7 @@ def is_beside(name: object, folder: Path) -> bool:
 
 
 def named_in_doors(tree: Mapping[str, Any]) -> Iterator[object]:
-    """Yield the names in the keys of all doors: a section's `kind`, each item of a list; None for an absent key."""
+    """Yield each part's name in a parsed recipe: a section's `kind`, each item of a list; None for an absent key."""
     for door in DOORS:
         found: Any = tree
         for key in door.key.split("."):

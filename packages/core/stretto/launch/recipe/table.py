@@ -45,7 +45,7 @@ def _pages(schema: Schema) -> Iterator[str]:
 
 
 def _said_once(chapters: Iterable[str]) -> Iterator[str]:
-    """Replace a repeated meaning by ``″``: an earlier kind of the same section has the same key with this meaning."""
+    """Replace the text of a key by ``″`` if an earlier `kind` of the same section has this key with the same text."""
     said: set[tuple[str, str, str]] = set()
     for chapter in chapters:
         place, lines = chapter.partition("`, `kind = ")[0], []
@@ -59,7 +59,7 @@ def _said_once(chapters: Iterable[str]) -> Iterator[str]:
 
 
 def _section(place: str, schema: Schema, definitions: Schema) -> Iterator[str]:
-    """Yield the Markdown of one section, then that of the sections in it. `place`: full name of the section."""
+    """Yield the Markdown of one section, then of the sections in it. `place`: full name; "" for the recipe itself."""
     within: list[tuple[str, Schema]] = []
     listed: list[Schema] = []  # two lists may have the same tables
     rows: list[str] = []
