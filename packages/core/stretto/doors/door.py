@@ -283,7 +283,7 @@ class Door(Generic[Kind]):
 
 @cache
 def _model(door: Door[Kind], kind: str, part: Part) -> type[Kind]:
-    """Make the section class of a part; cached, so that a part has one class."""
+    """Make the class of a part's section, once per part. `kind`: the part's name. Raises ValueError, as `fields_of`."""
     fields: dict[str, Any] = {"kind": (Literal[kind], kind)} | door.section.fields_of(part)
     about = inspect.cleandoc(part.__doc__ or "").partition("\n\n")[0]
     try:

@@ -30,8 +30,8 @@ def is_there(*packages: str) -> bool:
 
 
 def check_packages(place: str, *packages: str) -> None:
-    """Check that packages are installed, in the version of the core. `place`: the recipe key or command that needs
-    them, for messages.
+    """Check that packages, given by import name, are installed in the version of the core. `place`: the recipe key or
+    command that needs them, for messages.
 
     Raises:
         RecipeError: a package is missing, or has another version.
