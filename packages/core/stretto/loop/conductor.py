@@ -2,7 +2,7 @@
 
     loop           consumes              produces                waits for, woken by
     ─────────────────────────────────────────────────────────────────────────────────────────────────
-    admission      room (equation 3)     groups in flight        finish, take, load
+    admission      room in the bound     groups in flight        finish, take, load
     groups (many)  a ticket              a judged group          the engine's frames, the verdicts
     training       a batch               a version               a finished group, then the trainer
     loading        a publication         a live version          publish (one loader per engine)

@@ -274,7 +274,7 @@ class TrainerLink:
     async def _until_done(self, order: ToTrainer, kind: type[Reply], awaited: str, seconds: float) -> Reply:
         """Send `order`, again to each replacement if the trainer dies, until there is a reply; returns the reply.
 
-        `kind`: expected type of the reply. `awaited`: what is awaited, for the message of a missed deadline.
+        `kind`: expected type of the reply. `seconds`: deadline of each try; `awaited` names the wait in its error.
         """
         while True:
             try:

@@ -56,7 +56,7 @@ class TrainerReplies:
         self._writing.pop(folder, None)
 
     async def published(self, version: int, seconds: float) -> None:
-        """Wait until engines can load `version`; raises as `saved`."""
+        """Wait at most `seconds` until engines can load `version`; raises as `saved`."""
         await self.saved(_name(version), seconds)
 
     async def _listen(self) -> None:

@@ -275,7 +275,7 @@ class EngineHandle:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
-        """Note that `version` is in the mailbox; `keep_loaded` then loads it."""
+        """Set `version` as the newest in the mailbox; `keep_loaded` then loads it."""
         self.published = version
         if self.version is not None and self.version < version:
             self._missing.append((version, asyncio.get_running_loop().time()))
@@ -404,7 +404,7 @@ class EngineHandle:
 
         Args:
             known: number of tokens already known of each member, by request id; other requests are not asked for.
-            patience: seconds to wait for the reply; then the result is empty, as it is if the engine is lost.
+            patience: seconds to wait; then the result is empty, as for a lost engine. None: the client's deadline.
         """
         theirs = {id: known[id] for id in self.open if id in known}
         if theirs:

@@ -368,7 +368,7 @@ class EnginePool:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
-        """Note that `version` is in the mailbox: every engine loads it as soon as it can."""
+        """Set `version` as the newest in the mailbox: every engine loads it as soon as it can."""
         self.published = self.roster.step = version
         self._announce(version)
         for engine in self._engines.values():

@@ -121,7 +121,7 @@ class Proving:
                 del self._canaries[version]
 
     def doubts(self, engine: str) -> bool:
-        """Note a failed proof of this engine; returns whether its previous proof failed too."""
+        """Record a failed proof of this engine; returns whether its previous proof failed too."""
         before = engine in self._doubted
         self._doubted.add(engine)
         return before

@@ -109,8 +109,8 @@ class Recorder:
         self.clock.rl_begins()
 
     def gives_up(self) -> None:
-        """Note the counters before the completions in flight are aborted at the end of the run: their tokens then count
-        as unfinished, not as stopped."""
+        """Keep the counters as they are before the end of the run aborts the completions in flight: their tokens then
+        count as unfinished, not as stopped."""
         self._stopped = self._work().stopped
 
     def rl_ends(self, unjudged: int = 0) -> None:
@@ -143,8 +143,8 @@ class Recorder:
         self._left_over += tokens
 
     def taken(self, queues: Mapping[str, float], max_staleness: float | None = None) -> None:
-        """Note that a batch went to the trainer. `queues`: sizes of the controller's queues afterwards;
-        `max_staleness`: the bound for groups that are admitted from now on. Both go into the next line of metrics."""
+        """Set values of the next line of metrics after a batch is taken. `queues`: sizes of the controller's queues by
+        name; `max_staleness`: the bound for groups admitted from now on (None: unknown)."""
         self._queues = queues
         self._in_force = max_staleness
 

@@ -50,7 +50,7 @@ def carried_over(totals: Totals, kept: int) -> Totals:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of the roles since they started. Numbers are tokens, except for `busy`."""
+    """Work of the roles since they started, in tokens; `busy`: seconds of work by role."""
 
     generated: int = 0
     recomputed: int = 0  # KV cache computed again after an interruption
