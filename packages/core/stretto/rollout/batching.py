@@ -57,7 +57,7 @@ class BatchChoice:
 
 
 def choose(policy: BeyondBound, facts: QueueState) -> BatchChoice:
-    """Choose the groups of the next batch under the policy `rollout.beyond_bound`; nothing is changed."""
+    """Choose the next batch under the policy `rollout.beyond_bound`; without groups if the batch must wait."""
     return POLICIES[policy](facts)
 
 

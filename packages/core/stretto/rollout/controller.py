@@ -4,7 +4,7 @@ The controller owns no task, no socket and no clock, so a simulation drives the 
 two groups and ``max_staleness = 1``::
 
     admit, admit, admit, admit     four groups start: (0 + 1 + 1) * 2 = 4
-    admit -> None                  the fifth group must wait (equation 3)
+    admit -> None                  the fifth group must wait (staleness bound)
     finish, finish                 the completions of two groups have ended and are judged
     take -> Batch(version=0)       the trainer gets a batch
     publish(1); load(1)            version 1 is published, then loaded by every engine
@@ -77,7 +77,7 @@ class Ticket(Record, frozen=True):
 
     @property
     def due(self) -> float:
-        """Last version at which it can be trained within its bound."""
+        """Last version at which the group can be trained within its bound."""
         return due(self.admitted_version, self.max_staleness)
 
 
@@ -98,8 +98,8 @@ class Controller:
         pacing: Pacing | None = None,
         state: ControllerState | None = None,
     ) -> None:
-        """`version`: newest published version. `state`: the state saved by an earlier process of the run; its
-        unfinished groups are added afterwards by `restore`."""
+        """`version`: newest published version. `pacing`: None: `Continuous`. `state`: saved by an earlier process of
+        the run, whose unfinished groups `restore` adds afterwards; None: a new run."""
         self.config = config
         state = state or ControllerState()
         lowest, _ = config.staleness_bounds
@@ -144,7 +144,7 @@ class Controller:
 
     @property
     def counted(self) -> int:
-        """Number of groups that are trained, buffered or in flight: N of equation 3, before a new group."""
+        """Number of groups that are trained, buffered or in flight (N - 1 of equation 3, `core.admission`)."""
         return self._taken + len(self._buffer) + len(self._in_flight)
 
     @property
@@ -185,7 +185,7 @@ class Controller:
 
     def admit(self) -> Ticket | None:
         """Start one more group if the pacing policy allows it: draw its prompt, record it in the journal, and return
-        its ticket; otherwise None. Built-in policies keep equation 3; `max_in_flight` holds under any policy."""
+        its ticket; otherwise None. Built-in policies keep the staleness bound; all policies keep `max_in_flight`."""
         opens = self._opens(self.in_flight < self.max_in_flight and self._is_its_turn(), self.in_flight)
         if not opens or self.in_flight >= self.max_in_flight:
             return None
@@ -197,7 +197,7 @@ class Controller:
         return ticket
 
     def _is_its_turn(self) -> bool:
-        """Whether equation 3 admits a group."""
+        """Whether the staleness bound (equation 3) admits a group."""
         return admits(self.counted, self.live, self.config.batch_size, self.max_staleness)
 
     def restore(
@@ -389,12 +389,12 @@ class Controller:
             self._journal.settle(trajectory_id(ticket.group_id, member), state, reason)
 
     def publish(self, version: int) -> None:
-        """Note that the trainer has published `version`, which trains the next batch."""
+        """Set `version` as the newest published one, at which the next batch is trained."""
         self.published = version
 
     def load(self, version: int) -> None:
-        """Note that every engine has loaded `version` or a newer one. New groups are admitted at `live`, the highest
-        version noted."""
+        """Raise `live`, at which new groups are admitted, to `version`: every engine has loaded it or a newer one. A
+        lower `version` changes nothing."""
         self.live = max(self.live, version)
 
 

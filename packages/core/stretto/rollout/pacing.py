@@ -1,4 +1,4 @@
-"""Pacing: when groups start, within equation 3 and `max_in_flight`: as soon as possible, or in rounds.
+"""Pacing: when groups start, within the staleness bound and `max_in_flight`: as soon as possible, or in rounds.
 
 `rollout.pacing` names the policy (`PACINGS` in `rollout.config`).
 """

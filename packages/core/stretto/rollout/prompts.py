@@ -159,8 +159,8 @@ class PromptStream:
             self._order = self._shuffled(self._epoch)
 
     def judged(self, draw: Draw, rate: float) -> None:
-        """Note `rate`, the share of right completions of a draw, which may leave its prompt out of the next epoch.
-        Ignored if the epoch of the draw is over."""
+        """Leave the prompt of a draw out of the next epoch if `rests` says so of `rate`, its share of right
+        completions. Ignored if the epoch of the draw is over."""
         if draw.epoch == self._epoch and self._rests(rate):
             self._rest_next[draw.prompt.id] = None
 
