@@ -147,7 +147,7 @@ class Checkpoints:
         None if there is no checkpoint.
 
         Raises:
-            StoreError: there are checkpoints, and all are broken; names the fault of each. Also as `steps`.
+            StoreError: there are checkpoints, and all are broken (names the fault of each); or the error of `steps`.
         """
         broken: list[str] = []
         for step in reversed(self.steps()):

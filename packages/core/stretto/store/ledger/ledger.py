@@ -294,7 +294,7 @@ class Ledger:
         self.event("bound", told)
 
     def event(self, name: str, detail: str) -> None:
-        """Record an event for readers of the run: an engine was replaced, a step was skipped."""
+        """Record an event for readers of the run. `name`: its kind, as "checkpoint"; `detail`: what happened."""
         self._note(_INSERT_EVENT, (time.time(), name, detail))
         self._flush_if_due()
 

@@ -57,8 +57,8 @@ class UnfinishedGroup(Record, frozen=True):
 
 
 def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
-    """Yield the batches of the steps ``after + 1`` to ``until``, as they were trained on. Their prompts have token ids,
-    but no text. Errors are raised while the batches are iterated.
+    """Yield the batches of the steps ``after + 1`` to ``until`` in the ledger at `path`, as they were trained on. Their
+    prompts have token ids, but no text. Errors are raised while the batches are iterated.
 
     Raises:
         StoreError: a step or a payload (``store.keep_payloads``) is missing, or the file is damaged.
@@ -78,7 +78,7 @@ def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
 
 
 def read_unfinished(path: Path) -> list[UnfinishedGroup]:
-    """Read all groups that are in flight or buffered, in the order of their admission.
+    """Read all groups of the ledger at `path` that are in flight or buffered, in the order of their admission.
 
     Raises:
         StoreError: the payload of a buffered trajectory is missing, or the file is damaged.
@@ -111,7 +111,7 @@ def last_step(path: Path) -> int:
 
 
 def read_fact(path: Path, name: str, kind: type[Value]) -> Value | None:
-    """Read the fact that `Ledger.put` stored under `name`, decoded as `kind`; None if there is none.
+    """Read the fact that `Ledger.put` stored under `name` in the ledger at `path`, as a `kind`; None if there is none.
 
     Raises:
         StoreError: the value or the file is damaged.

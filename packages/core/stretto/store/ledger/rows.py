@@ -212,7 +212,7 @@ class TokenTally:
 
     def moved(self, row: LiveRow, before: State, had: int) -> None:
         """Update the count after the trajectory of `row` has changed its state. `before`: its previous state; `had`:
-        its number of recorded tokens in it."""
+        its number of recorded tokens in that state."""
         counts = self._counts
         counts[before] -= had
         counts[row.state] += row.tokens
@@ -302,8 +302,8 @@ class MostInFlight:
         return {IN_FLIGHT: msgspec.json.encode(self._stretches).decode()}
 
     def moved(self, row: LiveRow, before: State) -> None:
-        """Note that the trajectory of `row` has left the state `before`. A group is no longer in flight once all its
-        members have left that state."""
+        """Update the count after the trajectory of `row` has left the state `before`. A group is no longer in flight
+        once all its members have left that state."""
         if before is State.IN_FLIGHT:
             self._members[row.group_key] -= 1
             if not self._members[row.group_key]:

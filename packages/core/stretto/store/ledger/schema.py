@@ -282,7 +282,7 @@ def open_for_reading(path: Path, patience: float = _PATIENCE) -> sqlite3.Connect
 
 @contextmanager
 def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connection]:
-    """Open the ledger with `open_for_reading`, and close it at the end of the block.
+    """Context manager: the ledger, opened by `open_for_reading` and closed at the end.
 
     Raises:
         StoreError: as `open_for_reading`; or the block has read a damaged value.
