@@ -60,8 +60,8 @@ def nothing() -> None:
 @dataclass(frozen=True)
 class Copies:
     """Host copies of tensors by name, complete once `wait` has returned. `wait` blocks the calling thread. `hold` makes
-    later work on the device's current stream wait for the copies, and returns at once. `sums`: by name, the result of
-    `sums` for each tensor, computed on the device and valid after `wait`; empty on a CPU."""
+    later work on the device's current stream wait for the copies, and returns at once. `sums`: the two checksums of
+    each tensor by name (see the function `sums`), valid after `wait`; empty on a CPU."""
 
     tensors: dict[str, Tensor]
     wait: Callable[[], None] = nothing

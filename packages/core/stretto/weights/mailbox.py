@@ -57,7 +57,7 @@ class Publisher(Protocol):
     def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
         """Start to copy the tensors of `version`, (name, tensor) pairs; the result's `write` publishes the copies.
 
-        `gather` is called for the tensors one by one, in order; each result is released before the next.
+        `gather` makes the whole tensors one by one, in order; each result is released before the next.
         """
 
 

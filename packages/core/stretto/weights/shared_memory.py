@@ -68,8 +68,8 @@ class SharedMemoryPublisher:
         self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
     ) -> dict[str, TensorDigest]:
         """Write the file of `version`, check it, and rename it into place; returns the digest of each tensor as
-        written. `gather` is called for each (name, tensor) pair when it is written. Files of later versions, left from
-        before a resume, and of all but the newest two versions are unlinked.
+        written. `gather` makes the whole tensor from each (name, tensor, dtype) when it is written. Files of later
+        versions, left from before a resume, and of all but the newest two versions are unlinked.
 
         Raises:
             TornPublication: the file read back differs; the version is not published.
