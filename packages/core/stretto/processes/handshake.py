@@ -105,8 +105,8 @@ async def admit(
     peer: str,
     seconds: float,
 ) -> bytes:
-    """Perform the handshake with a caller; returns its introduction, which `judge` has accepted. `ours` is the
-    listener's introduction, which the caller gets. Raises as `call`, and HandshakeRefused if `judge` refuses."""
+    """Perform the handshake with a caller; returns its introduction. `judge` returns why it is refused, else "". The
+    caller gets `ours`, the listener's introduction. Raises as `call`, and HandshakeRefused if `judge` refuses."""
     async with _line(reader, writer, peer, seconds) as line:
         hello = await line.receive(_Hello)
         nonce = secrets.token_bytes(_NONCE_BYTES)

@@ -62,7 +62,7 @@ class RestartBudget:
         return len(self) > self._allowed
 
     def progressed(self) -> None:
-        """Note that the role has completed a request."""
+        """Reset the count of deaths in a row: the role has completed a request."""
         self._in_a_row = 0
 
     @property

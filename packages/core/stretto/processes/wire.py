@@ -171,7 +171,7 @@ class Reception:
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
 
     def comes(self, writer: asyncio.StreamWriter) -> None:
-        """Note that a caller has connected; call it at once, before any await."""
+        """Count a caller that has connected; call it at once, before any await."""
         if len(self._strangers) >= _STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]  # now, because its task ends only later

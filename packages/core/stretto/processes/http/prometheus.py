@@ -11,7 +11,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Metric(NamedTuple):
-    """One metric with its samples: ending of the name, labels, value.
+    """One metric with its samples: (suffix of the name, labels, value).
 
     Example: ``Metric("requests_total", "counter", "replies by status", [("", (("status", "200"),), 7)])``
     """

@@ -153,7 +153,7 @@ async def _send_file(transport: asyncio.Transport, file: int, offset: int, count
 
 
 async def _writable(connection: int) -> None:
-    """Wait until the kernel takes more. The sender's deadline bounds the wait."""
+    """Wait until this socket can take more bytes. The sender's deadline bounds the wait."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_writer(connection, ready.set)
