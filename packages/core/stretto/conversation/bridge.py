@@ -161,8 +161,8 @@ class Bridge:
         return NextPrompt(tokens, cause, history, tools, longest, how)
 
     def begin(self, history: History, prompt: NextPrompt) -> None:
-        """Note that a turn begins with `prompt`, made from `history`. A later request with the same messages gets the
-        same prompt, with the cause ``again``."""
+        """Keep `prompt`, made from `history`, as that of a turn that begins. A later request with the same messages
+        gets the same prompt, with the cause ``again``."""
         self._started.setdefault((history, msgspec.json.encode(prompt.tools)), prompt)
 
     def add(self, turn: CompletedTurn) -> None:
@@ -175,8 +175,8 @@ class Bridge:
         return next((known for known in self._turns if known.id == id), None)
 
     def _longest(self, history: History, tools: tuple[Tool, ...]) -> tuple[CompletedTurn | None, bool]:
-        """Find the longest completed turn that `history` continues; also returns whether another turn has the same
-        messages in other tokens."""
+        """Find the longest completed turn that `history` continues, or None; also returns whether another turn has the
+        same messages in other tokens."""
         found: list[CompletedTurn] = []
         for turn in self._turns:
             size = len(turn.history)
@@ -189,7 +189,7 @@ class Bridge:
 
     def _cause(self, history: History, tools: tuple[Tool, ...], found: CompletedTurn | None) -> str:
         """Return the cause of the branch that `history` begins; "" if none begins. `found`: the completed turn that it
-        continues."""
+        continues, if any."""
         size = 0 if found is None else len(found.history)
         longer = [turn for turn in self._turns if turn.live and len(turn.history) > size]
         if not longer:

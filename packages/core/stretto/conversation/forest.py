@@ -47,7 +47,7 @@ def parent_of(segments: Sequence[Segment], place: int) -> int:
 
 def way_to(segments: Sequence[Segment], place: int) -> tuple[bool, tuple[int, ...]]:
     """Return the path to segment `place`: whether it begins with the prompt, and the indices of its segments from the
-    root on."""
+    root to `place`."""
     found: list[int] = []
     while place >= 0:
         found.append(place)

@@ -208,7 +208,7 @@ class Session:
         Exceptions of `run` are raised and not recorded. Failures that the program handles belong into the reply.
 
         Args:
-            asked: encoded request, by which a recorded reply is found.
+            asked: encoded request, by which a recorded reply is found. Each recorded reply is returned once.
             run: makes the call; returns the encoded reply.
             repeatable: `run` may be called again after a crash. If False, the begin of the call is flushed to the
                 ledger before `run` starts, and its end before this returns.
@@ -216,7 +216,7 @@ class Session:
 
         Raises:
             CallInterrupted: the call is not repeatable, and an earlier process began it without recording a reply: it
-                may have had its effect. Also as `check_calls`.
+                may have had its effect. Or `check_calls` finds another interrupted call.
         """
         kept = asked if repeatable else _ONCE + asked
         known = self._replies.get(kept) or self._replies.get(asked)
@@ -256,7 +256,7 @@ class Session:
         """Return the segments of the trajectory: the turns that were returned to the program, and all segments on the
         paths to them. Turns that broke off, or that only an earlier process requested, are left out.
 
-        `rewards`: rewards of single turns, by node.
+        `rewards`: rewards of single turns, by node; they replace recorded ones.
         """
         kept = set[int]()
         for node in self.returned:

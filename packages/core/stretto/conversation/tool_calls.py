@@ -50,7 +50,7 @@ class CallForm(Protocol):
 
     def parse(self, text: str, name: NameCall) -> Parsed:
         """Parse the calls in a message. Without calls, or with a malformed one, the whole message is text. `name`:
-        returns the id for a call."""
+        returns the id of a call from its number."""
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         """Write calls as the model would."""
@@ -183,8 +183,8 @@ def result(text: str) -> str:
 
 
 def _calls(written: Iterator[str] | Sequence[str], name: NameCall) -> tuple[ToolCall, ...] | None:
-    """Parse calls, each given as the text of a JSON object; None if one is malformed. `name`: returns the id for a
-    call."""
+    """Parse calls, each given as the text of a JSON object; None if one is malformed. `name`: as in
+    `CallForm.parse`."""
     found = []
     for number, text in enumerate(written):
         try:
