@@ -24,7 +24,7 @@ Staleness = float
 
 
 def admits(counted: int, version: int, batch_size: int, max_staleness: Staleness) -> bool:
-    """Equation 3: whether another group may start. `counted`: groups started so far that have not dropped out.
+    """Whether another group may start (equation 3). `counted`: groups started so far that have not dropped out.
     `version`: policy version that would sample the group.
 
     >>> admits(counted=7, version=0, batch_size=4, max_staleness=1)   # the 8th: floor(7 / 4) = 1 <= 0 + 1
