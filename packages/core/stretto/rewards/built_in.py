@@ -15,9 +15,9 @@ _ANSWER_SECONDS = 1.0
 class BuiltIn:
     """A built-in reward: its ``package.module:function``, and its hard limit for one completion in seconds.
 
-    `gold`: a function called like a reward that checks each gold answer when the data is loaded. It raises `Undecided`
-    for a gold answer that no completion could match. `configured`: `function` is a factory; it gets the section of the
-    recipe that has the reward's name, as JSON, and returns the reward.
+    `gold`: name of a function, called like a reward, that checks each gold answer when the data is loaded; "": none. It
+    raises `Undecided` for one that no completion could match. `configured`: `function` is a factory; it gets the
+    section of the recipe that has the reward's name, as JSON, and returns the reward.
     """
 
     function: str

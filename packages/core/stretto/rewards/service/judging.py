@@ -111,7 +111,7 @@ def loaded(parts: Sequence[PartSettings]) -> tuple[LoadedPart, ...]:
 
 
 def facts_of(parts: Sequence[LoadedPart]) -> dict[str, str]:
-    """Facts for the run's record (sandbox level, say), from the `facts` of built-in rewards that have them."""
+    """Facts by name for the run's record (sandbox level, say), from the `facts` of built-in rewards that have them."""
     found: dict[str, str] = {}
     for part in parts:
         found |= getattr(part.function, "facts", {}) if part.settings.function in BUILT_IN else {}

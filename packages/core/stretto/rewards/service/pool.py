@@ -272,7 +272,7 @@ class RewardPool:
 
     def _replied(self, slot: _Slot, reply: Verdicts) -> None:
         """Store the verdicts of a reply in their calls, and send further chunks. Raises WireError if the reply does not
-        fit the oldest request: user code has written it."""
+        fit the oldest request: then user code has written the reply."""
         request, chunk = next(iter(slot.outstanding.items()), (None, None))
         if chunk is None or reply.request != request or len(reply.verdicts) != len(chunk.indices):
             raise WireError(f"{slot.name}: {len(reply.verdicts)} verdicts for request {reply.request}")

@@ -103,8 +103,8 @@ class WorkerProcess:
 
     @property
     def signs(self) -> object:
-        """Sign of life of a worker that starts or waits, which is alive if this changes: number of heartbeats, or CPU
-        time before the first one."""
+        """Value that changes while a starting or waiting worker is alive: its number of heartbeats, or its CPU time
+        before the first one."""
         if self._process is None or self._progress is None:
             return None
         return self._progress.beats or cpu_ticks(self._process.pid)
@@ -211,7 +211,7 @@ class _LostWhileStarting(Exception):
 
 def _spawn(settings: WorkerSettings, log: Path | None, mark: str) -> subprocess.Popen[bytes]:
     """Start the worker's process in its own session, so that Ctrl-C in the terminal reaches only the conductor. Its
-    output goes to the log. `mark`: ``NAME=VALUE`` for its environment, to find its descendants."""
+    output goes to `log`; None: it is dropped. `mark`: ``NAME=VALUE`` for its environment, to find its descendants."""
     arguments = [sys.executable, "-m", "stretto.rewards.service.worker", msgspec.json.encode(settings).decode()]
     output: IO[bytes] | int = subprocess.DEVNULL if log is None else log.open("ab")
     try:
