@@ -17,8 +17,8 @@ from stretto.worlds.data.task import Question
 class Columns:
     """The keys of a row that hold id, prompt, answer and demonstration, and how its prompt is made.
 
-    `render`, if given, makes the prompt from the row and its place, and the key `prompt` is not read. `as_chat`: the
-    tokenizer's chat template applies to plain texts too, if there is one. `seen`: places of earlier rows, by id.
+    `render(row, place)`, if given, makes the prompt, and the key `prompt` is not read. `as_chat`: the tokenizer's chat
+    template, if any, applies to plain texts too. `seen`: by id, the place of each earlier row, for messages.
     """
 
     prompt: str = "prompt"

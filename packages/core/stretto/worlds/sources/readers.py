@@ -136,7 +136,7 @@ def _parsed(line: str, place: str) -> Row:
 
 
 def _table(path: Path, comma: str) -> Iterator[tuple[str, Row]]:
-    """Rows of a CSV file, whose first line names the columns; a row with more or fewer fields is a mistake."""
+    """Rows of a CSV file, as `rows_of`. Its first line names the columns; a row of another length is a mistake."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=comma, strict=True)
     try:
         names = next(reader, [])
@@ -190,7 +190,7 @@ def _numbered(place: Place, rows: Any) -> Iterator[tuple[str, Row]]:
 
 
 def _from_hub(place: Place) -> Iterator[tuple[str, Row]]:
-    """Rows of a hub dataset; if the hub cannot be reached, of its copy in the library's cache."""
+    """Rows of a hub dataset, as `rows_of`; if the hub cannot be reached, of its copy in the library's cache."""
     asked = {"name": place.subset, "split": place.split, "revision": place.revision, "streaming": place.streaming}
     with reachable_or_cached(place.data) as fault:
         try:

@@ -43,7 +43,7 @@ class Services:
 
 
 class Forged(Exception):
-    """Raised for a message of the worker process that a correct worker never sends; user code has written it."""
+    """Raised for a message that a correct worker process never sends: user code in it has written the message."""
 
 
 class Exchange:
@@ -120,9 +120,9 @@ class Exchange:
         return self.session.forest.tokens(order.node)
 
     def _sampling(self, wanted: Any, before: int) -> Sampling:
-        """Sampling options of a turn after `before` tokens: the run's, with the workflow's stop texts added. The limit
-        of tokens is the least of the run's, the workflow's, the room in the context, and what is left of
-        `workflow.max_tokens`."""
+        """Sampling options of a turn after `before` tokens: the run's, with the workflow's stop texts added.
+        `max_tokens` is the least of the run's, the workflow's, the room in the context, and what is left of
+        `workflow.max_tokens`. Raises RefusedRequest if no room is left, or `wanted` is malformed."""
         sampling, limits = self._services.sampling, self._services.config
         room = min(sampling.max_tokens, self._services.context - before, limits.max_tokens - self._tokens)
         if self._services.context <= before:

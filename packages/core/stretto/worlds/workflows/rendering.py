@@ -32,8 +32,8 @@ class PlainRendering:
     def prompt(
         self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Tokens, str]:
-        """Prompt tokens of the next turn, after all `messages`, and the cause of a branch ("" if the tokens continue
-        `held`). `held`: tokens of the first `known` messages. `tools`: tools to describe to the model.
+        """Whole prompt of the next turn, after all `messages`, and the cause of a branch: "drift" if it cannot continue
+        `held`, the tokens of the first `known` messages, else "". `tools`: tools to describe to the model.
 
         Raises:
             RefusedRequest: a message or a tool is invalid.

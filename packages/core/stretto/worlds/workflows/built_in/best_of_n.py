@@ -15,7 +15,7 @@ _JUDGE = "Question: {prompt}\n{answers}\nWhich answer is right? Say its number."
 class BestOfN(Workflow):
     """The policy samples `n` completions in parallel, then, prompted as a judge, chooses one of them.
 
-    The trajectory's reward is that of the chosen completion. By turn, each completion gets its own reward, and the
+    The trajectory's reward is that of the chosen completion. In `by_turn`, each completion gets its own reward, and the
     judge's turn that of the chosen completion. If the judge names no valid number, the first completion counts as
     chosen.
 
@@ -34,8 +34,8 @@ class BestOfN(Workflow):
         return [self._judge.replace("{prompt}", "").replace("{answers}", numbers)]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Run one trajectory; returns the reward of the chosen completion. Named parts: "mean" and "best" reward of
-        all completions."""
+        """Run one trajectory; returns the reward of the chosen completion. `named`: "mean" and "best" reward of all
+        completions."""
         replies = await asyncio.gather(*(chat.copy().generate() for _ in range(self._n)))
         scores = await asyncio.gather(*(chat.score(reply.text) for reply in replies))
         answers = "\n".join(f"{number}: {reply.text}" for number, reply in enumerate(replies, 1))

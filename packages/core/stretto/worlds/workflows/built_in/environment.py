@@ -51,7 +51,7 @@ class EnvironmentPlay(Workflow):
         return [self._instructions] if self._instructions else []
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Play one episode; returns the sum of its rewards, and by turn the reward of each action."""
+        """Play one episode; returns the sum of its rewards, and in `by_turn` the reward of each action."""
         own = {name: value for name, value in task.fields.items() if name in self._arguments}
         environment = self._make(**{**self._arguments, **own})
         rewards: dict[int, float] = {}

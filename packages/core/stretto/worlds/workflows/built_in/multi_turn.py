@@ -27,8 +27,8 @@ class MultiTurn(Workflow):
         return [self._feedback.replace("{prompt}", "")] if self._tries > 1 else []
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Run one trajectory; returns the discounted reward of the last attempt, and by turn the reward of each
-        attempt. Named parts: number of "tries", and reward of the "first"."""
+        """Run one trajectory; returns the reward of the last attempt, discounted if it is right. `by_turn`: that of
+        each attempt. `named`: number of "tries", and reward of the "first"."""
         found: list[float] = []
         for attempt in range(self._tries):
             reply = await chat.generate()

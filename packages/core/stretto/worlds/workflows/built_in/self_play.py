@@ -15,8 +15,8 @@ _AGAIN = "A critic says: {criticism}\nGive your final answer."
 class SelfPlay(Workflow):
     """The policy answers, criticises the answer in another role, and answers again.
 
-    By turn, each answer gets the reward of the last answer. Each criticism gets the improvement that follows it: the
-    reward of the next answer minus that of the answer before.
+    In `by_turn`, each answer gets the reward of the last answer. Each criticism gets the improvement that follows it:
+    the reward of the next answer minus that of the answer before.
 
     Args:
         critic: prompt of the critic; ``{prompt}`` and ``{answer}`` are replaced.
@@ -32,7 +32,7 @@ class SelfPlay(Workflow):
         return [asked, self._again.replace("{criticism}", "")]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Run one trajectory; returns the reward of the last answer, and the rewards by turn. Named parts: reward of
+        """Run one trajectory; returns the reward of the last answer, and `by_turn` (see the class). `named`: reward of
         the "first" and of the "last" answer."""
         reply = await chat.generate()
         scores = [await chat.score(reply.text)]

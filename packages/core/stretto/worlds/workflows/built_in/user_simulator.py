@@ -34,8 +34,8 @@ class UserSimulator(Workflow):
         return [self._user.replace("{prompt}", "").replace("{done}", self._done)]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Run one trajectory; returns the reward of the assistant's last turn, and by turn the reward of each
-        assistant's turn and `user_reward` for each of the user's. Named part: number of "turns" of both sides."""
+        """Run one trajectory; returns the reward of the assistant's last turn, and in `by_turn` the reward of each
+        assistant's turn and `user_reward` for each of the user's. `named`: number of "turns" of both sides."""
         told = self._user.replace("{prompt}", task.prompt).replace("{done}", self._done)
         user = chat.new([{"role": "user", "content": told}], cause="user")
         by_turn: dict[int, float] = {}
