@@ -56,7 +56,7 @@ class Roles:
     trainer: TrainerLink
     rewards: RewardPool
     machines: Machines
-    workflows: Conversing | None = None
+    workflows: Conversing | None = None  # None: single turns
 
     async def poll(self, patience: float | None = None) -> list[Span]:
         """Fetch the time spans of all roles since the last poll, and update the counters of `work`. `patience`: seconds
@@ -250,7 +250,7 @@ def _reward_pool(plan: Plan, folder: RunFolder, report: Callable[[str], None]) -
 
 
 def _sweep(folder: RunFolder, mailbox: str) -> None:
-    """Remove the sockets and the shared memory that a killed process of this run has left outside of its folder.
+    """Remove the sockets and the shared memory `mailbox` that a killed process of this run left outside of its folder.
 
     In a copy of a run folder, the file `_SOCKETS` names the sockets of the original run; while that is running, they
     stay.

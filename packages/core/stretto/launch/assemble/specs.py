@@ -32,7 +32,7 @@ class Endpoints:
     mailbox: str
     mailbox_folder: Path
     sockets: Path
-    kernels: Path | None = None
+    kernels: Path | None = None  # None: the choices are not recorded
     seats: tuple[Seat, ...] = ()
 
 

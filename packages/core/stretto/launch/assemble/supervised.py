@@ -217,7 +217,7 @@ async def fine_tune_to(
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Train the base model of the plan on its demonstrations; `folder` appears once the policy in it is complete.
-    Raises as `train_in_process`."""
+    Further arguments and errors: as for `train_in_process`."""
     recipe = plan.recipe
     assert recipe.warm_start is not None
     await train_in_process(

@@ -44,7 +44,7 @@ class DataChoice:
     ``reasoning-gym:TASK``; `mapping`: name of the mapping from rows to questions."""
 
     data: tuple[str, ...]
-    mapping: str | None = None
+    mapping: str | None = None  # None: rows are used as they are
 
     def tree(self, overrides: Overrides = ()) -> dict[str, Any]:
         """Return the sections of a recipe for evaluating on these datasets. Overrides of ``source.KEY`` apply to each

@@ -118,8 +118,8 @@ def seat_of_supervised(
 
 
 def _in_section(section: str, words: str) -> str:
-    """Rewrite advice on how a rank needs less memory for another `section`: only the keys that it has too, under its
-    name; "a smaller model" if there are none."""
+    """Rewrite `words`, advice on how a rank needs less memory, for another `section`: only the keys that it has too,
+    under its name; "a smaller model" if there are none."""
     found = [one for one in words.split(", or ") if (key := _OF_TRAINER.search(one)) and key[1] in _KEYS]
     return ", or ".join(one.replace("trainer.", f"{section}.") for one in found) or "a smaller model"
 

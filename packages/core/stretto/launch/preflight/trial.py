@@ -155,7 +155,7 @@ def _made_up_tokens(lengths: Sequence[int]) -> tuple[Tensor, LossTokens]:
 
 
 def _column(name: str, found: object, tokens: int, dtype: torch.dtype) -> Iterator[str]:
-    """Yield the fault, if any, of the result `found`, which should have one number (or bool) per token."""
+    """Yield the fault, if any, of the result `found` called `name`, which should have one number or bool per token."""
     if not isinstance(found, Tensor):
         yield f"{name} is {type(found).__name__}, and not a tensor"
     elif found.shape != (tokens,):
@@ -196,8 +196,8 @@ def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
 
 
 def _trials(recipe: Recipe, outlets: bool) -> Iterator[tuple[str, str | Section, Callable[[], Iterator[str]]]]:
-    """Yield (recipe key, part, trial) for every part that the recipe names. A trial calls the part and yields its
-    faults."""
+    """Yield (recipe key, part, trial) for every part that the recipe names; `outlets`: also for outlets. A trial calls
+    the part and yields its faults."""
     algorithm, rollout, engine, logging = recipe.algorithm, recipe.rollout, recipe.engine, recipe.logging
     correction = CORRECTIONS.bound(algorithm.correction)
     yield LOSSES.key, algorithm.loss, partial(loss_faults, algorithm.loss)
