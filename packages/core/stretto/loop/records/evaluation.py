@@ -25,7 +25,7 @@ class QuestionResult(Record, frozen=True):
     answer: str  # the gold answer
     versions: tuple[int, ...]  # versions that sampled tokens of any completion, ascending
     outcomes: tuple[Outcome, ...]
-    rewards: tuple[float | None, ...]
+    rewards: tuple[float | None, ...]  # None: undecided
     lengths: tuple[int, ...]  # tokens
     truncated: tuple[bool, ...]  # cut off at sampling.max_tokens
     completions: tuple[str, ...]
