@@ -49,8 +49,8 @@ _ALLOWS = 1 / 2  # smoothed mismatch below which the bound may be raised
 
 
 class MismatchLimit(NamedTuple):
-    """A metric of the update (docs/reference/metrics.md): its value without mismatch, and the limit above which the
-    bound is lowered."""
+    """A metric of the update (docs/reference/metrics.md): its value without mismatch (`none`), and the `limit` beyond
+    which the bound is lowered."""
 
     none: float
     limit: float

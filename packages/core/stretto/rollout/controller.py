@@ -209,8 +209,8 @@ class Controller:
         max_staleness: Staleness | None = None,
     ) -> Ticket:
         """Restore an untrained group that an earlier process recorded in the journal; returns its ticket. Call it for
-        the groups in the order of admission, before any new admission. `max_staleness`: the group's bound; None: the
-        initial bound.
+        the groups in the order of admission, before any new admission. `failures`: failed attempts at its prompt so
+        far; `max_staleness`: its bound, None: the initial one.
 
         A group without `trajectories` is in flight again, and the caller must request its completions. A group with
         `trajectories` is buffered again.
