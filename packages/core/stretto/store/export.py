@@ -78,13 +78,13 @@ class ExportedTrajectory(Record, frozen=True):
     versions: tuple[int, ...]
     given: tuple[tuple[int, int], ...]
     engines: tuple[str, ...]
-    reward: float | None
-    verdict: str | None
+    reward: float | None  # None: not judged, or undecided
+    verdict: str | None  # None: not judged
     state: str
     reason: str
     admitted_version: int
-    trained_step: int | None
-    stop_reason: str | None
+    trained_step: int | None  # None: not trained on
+    stop_reason: str | None  # None: no completion has ended
     text: str
     prompt: str | None = None  # None: the run has no record of its questions
     answer: str | None = None  # the gold answer

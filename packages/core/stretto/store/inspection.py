@@ -126,8 +126,8 @@ class Inspection(Record, frozen=True):
     version: int
     wall_seconds: float
     rl_seconds: float
-    initial_accuracy: float | None
-    final_accuracy: float | None
+    initial_accuracy: float | None  # None: not measured
+    final_accuracy: float | None  # None: not measured
     tokens: TokenCounts
     trajectories: TrajectoryCounts
     staleness: StalenessSummary

@@ -290,7 +290,7 @@ class MostInFlight:
 
     def issued(self, key: int, members: int) -> dict[str, str]:
         """Count one more group in flight. Returns ``{IN_FLIGHT: JSON of the fact}`` if the fact has changed, else an
-        empty dict. `key`: of the group."""
+        empty dict. `key`: of the group; `members`: number of its trajectories."""
         self._members[key] = members
         if self._begins:
             self._stretches.append((key, 0))

@@ -25,7 +25,7 @@ class SampledCompletion(Record, frozen=True):
     answer: str  # the gold answer
     completion: str
     outcome: Outcome
-    reward: float | None
+    reward: float | None  # None: undecided
     reason: str
     versions: tuple[int, ...]
     rewards: Mapping[str, float] = {}  # with several rewards: the value of each, by name, before its weight
