@@ -143,7 +143,7 @@ class SharedMemorySubscriber:
         return there[-1][0] if there else None
 
     def await_first(self, owner: str, seconds: float) -> int:
-        """Wait for a publication; returns the newest version.
+        """Wait for a publication; returns the newest version. `owner`: name of the waiting role, for the error.
 
         Raises:
             DeadlineExceeded: nothing was published within `seconds`.
@@ -224,8 +224,8 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _read(raw: memoryview, version: int, checked: Callable[[int], object]) -> dict[str, Tensor]:
-    """Verify a publication and return its tensors as views. `raw` must be writable memory for torch. Raises
-    TornPublication if it is incomplete, damaged, or of another version."""
+    """Verify a publication and return its tensors by name as views. `raw` must be writable memory for torch. `checked`,
+    and TornPublication: as for `manifest.verify`."""
     manifest, start = verify(raw, version, checked)
     return {name: _view(raw, start, entry) for name, entry in manifest.tensors.items()}
 
