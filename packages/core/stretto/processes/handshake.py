@@ -106,7 +106,7 @@ async def admit(
     seconds: float,
 ) -> bytes:
     """Perform the handshake with a caller; returns its introduction. `judge` returns why it is refused, else "". The
-    caller gets `ours`, the listener's introduction. Raises as `call`, and HandshakeRefused if `judge` refuses."""
+    caller gets `ours`. Arguments and errors: as for `call`; HandshakeRefused also if `judge` refuses."""
     async with _line(reader, writer, peer, seconds) as line:
         hello = await line.receive(_Hello)
         nonce = secrets.token_bytes(_NONCE_BYTES)

@@ -121,8 +121,8 @@ class Wire(Generic[Received]):
 
     async def listen(self, take: Callable[[Received], None], lease: float) -> str:
         """Send heartbeats and pass each received message to `take` until the peer is gone; closes the connection and
-        returns the reason: ``"closed its connection"``, or that of `watch`. No deadline, because a healthy connection
-        lasts as long as its processes. Raises as `receive`."""
+        returns the reason: ``"closed its connection"``, or that of `watch`. `lease`: as for `watch`. No deadline,
+        because a healthy connection lasts as long as its processes. Raises as `receive`."""
         beats, silence = asyncio.create_task(self._beat()), asyncio.create_task(self.watch(lease))
         taken = asyncio.create_task(self._take_all(take))
         try:
@@ -181,8 +181,8 @@ class Reception:
     async def admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ours: bytes, judge: Judge, peer: str
     ) -> bytes:
-        """Admit a caller: returns its introduction once it has proved the key and `judge` has accepted it. Raises as
-        `handshake.admit`."""
+        """Admit a caller: returns its introduction once it has proved the key and `judge` has accepted it. Arguments
+        and errors: as for `handshake.admit`."""
         try:
             if self._context is not None:
                 await self._encrypt(writer, self._context, peer)
