@@ -66,7 +66,7 @@ def are_whole(columns: bytes, length: int, stamps: Stamps) -> bool:
 
 
 def rest(columns: bytes, length: int, begin: int) -> bytes:
-    """The columns without the first `begin` tokens."""
+    """The columns of `length` tokens without the first `begin` ones."""
     width = _width(columns, length)
     return columns[_ID * begin : _ID * length] + columns[_ID * length + width * begin :]
 
@@ -85,7 +85,7 @@ def joined(pieces: Sequence[tuple[bytes, int]]) -> bytes:
 
 
 def begin_alike(columns: bytes, length: int, prefix: bytes, tokens: int) -> bool:
-    """Whether the first `tokens` token ids of `columns` equal those of `prefix`; False if `columns` is shorter."""
+    """Whether `columns` (`length` tokens) and `prefix` have equal first `tokens` ids; False if `columns` is shorter."""
     return tokens <= length and columns[: _ID * tokens] == prefix[: _ID * tokens]
 
 
@@ -138,5 +138,5 @@ def counts_joined(pieces: Iterable[Counted[Value]]) -> Counted[Value]:
 
 
 def _width(columns: bytes, length: int) -> int:
-    """Bytes of one log-probability in `columns`: 4 or 8; 0 if the tokens are given."""
+    """Bytes of one log-probability in `columns` of `length` tokens: 4 or 8; 0 if the tokens are given."""
     return (len(columns) - _ID * length) // length if length else 0
