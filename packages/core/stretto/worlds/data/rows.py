@@ -24,7 +24,7 @@ class Columns:
     prompt: str = "prompt"
     answer: str = "answer"
     demonstration: str = "demonstration"
-    id: str | None = None
+    id: str | None = None  # None: ids of rows are not checked
     system_prompt: str | None = None
     as_chat: bool = False
     template_arguments: tuple[tuple[str, object], ...] = ()

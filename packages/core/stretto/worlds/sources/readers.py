@@ -88,9 +88,9 @@ class Place:
     dataset without storing it."""
 
     data: str
-    subset: str | None = None
+    subset: str | None = None  # None: the default one
     split: str = "train"
-    revision: str | None = None
+    revision: str | None = None  # None: the newest
     streaming: bool = False
 
 

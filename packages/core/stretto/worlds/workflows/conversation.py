@@ -106,7 +106,7 @@ class Conversation:
         return other
 
     def copy(self, cause: str = "fork") -> Conversation:
-        """Copy this conversation. The copy continues independently, as a branch of the same trajectory."""
+        """Copy this conversation, as a branch of the same trajectory. `cause`: its reason, for the record."""
         other = self._beside(list(self.messages), cause)
         other._held, other._node = list(self._held), self._node
         return other
@@ -182,8 +182,8 @@ class Conversation:
         """Call `function` with the arguments; returns its result as text. A result that is not text is converted to
         JSON, an exception to ``"TYPE: MESSAGE"``.
 
-        The result is recorded: a trajectory that runs again after a crash gets it without a second call. A call that
-        the crash interrupted fails the trajectory, unless it is `repeatable` (has no side effects).
+        The result is recorded by `name` and arguments: a trajectory that runs again after a crash gets it without a
+        call. A call that the crash interrupted fails the trajectory, unless it is `repeatable` (has no side effects).
         """
 
         async def run() -> bytes:

@@ -46,7 +46,7 @@ class Begin(Record, frozen=True, tag=True):
 
 
 class OrderDone(Record, frozen=True, tag=True):
-    """Result of an order: `reply` of a turn, `score` and `right` of a score, `answer` of a call."""
+    """Result of an order: `reply` of a turn, `score` and `right` of a score, or `answer` of a call."""
 
     run: int
     order: int
@@ -148,7 +148,7 @@ class MemberEnded(Record, frozen=True, tag=True):
     rewards by node, or by -1, -2, ... for the first, second, ... turn. `named`: further rewards by name."""
 
     run: int
-    value: float | None = None
+    value: float | None = None  # None: it has failed
     by_turn: Mapping[int, float] = {}
     named: Mapping[str, float] = {}
     failure: str = ""
