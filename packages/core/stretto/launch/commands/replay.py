@@ -279,7 +279,7 @@ def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
 
 def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, repeated: Sequence[_Repeated]) -> None:
     """Complete the branch as a run folder: write its origin and recipe, copy the run's questions and ledger with the
-    repeated updates in it, and write the metrics of the repeated steps. The branch has no measurements of the run."""
+    repeated updates, and write the metrics of these steps. Raises StoreError if the ledger cannot be copied."""
     (target / ORIGIN).write_bytes(msgspec.json.format(msgspec.json.encode(branch)) + b"\n")
     (target / "recipe.toml").write_text(to_toml(recipe))
     if folder.questions.exists():
