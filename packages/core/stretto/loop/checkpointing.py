@@ -96,7 +96,7 @@ class Checkpointing:
 
     async def _begin_checkpoint(self) -> None:
         """Start a checkpoint of the newest step, after the one in progress; returns when the trainer has copied its
-        state. Does nothing if a checkpoint of this step was started before."""
+        state. Does nothing if one of this step was started before. Raises StoreError if their folder has vanished."""
         await self.end()
         step = self._controller.published
         if step == self._started_step:

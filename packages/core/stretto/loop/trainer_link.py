@@ -179,8 +179,8 @@ class TrainerLink:
             await self._announced.wait()
 
     async def _reach(self) -> list[Update]:
-        """Start a process, let it load the last checkpoint, and train the later batches again; returns their
-        updates."""
+        """Start a process, let it load the last checkpoint, and train the later batches again; returns their updates.
+        Raises RoleDied also after `retire`."""
         assert self._spec is not None, "start() comes first"
         folder, recovery = self._spec.checkpoint, self._recovery
         if recovery is not None and (newest := await asyncio.to_thread(recovery.newest, self._version)) is not None:

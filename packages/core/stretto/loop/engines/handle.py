@@ -331,7 +331,7 @@ class EngineHandle:
 
     async def _newest(self) -> int:
         """Make a started engine load the newest published version; returns the version. An older one must not be
-        served: groups are admitted at the live version and must not be sampled by a version before it."""
+        served: no version before the live one may sample a new group. Raises RoleDied if the process ends."""
         while True:
             if not self.process.running:
                 raise RoleDied(self.name, await self.process.ended(), str(self.process.log))
