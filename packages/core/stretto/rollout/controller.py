@@ -77,7 +77,7 @@ class Ticket(Record, frozen=True):
 
     @property
     def due(self) -> float:
-        """Last version at which the group can be trained within its bound."""
+        """Last version at which it can be trained within its bound."""
         return due(self.admitted_version, self.max_staleness)
 
 
