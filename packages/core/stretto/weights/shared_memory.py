@@ -103,7 +103,7 @@ class SharedMemoryPublisher:
         return Publication(write, copies.hold, manifest.size, sum(one.nbytes for one in copies.tensors.values()))
 
     def _manifest(self, version: int, tensors: Mapping[str, Tensor]) -> tuple[WeightsManifest, dict[str, torch.dtype]]:
-        """The manifest, without checksums, and the dtype in which each tensor is published, by name."""
+        """The manifest, without checksums, and each tensor's published dtype by name. Raises ValueError as `copy`."""
         if version < 0:
             raise ValueError(f"versions start at 0, not {version}")
         forms = {name: stored(tensor, self._dtype) for name, tensor in tensors.items()}
