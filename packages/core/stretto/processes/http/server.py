@@ -124,12 +124,12 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Called by `serve`."""
+        """Context manager that handles signals, if `signals` was given; `serve` enters it."""
         with super().capture_signals() if self._signals else contextlib.nullcontext():
             yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by `serve`."""
+        """Start the server and listen on `sockets`, with bounded strangers; `serve` calls it."""
         await super().startup(None if sockets is None else [])
         self._gathered = Gathered(asyncio.get_running_loop())
         for endpoint in sockets or []:
@@ -139,7 +139,7 @@ class HttpServer(uvicorn.Server):
         self._looking = asyncio.create_task(self._look_after())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by `serve`."""
+        """Stop listening on `sockets` and end all connections; `serve` calls it."""
         for endpoint in sockets or []:
             asyncio.get_running_loop().remove_reader(endpoint)
         greetings = [stranger.greeting for stranger in self._strangers if stranger.greeting is not None]
