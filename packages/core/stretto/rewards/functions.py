@@ -73,7 +73,7 @@ def number_gold(prompt: str, completion: str, answer: str) -> bool:
 
 
 def _number_of(gold: str) -> str:
-    r"""The number in a gold answer: after ``####`` (GSM8K), in ``\boxed{}``, or the whole text."""
+    r"""The number in a gold answer: after ``####`` (GSM8K), in ``\boxed{}``, or the whole text. Raises Undecided."""
     final = gold.rpartition("####")[2]
     boxes = _BOXED.findall(final)
     match = _GOLD_NUMBER.fullmatch((boxes[-1] if boxes else final).strip())
