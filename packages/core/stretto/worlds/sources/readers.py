@@ -160,8 +160,8 @@ def _record(names: list[str], values: list[str], place: str) -> Row:
 
 
 def _from_folder(place: Place) -> Iterator[tuple[str, Row]]:
-    """Rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote; for another folder, rows of the
-    files in it."""
+    """Rows of a folder, as `rows_of`: one that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, or else a
+    folder of data files."""
     folder = Path(place.data)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         datasets = package("datasets", "data", place.data)

@@ -106,7 +106,7 @@ class Conversation:
         return other
 
     def copy(self, cause: str = "fork") -> Conversation:
-        """Copy this conversation, as a branch of the same trajectory. `cause`: its reason, for the record."""
+        """Copy this conversation. The copy is a branch of the trajectory; `cause`: reason of it, for the record."""
         other = self._beside(list(self.messages), cause)
         other._held, other._node = list(self._held), self._node
         return other
