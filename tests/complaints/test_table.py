@@ -15,7 +15,8 @@ from tests.test_docs import names_in
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "complaints.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "results"
-ROLES = {"conductor", "engine-0", "rewards", "trainer"}  # at least: the next run of the benchmark weighs three more
+ROLES = {"conductor", "engine-0", "rewards", "trainer", "workflow", "fork server", "weights server", "outlet"}
+ARENAS = 2.0  # MiB: two of those from which Python takes its small objects, which is 3 % of the smallest roles
 MOST_PER_1000_STEPS = 2.0  # MiB, of a line of least squares
 ROWS = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE, flags=re.MULTILINE)
 #: How many threads each complaint was seen in, at least, and one that says it best.
@@ -85,10 +86,10 @@ def test_no_role_grows_over_the_run_of_2000_steps() -> None:
     found = results("growth-memory")
     assert found["setting"]["steps"] >= 2000
     assert (found["alarms"], found["laws_kept"]) == ([], True)
-    assert set(found["roles"]) >= ROLES
+    assert set(found["roles"]) == ROLES
     for role, one in found["roles"].items():
         assert one["per_1000_steps"] <= MOST_PER_1000_STEPS, role
-        assert one["end"] <= 1.02 * one["begin"] + 1, role
+        assert one["end"] <= 1.02 * one["begin"] + ARENAS, role
 
 
 def test_no_folder_is_ever_above_its_ceiling() -> None:
