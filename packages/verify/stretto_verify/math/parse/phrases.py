@@ -21,7 +21,9 @@ _NOTHING = re.compile(
     re.IGNORECASE,
 )
 _REALS: Final = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\\mathbf\{R\}|\\Bbb\s*\{?R\}?|\\R|R)"
-_ALL_REALS = re.compile(rf"{_REALS[:-3]})|(?:the set of )?(?:all )?(?:the )?real numbers|all reals|(?:for )?all real(?: values of)? [a-z]", re.IGNORECASE
+_ALL_REALS = re.compile(
+    rf"{_REALS[:-3]})|(?:the set of )?(?:all )?(?:the )?real numbers|all reals|(?:for )?all real(?: values of)? [a-z]",
+    re.IGNORECASE,
 )
 _POINT = r"-?(?:[0-9]+(?:\.[0-9]+|/[0-9]+)?|\\frac\{[0-9]+\}\{[0-9]+\}|\\pi|\\sqrt\{[0-9]+\})"
 _POINTS = rf"(?:x\s*=\s*)?({_POINT}(?:\s*,\s*{_POINT})*)"

@@ -100,7 +100,7 @@ def _parts(text: str) -> str | None:
         return None
     ends = [label.start() for label in labels[1:]] + [len(text)]
     values = [text[label.end() : end].strip(" .,;\n") for label, end in zip(labels, ends, strict=True)]
-    if not all(values) or any("," in value and value[0] not in "([" or "=" in value for value in values):
+    if not all(values) or any(("," in value and value[0] not in "([") or "=" in value for value in values):
         return None
     return ",".join(f"{name}={value}" for name, value in zip("abcdef", values, strict=False))
 
@@ -373,7 +373,9 @@ _EDGES = " \t\n,;:"
 _MODULO = re.compile(r"\s*\\bmod(?![a-z])\s*\{?[0-9a-z]+\}?\s*$")
 _QUAD = re.compile(r"(?<=[0-9)])\s*\\q?quad(?![a-z])\s*(?=-?[0-9]|[a-z]\s*=|\(-?[0-9])")  # between items of a list
 _SPACING = re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:quad|qquad|thinspace)(?![a-z]))|~|(?<!\\)\\\s*$")
-_THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\[!,]|\{,\}|,\\ |\{,\\!\}|\{\\small,\}|\\text\{,\}|')\s*(?=[0-9]{3}(?![0-9]))")
+_THOUSANDS = re.compile(
+    r"(?<=[0-9])(?:,?\\[!,]|\{,\}|,\\ |\{,\\!\}|\{\\small,\}|\\text\{,\}|')\s*(?=[0-9]{3}(?![0-9]))"
+)
 _DECIMAL_COMMA = re.compile(r"(?<=[0-9])\{,\}(?=[0-9]+(?![0-9]|\{,))(?![0-9]{3}(?![0-9]))")
 _WHOLE_COMMA = re.compile(
     r"^([-+]?(?:[0-9]{4,}(?=,[0-9]{1,2}$)|0(?=,[0-9]{3})|[0-9]+(?=,0[0-9]$))),(?=[0-9]+$)"
