@@ -86,7 +86,8 @@ _CLOSE_SYMBOL: Final = re.compile(r"[kMGm]?(?:Pa|Hz|eV|mol)")  # 2kPa, but not 2
 #: Symbols that are units in a product, though one alone could be the letter of a choice or a line.
 _IN_PRODUCT: Final = frozenset("ACFHJKNTVW") | {"ohm"}
 _PRODUCT: Final = re.compile(
-    r"^(?P<body>.*?[0-9)}!%])\s*(?P<unit>\\(?:text\{|frac\{\s*\\text|mu(?![a-z])|Omega(?![a-z])).*)$", re.DOTALL
+    r"^(?P<body>(?:(?!\\text).)*?[0-9)}!%])\s*(?P<unit>\\(?:text\{|frac\{\s*\\text|mu(?![a-z])|Omega(?![a-z])).*)$",
+    re.DOTALL,
 )
 _NESTED: Final = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 _FACTOR: Final = re.compile(r"\s*(?:([*/])\s*)?(\()?\s*([A-Za-zµ]+)\s*(?:\^\s*\{?\s*(-?[1-9])\s*\}?)?\s*(\))?\s*")
@@ -110,7 +111,7 @@ _IN_TEXT = re.compile(
     r"^(?P<body>.*[^\s,;=<>+\-*/^])\s*\\text\{(?P<words>[^{}]*)\}\s*(?:\^\s*\{?(?P<power>-?[0-9])\}?)?$", re.DOTALL
 )
 _PLAIN = re.compile(
-    r"^(?P<body>.*[0-9})!%])(?P<space>\s*)(?P<words>[A-Za-z]+(?:[ /.]+[A-Za-z]+)*)\.?\s*"
+    r"^(?P<body>.*[0-9})!%])(?P<space>[^\S\n]*)(?P<words>[A-Za-z]+(?:[ /.]+[A-Za-z]+)*)\.?\s*"
     r"(?:(?:\^\s*\{?|(?<=[A-Za-z]))(?P<power>[23])\}?)?$",
     re.DOTALL,
 )
@@ -166,7 +167,7 @@ def _of_product(symbol: str) -> str:
     """Canonical name of a factor of a unit; "" if it is unknown."""
     if symbol in _IN_PRODUCT or (len(symbol) > 1 and symbol not in KNOWN and _SYMBOL.fullmatch(symbol)):
         return symbol
-    return KNOWN.get(symbol, "µm" if symbol == "µm" else "")
+    return KNOWN.get(symbol.replace("L", "l"), "µm" if symbol == "µm" else "")
 
 
 def amount(text: str) -> tuple[str, str] | None:
