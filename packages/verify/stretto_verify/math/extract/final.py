@@ -72,7 +72,7 @@ _HEDGE = r"(?:perhaps|maybe|probably|presumably|surely|clearly|I (?:think|believ
 _CHOSEN = re.compile(
     rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)"
     rf"(?:\s+(?:answer|option|choice|one))?"
-    rf"|I(?:(?:\s+would|\s+will|'d|'ll)\s+|\s+)(?:choose|pick|select|go with)\s+{_CHOICE.format('c')})[.!。]?$",
+    rf"|I(?:(?:\s+would|\s+will|'d|'ll)\s+|\s+)(?:choose|pick|select|go with)\s+{_CHOICE.format('c')})[.!。]?\s*$",
     re.IGNORECASE,
 )
 _LETTERED = re.compile(r"(?:\([A-J]\)|[A-J][).:])\s*[$\\\w(-]")  # (D) $5$
@@ -119,9 +119,7 @@ _SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
 _PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?:(?::| : )[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
 _TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
 _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
-_ASIDE = re.compile(
-    r"[,，。]?\s*不是|,?\s+\(?(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s"
-)
+_ASIDE = re.compile(r"不是|,?\s+\(?(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s")
 _LETTER_ALONE = re.compile(  # D, it cannot be A or B
     r"\(?([A-J])\)?,\s+it (?:isn't|is not|can't be|cannot be|doesn't make sense (?:for it )?to be)\s+\(?[A-J]\b"
 )

@@ -117,7 +117,11 @@ def node(text: str) -> Node:
     if (found := _MATRIX.fullmatch(text)) is not None and r"\begin" not in found[2]:
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
         return Matrix(tuple(tuple(node(cell) for cell in split(row, "&")) for row in rows))
-    if (scaled := _SCALED.fullmatch(text)) is not None and isinstance(matrix := node(scaled[2]), Matrix):
+    if (
+        r"\begin" in text
+        and (scaled := _SCALED.fullmatch(text)) is not None
+        and isinstance(matrix := node(scaled[2]), Matrix)
+    ):
         return _times(scaled[1], matrix)
     if (words := _words(text)) is not None:
         return in_words(words.text) or words
