@@ -134,8 +134,8 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
     if expected is not None and found is not None:
         opinion = same(expected, found)
         if opinion is False and isinstance(expected, Words) and isinstance(found, Words):
-            said = stated(found.text)  # "The statement is true" for "true"
-            opinion = said is not None and same(expected, Words(said))
+            said = [stated(words.text) or words.text for words in (expected, found)]
+            opinion = same(Words(said[0]), Words(said[1]))  # "The statement is true" for "true"
         plain = undeclared(spelled(given.text))
         if not opinion and plain != spelled(given.text) and undeclared(spelled(gold.text)) == spelled(gold.text):
             other = _structure(plain)  # the declaration may repeat the question

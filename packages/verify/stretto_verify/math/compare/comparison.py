@@ -46,6 +46,7 @@ _TOLD = re.compile(r"([0-9]{1,2})(?:\s*:\s*([0-9]{2}))?\s*([ap])\s*\.?\s*m\.?", 
 _TEXTS = re.compile(r"\\text\{([^{}]*)\}")
 _NOON = 12 * 60
 _JOINT = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
+_STANCES = {"true": "yes", "false": "no"}
 _LETTERS = re.compile(r"[a-zA-Z0-9 ]+")
 
 
@@ -209,6 +210,7 @@ def _same_words(gold: Node, answer: Node) -> Opinion:
     first, second = letters(gold), letters(answer)
     if not first or not second:
         return None
+    first, second = _STANCES.get(first, first), _STANCES.get(second, second)
     if first == second or (len(_members(gold)) > 1 and _members(gold) == _members(answer)):
         return True
     return sorted(first) == sorted(second) and is_product(gold) and is_product(answer)

@@ -127,7 +127,9 @@ def boxed(text: str) -> str | None:
 
 def last_box(text: str) -> int:
     """Position of the last box; -1 if there is none."""
-    return max([found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)|(?<![A-Za-z\\])boxed\{", text)], default=-1)
+    return max(
+        [found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)|(?<![A-Za-z\\])boxed\{", text)], default=-1
+    )
 
 
 def _inner(content: str) -> str:

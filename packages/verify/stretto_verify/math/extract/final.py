@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stretto_verify.math.extract.boxes import boxed, denied, is_denying, is_sentence, last_box
-from stretto_verify.math.extract.terms import terms, unquoted
+from stretto_verify.math.extract.terms import in_digits, terms, unquoted
 from stretto_verify.math.limits import LONGEST_TAIL
 from stretto_verify.math.parse.forms import undeclared
 from stretto_verify.math.parse.numerals import counted
@@ -43,8 +43,6 @@ class FinalAnswer:
 _TEMPLATE_END = re.compile(
     r"<\|(?:im_start|im_end|endoftext|eot_id|end|user|assistant)\|?>|<｜|</s>|<eos>|<end_of_turn>"
 )
-_DIGIT = re.compile(r"(?![0-9])\d")
-_MARKS = str.maketrans("٫٬", ".,")
 _MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,9}) and ((?:an?|one|two|three|four|five) [a-z]{4,12})(?![a-z-])")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _CALCULATED = re.compile(r"<<[^<>\n]{1,80}>>")  # a calculator's notes, as in GSM8K
@@ -74,7 +72,7 @@ _HEDGE = r"(?:perhaps|maybe|probably|presumably|surely|clearly|I (?:think|believ
 _CHOSEN = re.compile(
     rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)"
     rf"(?:\s+(?:answer|option|choice|one))?"
-    rf"|I(?:(?:\s+would|\s+will|'d|'ll)\s+|\s+)(?:choose|pick|select|go with)\s+{_CHOICE.format('c')})[.!]?$",
+    rf"|I(?:(?:\s+would|\s+will|'d|'ll)\s+|\s+)(?:choose|pick|select|go with)\s+{_CHOICE.format('c')})[.!。]?\s*$",
     re.IGNORECASE,
 )
 _LETTERED = re.compile(r"(?:\([A-J]\)|[A-J][).:])\s*[$\\\w(-]")  # (D) $5$
@@ -104,7 +102,7 @@ _FORMULA = re.compile(
 _BETWEEN = re.compile(r"\s*(?:,|;|,?\s*(?:and|or)|\\quad|\\text\{\s*(?:and|or)\s*\})\s*")
 _NEAR = re.compile(r"\s*(?:≈|\\approx)\s*")
 _NUMBER = re.compile(
-    r"(?<![0-9A-Za-z_^{\\.,])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?(?:\\?\$|[€£¥])?"
+    r"(?<![0-9A-Za-z_^{\\.,])(?<![_^]\{[-−+])(?<![_^][-−+])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?(?:\\?\$|[€£¥])?"
     r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
     rf"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|(?:percent(?:age)?|{'|'.join(MAGNITUDES)})\b))?(?![0-9])"
 )
@@ -121,7 +119,13 @@ _SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
 _PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?:(?::| : )[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
 _TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
 _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
-_ASIDE = re.compile(r",?\s+\(?(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s")
+_ASIDE = re.compile(r"不是|,?\s+\(?(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s")
+_LETTER_ALONE = re.compile(  # D, it cannot be A or B
+    r"\(?([A-J])\)?,\s+it (?:isn't|is not|can't be|cannot be|doesn't make sense (?:for it )?to be)\s+\(?[A-J]\b"
+)
+_ATTAINED = re.compile(  # the maximum is 12, attained at x = 3
+    r",?\s+(?:(?:which is )?(?:achieved|attained|reached)|which occurs)\s(?:at|when|for|if)\b[^.\n]{1,80}\.?\s*$"
+)
 _TITLED = re.compile(
     r"(?P<title>\W*[A-Za-z]{2,}.*)\b(?:is|are|equals)\b[\s:]*(?P<value>\S.*)", re.DOTALL
 )  # the sum of 2 and 3 is 5
@@ -169,7 +173,7 @@ def without_frame(completion: str, prompt: str = "") -> str:
     """Prepare a completion by rule 1, and rewrite digits, decorations and approximations to plain forms."""
     if "<<" in completion:
         completion = _CALCULATED.sub("", completion)
-    text = unquoted(_MIXED.sub(_in_parts, _in_digits(said(completion, prompt)[-LONGEST_TAIL:])))
+    text = unquoted(_MIXED.sub(_in_parts, in_digits(said(completion, prompt)[-LONGEST_TAIL:])))
     text = _DOLLAR.sub(r"\\$", text)
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
@@ -183,11 +187,6 @@ def _in_parts(found: re.Match[str]) -> str:
     """``2 and a half`` as ``2 1/2``."""
     part = counted(found[2])
     return found[0] if part is None or part.denominator == 1 else f"{found[1]} {part}"
-
-
-def _in_digits(text: str) -> str:
-    """The text with digits of all scripts replaced by 0 to 9."""
-    return text if text.isascii() else _DIGIT.sub(lambda found: str(int(found[0])), text.translate(_MARKS))
 
 
 def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
@@ -208,7 +207,7 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
         return marked[1]
     if is_list(text) and (is_all or _NAMES_STANCE.search(text)):
         return FinalAnswer(text.strip(), certain=True)
-    return _whole(text.strip()) or _last(text, is_all=is_all)
+    return _whole(text.strip()) or _last(_ATTAINED.sub("", text), is_all=is_all)
 
 
 def in_prose(text: str) -> FinalAnswer | None:
@@ -332,6 +331,8 @@ def _piece_of(rest: str) -> FinalAnswer:
     told = _told(rest)
     if not _FEW_WORDS.fullmatch(told) and (letter := _letter(told)) is not None:
         return letter
+    if (alone := _LETTER_ALONE.match(told)) is not None:
+        return FinalAnswer(alone[1], certain=True)
     if _LETTERED.match(_bare(rest)) or _FIRST_LETTER.match(_bare(told)):
         behind = rest[len(told) :].lstrip(" .\n").split("\n")[0]
         return FinalAnswer("" if _NEXT_CHOICE.match(_bare(behind)) else told, certain=True)

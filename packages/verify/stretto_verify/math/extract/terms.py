@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from unicodedata import normalize
 
 from stretto_verify.math.parse.units import KNOWN
 
@@ -24,6 +25,18 @@ _APPROXIMATED = re.compile(
     rf"|\\text\s*\{{\s*,?\s*(?:or|which is)\s+{_ABOUT}\s*\}}\s*{_NEAR})"
 )
 _ANSWER = re.compile(r'"(?:final[ _])?answer"\s*:\s*"((?:[^"\\\n]|\\.)*)"', re.IGNORECASE)
+
+_DIGIT = re.compile(r"(?![0-9])\d")
+_MARKS = str.maketrans("٫٬⁄", ".,/")
+_VULGAR = re.compile(r"(?<![^\s(:=$*-])([0-9]{0,9})([½⅓⅔¼¾⅕-⅞])(?![A-Za-z0-9π(√^²³])")  # not in ½π, √½
+
+
+def in_digits(text: str) -> str:
+    """The text with digits of all scripts replaced by 0 to 9, and with 1/2 for ½."""
+    if text.isascii():
+        return text
+    text = _VULGAR.sub(lambda found: f"{found[1]} {normalize('NFKC', found[2])}".strip(), text)
+    return _DIGIT.sub(lambda found: str(int(found[0])), text.translate(_MARKS))
 
 
 def unquoted(text: str) -> str:

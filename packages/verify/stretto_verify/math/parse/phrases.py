@@ -21,7 +21,9 @@ _NOTHING = re.compile(
     re.IGNORECASE,
 )
 _REALS: Final = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\\mathbf\{R\}|\\Bbb\s*\{?R\}?|\\R|R)"
-_ALL_REALS = re.compile(rf"{_REALS[:-3]})|(?:the set of )?(?:all )?(?:the )?real numbers|all reals|(?:for )?all real(?: values of)? [a-z]", re.IGNORECASE
+_ALL_REALS = re.compile(
+    rf"{_REALS[:-3]})|(?:the set of )?(?:all )?(?:the )?real numbers|all reals|(?:for )?all real(?: values of)? [a-z]",
+    re.IGNORECASE,
 )
 _POINT = r"-?(?:[0-9]+(?:\.[0-9]+|/[0-9]+)?|\\frac\{[0-9]+\}\{[0-9]+\}|\\pi|\\sqrt\{[0-9]+\})"
 _POINTS = rf"(?:x\s*=\s*)?({_POINT}(?:\s*,\s*{_POINT})*)"
@@ -39,6 +41,7 @@ _ALL_BUT = re.compile(
     re.IGNORECASE,
 )
 _PROPORTION = re.compile(r"([0-9]+(?:\.[0-9]+)?) to ([0-9]+(?:\.[0-9]+)?)")
+_OUT_OF = re.compile(r"([0-9]{1,9}) out of (?:every )?([1-9][0-9]{0,8})")
 _SPELT = re.compile(r"\s*(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]+(?:[ -]+[A-Za-z]+)*)\s*\}?[\s.]*")
 
 
@@ -64,6 +67,8 @@ def phrase(text: str) -> Node | None:
         return Words(text)
     if (parts := _PROPORTION.fullmatch(bare)) is not None:
         return Ratio(tuple(map(Scalar, parts.groups())))
+    if (share := _OUT_OF.fullmatch(bare)) is not None:
+        return Scalar(rf"\frac{{{share[1]}}}{{{share[2]}}}")
     if (missing := _ALL_BUT.fullmatch(bare)) is not None:
         return without([Scalar(point.strip()) for point in next(filter(None, missing.groups())).split(",")])
     return None

@@ -61,8 +61,8 @@ _EQUATED = re.compile(  # sides of a choice's equation: AB, f(x), 2x+3y; no word
 )
 _ONE_CHOICE = re.compile(r"\(?[A-J]\)?")
 _NOT_READ = re.compile(
-    r"\?|(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}!\s])\s*[*/]|[!]{2}"
-    r"|[0-9]\s*_|^(?!.*\\begin).*&|^[^|]*\|[^|]*(?:\|[^|]*\|[^|]*)*$"
+    r"\?|(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}!\s])\s*[*/]"
+    r"|[!]{2}|[0-9]\s*_|^(?!.*\\begin).*&|^[^|]*\|[^|]*(?:\|[^|]*\|[^|]*)*$"
 )
 _SIDE_BY_SIDE = re.compile(r"(?<![^-+*/=(,\s])[0-9.]++\s+[0-9]++(?!\s*/)|[0-9]\.\s|[0-9]\.[0-9]+\.[0-9]")
 _POINT = re.compile(r"^[K-Z]'*\s*(?=\(.*,.*\)$)")  # P(1,2)
@@ -117,7 +117,11 @@ def node(text: str) -> Node:
     if (found := _MATRIX.fullmatch(text)) is not None and r"\begin" not in found[2]:
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
         return Matrix(tuple(tuple(node(cell) for cell in split(row, "&")) for row in rows))
-    if (scaled := _SCALED.fullmatch(text)) is not None and isinstance(matrix := node(scaled[2]), Matrix):
+    if (
+        r"\begin" in text
+        and (scaled := _SCALED.fullmatch(text)) is not None
+        and isinstance(matrix := node(scaled[2]), Matrix)
+    ):
         return _times(scaled[1], matrix)
     if (words := _words(text)) is not None:
         return in_words(words.text) or words
@@ -301,7 +305,11 @@ def _made(sides: list[str], signs: list[str]) -> Node:
         first = signs.index(r"\approx", 1)
         _check_near(sides[first:])
         beside, sides, signs = tuple(sides[first + 1 :]), sides[: first + 1], signs[:first]
-    elif signs[0] == r"\approx" and len(signs) == 1 and not re.search("[a-zA-Z]", re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+", "", sides[0])):
+    elif (
+        signs[0] == r"\approx"
+        and len(signs) == 1
+        and not re.search("[a-zA-Z]", re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+", "", sides[0]))
+    ):
         _check_near(sides)
         return _beside(node(sides[0]), sides[1:])
     signs = ["=" if sign == r"\approx" else sign for sign in signs]

@@ -18,6 +18,8 @@ from functools import lru_cache
 from math import gcd
 from typing import Final
 
+from stretto_verify.math.parse.rare import common
+
 _CONSTRUCTED = re.compile(
     r"\s*(?:[a-z]{2,8}\.)?(?:Immutable|Dense)*(?:Matrix|array|asarray)\(\s*(\[.*\])\s*\)\s*", re.DOTALL
 )
@@ -100,7 +102,7 @@ def _parts(text: str) -> str | None:
         return None
     ends = [label.start() for label in labels[1:]] + [len(text)]
     values = [text[label.end() : end].strip(" .,;\n") for label, end in zip(labels, ends, strict=True)]
-    if not all(values) or any("," in value and value[0] not in "([" or "=" in value for value in values):
+    if not all(values) or any(("," in value and value[0] not in "([") or "=" in value for value in values):
         return None
     return ",".join(f"{name}={value}" for name, value in zip("abcdef", values, strict=False))
 
@@ -229,7 +231,6 @@ _SHARE: Final = (
     r"(?<![0-9.,/}])(?:([0-9]+/[0-9]+|\\frac\{[0-9]+\}\{[0-9]+\})|([0-9]+(?:\.[0-9]+)?)\s*%)\s*"
     r"(?:\\text\s*\{\s*)?(off?)(?:\s*\}|\s)\s*(?=[0-9])"
 )
-_NAMED_BRACKETS: Final = {"lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")"}
 _FONT: Final = r"\\math(?:bf|it|rm|sf|tt|normal)"
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
@@ -247,10 +248,6 @@ _REPLACED: Final = tuple(
             r"(?<=\^\\circ)\s*\\(?:text|mathrm)\s*\{\s*([CF])\s*\}|(?<=\^\{\\circ\})\s*\\(?:text|mathrm)\s*\{\s*([CF])\s*\}",
             r"\1\2",
         ),
-        (
-            r"(?<=[0-9}\s])\\math(?:rm|sf)\s*\{([A-Za-z0-9^{}\s/-]*\\cdot(?![a-z])[^{}]*(?:\{[^{}]*\}[^{}]*)*)\}",
-            lambda found: rf"\text{{{found[1]}}}".replace(r"\cdot", "*"),
-        ),
         (rf"{_FONT}\s+([0-9]+|[a-zA-Z])", r"\\text{\1}"),
         (rf"{_FONT}\s*(?=\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\\[a-zA-Z])|\\mathbf\s*(?=\{{[^{{}}]*[\^=+])", ""),
         (r"\\text\s*\{\s*([-+=,;])?\s*\}", r" \1"),
@@ -258,8 +255,6 @@ _REPLACED: Final = tuple(
         (r"\\text\s*\{\s*([0-9]+)(?:st|nd|rd|th)\s*\}", r"\1"),
         (r"\\text\s*\{\s*\(?\s*(?:since|because)\s[^{}]*\}\s*$", ""),
         (r"^\s*(?:(?:USD|EUR|GBP|INR|Rs\.?)\s*(?=[0-9])|US(?=\s*\\\$))", ""),
-        (r"(?:\\(?:checkmark|blacksquare|square|Box|qed)(?![a-zA-Z])|[✓✔∎□■])\s*$", ""),
-        (r"\\text\s*\{\s*(?:only|\(?in (?:interval|set) notation\)?)\s*\}\s*$", ""),
         (
             rf"^\s*{_BOUNDED}\s*(\\text\s*\{{\s*and\s*\}}|and|\\(?:land|wedge)(?![a-z])|,(?:\s*\\text\s*\{{\s*and\s*\}})?)"
             rf"\s*{_BOUNDED}\s*$",
@@ -267,23 +262,6 @@ _REPLACED: Final = tuple(
         ),
         (r"\{([^{}]+)\\choose(?![a-z])([^{}]+)\}", r"\\binom{\1}{\2}"),
         (r"\{([,:])\}", r"\1"),
-        (r"\\text\s*\{\s*([0-9A-F]+)\s*\}\s*_|(?<=[0-9A-F])\\text\s*\{\s*([A-F]+)\s*\}\s*_", r"\1\2_"),
-        (r"_\s*\{\s*(?:\(([0-9]{1,2})\)|\\text\s*\{\s*base\s*\}\s*([0-9]{1,2}))\s*\}", r"_{\1\2}"),
-        (
-            r"(?<=[0-9A-F])\s*(?:\\text\s*\{)?\s*\(?\s*(?:in\s+)?base[\s}]+([0-9]{1,2}|two|eight|ten)\)?\s*\}?\s*$",
-            r"_{\1}",
-        ),
-        (r"^(\s*(?:\\text\s*\{\s*)?)(?:[Oo]ption|[Cc]hoice|[Aa]nswer:)\s+(?=\(?[A-J](?:[).:]|\s*\}?\s*$))", r"\1"),
-        (r"(?<=\S)\s*\(\s*\\text\s*\{\s*or\s*\}([^()]*)\)\s*$", r",\1"),
-        (r"(?<=\S)\s*\\text\s*\{\s*\(\s*or(?:\s+([^(){}]+)|\s*\}([^()]*)\\text\s*\{\s*)\)\s*\}\s*$", r",\1\2"),
-        (r"(?<=\S)\s*\(\s*(?:\\approx|≈)\s*([^()]*)\)\s*$", r"\\approx \1"),
-        (r"\\bigcup(?![a-zA-Z])", r"\\cup "),
-        (r"\\[lr](?:brack|paren)(?![a-zA-Z])\s*", lambda found: _NAMED_BRACKETS[found[0].strip()[1:]]),
-        (r"\\(?:sfrac|nicefrac)(?![a-z])", r"\\frac"),
-        (r"\\surd(?![a-z])", r"\\sqrt"),
-        (r"\\root\s*([0-9])\s*\\of(?![a-z])", r"\\sqrt[\1]"),
-        (r"\\imath(?![a-z])", "i"),
-        (r"\\cr(?![a-z])", r"\\\\"),
         (r"\\m?(?:left|right|middle)\s*(?![a-zA-Z])\.?", ""),
         (r"\\(?:underline|boldsymbol|bm|pmb|vec|hat)\s*(?=\{)", ""),
         (r"\\math(?:bf|it|rm|sf)\s*\{\s*([ijk])\s*\}(?=\s*(?:[-+]|$))", r"\1 "),
@@ -305,7 +283,10 @@ _REPLACED: Final = tuple(
         (r"(?<![a-zA-Z])\\?log\s*_\s*(?:e|\{\s*(?:e|\\text\{\s*e\s*\})\s*\})(?![a-z])", r"\\ln "),
         (r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
         (r"\\text\{([^{}]*)\}\s*/\s*\\text\{\s*([^{}]*)\}", r"\\text{\1/\2}"),
-        (r"\\text\{([^{}]*)\}\s*(?:\\cdot)?\s*\\text\{([^{}]*)\}\s*\^\s*\{?\s*-\s*([1-3])\s*\}?", _per),
+        (
+            r"\\text\{([^{}]*)\}\s*(?:\\cdot)?\s*\\text\{([^{}]*)\}\s*\^\s*\{?\s*-\s*([1-3])\s*\}?+(?!\s*(?:\\cdot\s*)?\\text)",
+            _per,
+        ),
         (r"(?<![A-Za-z0-9}\\])C\s*_\s*\{?([0-9a-z]+)\}?\s*\^\s*\{?([0-9a-z]+)\}?", r"\\binom{\1}{\2}"),
         (r"\{?\}?[_^]\s*\{?([0-9a-z]+)\}?\s*C\s*_\s*\{?([0-9a-z]+)\}?", r"\\binom{\1}{\2}"),
         (r"([\[\]])(\s*[^\[\],;\s][^\[\],;]*[,;]\s*[^\[\],;\s][^\[\],;]*)([\[\]])", _french),
@@ -315,7 +296,6 @@ _REPLACED: Final = tuple(
             rf"({_ASSIGNED}(?:,|\band\b)\s*{_ASSIGNED}),?\s*(?:\\text\s*\{{\s*or\s*\}}|\bor\b)\s*(?=[a-z]\s*=)",
             r"\1;",
         ),
-        (r"([a-z])_\{1,\s*2\}\s*=", r"\1="),
         (r"\\text\s*\{\s*\(?([A-J]|[0-9]+)\)?\s+(?:and|or)\s+\(?([A-J]|[0-9]+)\)?\s*\}", r"\1,\2"),
         (r"\\text\s*\{\s*\$?\s*,?\s*(?:and|or|oder|und)\s*\}", ","),
         (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])\s*,?", ","),
@@ -329,7 +309,6 @@ _REPLACED: Final = tuple(
         (r"\\geqslant|\\geq(?![a-z])|>=", r"\\ge "),
         (r"\\lt(?![a-z])", "<"),
         (r"\\gt(?![a-z])", ">"),
-        (r"(?<![a-zA-Z])floor\s*\(([^()]*)\)|\\text\{\s*floor\s*\}\s*\(([^()]*)\)", r"\\lfloor \1\2\\rfloor "),
         (r"==+", "="),
         (r"=>", r"\\Rightarrow "),
         (r"!=|\\ne(?![a-z])|\\not\s*=|<>", r"\\neq "),
@@ -353,8 +332,6 @@ _REPLACED: Final = tuple(
         (rf"(?<![a-zA-Z\\])({_NAMES})(?![a-zA-Z])", r"\\\1 "),
         (r"(?<=[0-9])pi(?![a-z])", r"\\pi "),
         (r"(?<![a-zA-Z\\])(?:(?:plus |positive )?[iI]nfinity|infty|inf|oo)(?![a-zA-Z])", r"\\infty "),
-        (r"\\text\{\s*\\infty\s*\}", r"\\infty "),
-        (r"(?<=[0-9}])\s*/\s*\\text\{\s*(?:an? )?([a-z]{3,})\s*\}\s*$", r"\\text{ per \1}"),
         (r"(?<![0-9a-zA-Z.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![0-9a-zA-Z.])", r"\1\\cdot 10^{\2}"),
         (r"\^\s*(-?[0-9]{2,}|-[0-9a-z])", r"^{\1}"),
         (r"\\frac\s*([0-9a-z])\s*([0-9a-z])", r"\\frac{\1}{\2}"),
@@ -373,7 +350,9 @@ _EDGES = " \t\n,;:"
 _MODULO = re.compile(r"\s*\\bmod(?![a-z])\s*\{?[0-9a-z]+\}?\s*$")
 _QUAD = re.compile(r"(?<=[0-9)])\s*\\q?quad(?![a-z])\s*(?=-?[0-9]|[a-z]\s*=|\(-?[0-9])")  # between items of a list
 _SPACING = re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:quad|qquad|thinspace)(?![a-z]))|~|(?<!\\)\\\s*$")
-_THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\[!,]|\{,\}|,\\ |\{,\\!\}|\{\\small,\}|\\text\{,\}|')\s*(?=[0-9]{3}(?![0-9]))")
+_THOUSANDS = re.compile(
+    r"(?<=[0-9])(?:,?\\[!,]|\{,\}|,\\ |\{,\\!\}|\{\\small,\}|\\text\{,\}|')\s*(?=[0-9]{3}(?![0-9]))"
+)
 _DECIMAL_COMMA = re.compile(r"(?<=[0-9])\{,\}(?=[0-9]+(?![0-9]|\{,))(?![0-9]{3}(?![0-9]))")
 _WHOLE_COMMA = re.compile(
     r"^([-+]?(?:[0-9]{4,}(?=,[0-9]{1,2}$)|0(?=,[0-9]{3})|[0-9]+(?=,0[0-9]$))),(?=[0-9]+$)"
@@ -406,6 +385,7 @@ def spelled(text: str) -> str:
         text = text.replace(r"\equiv", "=")
     elif r"\equiv" in text:
         text = _MODULO.sub("", text)
+    text = common(text)
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
     return _trimmed(text.replace("$", ""))

@@ -85,7 +85,10 @@ _CLOSE_SYMBOL: Final = re.compile(r"[kMGm]?(?:Pa|Hz|eV|mol)")  # 2kPa, but not 2
 
 #: Symbols that are units in a product, though one alone could be the letter of a choice or a line.
 _IN_PRODUCT: Final = frozenset("ACFHJKNTVW") | {"ohm"}
-_PRODUCT: Final = re.compile(r"^(?P<body>.*?[0-9)}!%])\s*(?P<unit>\\(?:text\{|frac\{\s*\\text|mu(?![a-z])|Omega(?![a-z])).*)$", re.DOTALL)
+_PRODUCT: Final = re.compile(
+    r"^(?P<body>(?:(?!\\text).)*?[0-9)}!%])\s*(?P<unit>\\(?:text\{|frac\{\s*\\text|mu(?![a-z])|Omega(?![a-z])).*)$",
+    re.DOTALL,
+)
 _NESTED: Final = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 _FACTOR: Final = re.compile(r"\s*(?:([*/])\s*)?(\()?\s*([A-Za-zµ]+)\s*(?:\^\s*\{?\s*(-?[1-9])\s*\}?)?\s*(\))?\s*")
 
@@ -108,7 +111,7 @@ _IN_TEXT = re.compile(
     r"^(?P<body>.*[^\s,;=<>+\-*/^])\s*\\text\{(?P<words>[^{}]*)\}\s*(?:\^\s*\{?(?P<power>-?[0-9])\}?)?$", re.DOTALL
 )
 _PLAIN = re.compile(
-    r"^(?P<body>.*[0-9})!%])(?P<space>\s*)(?P<words>[A-Za-z]+(?:[ /.]+[A-Za-z]+)*)\.?\s*"
+    r"^(?P<body>.*[0-9})!%])(?P<space>[^\S\n]*)(?P<words>[A-Za-z]+(?:[ /.]+[A-Za-z]+)*)\.?\s*"
     r"(?:(?:\^\s*\{?|(?<=[A-Za-z]))(?P<power>[23])\}?)?$",
     re.DOTALL,
 )
@@ -135,27 +138,20 @@ def united(text: str) -> str:
     flat = re.sub(rf"\\text\s*{_NESTED}", r" \1 ", flat).replace(r"\cdot", "*").replace(r"\Omega", "ohm ")
     flat = re.sub(r"\\mu\s*", "µ", flat).replace("·", "*")
     powers: dict[str, int] = {}
-    at, below = 0, False
+    at, below, inside = 0, False, False  # inside brackets behind a slash
     while at < len(flat):
         factor = _FACTOR.match(flat, at)
-        if factor is None or factor.end() == at:
+        if factor is None or not (name := _of_product(factor[3])) or name in powers:
             return text
-        name = _of_product(factor[3])
-        if not name or name in powers:
-            return text
-        if factor[1] is not None or factor[2] is not None:
-            below = factor[1] == "/"
+        sign, opened = factor[1], factor[2] is not None
+        if (opened and sign != "/") or (sign is None and below and not inside):
+            return text  # J/mol K has two readings
+        below, inside = sign == "/" or inside, (opened or inside) and factor[5] is None
         powers[name] = (-1 if below else 1) * int(factor[4] or 1)
-        below = below and factor[2] is not None or below and factor[5] is None and _is_grouped(flat, at)
         at = factor.end()
     if len(powers) < 2 and "µ" not in flat and "ohm" not in flat and min(powers.values(), default=1) > 0:
         return text
     return found["body"] + _joined(powers)
-
-
-def _is_grouped(flat: str, at: int) -> bool:
-    """Whether a place is inside brackets."""
-    return flat.count("(", 0, at) > flat.count(")", 0, at)
 
 
 def _joined(powers: Mapping[str, int]) -> str:
@@ -171,7 +167,7 @@ def _of_product(symbol: str) -> str:
     """Canonical name of a factor of a unit; "" if it is unknown."""
     if symbol in _IN_PRODUCT or (len(symbol) > 1 and symbol not in KNOWN and _SYMBOL.fullmatch(symbol)):
         return symbol
-    return KNOWN.get(symbol, "µm" if symbol == "µm" else "")
+    return KNOWN.get(symbol.replace("L", "l"), "µm" if symbol == "µm" else "")
 
 
 def amount(text: str) -> tuple[str, str] | None:
