@@ -145,7 +145,12 @@ def as_asked(gold: Relation) -> Node | None:
     """Another form that is accepted for a gold relation: the named value, or the interval of an inequality; None if
     there is none."""
     if is_naming(gold):
-        return gold.sides[-1] if name(gold.sides[0]) is not None or is_number(gold.sides[0]) else None
+        first, last = gold.sides[0], gold.sides[-1]
+        if name(first) is not None:
+            return last
+        if not is_number(first) or not isinstance(last, Scalar) or is_number(last):
+            return last if is_number(first) else None
+        return first if name(last) is not None else None  # 5 = x has the value 5, 7 = 11a + c has none
     return as_range(gold)
 
 

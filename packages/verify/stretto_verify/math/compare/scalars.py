@@ -34,8 +34,8 @@ def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
     word as a factor, and the word as a unit that the question has given.
     """
     if {gold.unit, answer.unit} == {"degree", "rad"}:
-        turned, other = (gold, answer) if gold.unit == "degree" else (answer, gold)
-        return _same_latex(turned.latex, other.latex, 180 / sympy.pi)
+        in_degrees, in_radians = (gold, answer) if gold.unit == "degree" else (answer, gold)
+        return _same_latex(in_degrees.latex, in_radians.latex, 180 / sympy.pi)
     if gold.unit != answer.unit and (TWO_UNITS in gold.unit + answer.unit or (gold.unit and answer.unit)):
         ratio = conversion(answer.unit, gold.unit)
         return ratio is not None and _same_latex(gold.latex, answer.latex, _factor(ratio * answer.scale / gold.scale))

@@ -63,7 +63,7 @@ def reformed(text: str) -> str:
 
 def _vector(text: str) -> str | None:
     """``2i-j+3k``, a sum of the unit vectors, as ``(2,-1,3)``; None for other forms (3+4i is complex)."""
-    if "j" not in text or "=" in text:
+    if ("j" not in text and "k" not in text) or "=" in text:
         return None
     at, parts = 0, dict[str, str]()
     while at < len(text):

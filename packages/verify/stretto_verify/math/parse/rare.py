@@ -29,7 +29,7 @@ _REPLACED: Final = tuple(
         (r"^\s*([A-J])\)\s*$", r"\1"),
         (r"\\math(?:rm|sf)\s*\{\s*\\mu\s*([A-Za-z]+)\s*\}", r"\\mu \\text{\1}"),
         (
-            r"(?<=[0-9}\s])\\math(?:rm|sf)\s*\{([A-Za-z0-9^{}\s/-]*\\cdot(?![a-z])[^{}]*(?:\{[^{}]*\}[^{}]*)*)\}",
+            r"(?<=[0-9}\s])\\math(?:rm|sf)\s*\{([A-Za-z0-9^{}()\s/-]*\\cdot(?![a-z])[^{}]*(?:\{[^{}]*\}[^{}]*)*)\}",
             lambda found: rf"\text{{{found[1]}}}".replace(r"\cdot", "*"),
         ),
         (
