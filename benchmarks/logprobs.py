@@ -6,6 +6,8 @@ model family.
     python -m benchmarks.logprobs --models qwen3 pretrained --makes vllm
     python -m benchmarks.logprobs --models llama --makes native --merge  into the result, whose other rows stay
 
+Servers of both types start at once: a family costs a minute or two for each of their makes.
+
 The trainer is transformers in float32, with weights in float32. An engine has weights and arithmetic in its own dtype;
 the difference of "transformers" in bfloat16 is no fault of an engine. Two ways: *scored*, a fixed set of token
 sequences drawn from a seed, in one forward pass; *sampled*, tokens that the engine samples after fixed prompts, with
@@ -42,6 +44,7 @@ from benchmarks.peers.environment import Environment, PeerUnavailable
 from benchmarks.report import RESULTS, Table, save
 from recipes.smollm2 import NAME, fetch
 from stretto.core.canary import Canary
+from stretto.core.errors import StrettoError
 from stretto.core.machine import cache_folder
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
@@ -56,6 +59,7 @@ from tests.tiny_policy import make_of_family
 RESULT = "logprob-distribution"
 SHARES = (0.5, 0.9, 0.99, 0.999, 1.0)
 DTYPES = ("float32", "bfloat16")
+_FRACTIONS = {"float32": 1e6, "bfloat16": 1e3}  # in which the table says nats
 SERVERS = ("vllm", "sglang")
 MAKES = ("transformers", "native", *SERVERS)
 PRETRAINED = "pretrained"
@@ -85,11 +89,28 @@ _MADE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,  # tied random weights repeat the newest token
         },
     ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.75,
+            "logits_scaling": 1.25,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen3 with experts": (
         "qwen3_moe",
         {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+#: Models that are mixtures of experts, where rounding may send a token to another expert.
+WITH_EXPERTS = frozenset({"qwen3 with experts", "mixtral"})
+#: What a server computes otherwise than transformers, by make and model; these are not measured.
+UNSERVED: Mapping[tuple[str, str], str] = {
+    ("sglang", "gemma 3"): "it does not load an output layer that is not tied to the embedding",
+    ("sglang", "mistral, window of 24"): "it computes Mistral as Llama, without the window",
 }
 _SEED, _COUNT, _LENGTH = 11, 48, 96
 _PROMPT = 8
@@ -274,8 +295,11 @@ def merged(before: Sequence[Distribution], found: Sequence[Distribution]) -> lis
 
 def beyond(found: Distribution, record: Sequence[Distribution]) -> list[str]:
     """Sentences about distributions that are too far from the trainer: more than twice the farthest on record of this
-    make and dtype, in units of rounding."""
-    own = [one for one in record if (one.make, one.dtype) == (found.make, found.dtype)]
+    make and dtype, in units of rounding. Mixtures of experts are compared with each other, and so are the other
+    models."""
+    routed = found.model in WITH_EXPERTS
+    alike = [one for one in record if (one.model in WITH_EXPERTS) == routed]
+    own = [one for one in alike if (one.make, one.dtype) == (found.make, found.dtype)]
     mean, largest = 2 * max(one.units for one in own), 2 * max(one.largest for one in own)
     told = f"{found.model}, {found.make} {found.dtype}, {found.way}"
     return [
@@ -286,19 +310,25 @@ def beyond(found: Distribution, record: Sequence[Distribution]) -> list[str]:
 
 
 def markdown(rows: Sequence[Distribution]) -> str:
-    """Table of the mean and of `judged`; for each, the larger of scored and sampled."""
+    """Table of the mean and of `judged`, in the fractions of a nat of `_FRACTIONS`; for each, the larger of scored and
+    sampled."""
     lines = [f"| model | type | {' | '.join(MAKES)} |", f"|---|---|{'---|' * len(MAKES)}"]
     for model in dict.fromkeys(one.model for one in rows):
         for dtype in DTYPES:
             cells = []
             for make in MAKES:
                 own = [one for one in rows if (one.model, one.make, one.dtype) == (model, make, dtype)]
-                farthest = [
-                    f"{max(map(float, few)):.1e}" for few in zip(*((o.mean, o.judged) for o in own), strict=True)
-                ]
+                pairs = zip(*((one.mean, one.judged) for one in own), strict=True)
+                farthest = [f"{max(map(float, few)) * _FRACTIONS[dtype]:.3g}" for few in pairs]
                 cells.append(" · ".join(farthest) if own else "–")
             lines.append(f"| {model} | {dtype} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def written(rows: Sequence[Distribution]) -> None:
+    """Write the result, and print its table."""
+    save(RESULT, {"shares": SHARES, "rows": [asdict(row) for row in rows]})
+    print(markdown(rows))
 
 
 class Measuring:
@@ -348,13 +378,17 @@ class Measuring:
         return distribution(self.name, make, dtype, "sampled", self.depth, pairs_of(expected, found))
 
     async def _served(self, kind: str) -> list[Distribution]:
-        """Distributions of one server for each dtype. The servers start at the same time."""
+        """Distributions of one server for each dtype. The servers start at the same time. A server that does not start
+        is told, and left out."""
         found = []
         async with AsyncExitStack() as stack:
             started = {dtype: await self._start(kind, dtype, stack) for dtype in DTYPES}
             for dtype, (process, make) in started.items():
-                await until_ready(process, make, _START_SECONDS)
-                found += await self.of_server(kind, dtype, make)
+                try:
+                    await until_ready(process, make, _START_SECONDS)
+                    found += await self.of_server(kind, dtype, make)
+                except StrettoError as problem:
+                    print(f"{self.name}, {kind} {dtype}, is not measured: {problem}")
         return found
 
     async def _start(self, kind: str, dtype: str, stack: AsyncExitStack) -> tuple[ServerProcess, Make]:
@@ -384,6 +418,9 @@ def main(arguments: Sequence[str]) -> None:
             build(name, folder)
             measuring = Measuring(name, folder)
             for make in words.makes:
+                if why := UNSERVED.get((make, name)):
+                    print(f"{make} does not serve {name}: {why}")
+                    continue
                 try:
                     found = measuring.measured(make)
                 except PeerUnavailable as problem:
@@ -394,10 +431,10 @@ def main(arguments: Sequence[str]) -> None:
                     numbers = (row.mean, *row.quantiles, row.judged, row.units)
                     table.add(name, make, row.dtype, row.way, row.tokens, *(f"{number:.2g}" for number in numbers))
                     table.show_last()
-    if words.merge or (tuple(words.makes), tuple(words.models)) == (MAKES, tuple(models())):
-        rows = merged(on_record(), rows) if words.merge else rows
-        save(RESULT, {"shares": SHARES, "rows": [asdict(row) for row in rows]})
-        print(markdown(rows))
+                if words.merge:  # at once, so that what is measured stays if a later server fails
+                    written(merged(on_record(), rows))
+    if (tuple(words.makes), tuple(words.models)) == (MAKES, tuple(models())):
+        written(rows)
 
 
 if __name__ == "__main__":
