@@ -46,6 +46,7 @@ from stretto.model.attention_support import Rule
 from stretto.model.kernels.compiled import computes
 from stretto.model.kernels.fused import gate, norm, norm_of_sum, rotate
 from stretto.model.kernels.matmul import Kernel, plain
+from stretto.model.kernels.program import program
 
 log = logging.getLogger(__name__)
 
@@ -335,6 +336,8 @@ def _trace(model: PreTrainedModel, kernels: Mapping[int, Kernel]) -> Forward:
     graph.eliminate_dead_code()
     if computes(model.device, model.dtype):
         fuse(graph, first.constants, model.dtype)
+        if (whole := program(graph, first.constants, model.dtype)) is not None:
+            return whole
     used = {node.target: first.constants[node] for node in graph.nodes if node in first.constants}
     return partial(GraphModule(nn.Module(), graph).forward, **used)
 

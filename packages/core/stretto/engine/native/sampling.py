@@ -8,6 +8,7 @@ Axes: R row, K likeliest tokens in descending order, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stretto.core.records import Likeliest, Sampling
-from stretto.model.kernels.compiled import computes
+from stretto.model.kernels.compiled import compiled, computes, inlined
 from stretto.model.kernels.draw import DRAWS, draw, draw_on_device
 from stretto.model.truncation import Truncation, truncate
 
@@ -80,14 +81,16 @@ class SamplingColumns:
         return Filtered(places, self._truncation.rows(order_R[places])) if len(places) else None
 
 
-def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+@inlined
+def mix(x: Any) -> Any:
     """SplitMix64's finaliser (Steele, Lea, Flood 2014): every input bit flips half of the output bits on average."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(seeds: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+@compiled
+def uniforms(seeds: Any, places: Any) -> Any:
     """One number in [0, 1) per row: output number `places` of the SplitMix64 generator that starts at ``mix(seed)``."""
     x = mix(mix(seeds) + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (x >> np.uint64(12)).astype(np.float64) * _TO_UNIT

@@ -70,6 +70,7 @@ class Bucket:
         self.free_slots: list[int] = []
         self._layout = layout
         self._rows: Ints | None = None
+        self._addresses: list[int] = []
         self.keys = [self._zeros(0) for _ in range(layout.layers)]  # Z times [S, K, L, D]
         self.values = [self._zeros(0) for _ in range(layout.layers)]
 
@@ -79,6 +80,13 @@ class Bucket:
         if self._rows is None:
             self._rows = np.asarray(self.owners, dtype=np.int64)
         return self._rows
+
+    @property
+    def addresses(self) -> list[int]:
+        """For each layer the addresses of its keys and its values, until the next `resize`."""
+        if not self._addresses:
+            self._addresses = [held.data_ptr() for layer in zip(self.keys, self.values, strict=True) for held in layer]
+        return self._addresses
 
     @property
     def capacity(self) -> int:
@@ -110,7 +118,7 @@ class Bucket:
     def resize(self, slots: int) -> None:
         """Reallocate memory for this number of slots, at least the used ones, whose entries are copied. Only one
         layer's keys or values exist twice at a time."""
-        used = len(self.owners)
+        used, self._addresses = len(self.owners), []
         for held in (self.keys, self.values):
             for layer in range(len(held)):
                 resized = self._zeros(slots)

@@ -188,7 +188,7 @@ class DecodePolicy:
         if self.table_steps is not None:
             return self.table_steps.logits(step, self.forward_of_model, last)
         device = self.layout.device
-        token_ids, position_ids = (torch.from_numpy(x).to(device)[None] for x in (step.token_ids, step.positions))
+        token_ids, position_ids = (torch.from_numpy(x[None]).to(device) for x in (step.token_ids, step.positions))
         plan = plan_by_bucket(step, self._windows, device, self.layout.dtype)
         return self.forward_of_model(token_ids, position_ids, plan, len(step.token_ids), -last)[0].float()
 

@@ -79,6 +79,9 @@ class StepPlan:
 
     contexts: Packing | None
     rows: tuple[Attends, ...]  # get [T, H, D] and [T, K, D], write the KV entries of their rows, and return [R, H, D]
+    #: For `model.kernels.program`: a line per bucket (rows, length, slots, addresses of each layer's keys and values),
+    #: and the number of tokens of each row. None where rows are not read by the compiled loop.
+    cached: tuple[Ints, Ints] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
@@ -88,6 +91,15 @@ class StepPlan:
             q, k, v = (x[:, :, : self.contexts.tokens] for x in (query, key, value))
             parts.insert(0, attend_packed(q, k, v, self.contexts, rule)[0])
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+
+    def enter(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """Write the KV entries of the contexts, and attend within the contexts; returns [tokens of contexts, H, D].
+        Arguments as for `attend`; the newest tokens of the rows are left to the caller."""
+        assert self.contexts is not None
+        for rows in cast("tuple[BucketRows, ...]", self.rows):
+            rows.write(layer, *(x.transpose(1, 2)[0] for x in (key, value)))
+        q, k, v = (x[:, :, : self.contexts.tokens] for x in (query, key, value))
+        return attend_packed(q, k, v, self.contexts, rule)[0]
 
 
 def cached_attention(
@@ -189,21 +201,26 @@ class BucketRows:
 
     bucket: Bucket
     newest: slice  # the rows' newest tokens among the packed tokens
-    sources: Tensor | slice  # [W] packed tokens whose KV entries are written
-    cells: Tensor  # [W * K] cells that they are written to, for each key head (`Bucket.cells`)
+    #: The packed tokens whose KV entries are written first [W], and the cells that they are written to, for each key
+    #: head [W * K] (`Bucket.cells`). Without the newest tokens if these are written by the compiled loop.
+    written: tuple[Tensor, Tensor] | None
     reading: Reading
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
-        keys, values = self.bucket.keys[layer], self.bucket.values[layer]
-        if isinstance(self.reading, Ragged) and isinstance(self.sources, slice):
-            newest = k_TKD[self.newest], v_TKD[self.newest]
-            return self.reading.attend(q_THD[self.newest], keys, values, rule, newest)
-        for cache, new_TKD in ((keys, k_TKD), (values, v_TKD)):
-            sliced = isinstance(self.sources, slice)
-            written = new_TKD[self.sources] if sliced else new_TKD.index_select(0, cast(Tensor, self.sources))
+    def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Write the KV entries of one layer."""
+        if self.written is None:
+            return
+        sources, cells = self.written
+        for cache, new_TKD in ((self.bucket.keys[layer], k_TKD), (self.bucket.values[layer], v_TKD)):
             # Indexed as rows of the whole cache: by slot and position takes twice as long.
-            cache.view(-1, cache.shape[-1]).index_copy_(0, self.cells, written.flatten(0, 1))
-        return self.reading.attend(q_THD[self.newest], keys, values, rule)
+            cache.view(-1, cache.shape[-1]).index_copy_(0, cells, new_TKD.index_select(0, sources).flatten(0, 1))
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
+        keys, values, query_RHD = self.bucket.keys[layer], self.bucket.values[layer], q_THD[self.newest]
+        self.write(layer, k_TKD, v_TKD)
+        if isinstance(self.reading, Ragged):
+            return self.reading.attend(query_RHD, keys, values, rule, (k_TKD[self.newest], v_TKD[self.newest]))
+        return self.reading.attend(query_RHD, keys, values, rule)
 
 
 def plan_by_bucket(
@@ -211,17 +228,18 @@ def plan_by_bucket(
 ) -> StepPlan:
     """Plan the attention of a step bucket by bucket, for any device. `windows`: attention windows of the layers;
     `dtype`: dtype of the KV cache."""
+    compiled = computes(device, dtype)
 
     def rows_of(bucket: Bucket, start: int, newest: Ints, entering: list[tuple[int, Ints]]) -> BucketRows:
         own = slice(start, start + len(newest))
-        sources: Tensor | slice = own
-        slots, places = np.arange(len(newest)), newest
-        if entering:
-            new = np.stack([np.arange(own.start, own.stop), slots, newest])
-            written, slots, places = np.concatenate([*(written_tokens(*one) for one in entering), new], axis=1)
-            sources = torch.from_numpy(written).to(device)
-        cells = torch.from_numpy(bucket.cells(slots, places)).to(device)
-        return BucketRows(bucket, own, sources, cells, reading(newest, windows, device, dtype))
+        new = [written_tokens(*one) for one in entering]
+        if not compiled:
+            new.append(np.stack([np.arange(own.start, own.stop), np.arange(len(newest)), newest]))
+        written = None
+        if new:
+            sources, slots, places = np.concatenate(new, axis=1)
+            written = torch.from_numpy(sources).to(device), torch.from_numpy(bucket.cells(slots, places)).to(device)
+        return BucketRows(bucket, own, written, reading(newest, windows, device, dtype))
 
     def by_bucket() -> Iterator[BucketRows]:
         first = 0
@@ -231,7 +249,11 @@ def plan_by_bucket(
             yield rows_of(bucket, step.start + first, step.newest[first:end], entering)
             first = end
 
-    return StepPlan(step.contexts, tuple(by_bucket()))
+    cached = None
+    if compiled:
+        table = [[len(bucket.owners), bucket.length, bucket.capacity, *bucket.addresses] for bucket in step.buckets]
+        cached = np.array(table, np.int64), step.newest + 1
+    return StepPlan(step.contexts, tuple(by_bucket()), cached)
 
 
 def written_tokens(slot: int, sources: Ints) -> Ints:

@@ -84,6 +84,11 @@ def compiled(function: Callable[..., Any]) -> Any:
         return _numba.njit(**_OPTIONS)(function)
 
 
+def body(loop: Any) -> Any:
+    """A loop made by `compiled`, as a function that is inlined into another loop."""
+    return inlined(loop.py_func) if AVAILABLE else loop
+
+
 def computes(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether compiled loops are available for tensors with this device and dtype."""
     return AVAILABLE and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
@@ -111,6 +116,12 @@ def floats(address: Any, count: Any) -> Any:
 def halves(address: Any, count: Any) -> Any:
     """The `count` bfloat16 numbers at an address, as an array of 16-bit integers."""
     return _carray(_pointer(address), (count,), np.uint16)
+
+
+@inlined
+def integers(address: Any, count: Any) -> Any:
+    """The `count` 64-bit integers at an address, as an array."""
+    return _carray(_pointer(address), (count,), np.int64)
 
 
 @inlined

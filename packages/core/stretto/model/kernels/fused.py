@@ -18,7 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.model.kernels.compiled import F, U, compiled, exp, floats, halved, halves, inlined, rounded, widened
+from stretto.model.kernels.compiled import (
+    F,
+    U,
+    compiled,
+    exp,
+    floats,
+    halved,
+    halves,
+    inlined,
+    integers,
+    rounded,
+    widened,
+)
 
 
 @inlined
@@ -83,14 +95,17 @@ def _turn(head: Any, cos: Any, sin: Any, out: Any, at: Any) -> None:
 
 
 @compiled
-def _rotate(x: Any, weight: Any, cos: Any, sin: Any, out: Any, rows: Any, heads: Any, width: Any, eps: Any) -> None:
-    """Norm and rotate the heads of all rows. All tensors are given by address; `weight` 0: no norm."""
+def _rotate(
+    x: Any, weight: Any, cos: Any, sin: Any, places: Any, out: Any, rows: Any, heads: Any, width: Any, eps: Any
+) -> None:
+    """Norm and rotate the heads of all rows. All tensors are given by address; `weight` 0: no norm. `places`: for each
+    row its row of `cos` and `sin`; 0: the same row."""
     size = rows * heads * width
     xs, weights, outs = floats(x, size), floats(weight, width), floats(out, size)
-    coss, sins = floats(cos, rows * width), floats(sin, rows * width)
-    head = np.empty(width, np.float32)
+    head, rows_of_angles = np.empty(width, np.float32), integers(places, rows)
     for row in range(U(rows)):
-        angles = slice(row * U(width), (row + U(1)) * U(width))
+        angles = 4 * width * (np.int64(row) if places == 0 else rows_of_angles[row])
+        coss, sins = floats(cos + angles, width), floats(sin + angles, width)
         for h in range(U(heads)):
             at = (row * U(heads) + h) * U(width)
             for d in range(U(width)):
@@ -99,19 +114,19 @@ def _rotate(x: Any, weight: Any, cos: Any, sin: Any, out: Any, rows: Any, heads:
                 share = _share(head, eps)
                 for d in range(U(width)):
                     head[d] = weights[d] * (head[d] * share)
-            _turn(head, coss[angles], sins[angles], outs, at)
+            _turn(head, coss, sins, outs, at)
 
 
 @compiled
 def _rotate_halves(
-    x: Any, weight: Any, cos: Any, sin: Any, out: Any, rows: Any, heads: Any, width: Any, eps: Any
+    x: Any, weight: Any, cos: Any, sin: Any, places: Any, out: Any, rows: Any, heads: Any, width: Any, eps: Any
 ) -> None:
     size = rows * heads * width
     xs, weights, outs = halves(x, size), halves(weight, width), halves(out, size)
-    coss, sins = halves(cos, rows * width), halves(sin, rows * width)
-    head, half = np.empty(width, np.float32), U(width // 2)
+    head, half, rows_of_angles = np.empty(width, np.float32), U(width // 2), integers(places, rows)
     for row in range(U(rows)):
-        first = row * U(width)
+        angles = 2 * width * (np.int64(row) if places == 0 else rows_of_angles[row])
+        coss, sins = halves(cos + angles, width), halves(sin + angles, width)
         for h in range(U(heads)):
             at = (row * U(heads) + h) * U(width)
             for d in range(U(width)):
@@ -121,9 +136,9 @@ def _rotate_halves(
                 for d in range(U(width)):
                     head[d] = rounded(widened(weights[d]) * rounded(head[d] * share))
             for d in range(half):
-                left = rounded(head[d] * widened(coss[first + d])) - rounded(head[half + d] * widened(sins[first + d]))
-                late = first + half + d
-                right = rounded(head[half + d] * widened(coss[late])) + rounded(head[d] * widened(sins[late]))
+                late = half + d
+                left = rounded(head[d] * widened(coss[d])) - rounded(head[late] * widened(sins[d]))
+                right = rounded(head[late] * widened(coss[late])) + rounded(head[d] * widened(sins[late]))
                 outs[at + d], outs[at + half + d] = halved(left), halved(right)
 
 
@@ -168,7 +183,7 @@ def rotate(x: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor, sin: Ten
     _, tokens, heads, width = x.shape
     out, weight = torch.empty_like(x), 0 if weight_D is None else weight_D.data_ptr()
     loop = _rotate if x.dtype is torch.float32 else _rotate_halves
-    loop(x.data_ptr(), weight, cos.data_ptr(), sin.data_ptr(), out.data_ptr(), tokens, heads, width, F(eps))
+    loop(x.data_ptr(), weight, cos.data_ptr(), sin.data_ptr(), 0, out.data_ptr(), tokens, heads, width, F(eps))
     return out.transpose(1, 2)
 
 

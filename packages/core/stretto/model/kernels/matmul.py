@@ -143,10 +143,14 @@ class Kernel:
         kernel, width = self.choice.kernel, weight.shape[0]
         if kernel not in ("packed", "panels", "widened"):
             return multiply(kernel, x, weight, bias, width)
+        return multiply(kernel, x, self.prepared(weight), bias, width)
+
+    def prepared(self, weight: Tensor) -> Tensor:
+        """The weight in the kernel's layout. Its memory stays the same when the weight changes."""
         version = (id(weight), weight._version)
         if self._prepared is None or version != self._version:
-            self._prepared, self._version = prepare(kernel, weight.detach(), self._prepared), version
-        return multiply(kernel, x, self._prepared, bias, width)
+            self._prepared, self._version = prepare(self.choice.kernel, weight.detach(), self._prepared), version
+        return self._prepared
 
 
 def choose(

@@ -264,7 +264,7 @@ def _multiply(x: Any, weight: Any, bias: Any, out: Any, rows: Any, depth: Any, w
             place += MANY if many else 1
 
 
-def _kind(dtype: torch.dtype, depth: int) -> int:
+def kind_of(dtype: torch.dtype, depth: int) -> int:
     """Kind of tile that multiplies `depth` inputs of this dtype. Pairs need an even number."""
     if dtype is not torch.bfloat16:
         return FLOAT
@@ -277,7 +277,7 @@ def in_panels(weight_NK: Tensor, out_PKW: Tensor | None = None) -> Tensor:
     width, depth = weight_NK.shape
     if out_PKW is None:
         out_PKW = weight_NK.new_empty((-(-width // WIDE), depth, WIDE))
-    _pack(weight_NK.data_ptr(), out_PKW.data_ptr(), depth, width, _kind(weight_NK.dtype, depth))
+    _pack(weight_NK.data_ptr(), out_PKW.data_ptr(), depth, width, kind_of(weight_NK.dtype, depth))
     return out_PKW
 
 
@@ -288,6 +288,6 @@ def multiply_panels(x: Tensor, weight_PKW: Tensor, bias_N: Tensor | None, width:
     depth = x.shape[-1]
     out = x.new_empty((*x.shape[:-1], width))
     bias = 0 if bias_N is None else bias_N.data_ptr()
-    kind = _kind(x.dtype, depth)
+    kind = kind_of(x.dtype, depth)
     _multiply(x.data_ptr(), weight_PKW.data_ptr(), bias, out.data_ptr(), x.numel() // depth, depth, width, kind)
     return out

@@ -1,0 +1,128 @@
+"""Promises of a trace as a program, one call of a compiled loop for a step:
+
+- it computes what the module computes, in steps with and without contexts, for every family whose calls it knows, also
+  where some products are by other kernels, and rounds as the fused calls do;
+- rows of several buckets, more tokens than go through the loop at once, positions beyond all before, and weights that
+  change are followed, and the logits of a step are not those of the next;
+- a trace with another call is no program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.fx import GraphModule
+from transformers import PreTrainedModel
+
+from stretto.model import trace as tracing
+from stretto.model.decode.policy import Context, DecodePolicy
+from stretto.model.kernels.compiled import AVAILABLE
+from stretto.model.kernels.matmul import Chooser, KernelChoice, Name, Shape, use_onednn
+from stretto.model.trace import Forward, trace
+from tests.model.choosing import always
+from tests.model.families import VOCABULARY, Family
+from tests.model.test_trace import OPERATIONS, QWEN, both, model, two_steps
+from tests.tolerances import assert_close
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="numba is not installed")
+
+FAMILIES: list[Family] = [
+    ("qwen3", 2, 2, {}),
+    ("qwen3", 4, 1, {"tie_word_embeddings": True}),
+    ("qwen2", 4, 2, {}),
+    ("llama", 2, 1, {}),
+    ("mistral", 4, 2, {"sliding_window": 11}),
+]
+
+
+def is_program(forward: Forward) -> bool:
+    return isinstance(forward, partial) and not isinstance(getattr(forward.func, "__self__", None), GraphModule)
+
+
+def in_panels(family: Family, dtype: torch.dtype = torch.float32, chooser: Chooser | None = None) -> PreTrainedModel:
+    made: PreTrainedModel = torch.nn.Module.to(model(family), dtype)
+    use_onednn(made, chooser=chooser or always("panels"))
+    return made
+
+
+def far_apart(policy: DecodePolicy) -> torch.Tensor:
+    """Logits of 130 rows with contexts of 1 to 200 tokens, and of their next tokens."""
+    chance = np.random.default_rng(1)
+    prompts = [chance.integers(0, VOCABULARY, (2 + 199 * row // 129,)) for row in range(130)]
+    newest, lengths = np.array([prompt[-1] for prompt in prompts]), np.array([len(prompt) for prompt in prompts])
+    order, entered = policy.forward(newest, lengths, [Context(p[:-1], (row,)) for row, p in enumerate(prompts)])
+    order_2, followed = policy.forward(chance.integers(0, VOCABULARY, (130,)), lengths + 1, [])
+    return torch.cat([entered[np.argsort(order)], followed[np.argsort(order_2)]])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_a_program_computes_what_the_module_computes(family: Family) -> None:
+    program, module = both(in_panels(family))
+    assert is_program(program.forward_of_model)
+    assert_close(two_steps(program), two_steps(module), OPERATIONS)
+
+
+def test_rows_of_every_length_are_computed_as_by_the_module() -> None:
+    program, module = both(in_panels(QWEN))
+    assert_close(far_apart(program), far_apart(module), OPERATIONS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_program_rounds_as_the_fused_calls_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = in_panels(QWEN, dtype)
+    program = DecodePolicy(policy)
+    monkeypatch.setattr(tracing, "program", lambda *_: None)
+    calls = DecodePolicy(policy)
+    assert is_program(program.forward_of_model)
+    assert not is_program(calls.forward_of_model)
+    # The same loops; the compiler may add up in another order where a loop stands in another one.
+    assert_close(two_steps(program), two_steps(calls), OPERATIONS if dtype is torch.float32 else 1, dtype=dtype)
+
+
+@pytest.mark.parametrize("others", ["linear", "columns", "packed"])
+def test_products_by_other_kernels_stand_between(others: Name) -> None:
+    def half_of_them(shapes: Sequence[Shape], dtype: Any, kernels: Sequence[Name]) -> dict[Shape, KernelChoice]:
+        return {
+            shape: KernelChoice("panels" if at % 2 else others if others in kernels else "linear")
+            for at, shape in enumerate(shapes)
+        }
+
+    program, module = both(in_panels(("qwen2", 4, 2, {}), chooser=half_of_them))
+    assert is_program(program.forward_of_model)
+    assert_close(two_steps(program), two_steps(module), OPERATIONS)
+
+
+def test_weights_that_change_are_seen_and_earlier_logits_stay() -> None:
+    program, module = both(in_panels(QWEN))
+    before = two_steps(program)
+    kept = before.clone()
+    program.clear()
+    with torch.no_grad():
+        for parameter in program.model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    after = two_steps(program)
+    assert_close(after, two_steps(module), OPERATIONS)
+    assert torch.equal(before, kept)
+    assert not torch.allclose(after, before, atol=0.1)
+
+
+def test_a_row_has_the_same_logits_whatever_enters_beside_it() -> None:
+    """To the last bit: one loop computes the rows of all steps."""
+    program, _ = both(in_panels(QWEN))
+    prompt = np.arange(20) % VOCABULARY
+    newest, lengths = np.full(2, prompt[-1]), np.full(2, 20)
+    program.forward(newest, lengths, [Context(prompt[:-1], (0,))])
+    _, alone = program.forward(newest, lengths, [])
+    order, together = program.forward(newest, lengths, [Context(prompt[:-1], (1,))])
+    assert torch.equal(together[order.tolist().index(0)], alone[0])
+
+
+@pytest.mark.parametrize("family", [("gemma2", 4, 2, {}), ("gemma3_text", 4, 1, {"query_pre_attn_scalar": 8})], ids=str)
+def test_a_trace_with_another_call_is_no_program(family: Family) -> None:
+    assert not is_program(trace(in_panels(family)))
+    assert not is_program(trace(model(QWEN)))  # no product is in panels
