@@ -88,18 +88,19 @@ class StepPlan:
         q_THD, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
         parts = [rows.attend(layer, q_THD, k_TKD, v_TKD, rule) for rows in self.rows]
         if self.contexts is not None:
-            q, k, v = (x[:, :, : self.contexts.tokens] for x in (query, key, value))
-            parts.insert(0, attend_packed(q, k, v, self.contexts, rule)[0])
+            parts.insert(0, self.within_contexts(query, key, value, rule)[0])
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
-    def enter(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Write the KV entries of the contexts, and attend within the contexts; returns [tokens of contexts, H, D].
-        Arguments as for `attend`; the newest tokens of the rows are left to the caller."""
-        assert self.contexts is not None
+    def enter(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write the KV entries of the contexts; the rows' newest tokens are left to the caller."""
         for rows in cast("tuple[BucketRows, ...]", self.rows):
             rows.write(layer, *(x.transpose(1, 2)[0] for x in (key, value)))
+
+    def within_contexts(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """Attention within the contexts, [1, tokens of contexts, H, D]; arguments as for `attend`."""
+        assert self.contexts is not None
         q, k, v = (x[:, :, : self.contexts.tokens] for x in (query, key, value))
-        return attend_packed(q, k, v, self.contexts, rule)[0]
+        return attend_packed(q, k, v, self.contexts, rule)
 
 
 def cached_attention(

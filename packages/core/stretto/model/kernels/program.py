@@ -114,7 +114,9 @@ class _Writer:
         self._inputs = {node.target: node for node in graph.find_nodes(op="placeholder")}
         self.of_positions = {self._inputs["positions"]}
         self._values: dict[Node, Any] = {}
+        self._last: dict[_Value, _Value] = {}  # the last rows of values
         self._output = next(iter(graph.find_nodes(op="output"))).args[0]
+        self._attentions = len(graph.find_nodes(op="call_method", target="attend"))  # still to be written
         for node in graph.nodes:
             if node.op in ("call_function", "call_method"):
                 self._translate(node)
@@ -228,30 +230,35 @@ class _Writer:
         places, sizes = (*(one.place for one in inputs), out.place), (of.width // head, key_of.width // head, head)
         self._step(ATTEND, *places, n=sizes[0], m=sizes[1], k=sizes[2])
         self.steps[-1][10:] = layer, window, _bits(scaling), _bits(softcap)
+        self._attentions -= 1
         return out
 
     def _getitem(self, node: Node, x: Node, part: Any) -> _Value:
         if isinstance(values := self._values[x], tuple) and not isinstance(values, _Value):
             return cast(_Value, values[part])
-        of, everything = self._value(x), slice(None)
-        self._check(part == (everything, slice(self._inputs["last"], None), everything) and not of.last)
-        tail = of._replace(place=self._place(), last=True)
-        self.tails[tail.place] = of
-        return tail
+        everything = slice(None)
+        self._check(part == (everything, slice(self._inputs["last"], None), everything) and not self._attentions)
+        return self._value(x)
 
     def _seen_otherwise(self, node: Node, x: Node, *sizes: Any) -> _Value:
         if node.target == "transpose":
             self._check(sizes == (1, 2))
             return self._value(x)._replace(turned=True)
         of, shape = self._value(x), node.meta["shape"]
-        self._check(shape[:2] == self._inputs["token_ids"].meta["shape"] and not of.last)
+        self._check(shape[:2] == self._inputs["token_ids"].meta["shape"])
         return of._replace(head=shape[3] if len(shape) == 4 else 0)
 
     def _value(self, node: Node, turned: bool = False) -> _Value:
         found = self._values.get(node)
         if not isinstance(found, _Value) or found.turned != turned:
             raise _UnknownCallError(f"the input {node}")
-        return found
+        if self._attentions or found.last:
+            return found
+        # After the last attention no token needs another: the last rows are enough.
+        if found not in self._last:
+            self._last[found] = found._replace(place=self._place(), last=True)
+            self.tails[self._last[found].place] = found
+        return self._last[found]
 
     def _check(self, known: bool) -> None:
         if not known:
@@ -289,6 +296,7 @@ class _Program:
         #: Numbers of the steps before which the loop stops: in all steps, and in steps whose attention torch computes.
         self._calls = [number for number, what in written.by_python.items() if isinstance(what, _Call)]
         self._stops = list(written.by_python)
+        self._last_attention = max(number for number in self._stops if number not in self._calls)
         self._fixed = {place: constants[node] for node, place in written.fixed.items()}
         self._products = written.products
         self._weights: list[Tensor] = [*self._fixed.values(), *(weight for _, weight in self._products.values())]
@@ -328,21 +336,19 @@ class _Program:
                 target = out if what.out.place == LOGITS else self._view(what.out)
                 target.copy_(what.multiply(self._view(what.x), what.weight, what.bias))
                 first = stop + 1
-            else:
-                first = stop + self._attend(what, plan, cached is not None)
+            elif cached is None:
+                query, key, value = (self._view(one) for one in what.inputs)
+                self._view(what.out).copy_(plan.attend(what.layer, query, key, value, what.rule))
+                first = stop + 1
+            else:  # the loop attends from the rows, Python within the contexts
+                query, key, value = (self._view(one) for one in what.inputs)
+                plan.enter(what.layer, key, value)
+                if stop != self._last_attention or -last > len(ends):
+                    within = plan.within_contexts(query, key, value, what.rule)
+                    self._view(what.out)[:, : within.shape[1]].copy_(within)
+                first = stop
         run(self._steps, at, first, len(self._steps), *common)
         return out
-
-    def _attend(self, what: _Attention, plan: Any, compiled_rows: bool) -> int:
-        """Compute an attention by Python, but for rows that the loop computes; returns the number of steps done."""
-        query, key, value = (self._view(one) for one in what.inputs)
-        out = self._view(what.out)
-        if compiled_rows:
-            contexts = plan.enter(what.layer, query, key, value, what.rule)
-            out[0, : len(contexts)].copy_(contexts)
-            return 0
-        out.copy_(plan.attend(what.layer, query, key, value, what.rule))
-        return 1
 
     def _view(self, value: _Value) -> Tensor:
         """A value as a tensor."""
