@@ -122,6 +122,15 @@ def test_a_row_has_the_same_logits_whatever_enters_beside_it() -> None:
     assert torch.equal(together[order.tolist().index(0)], alone[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_outside_the_vocabulary_has_no_logits(dtype: torch.dtype) -> None:
+    program = DecodePolicy(in_panels(QWEN, dtype))
+    for odd in (-1, VOCABULARY):
+        order, logits = program.forward(np.array([3, odd]), np.ones(2, np.int64), [Context(np.array([], int), (0, 1))])
+        assert logits[np.argsort(order)].isfinite().all(-1).tolist() == [True, False]
+        program.clear()
+
+
 @pytest.mark.parametrize("family", [("gemma2", 4, 2, {}), ("gemma3_text", 4, 1, {"query_pre_attn_scalar": 8})], ids=str)
 def test_a_trace_with_another_call_is_no_program(family: Family) -> None:
     assert not is_program(trace(in_panels(family)))

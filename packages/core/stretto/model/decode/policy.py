@@ -176,6 +176,8 @@ class DecodePolicy:
     def _step(self, newest: Ints, lengths: Ints, contexts: Sequence[Context]) -> tuple[DecodeStep, Ints]:
         used = self._buckets.resize_rows(lengths, [row for context in contexts for row in context.rows])
         order = np.concatenate([bucket.rows for bucket in used])
+        if not contexts:
+            return DecodeStep(newest[order], lengths[order] - 1, None, tuple(used), ()), order
         packed = _with_filler(_without_empty(contexts), len(order))
         tokens = np.concatenate([context.own for context in packed] + [newest[order]])
         places = [np.arange(context.shared, len(context.token_ids)) for context in packed]

@@ -163,8 +163,9 @@ class _Writer:
 
     def _embedding(self, node: Node, ids: Node, weight: Node, *rest: Any) -> _Value:
         self._check(ids is self._inputs["token_ids"] and not rest and node.kwargs.get("max_norm") is None)
-        out = self._new(self._constants[weight].shape[1])
-        self._step(EMBED, TOKEN_IDS, 0, self._fix(weight), out.place, n=out.width)
+        vocabulary, width = self._constants[weight].shape
+        out = self._new(width)
+        self._step(EMBED, TOKEN_IDS, 0, self._fix(weight), out.place, n=width, m=vocabulary)
         return out
 
     def _norm(self, node: Node, x: Node, weight: Node, eps: float) -> _Value:
@@ -299,7 +300,7 @@ class _Program:
         self._last_attention = max(number for number in self._stops if number not in self._calls)
         self._fixed = {place: constants[node] for node, place in written.fixed.items()}
         self._products = written.products
-        self._weights: list[Tensor] = [*self._fixed.values(), *(weight for _, weight in self._products.values())]
+        self._weights = [weight for _, weight in self._products.values()]
         self._versions: list[int] = []
         self._angles, self._angle_places = angles, list(written.angles.values())
         self._angle_tables: list[Tensor] = []
@@ -318,15 +319,16 @@ class _Program:
     def logits(self, token_ids: Tensor, positions: Tensor, plan: Any, tokens: int, last: int) -> Tensor:
         """A `model.trace.Forward`."""
         at, token_ids, positions = self._at, token_ids.contiguous(), positions.contiguous()
+        cached = getattr(plan, "cached", None)  # of a plan that the loop can follow
+        whole = cached is not None and plan.contexts is None
+        table, ends = cached or _NO_ROWS
         self._look_at_weights()
-        self._look_at_positions(positions)
+        # Rows are no longer than their slots; finding the maximum takes as long as ten such questions.
+        self._look_at_positions(table[-1, 1] if whole else int(positions.max()) + 1)
         if self._sized != (tokens, -last):
             self._resize(tokens, -last)
         out = torch.empty((1, -last, self._vocabulary), dtype=self._dtype)
         at[TOKEN_IDS], at[POSITIONS], at[LOGITS] = token_ids.data_ptr(), positions.data_ptr(), out.data_ptr()
-        cached = getattr(plan, "cached", None)  # of a plan that the loop can follow
-        whole = cached is not None and plan.contexts is None
-        table, ends = cached or _NO_ROWS
         first, common = 0, (tokens, -last, table, ends, tokens - len(ends), self._half)
         for stop in self._calls if whole else self._stops:
             if stop > first:
@@ -372,10 +374,10 @@ class _Program:
                 self._at[place] = constant.data_ptr()
             self._versions = versions
 
-    def _look_at_positions(self, positions: Tensor) -> None:
-        """Compute the angles of positions that are further than all before."""
-        if self._angle_places and (furthest := int(positions.numpy().max())) >= self._known:
-            self._known = max(_FIRST_ANGLES, 1 << furthest.bit_length())
+    def _look_at_positions(self, end: int) -> None:
+        """Compute the angles of positions below `end` if some are missing."""
+        if end > self._known and self._angle_places:
+            self._known = max(_FIRST_ANGLES, 1 << int(end - 1).bit_length())
             found = self._angles(positions=torch.arange(self._known)[None], tokens=self._known)
             self._angle_tables = [table.contiguous() for table in found]
             for place, table in zip(self._angle_places, self._angle_tables, strict=True):

@@ -31,13 +31,15 @@ _multiply = body(panels._multiply)
 
 
 @inlined
-def _embed(ids: Any, weight: Any, out: Any, rows: Any, width: Any, half: Any) -> None:
-    """Copy the rows `ids` of a weight."""
+def _embed(ids: Any, weight: Any, out: Any, rows: Any, width: Any, vocabulary: Any, half: Any) -> None:
+    """Copy the rows `ids` of a weight; NaN for an id outside the vocabulary."""
     tokens, size = integers(ids, rows), width * (4 if half is None else 2)
     for row in range(rows):
-        source, target = halves(weight + tokens[row] * size, size // 2), halves(out + row * size, size // 2)
+        known = 0 <= tokens[row] < vocabulary
+        source = halves(weight + (tokens[row] if known else 0) * size, size // 2)
+        target = halves(out + row * size, size // 2)
         for n in range(size // 2):
-            target[n] = source[n]
+            target[n] = source[n] if known else np.uint16(0x7FFF)
 
 
 @inlined
@@ -87,7 +89,7 @@ def _execute(step: Any, at: Any, begin: Any, rows: Any, half: Any) -> None:
         else:
             _gate_halves(x, y + skipped, out, rows * n)
     elif op == EMBED:
-        _embed(at[step[1]] + 8 * begin, weight, out, rows, n, half)
+        _embed(at[step[1]] + 8 * begin, weight, out, rows, n, m, half)
 
 
 @compiled
