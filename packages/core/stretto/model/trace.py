@@ -20,6 +20,8 @@ Before the comparison, sequences of calls are replaced by one call each::
     norm? transpose mul neg cat mul add   ─► rotate          rotary embedding by halves of a whole head
     silu mul                              ─► gate
 
+If all calls are then known, and a product is in panels, the trace becomes one compiled call (`model.kernels.program`).
+
 Calls are recognised by their functions, arguments and constants; other calls are not changed. The comparison comes
 afterwards, so a wrong match is never used.
 

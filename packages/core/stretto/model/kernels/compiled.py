@@ -85,7 +85,8 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def body(loop: Any) -> Any:
-    """A loop made by `compiled`, as a function that is inlined into another loop."""
+    """A loop made by `compiled`, as a function that is inlined into another loop. After an edit delete the other loop's
+    cached files: numba only looks at the file that the other loop is in."""
     return inlined(loop.py_func) if AVAILABLE else loop
 
 
