@@ -7,6 +7,8 @@
 Families: full attention (Qwen2, Qwen3, Llama), a sliding window that is shorter than prompts and answers (Mistral),
 sliding and full layers with two rotary settings (Gemma 3), experts (Qwen3-MoE).
 
+Products are in panels, so that the steps of four families are programs (`model.kernels.program`).
+
 Two logits that differ by less than rounding have no greedy token that both sides must agree on. The seeds are such that
 this does not happen: the test asserts that the best two logits are further apart than rounding at every token.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +28,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.records import Completion, GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
+from stretto.engine.native import engine as native
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
+from stretto.model.kernels.compiled import AVAILABLE
+from stretto.model.kernels.matmul import use_onednn
 from tests.engine.answering import (
     EOS,
     assert_each_token_follows_its_version,
@@ -36,6 +42,7 @@ from tests.engine.answering import (
     shaken,
     weights,
 )
+from tests.model.choosing import always
 from tests.tolerances import EXACT
 
 VOCABULARY = 40
@@ -77,6 +84,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": GEMMA,
     "qwen3_moe": EXPERTS,
 }
+
+
+@pytest.fixture(autouse=True)
+def in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = always("panels" if AVAILABLE else "linear")
+    monkeypatch.setattr(native, "use_onednn", partial(use_onednn, chooser=chooser))
 
 
 @dataclass(frozen=True)
