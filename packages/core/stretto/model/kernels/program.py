@@ -208,7 +208,7 @@ class _Writer:
         width, depth = matrix.shape
         self._check(depth == of.width)
         out = _Value(LOGITS, width, of.last) if node is self._output else self._new(width, of.last)
-        if kernel is None or kernel.choice.kernel != "panels" or kernel.choice.fewest > 1:
+        if kernel is None or kernel.choice.kernel != "panels":  # for few tokens too: a stop of the loop takes longer
             added = None if bias is None else self._constants[bias]
             self.by_python[len(self.steps)] = _Call(cast(Any, node.target), of, matrix, added, out)
             self._step(CALL, of.place, 0, 0, out.place)
