@@ -53,6 +53,36 @@ def test_a_rewound_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) ->
     assert [step.step for step in read_metrics(path)[0]] == [1, 2, 3]
 
 
+def test_a_file_from_which_nothing_goes_is_not_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        MetricsLog(path).append(metrics(step))
+    before = path.stat().st_ino
+    rewind_metrics(path, 2)
+    assert path.stat().st_ino == before
+    rewind_metrics(path, 1)
+    assert path.stat().st_ino != before, "readers see by this that lines are gone"
+    assert [step.step for step in read_metrics(path)[0]] == [1]
+
+
+def test_a_rewound_file_loses_its_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsLog(path).append(metrics(1))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:-1])
+    rewind_metrics(path, 1)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("size", [65_535, 65_536, 65_537, 200_000])
+def test_a_long_torn_line_is_cut_up_to_the_line_before(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "spans.jsonl"
+    for before in (b"", b"{}\n", b"{}\n" * 70_000):
+        path.write_bytes(before + b"x" * size)
+        SpanLog(path)
+        assert path.read_bytes() == before
+
+
 def test_a_torn_last_line_is_left_out_and_cut_by_the_next_writer(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     spans = [Span(role="trainer", name="update", start=1.0, end=2.0, version=k) for k in range(3)]

@@ -12,7 +12,7 @@ from stretto.launch.preflight.plan import Plan
 from stretto.loop.evaluation import BestPolicy, Evaluations, Evaluator, PeriodicEvaluation
 from stretto.loop.records.recorder import Recorder
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.metrics import EvaluationLine, read_metrics, read_sets
+from stretto.store.series.metrics import EvaluationLine, iterate_metrics, read_sets
 from stretto_verify.math.extract.final import final_answer, without_frame
 
 _LONGEST = 20_000  # characters at the end of a completion that are searched for its final answer
@@ -91,10 +91,10 @@ def evaluations(
 def _best(plan: Plan, folder: RunFolder, say: Callable[[str], None]) -> BestPolicy:
     config = plan.recipe.evaluation
     earlier: list[EvaluationLine] = []
-    if folder.metrics.exists():
-        earlier += (
-            read_sets(folder.metrics).get(config.best_of, []) if config.best_of else read_metrics(folder.metrics)[1]
-        )
+    if config.best_of:
+        earlier += read_sets(folder.metrics).get(config.best_of, [])
+    else:
+        earlier += [line for line in iterate_metrics(folder.metrics) if isinstance(line, EvaluationLine)]
     return BestPolicy(
         folder,
         say,

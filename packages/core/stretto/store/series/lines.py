@@ -16,9 +16,11 @@ from typing import Generic, TypeVar
 import msgspec
 
 from stretto.core.errors import UNREADABLE, StoreError
-from stretto.store.files import identity, write_atomically
+from stretto.store.files import identity, sync, whole_file
 
 Line = TypeVar("Line")
+
+_TAIL = 1 << 16  # bytes that are read at a time from the end of a file
 
 _log = logging.getLogger(__name__)
 
@@ -62,9 +64,9 @@ class LineWriter(Generic[Line]):
     def _cut_torn_line(self) -> None:
         if not self.path.is_file():
             return
-        data = self.path.read_bytes()
-        if data and not data.endswith(b"\n"):
-            os.truncate(self.path, data.rfind(b"\n") + 1)
+        whole = _complete_bytes(self.path)
+        if whole < self.path.stat().st_size:
+            os.truncate(self.path, whole)
 
 
 def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
@@ -89,25 +91,44 @@ def iterate_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[L
 
 
 def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[Line], bool]) -> None:
-    """Rewrite the file with only the records for which `keep` returns True.
+    """Rewrite the file with only the records for which `keep` returns True. A file that has no others stays as it is.
 
-    Unreadable lines are dropped, with a warning. A file that cannot be written stays as it is, with a warning.
+    Unreadable lines are dropped, with a warning. A file that cannot be written stays as it is, with a warning. One line
+    is in memory at a time: a long run has hundreds of thousands.
     """
     if not path.exists():
         return
-    kept, broken = [], []
+    broken, others = list[StoreError](), False
     try:
         for line in _each_line(path, decoder):
             if isinstance(line, StoreError):
                 broken.append(line)
-            elif keep(line):
-                kept.append(msgspec.json.encode(line) + b"\n")
-        write_atomically(path, b"".join(kept))
+            elif not keep(line):
+                others = True
+        if broken or others or _complete_bytes(path) < path.stat().st_size:
+            with whole_file(path) as file:
+                for line in _each_line(path, decoder):
+                    if not isinstance(line, StoreError) and keep(line):
+                        file.write(msgspec.json.encode(line) + b"\n")
+            sync(path.parent)
     except OSError as error:
         _log.warning("%s cannot be rewritten (%s); the run continues with it as it is", path, error.strerror)
         return
     if broken:
         _log.warning("%s; the run continues without this line and %d more", broken[0], len(broken) - 1)
+
+
+def _complete_bytes(path: Path) -> int:
+    """Number of bytes up to the end of the last complete line. The file is read from its end."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _TAIL)
+            file.seek(start)
+            if (found := file.read(end - start).rfind(b"\n")) >= 0:
+                return start + found + 1
+            end = start
+    return 0
 
 
 def _each_line(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line | StoreError]:

@@ -10,7 +10,7 @@ import msgspec
 from stretto.core.records import Record
 from stretto.measures.goodput import Category
 from stretto.measures.selection import Bias
-from stretto.store.series.lines import LineWriter, iterate_lines, keep_lines, read_lines
+from stretto.store.series.lines import LineWriter, iterate_lines, keep_lines
 
 
 class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
@@ -104,9 +104,22 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
     Raises:
         StoreError: a complete line cannot be read.
     """
-    lines = read_lines(path, _DECODER)
-    steps = [line for line in lines if isinstance(line, StepMetrics)]
-    return steps, [line for line in lines if type(line) is EvaluationLine]
+    steps, evaluations = list[StepMetrics](), list[EvaluationLine]()
+    for line in iterate_metrics(path):
+        if isinstance(line, StepMetrics):
+            steps.append(line)
+        else:
+            evaluations.append(line)
+    return steps, evaluations
+
+
+def iterate_metrics(path: Path) -> Iterator[StepMetrics | EvaluationLine]:
+    """Read the lines of `read_metrics` in the order of the file, one at a time.
+
+    Raises:
+        StoreError: a complete line cannot be read.
+    """
+    return (line for line in iterate_lines(path, _DECODER) if not isinstance(line, SetEvaluationLine))
 
 
 def iterate_steps(path: Path) -> Iterator[StepMetrics]:
@@ -125,7 +138,7 @@ def read_sets(path: Path) -> dict[str, list[SetEvaluationLine]]:
         StoreError: a complete line cannot be read.
     """
     found: dict[str, list[SetEvaluationLine]] = {}
-    for line in read_lines(path, _DECODER):
+    for line in iterate_lines(path, _DECODER):
         if isinstance(line, SetEvaluationLine):
             found.setdefault(line.name, []).append(line)
     return found
