@@ -9,8 +9,10 @@ of it again and again is found by key, and what is forgotten on the way is what 
 from __future__ import annotations
 
 import json
+import sqlite3
 import tempfile
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,9 +24,9 @@ from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Outcome, Segment, State, Verdict
 from stretto.store.config import StoreConfig
 from stretto.store.ledger import reading, schema
-from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.ledger import Ledger, put_fact
 from stretto.store.ledger.partials import UnfinishedMember
-from stretto.store.ledger.reading import read_batches, read_unfinished
+from stretto.store.ledger.reading import read_batches, read_fact, read_unfinished
 from stretto.store.ledger.rows import Balance
 from stretto.store.ledger.schema import FORMAT
 from tests.store.make import Make, buffered, ledger_at, sampled, sql, trained
@@ -354,3 +356,20 @@ def test_what_is_forgotten_on_the_way_is_what_is_forgotten_at_once(path: Path, m
     assert kept[0] == kept[1]
     assert ("0.0.0",) not in kept[0]
     assert ("0.9.0",) in kept[0]
+
+
+def test_a_fact_is_stored_without_a_look_at_the_trajectories(path: Path) -> None:
+    Ledger(path, StoreConfig()).close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE trajectories")
+    put_fact(path, "seed", 3)
+    put_fact(path, "seed", 4)
+    assert read_fact(path, "seed", int) == 4
+    with pytest.raises(StoreError):
+        Ledger(path, StoreConfig())
+
+
+def test_a_fact_for_what_is_no_ledger_is_refused(path: Path) -> None:
+    path.write_text("no database at all, but a text that is long enough")
+    with pytest.raises(StoreError, match="cannot be opened as a ledger"):
+        put_fact(path, "seed", 3)

@@ -136,7 +136,8 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         for sentence in start.sentences():
             reporter.say(sentence)
         _drop_what_came_later(context)
-        earlier = _earlier(folder, ledger)
+        unfinished = read_unfinished(folder.ledger)
+        earlier = _earlier(ledger, unfinished)
         ledger.put("seed", plan.recipe.seed)
         ledger.put(CONDUCTOR, tenure := next_tenure(ledger.get(CONDUCTOR, Tenure)))
         reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
@@ -158,7 +159,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
                 if not stop.requested:
                     selection = _selection(context)
                     recorder = _recorder(context, roles, earlier, since, selection)
-                    await run_beside(roles.supervise(), _train(context, roles, recorder, selection))
+                    await run_beside(roles.supervise(), _train(context, roles, recorder, selection, unfinished))
             record_end(ledger, stop.exit_code)  # before tools ask how the run ended
             ledger.flush()
         return stop.exit_code
@@ -176,12 +177,12 @@ def _followed(context: RunContext) -> AbstractAsyncContextManager[None]:
     return following
 
 
-def _earlier(folder: RunFolder, ledger: Ledger) -> Totals:
+def _earlier(ledger: Ledger, unfinished: Sequence[UnfinishedGroup]) -> Totals:
     """Read the totals of earlier processes of the run. Tokens that are neither in the ledger nor journaled count as
-    stopped."""
+    stopped. `unfinished`: its groups in flight or buffered."""
     if (totals := ledger.get(TOTALS, Totals)) is None:
         return Totals(max_staleness=None)
-    members = (member for group in read_unfinished(folder.ledger) for member in group.members.values())
+    members = (member for group in unfinished for member in group.members.values())
     go_on = sum(segment.sampled_length for member in members for segment in member.segments)
     return carried_over(totals, ledger.on_record.tokens + go_on)
 
@@ -254,7 +255,13 @@ def _drop_what_came_later(context: RunContext) -> None:
     rewind_samples(folder.held_out, start.version)
 
 
-async def _train(context: RunContext, roles: Roles, recorder: Recorder, selection: SelectionWatch) -> None:
+async def _train(
+    context: RunContext,
+    roles: Roles,
+    recorder: Recorder,
+    selection: SelectionWatch,
+    unfinished: Sequence[UnfinishedGroup],
+) -> None:
     recipe, ledger = context.plan.recipe, context.ledger
     state = ledger.get(CONTROLLER, ControllerState) or ControllerState()
     controller = Controller(
@@ -266,7 +273,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder, selectio
         pacing=pacing_of(recipe.rollout, recipe.in_rounds),
         state=state,
     )
-    restored = restore(controller, state, unfinished := read_unfinished(context.folder.ledger))
+    restored = restore(controller, state, unfinished)
     for group in unfinished:
         selection.restore(group.id, recipe.rollout.group_size, group.trajectories)
     ledger.watch(CONTROLLER, controller.state)

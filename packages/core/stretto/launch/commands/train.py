@@ -33,10 +33,10 @@ from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import until_cut_short
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.ending import ENDING, Ending, read_ending, record_end
-from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.ledger import Ledger, put_fact
 from stretto.store.provenance import library_versions, machine
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.metrics import EvaluationLine, StepMetrics, read_metrics
+from stretto.store.series.metrics import EvaluationLine, StepMetrics, iterate_metrics
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import learning_rate
 
@@ -159,11 +159,13 @@ def prepare(
     folder = RunFolder.resume(path)
     try:
         _assert_alone(path, recipe)
-        prepared = Prepared(plan, folder, _where_it_ended(folder, plan))
-        if write and not prepared.beginning.done:
-            with closing(Ledger(folder.ledger, recipe.store)) as ledger:
+        # One ledger for all: to open it, all trajectories of the run are counted.
+        with closing(Ledger(folder.ledger, recipe.store)) as ledger:
+            prepared = Prepared(plan, folder, _where_it_ended(folder, plan, ledger))
+            if write and not prepared.beginning.done:
                 record_recipe(ledger, recipe)
                 record_sources(ledger, recipe, prepared.beginning.changed)
+        if write and not prepared.beginning.done:
             folder.write("recipe.toml", to_toml(recipe))
             if not folder.questions.exists():  # the run was killed before it had written them
                 write_questions(folder, plan)
@@ -226,13 +228,16 @@ class Prepared:
         Raises:
             StoreError: a line of the metrics cannot be read.
         """
-        steps, evaluations = read_metrics(self.folder.metrics)
-        for line in steps:
-            if line.step <= self.beginning.version:
+        evaluations = list[EvaluationLine]()
+        for line in iterate_metrics(self.folder.metrics):  # one at a time: a long run has hundreds of thousands
+            if line.step > self.beginning.version:
+                continue
+            if isinstance(line, StepMetrics):
                 step(line)
+            else:
+                evaluations.append(line)
         for evaluation in evaluations:
-            if evaluation.step <= self.beginning.version:
-                evaluated(evaluation)
+            evaluated(evaluation)
 
     def train(self, reporter: Reporter, spawner: Spawner = FRESH) -> int:
         """Train; returns the exit code: 0, or 128 + the signal that stopped the run. At the end the folder is unlocked,
@@ -274,8 +279,7 @@ class Prepared:
             return code
 
     def _record(self, ending: Ending) -> None:
-        with closing(Ledger(self.folder.ledger, self.plan.recipe.store)) as ledger:
-            ledger.put(ENDING, ending)
+        put_fact(self.folder.ledger, ENDING, ending)
 
 
 def _new(path: Path, plan: Plan) -> RunFolder:
@@ -305,11 +309,10 @@ def _fingerprints(plan: Plan) -> tuple[str, str]:
     return digest(msgspec.json.encode(recorded)), digest(msgspec.json.encode(plan.training))
 
 
-def _check_moved(folder: RunFolder, before: Recipe, plan: Plan) -> tuple[str, ...]:
+def _check_moved(folder: RunFolder, before: Recipe, plan: Plan, ledger: Ledger) -> tuple[str, ...]:
     """Return the keys of paths that a resume may change because the contents are compared: of the model in this
     function, of the data by the digest of the questions. Raises RunFolderError for another model."""
-    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
-        known = ledger.get(_MODEL, str)
+    known = ledger.get(_MODEL, str)
     moved = before.model.path != plan.recipe.model.path
     if moved and known is not None and known != _model_fingerprint(plan):
         found = f"was {before.model.path!r}, and {str(plan.base.path)!r} holds another model"
@@ -326,42 +329,39 @@ def _model_fingerprint(plan: Plan) -> str:
     return digest(*texts, tensors)
 
 
-def _check_questions(folder: RunFolder, plan: Plan) -> None:
+def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
     """Raise RunFolderError if the questions of a resumed run, or their order, have changed: the run continues at a
     position in the training questions. A digest that is not on record is recorded."""
     for kind, key, found in (
         ("training", _QUESTIONS, _fingerprints(plan)),
         ("held-out", _HELD_OUT, (plan.kept_apart_digest,)),
     ):
-        with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
-            known = ledger.get(key, str)
-            if known is None:  # the run was killed before it was recorded, or began with an earlier version of stretto
-                ledger.put(key, found[0])
+        known = ledger.get(key, str)
+        if known is None:  # the run was killed before it was recorded, or began with an earlier version of stretto
+            ledger.put(key, found[0])
         if known is not None and known not in found:
             changed = (
                 f"the {kind} questions are not those of the run (the data or the tokenizer has changed: their digest "
                 f"is {found[0]}, on record is {known})"
             )
             raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
-    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
-        order = ledger.get(DATA, DataRecord)
-        if order is None:
-            ledger.put(DATA, DataRecord.of(plan))
-        elif order != DataRecord.of(plan):
-            changed = "the sources, their weights or the curriculum are not those of the run; they determine the order"
-            raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
+    order, found_order = ledger.get(DATA, DataRecord), DataRecord.of(plan)
+    if order is None:
+        ledger.put(DATA, found_order)
+    elif order != found_order:
+        changed = "the sources, their weights or the curriculum are not those of the run; they determine the order"
+        raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
 
 
-def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:
-    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
-        recipe, before = plan.recipe, recorded_recipe(folder, ledger.get(RECIPE, str))
-        changed = changed_sources(ledger, recipe)
-    moved = _check_moved(folder, before, plan)
+def _where_it_ended(folder: RunFolder, plan: Plan, ledger: Ledger) -> StartState:
+    recipe, before = plan.recipe, recorded_recipe(folder, ledger.get(RECIPE, str))
+    changed = changed_sources(ledger, recipe)
+    moved = _check_moved(folder, before, plan, ledger)
     changes = differences(before, recipe, (*_MAY_CHANGE, *moved))
     if changes:
         remedy = f"a resumed run may change only {', '.join(_MAY_CHANGE)}"
         raise RunFolderError(Problem(f"{folder.path}: {key}", found, remedy) for key, found in changes)
-    _check_questions(folder, plan)
+    _check_questions(folder, plan, ledger)
     beginning = StartState.of(folder, recipe.store.keep_checkpoints)
     if beginning.saved_step:
         check_checkpoint(Checkpoints(folder.checkpoints).path(beginning.saved_step), recipe.trainer, folder.policy(0))
@@ -381,7 +381,8 @@ def _end_of(folder: RunFolder, version: int) -> Ending | None:
     ending = read_ending(folder.ledger)
     if ending is None or ending.how != "finished" or not folder.metrics.exists():
         return None
-    return ending if any(line.step == version for line in read_metrics(folder.metrics)[1]) else None
+    evaluated = {line.step for line in iterate_metrics(folder.metrics) if isinstance(line, EvaluationLine)}
+    return ending if version in evaluated else None
 
 
 def _check_rates(folder: RunFolder, before: TrainerConfig, after: TrainerConfig, beginning: StartState) -> None:

@@ -20,6 +20,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -35,7 +36,7 @@ from stretto.measures.goodput import OnRecord
 from stretto.store.config import StoreConfig
 from stretto.store.files import identity, sync
 from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls, retraction
-from stretto.store.ledger.reading import BOUNDS, tokens_on_record
+from stretto.store.ledger.reading import BOUNDS, states_on_record
 from stretto.store.ledger.rows import (
     UPSERT,
     Balance,
@@ -70,6 +71,7 @@ _LIVE = """
     SELECT groups.id, trajectories.* FROM trajectories JOIN groups ON groups.key = group_key
     WHERE state IN ('in_flight', 'buffered')
 """
+_LAST_GROUP = "SELECT key + members FROM groups ORDER BY key DESC LIMIT 1"
 _PARTIALS = "SELECT key, begin, payload FROM partials ORDER BY key, begin"
 _INSERT_PARTIAL = "INSERT INTO partials VALUES (?, ?, ?)"
 _DELETE_PARTIALS = "DELETE FROM partials WHERE key = ?"
@@ -117,12 +119,13 @@ class Ledger:
             row = LiveRow.restored(tuple(columns))
             self._live[trajectory_id(group_id, row.member)] = row
         self._resume_partials()
-        self._tokens = TokenTally(tokens_on_record(self._connection))
-        states = self._query("SELECT state, count(*) FROM trajectories GROUP BY state")
-        if strange := [state for state, _ in states if state not in set(map(str, State))]:
+        states, on_record = states_on_record(self._connection)
+        self._tokens = TokenTally(on_record)
+        if strange := [state for state in states if state not in set(map(str, State))]:
             raise StoreError(f"{self._path}: there is no state {strange[0]!r}")
-        self._counts = Counter({State(state): count for state, count in states})
-        self._next_key: int = self._query("SELECT coalesce(max(key + members), 0) FROM groups")[0][0]
+        self._counts = Counter({State(state): count for state, count in states.items()})
+        last = self._query(_LAST_GROUP)
+        self._next_key: int = last[0][0] if last else 0
         self._changes = find_fact(self._query(META), self._path, BOUNDS, list[BoundChange]) or []
         self._flights = MostInFlight(self._query(META), self._path, self._live.values())
         self._settled = 0  # `forget` skips groups with smaller keys: nothing is left to delete
@@ -428,6 +431,21 @@ class Ledger:
             self._connection.rollback()
         self._broken = StoreError(f"{self._path}: cannot be written: {error}")
         return self._broken
+
+
+def put_fact(path: Path, name: str, value: object) -> None:
+    """Store a fact as `Ledger.put` in the ledger at `path`, which no process has open for writing. No trajectory is
+    read: a `Ledger` counts all of them when it is opened.
+
+    Raises:
+        StoreError: the file is no ledger, is damaged, or cannot be written.
+    """
+    text = _json(value)
+    with closing(open_for_writing(path)) as connection:
+        try:
+            connection.execute(_UPSERT_META, (name, text, seal(name, text)))
+        except sqlite3.Error as error:
+            raise StoreError(f"{path}: cannot be written: {error}") from error
 
 
 def _json(value: object) -> str:

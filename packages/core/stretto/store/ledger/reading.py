@@ -25,7 +25,7 @@ _TRAJECTORIES = """
     FROM trajectories LEFT JOIN payloads ON payloads.key = trajectories.key
     WHERE trajectories.key >= ? AND trajectories.key < ?
 """
-_TOKENS = "SELECT state, sum(tokens), sum(verdict IS NULL) FROM trajectories GROUP BY state"
+_STATES = "SELECT state, count(*), sum(tokens), sum(verdict IS NULL) FROM trajectories GROUP BY state"
 _MASKED = "SELECT coalesce(sum(masked_tokens), 0) FROM steps"
 _LIVE = """
     SELECT groups.id, prompt_id, admitted_version, groups.key, members, prompt_token_ids, groups.seal,
@@ -92,11 +92,19 @@ def read_unfinished(path: Path) -> list[UnfinishedGroup]:
 
 def tokens_on_record(connection: sqlite3.Connection) -> OnRecord:
     """Count the sampled tokens in the ledger by the state of their trajectory; masked tokens are counted apart."""
-    rows = {state: (tokens, unjudged) for state, tokens, unjudged in connection.execute(_TOKENS)}
+    return states_on_record(connection)[1]
+
+
+def states_on_record(connection: sqlite3.Connection) -> tuple[dict[str, int], OnRecord]:
+    """Count the trajectories in the ledger by their state, and their tokens as `tokens_on_record`. The whole table is
+    read, once."""
+    found = connection.execute(_STATES).fetchall()
+    rows = {state: (tokens, unjudged) for state, _, tokens, unjudged in found}
     ((masked,),) = connection.execute(_MASKED)
     tokens = {name: rows.get(name, (0, 0))[0] for name in ("trained", "buffered", "filtered", "expired", "failed")}
     unjudged = {f"{name}_unjudged": rows.get(name, (0, 0))[1] for name in ("expired", "failed")}
-    return OnRecord(**tokens | unjudged | {"masked": masked, "trained": tokens["trained"] - masked})
+    on_record = OnRecord(**tokens | unjudged | {"masked": masked, "trained": tokens["trained"] - masked})
+    return {state: count for state, count, _, _ in found}, on_record
 
 
 def last_step(path: Path) -> int:
