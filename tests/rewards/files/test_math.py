@@ -1,7 +1,7 @@
 """`stretto score math`, from the file to the lines that come back.
 
-Promises: lines come back in order, whole, with verdict, seconds and reason; a completion that cannot be judged is undecided and
-told on stderr; every bad line is named with its number before anything is judged.
+Promises: lines come back in order, whole, with verdict, seconds and reason; a completion that cannot be judged is
+undecided and told on stderr; every bad line is named with its number before anything is judged.
 """
 
 from __future__ import annotations

@@ -230,7 +230,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     check_log(path)
     with ExitStack() as undo:
         try:
-            if not path.exists():
+            if not path.exists() or not path.stat().st_size:  # an earlier version, killed here, left an empty file
+                path.with_name(f"{path.name}-journal").unlink(missing_ok=True)
                 _create(path)
             # `verbs.ledger` uses the connection from several threads, one at a time.
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
