@@ -27,7 +27,7 @@ from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.roles.trainer import TrainerRole
 from stretto.trainer.trainer import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
-from tests.tolerances import assert_close, rounding
+from tests.tolerances import assert_close, near, rounding
 from tests.trainer.batches import batch
 from tests.trainer.tiny import FORWARD, tiny
 
@@ -45,7 +45,7 @@ def adapted(algorithm: AlgorithmConfig | None = None) -> Trainer:
 def test_the_start_is_the_policy_itself() -> None:
     trainer = adapted()
     plain = Learner(tiny(), CONFIG)
-    assert torch.equal(trainer.learner.logprobs(PACKED).logprobs, plain.logprobs(PACKED).logprobs)
+    assert_close(trainer.learner.logprobs(PACKED).logprobs, plain.logprobs(PACKED).logprobs, FORWARD)  # one is fused
     for (name, ours), (theirs, parameter) in zip(
         trainer.full_parameters(), plain.model.named_parameters(), strict=True
     ):
@@ -88,10 +88,11 @@ def test_the_policy_at_the_start_is_the_reference_without_a_second_model() -> No
     kl = [trainer.train(batch(version)).metrics["kl_reference"] for version in range(3)]
     assert kl[2] > rounding(FORWARD)
     assert trainer._gradients._reference is not None
-    assert torch.equal(trainer._gradients._reference.logprobs(PACKED), second.logprobs(PACKED))
+    assert_close(trainer._gradients._reference.logprobs(PACKED), second.logprobs(PACKED), FORWARD)
     assert not torch.equal(trainer.learner.logprobs(PACKED).logprobs, second.logprobs(PACKED))
     ours, theirs = (one.token_logprobs(batch(0)) for one in (trainer._gradients._reference, second))
-    assert {id: [*column] for id, column in ours.items()} == {id: [*column] for id, column in theirs.items()}
+    assert ours.keys() == theirs.keys()
+    assert all([*ours[id]] == near([*column], FORWARD) for id, column in theirs.items())
 
 
 def test_a_checkpoint_holds_the_adapters_and_goes_on(tmp_path: Path) -> None:

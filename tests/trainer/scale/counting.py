@@ -136,7 +136,7 @@ def ranks_without_machines(count: int, config: TrainerConfig, *, gpu: bool = Tru
     try:
         with pytest.MonkeyPatch.context() as patch:
             if gpu:
-                patch.setattr(attention, "_bucketed", attention._flash)
+                patch.setattr(attention, "bucketed", attention._flash)
             patch.setattr(DeviceMesh, "__init__", _with_numbers(DeviceMesh.__init__))
             for sizes in (logprobs.CHUNK_LOGITS, logprobs._BLOCK) if gpu else ():
                 patch.setitem(sizes, "cpu", sizes["cuda"])

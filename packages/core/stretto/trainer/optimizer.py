@@ -37,6 +37,7 @@ from stretto.model.attention_support import check_attention
 from stretto.model.hf.filling import own, without_memory
 from stretto.model.hf.layers import checkpoint_activations
 from stretto.model.kernels.matmul import TRAINING, use_onednn
+from stretto.model.packed.layer import fuse_layers
 from stretto.model.packed.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.parallel.ranks import ALONE, Ranks, zeros_on_host
@@ -281,6 +282,8 @@ class Policy(nn.Module):
         if self._checked:
             check_policy(model)
             use_onednn(model, TRAINING)
+            if ranks.count == 1:
+                fuse_layers(model)
         self.model = model
         self._sampling, self._half = sampling, config.dtype != "float32" and ranks.count == 1
         self._context = ranks.context

@@ -190,7 +190,7 @@ def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: 
     return torch.cat(attended)
 
 
-def _bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
+def bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
     """Causal attention bucket by bucket, [T, H, D]: gather into cells, dense attention, gather back. For any device."""
     if len(packing.lengths) <= FEW_SEQUENCES and not packing.shares_prefixes:
         return _one_by_one(query_THD, key_TKD, value_TKD, packing, rule)
@@ -260,7 +260,7 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, r
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     plain = rule.dropout == 0.0 and rule.softcap is None and not packing.shares_prefixes
     flash = plain and value.is_cuda and value.dtype in _HALF and _flash_takes(value.shape[-1])
-    return (_flash if flash else _bucketed)(query_THD, key_TKD, value_TKD, packing, rule)[None]
+    return (_flash if flash else bucketed)(query_THD, key_TKD, value_TKD, packing, rule)[None]
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

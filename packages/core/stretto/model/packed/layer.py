@@ -1,0 +1,271 @@
+"""Decoder layers of a training step on the CPU, in two parts with gradients of their own.
+
+    x ─► norm ─► q, k, v in one product ─► norm and rotate heads ─► attention ─┐
+    │                                                                          ▼
+    └──────────────────────────────────────────────────────────────► x + output matrix
+                          ┌────────────────────────────────────────────────────┘
+                          ├─► norm ─► gate, up in one product ─► silu(gate) · up ─► down ─┐
+                          └────────────────────────────────────────────────────────► sum ◄┘
+
+`fuse_layers` gives this forward to the layers of Llama's shape (Llama, Mistral, Qwen), if it agrees with their own on
+made-up numbers. Parameters and modules stay the same. The residual stream is float32; under autocast the rest is
+bfloat16, with sums in float32. All operations between products are loops (`packed.loops`).
+
+Axes: T token, N width of the model, A all heads of a row, H head, D width of a head, I width of the gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from stretto.model.attention_support import Rule, check_attention
+from stretto.model.hf.layers import decoder_layers
+from stretto.model.kernels.compiled import computes
+from stretto.model.kernels.matmul import OneDnnLinear, product
+from stretto.model.layout import pack
+from stretto.model.packed import loops
+from stretto.model.packed.attention import bucketed
+from stretto.model.packed.short import LONGEST, short_attention
+
+_PROBED = (5, 3)  # lengths of the sequences on which a layer is compared
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a layer's two parts need beside parameters."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    eps: tuple[float, float, float]  # of the norms before attention, of heads, and after attention
+    fewest: int | None  # number of tokens from which oneDNN multiplies float32; None: never
+
+    def times(self, x: Tensor, weight: Tensor) -> Tensor:
+        return product(x, weight) if self._by_onednn(x) else x @ weight.t()
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        return product(gradient, weight.t().contiguous()) if self._by_onednn(gradient) else gradient @ weight
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """gradientᵀ · x in float32. oneDNN is faster in float32 if the wider operand is on the right."""
+        if not self._by_onednn(x):
+            return (gradient.t() @ x).float()
+        if gradient.shape[1] <= x.shape[1]:
+            return product(gradient.t(), x.t())
+        return product(x.t(), gradient.t()).t()
+
+    def _by_onednn(self, rows: Tensor) -> bool:
+        return self.fewest is not None and rows.dtype is torch.float32 and len(rows) >= self.fewest
+
+
+def _stacked(dtype: torch.dtype, *weights: Tensor) -> Tensor:
+    """Weights one below the other, in the dtype of computation."""
+    if len(weights) == 1:
+        return weights[0].to(dtype)
+    stack = weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1], dtype=dtype)
+    for part, weight in zip(stack.split([len(one) for one in weights]), weights, strict=True):
+        part.copy_(weight)
+    return stack
+
+
+def _computed() -> torch.dtype:
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+
+
+class _Before(torch.autograd.Function):
+    """From the residual stream to queries, keys and values, [T, H, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_bias: Tensor | None,
+        key_bias: Tensor | None,
+        value_bias: Tensor | None,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        angles: tuple[Tensor, Tensor],
+        layer: _Layer,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        width, (queries, keys) = layer.width, (layer.heads, layer.kv_heads)
+        weights = _stacked(_computed(), query, key, value)
+        hidden = loops.norm(x, norm, layer.eps[0], weights.dtype)
+        columns = layer.times(hidden, weights)
+        if query_bias is not None and key_bias is not None and value_bias is not None:
+            columns += torch.cat((query_bias, key_bias, value_bias)).to(columns.dtype)
+        first = loops.heads(columns, 0, (queries, width), query_norm, layer.eps[1], angles)
+        second = loops.heads(columns, queries * width, (keys, width), key_norm, layer.eps[1], angles)
+        ctx.save_for_backward(x, norm, query, key, value, query_norm, key_norm, hidden, columns)
+        ctx.angles, ctx.layer = angles, layer
+        ctx.half = None if weights.dtype is torch.float32 else weights
+        return first, second, columns[:, (queries + keys) * width :].unflatten(1, (keys, width))
+
+    @staticmethod
+    def backward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Any, ...]:
+        x, norm, query, key, value, query_norm, key_norm, hidden, columns = ctx.saved_tensors
+        layer, angles, eps = ctx.layer, ctx.angles, ctx.layer.eps[1]
+        weights = _stacked(torch.float32, query, key, value) if ctx.half is None else ctx.half
+        gradient, at = torch.empty_like(columns), queries[0].numel()
+        first = loops.heads_back(columns, 0, query_norm, eps, angles, queries.contiguous(), gradient)
+        second = loops.heads_back(columns, at, key_norm, eps, angles, keys.contiguous(), gradient)
+        gradient[:, at + keys[0].numel() :].copy_(values.flatten(1))
+        matrices = biases = (None,) * 3
+        sizes = [len(query), len(key), len(value)]
+        if any(ctx.needs_input_grad[2:5]):
+            matrices = layer.weight_gradient(gradient, hidden).split(sizes)
+        if any(ctx.needs_input_grad[5:8]):
+            biases = gradient.sum(0, dtype=torch.float32).split(sizes)
+        back, _, own = loops.norm_back(x, norm, layer.eps[0], layer.input_gradient(gradient, weights))
+        return back, own, *matrices, *biases, first, second, None, None
+
+
+class _After(torch.autograd.Function):
+    """From the output of attention, [T, A], to the residual stream after the layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        attended: Tensor,
+        output: Tensor,
+        norm: Tensor,
+        asked: Tensor,
+        up: Tensor,
+        down: Tensor,
+        layer: _Layer,
+    ) -> Tensor:
+        kinds = [_stacked(attended.dtype, *each) for each in ((output,), (asked, up), (down,))]
+        middle, hidden = loops.norm_of_sum(x, layer.times(attended, kinds[0]), norm, layer.eps[2])
+        both = layer.times(hidden, kinds[1])
+        result = loops.add(middle, layer.times(loops.gate(both), kinds[2]))
+        ctx.save_for_backward(attended, output, norm, asked, up, down, middle, hidden, both)
+        ctx.layer, ctx.half = layer, None if attended.dtype is torch.float32 else kinds
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        attended, output, norm, asked, up, down, middle, hidden, both = ctx.saved_tensors
+        layer: _Layer = ctx.layer
+        kinds = [output, _stacked(torch.float32, asked, up), down] if ctx.half is None else ctx.half
+        gradient = gradient.contiguous()
+        narrow = gradient.to(attended.dtype)
+        gated, backs = loops.gate_back(both, layer.input_gradient(narrow, kinds[2]))
+        of_hidden = layer.input_gradient(backs, kinds[1])
+        back, narrow_back, own = loops.norm_back(middle, norm, layer.eps[2], of_hidden, gradient)
+        pairs = ((narrow_back, attended), (backs, hidden), (narrow, gated))
+        needed = (ctx.needs_input_grad[2], any(ctx.needs_input_grad[4:6]), ctx.needs_input_grad[6])
+        of_output, of_both, of_down = (
+            layer.weight_gradient(*pair) if wanted else None for pair, wanted in zip(pairs, needed, strict=True)
+        )
+        halves = (None, None) if of_both is None else of_both.split(len(asked))
+        return back, layer.input_gradient(narrow_back, kinds[0]), of_output, own, *halves, of_down, None
+
+
+def _forward(
+    module: Any, layer: _Layer, own: Callable[..., Tensor], hidden_states: Tensor, *others: Any, **given: Any
+) -> Tensor:
+    """The forward of a fused layer; its `own` for other callers than the packed path, and for other dtypes."""
+    packing, angles = given.get("packing"), given.get("position_embeddings")
+    if packing is None or angles is None or given.get("part") is not None or not _suits(hidden_states, angles[0]):
+        return own(hidden_states, *others, **given)
+    attention, mlp, x = module.self_attn, module.mlp, hidden_states.flatten(0, 1)
+    query, key, value = _Before.apply(  # type: ignore[no-untyped-call]
+        x,
+        module.input_layernorm.weight,
+        *(getattr(attention, f"{name}_proj").weight for name in "qkv"),
+        *(getattr(attention, f"{name}_proj").bias for name in "qkv"),
+        *(getattr(getattr(attention, f"{name}_norm", None), "weight", None) for name in "qk"),
+        tuple(angle.flatten(0, 1).contiguous() for angle in angles),
+        layer,
+    )
+    if packing.longest <= LONGEST and layer.width % 8 == 0:
+        attended = short_attention(query, key, value, packing, attention.scaling)
+    else:
+        attended = bucketed(query, key, value, packing, Rule(scaling=attention.scaling))
+    result = _After.apply(  # type: ignore[no-untyped-call]
+        x,
+        attended.flatten(1),
+        attention.o_proj.weight,
+        module.post_attention_layernorm.weight,
+        *(getattr(mlp, f"{name}_proj").weight for name in ("gate", "up", "down")),
+        layer,
+    )
+    return cast(Tensor, result).view_as(hidden_states)
+
+
+def _suits(hidden_states: Tensor, angle: Tensor) -> bool:
+    kinds = {hidden_states.dtype, angle.dtype}
+    return kinds == {torch.float32} and hidden_states.device.type == "cpu" and _computed() in _DTYPES
+
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def fuse_layers(model: PreTrainedModel) -> int:
+    """Give the fused forward to the decoder layers that it fits, in place; returns their number."""
+    without_memory = any(one.untyped_storage().device.type != "cpu" for one in model.parameters())
+    if without_memory or not computes(model.device, model.dtype) or model.dtype is not torch.float32:
+        return 0
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if capped or not hasattr(model.base_model, "rotary_emb") or check_attention(model).windows != {None}:
+        return 0
+    fused = 0
+    for module in decoder_layers(model):
+        if "forward" not in vars(module) and (layer := _layer_of(module)) is not None and _agrees(model, module, layer):
+            module.forward = partial(_forward, module, layer, module.forward)
+            fused += 1
+    return fused
+
+
+def _layer_of(module: Any) -> _Layer | None:
+    """Sizes of a layer of Llama's shape; None for another layer."""
+    try:
+        attention, mlp = module.self_attn, module.mlp
+        linear = [getattr(attention, f"{name}_proj") for name in "qkvo"]
+        linear += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
+        norms = [module.input_layernorm, module.post_attention_layernorm]
+        inside = [one for name in "qk" if (one := getattr(attention, f"{name}_norm", None)) is not None]
+        eps = [float(one.variance_epsilon) for one in (*norms, *inside)]
+        width = int(attention.head_dim)
+        float(attention.scaling)
+    except (AttributeError, TypeError):
+        return None
+    plain = all(type(one) in (nn.Linear, OneDnnLinear) for one in linear)
+    known = {id(one.weight) for one in (*linear, *norms, *inside)}
+    if all(one.bias is not None for one in linear[:3]):
+        known |= {id(one.bias) for one in linear[:3]}
+    if not plain or known != {id(one) for one in module.parameters()} or len(inside) == 1 or width % 2:
+        return None
+    if any(one.weight.shape != (width,) for one in inside):
+        return None
+    kernel = linear[0].kernel.choice if isinstance(linear[0], OneDnnLinear) else None
+    fewest = kernel.fewest if kernel is not None and kernel.kernel == "onednn" else None
+    counts = (linear[0].out_features // width, linear[1].out_features // width)
+    return _Layer(*counts, width, (eps[0], eps[-1], eps[1]), fewest)
+
+
+@torch.no_grad()
+def _agrees(model: Any, module: nn.Module, layer: _Layer) -> bool:
+    """Whether the fused forward gives what the layer's own gives, up to rounding."""
+    packing = pack(_PROBED)
+    size = model.config.get_text_config().hidden_size
+    x = torch.linspace(-2, 2, packing.tokens * size).mul(37).sin().view(1, packing.tokens, size)
+    angles = model.base_model.rotary_emb(x, packing.position_ids)
+    if angles[0].shape[-1] != layer.width:
+        return False
+    given = {"position_embeddings": angles, "position_ids": packing.position_ids, "packing": packing}
+    expected = module(x, attention_mask=None, use_cache=False, **given)
+    found = _forward(module, layer, module.forward, x, **given)
+    allowed = 64 * torch.finfo(x.dtype).eps * max(1.0, float(expected.abs().max()))
+    return float((found - expected).abs().max()) <= allowed

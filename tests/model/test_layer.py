@@ -1,0 +1,139 @@
+"""Promises of the fused decoder layers of a training step:
+
+- values and gradients are those of the modules, with shared prompts and several threads too, to rounding; in bfloat16
+  no further from float32 than the modules are;
+- the same calls with the same numbers give the same bits;
+- only layers of Llama's shape are fused, and a fused model still serves callers of its plain forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from stretto.core.records import Sampling
+from stretto.model.attention_support import Rule
+from stretto.model.kernels.compiled import AVAILABLE
+from stretto.model.packed import loops, short
+from stretto.model.packed.attention import PACKED_ATTENTION, bucketed
+from stretto.model.packed.layer import fuse_layers
+from stretto.model.packed.logprobs import PackedTokens, pack_tokens, token_logprobs
+from stretto.model.packed.short import short_attention
+from tests.model.families import FAMILIES, VOCABULARY, Family, config
+from tests.tolerances import LOGITS, assert_close, operations_of, rounding
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="numba is not installed")
+
+SHAPED: list[Family] = [
+    ("qwen3", 2, 2, {}),
+    ("qwen3", 4, 1, {}),
+    ("qwen2", 4, 2, {}),
+    ("llama", 2, 1, {}),
+    ("mistral", 4, 2, {"sliding_window": None}),
+]
+UNCHANGED = Sampling(max_tokens=1)
+
+
+def build(family: Family) -> PreTrainedModel:
+    torch.manual_seed(3)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config(*family), attn_implementation=PACKED_ATTENTION)
+    model.eval()
+    return model
+
+
+def packed(shared: bool) -> PackedTokens:
+    chance = torch.Generator().manual_seed(1)
+    prompt, *answers = (torch.randint(VOCABULARY, (n,), generator=chance).tolist() for n in (6, 1, 9, 40, 2, 13))
+    rows = [[*prompt, *answer] for answer in answers]
+    return pack_tokens(rows, [range(6, len(row)) for row in rows], prompts=[6] * len(rows) if shared else None)
+
+
+def step(model: PreTrainedModel, tokens: PackedTokens, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Log-probabilities, and the gradient of all parameters."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+        logprobs = token_logprobs(model, tokens, UNCHANGED).logprobs
+    return [logprobs.detach(), *torch.autograd.grad(logprobs.square().mean(), list(model.parameters()))]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("family", SHAPED, ids=str)
+def test_values_and_gradients_are_those_of_the_modules(family: Family, shared: bool) -> None:
+    model, tokens = build(family), packed(shared)
+    expected = step(model, tokens)
+    assert fuse_layers(model) == 2
+    logprobs, *gradients = step(model, tokens)
+    assert_close(logprobs, expected[0], operations_of(model.config), size=LOGITS)
+    assert_close(gradients, expected[1:], operations_of(model.config, backward=True))
+
+
+def test_threads_share_rows_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = build(SHAPED[0]), packed(shared=True)
+    expected = step(model, tokens)
+    fuse_layers(model)
+    for module in (loops, short):
+        monkeypatch.setattr(module, "parts_of", lambda rows, width: min(rows, 2))
+    found = step(model, tokens)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs, operations_of(model.config, backward=True), size=LOGITS)
+    assert all(torch.equal(*both) for both in zip(found, step(model, tokens), strict=True)), "the same bits again"
+
+
+def test_bfloat16_is_as_near_to_float32_as_the_modules_are() -> None:
+    model, tokens = build(SHAPED[0]), packed(shared=True)
+    exact, modules = step(model, tokens), step(model, tokens, torch.bfloat16)
+    fuse_layers(model)
+    for found, theirs, right in zip(step(model, tokens, torch.bfloat16), modules, exact, strict=True):
+        assert found.dtype is torch.float32
+        assert not torch.equal(found, right)
+        assert float((found - right).norm()) <= 1.5 * float((theirs - right).norm()) + rounding(size=1.0)
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one[0] not in ("qwen3", "qwen2", "llama")], ids=str)
+def test_layers_of_other_shapes_stay_as_they_are(family: Family) -> None:
+    assert fuse_layers(build(family)) == 0
+
+
+def test_a_fused_model_serves_its_plain_forward_and_is_fused_once() -> None:
+    model, ids = build(SHAPED[1]), torch.arange(7)[None]
+    model.set_attn_implementation("sdpa")
+    expected = model(ids).logits
+    model.set_attn_implementation(PACKED_ATTENTION)
+    assert (fuse_layers(model), fuse_layers(model)) == (2, 0)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    model, tokens = build(SHAPED[0]), packed(shared=True)
+    fuse_layers(model)
+    trained = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    (expected,) = torch.autograd.grad(token_logprobs(model, tokens, UNCHANGED).logprobs.sum(), [trained])
+    model.requires_grad_(False)
+    trained.requires_grad_()
+    token_logprobs(model, tokens, UNCHANGED).logprobs.sum().backward()
+    assert trained.grad is not None
+    assert torch.equal(trained.grad, expected)
+    assert {name for name, one in model.named_parameters() if one.grad is not None} == {
+        "model.layers.0.mlp.up_proj.weight"
+    }
+
+
+def attended(way: Any, width: int, heads: int, kv_heads: int) -> list[Tensor]:
+    """Attention, and the gradients of queries, keys and values, of which the values are part of wider rows."""
+    packing, chance = packed(shared=True).packing, torch.Generator().manual_seed(2)
+    query, key = (torch.randn(packing.tokens, n, width, generator=chance).requires_grad_() for n in (heads, kv_heads))
+    wide = torch.randn(packing.tokens, kv_heads + 1, width, generator=chance).requires_grad_()
+    out = way(query, key, wide[:, 1:], packing)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), (query, key, wide))]
+
+
+@pytest.mark.parametrize(("width", "heads", "kv_heads"), [(8, 2, 2), (16, 3, 1), (64, 12, 2), (24, 18, 2)])
+def test_short_sequences_attend_as_in_buckets(width: int, heads: int, kv_heads: int) -> None:
+    expected = attended(lambda q, k, v, packing: bucketed(q, k, v, packing, Rule(scaling=0.3)), width, heads, kv_heads)
+    found = attended(lambda q, k, v, packing: short_attention(q, k, v, packing, 0.3), width, heads, kv_heads)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs, 4 * max(width, 64))
