@@ -9,8 +9,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -135,3 +139,24 @@ def test_a_token_outside_the_vocabulary_has_no_logits(dtype: torch.dtype) -> Non
 def test_a_trace_with_another_call_is_no_program(family: Family) -> None:
     assert not is_program(trace(in_panels(family)))
     assert not is_program(trace(model(QWEN)))  # no product is in panels
+
+
+def test_a_loop_is_compiled_anew_when_a_function_that_it_inlines_has_changed(tmp_path: Path) -> None:
+    inner, outer = tmp_path / "inner.py", tmp_path / "outer.py"
+    outer.write_text(
+        "from inner import times\nfrom stretto.model.kernels.compiled import compiled\n"
+        "@compiled\ndef loop(x): return times(x)\n"
+        "print(loop(7), sum(loop.stats.cache_hits.values()))\n"
+    )
+
+    def told(factor: int) -> str:
+        inner.write_text(
+            f"from stretto.model.kernels.compiled import inlined\n@inlined\ndef times(x): return x * {factor}\n"
+        )
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+        return subprocess.run(
+            [sys.executable, outer], env=environment, check=True, capture_output=True, text=True, timeout=100
+        ).stdout
+
+    assert told(2) == "14 0\n"
+    assert told(10) == "70 0\n", "numba itself would load the loop that multiplies by 2"

@@ -6,7 +6,10 @@ step. Loops support float32, and bfloat16 as 16-bit integers (`halves`). All sum
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,18 +78,31 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Decorator: a loop that is compiled on its first call, and cached on disk if possible."""
+    """Decorator: a loop that is compiled on its first call, and cached on disk if possible.
+
+    A cached loop is compiled anew when a file of this folder, or of the loop's, has changed: numba itself only looks at
+    the loop's file, not at those of the functions that are inlined.
+    """
     if not AVAILABLE:
         return function
     try:
-        return _numba.njit(cache=True, **_OPTIONS)(function)
+        loop = _numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # numba found no folder that it may write to
         return _numba.njit(**_OPTIONS)(function)
+    file = loop._cache._cache_file
+    file._source_stamp = (file._source_stamp, _stamp(Path(__file__).parent, Path(inspect.getfile(function)).parent))
+    return loop
+
+
+@cache
+def _stamp(*folders: Path) -> tuple[tuple[str, float, int], ...]:
+    """Name, time of change and size of the Python files in the folders; changes when one of them is edited."""
+    files = [(path, path.stat()) for folder in folders for path in sorted(folder.glob("*.py"))]
+    return tuple((path.name, status.st_mtime, status.st_size) for path, status in files)
 
 
 def body(loop: Any) -> Any:
-    """A loop made by `compiled`, as a function that is inlined into another loop. After an edit delete the other loop's
-    cached files: numba only looks at the file that the other loop is in."""
+    """A loop made by `compiled`, as a function that is inlined into another loop."""
     return inlined(loop.py_func) if AVAILABLE else loop
 
 
