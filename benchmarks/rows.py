@@ -327,16 +327,18 @@ def verifier(results: dict[str, Any]) -> list[Row]:
 
 def _sandbox(results: dict[str, Any]) -> list[Row]:
     plain = next(row for row in results["rows"] if row["level"] == "none")
-    return [
-        Row(
-            f"a program in the sandbox, level {row['level']}, {row['how']}, median (95th percentile)",
+    first, *others = (row for row in results["rows"] if row is not plain)
+
+    def row_of(row: dict[str, Any], prefix: str, beside: str) -> Row:
+        return Row(
+            f"{prefix}level {row['level']}, {row['how']}",
             f"{row['median_ms']:.1f} ms ({row['p95_ms']:.1f})",
-            f"a plain subprocess: {plain['median_ms']:.1f} ms ({plain['p95_ms']:.1f})",
+            f"{beside}{plain['median_ms']:.1f} ms ({plain['p95_ms']:.1f})",
             f"× {plain['median_ms'] / row['median_ms']:.2f}",
         )
-        for row in results["rows"]
-        if row is not plain
-    ]
+
+    whole = row_of(first, "a program in the sandbox, median (95th percentile): ", "a plain subprocess: ")
+    return [whole, *(row_of(row, "″ ", "″ ") for row in others)]
 
 
 # ── faults ──────────────────────────────────────────────────────────────────────────────────────────
