@@ -294,8 +294,9 @@ def test_a_damaged_ledger_is_never_read_as_something_else(memory: Path) -> None:
 def test_a_damaged_log_of_a_ledger_loses_its_end_at_most(memory: Path) -> None:
     path, states = memory / "ledger.sqlite", []
     log = path.with_name("ledger.sqlite-wal")
+    Ledger(path, StoreConfig()).close()
     with closing(sqlite3.connect(path)) as connection:  # small pages: a log of many frames
-        connection.executescript("PRAGMA page_size = 512; PRAGMA user_version = 1; PRAGMA user_version = 0;")
+        connection.executescript("PRAGMA journal_mode = DELETE; PRAGMA page_size = 512; VACUUM;")
     with closing(Ledger(path, StoreConfig())) as ledger:
         ledger.flush()
         connection = ledger._connection
