@@ -160,3 +160,29 @@ def test_a_loop_is_compiled_anew_when_a_function_that_it_inlines_has_changed(tmp
 
     assert told(2) == "14 0\n"
     assert told(10) == "70 0\n", "numba itself would load the loop that multiplies by 2"
+
+
+def test_a_loop_is_compiled_anew_if_a_process_ended_while_it_saved_the_loop(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+
+    def write(factor: int) -> None:
+        program.write_text(
+            "import os, sys\nfrom numba.core.caching import IndexDataCacheFile as Files\n"
+            "from stretto.model.kernels.compiled import compiled\n"
+            "left, write = [None] * int(sys.argv[1]), Files._open_for_write\n"
+            "Files._open_for_write = lambda *to: write(*to) if left and not left.pop() else os._exit(0)\n"
+            f"@compiled\ndef loop(x): return x * {factor}\n"
+            "print(loop(7))\n"
+        )
+
+    def told(writes: int) -> str:
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+        call = [sys.executable, program, str(writes)]
+        return subprocess.run(call, env=environment, check=True, capture_output=True, text=True, timeout=100).stdout
+
+    write(2)
+    assert told(writes=2) == "14\n"
+    write(10)
+    assert told(writes=1) == ""
+    assert told(writes=2) == "70\n", "numba itself would load the file of x * 2"
+    assert len(list(tmp_path.rglob("*.nbc"))) == 1, "the file of earlier code is removed"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,25 @@ def compiled(function: Callable[..., Any]) -> Any:
         return _numba.njit(**_OPTIONS)(function)
     file = loop._cache._cache_file
     file._source_stamp = (file._source_stamp, _stamp(Path(__file__).parent, Path(inspect.getfile(function)).parent))
+    file.save = partial(_save, file)
     return loop
+
+
+def _save(file: Any, key: Any, data: Any) -> None:
+    """Save a compiled loop in numba's cache, under a name that is only its own, then add the name to the index.
+
+    numba itself numbers the files of a loop, and writes the index first. If the process ended then, the index would name
+    a file of earlier code or of other types, and all later processes would run it.
+    """
+    start = Path(file._index_name).stem
+    name = f"{start}.{sha256(repr((file._source_stamp, key)).encode()).hexdigest()[:16]}.nbc"
+    file._save_data(name, data)
+    known = file._load_index()
+    file._save_index(known | {key: name})
+    for old in Path(file._cache_path).glob(f"{start}.*.nbc") if not known else ():
+        if old.name != name:  # of earlier code
+            with suppress(OSError):
+                old.unlink()
 
 
 @cache
