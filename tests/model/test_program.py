@@ -115,6 +115,59 @@ def test_weights_that_change_are_seen_and_earlier_logits_stay() -> None:
     assert not torch.allclose(after, before, atol=0.1)
 
 
+def test_memory_of_a_long_step_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.model.kernels.program._KEPT_BYTES", 1 << 14)
+    program, module = both(in_panels(QWEN))
+    held = vars(program.forward_of_model.func.__self__)  # type: ignore[attr-defined]
+    short, long = (np.arange(tokens) % VOCABULARY for tokens in (5, 200))
+    for text in (short, long, long, short):
+        assert_close(program.forward_of_texts([text]), module.forward_of_texts([text]), OPERATIONS)
+        assert (held["_memory"].nbytes > 0) == (text is short)
+
+
+def test_a_step_after_one_that_ran_out_of_memory_for_angles_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, heads, kv_heads, _ = QWEN
+    program, module = both(in_panels((name, heads, kv_heads, {"max_position_embeddings": 1024})))
+    text = np.arange(600) % VOCABULARY
+
+    def fail(**_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(program.forward_of_model.func.__self__, "_angles", fail)  # type: ignore[attr-defined]
+        with pytest.raises(MemoryError):
+            program.forward_of_texts([text])
+    program.clear()
+    assert_close(program.forward_of_texts([text]), module.forward_of_texts([text]), OPERATIONS)
+
+
+def test_angles_of_weights_are_not_kept() -> None:
+    policy = in_panels(QWEN)
+    embedding: Any = policy.model.rotary_emb
+    frequencies = embedding.inv_freq
+    del embedding.inv_freq
+    embedding.inv_freq = torch.nn.Parameter(frequencies)
+    traced, module = both(policy)
+    two_steps(traced)
+    traced.clear()
+    with torch.no_grad():
+        embedding.inv_freq *= 3
+    assert_close(two_steps(traced), two_steps(module), OPERATIONS)
+
+
+def test_a_trace_with_a_computed_weight_or_one_column_by_column_stays() -> None:
+    computed, turned = in_panels(QWEN), in_panels(QWEN)
+    head: Any = computed.lm_head
+    factor = torch.nn.Parameter(torch.ones(()))
+    head.forward = lambda x: torch.nn.functional.linear(x, head.weight * factor)
+    words = turned.get_input_embeddings().weight
+    words.data = words.data.t().contiguous().t()
+    for policy in (computed, turned):
+        traced, module = both(policy)
+        assert not is_program(traced.forward_of_model)
+        assert_close(two_steps(traced), two_steps(module), OPERATIONS)
+
+
 def test_a_row_has_the_same_logits_whatever_enters_beside_it() -> None:
     """To the last bit: one loop computes the rows of all steps."""
     program, _ = both(in_panels(QWEN))

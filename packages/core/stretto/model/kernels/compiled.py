@@ -100,8 +100,8 @@ def compiled(function: Callable[..., Any]) -> Any:
 def _save(file: Any, key: Any, data: Any) -> None:
     """Save a compiled loop in numba's cache, under a name that is only its own, then add the name to the index.
 
-    numba itself numbers the files of a loop, and writes the index first. If the process ended then, the index would name
-    a file of earlier code or of other types, and all later processes would run it.
+    numba itself numbers the files of a loop, and writes the index first. If the process ended then, the index would
+    name a file of earlier code or of other types, and all later processes would run it.
     """
     start = Path(file._index_name).stem
     name = f"{start}.{sha256(repr((file._source_stamp, key)).encode()).hexdigest()[:16]}.nbc"

@@ -143,6 +143,8 @@ class _Writer:
         """Write the steps of a call."""
         inputs = set(node.all_input_nodes) - self._constants.keys() - {self._inputs["tokens"]}
         if inputs <= self.of_positions:
+            of_weights = any(isinstance(self._constants.get(one), nn.Parameter) for one in node.all_input_nodes)
+            self._check(not of_weights)  # the results are kept, but weights change
             self.of_positions.add(node)
             return
         writers: dict[Any, Callable[..., Any]] = {
@@ -276,7 +278,8 @@ class _Writer:
         return value
 
     def _fix(self, node: Node) -> int:
-        """The place of a constant."""
+        """The place of a constant, whose numbers must be in order."""
+        self._check(self._constants[node].is_contiguous())
         if node not in self.fixed:
             self.fixed[node] = self._place()
         return self.fixed[node]
@@ -350,6 +353,8 @@ class _Program:
                     self._view(what.out)[:, : within.shape[1]].copy_(within)
                 first = stop
         run(self._steps, at, first, len(self._steps), *common)
+        if self._memory.nbytes > _KEPT_BYTES:
+            self._memory, self._sized = torch.empty(0, dtype=self._dtype), (0, 0)
         return out
 
     def _view(self, value: _Value) -> Tensor:
@@ -377,16 +382,17 @@ class _Program:
     def _look_at_positions(self, end: int) -> None:
         """Compute the angles of positions below `end` if some are missing."""
         if end > self._known and self._angle_places:
-            self._known = max(_FIRST_ANGLES, 1 << int(end - 1).bit_length())
-            found = self._angles(positions=torch.arange(self._known)[None], tokens=self._known)
+            known = max(_FIRST_ANGLES, 1 << int(end - 1).bit_length())
+            found = self._angles(positions=torch.arange(known)[None], tokens=known)
             self._angle_tables = [table.contiguous() for table in found]
             for place, table in zip(self._angle_places, self._angle_tables, strict=True):
                 self._at[place] = table.data_ptr()
+            self._known = known  # not before: a step that ran out of memory has no tables
 
     def _resize(self, tokens: int, rows: int) -> None:
         """Place the values of a step in memory."""
         size = self._size * tokens
-        if size > len(self._memory) or self._memory.nbytes > _KEPT_BYTES:
+        if size > len(self._memory):
             self._memory = torch.empty(size, dtype=self._dtype)
         places = self._in_memory
         starts = self._offsets[0, places] * tokens + self._offsets[1, places] * (tokens - rows)
