@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.records import Sampling
 from stretto.model.attention_support import Rule
+from stretto.model.hf.layers import decoder_layers
 from stretto.model.kernels.compiled import AVAILABLE
 from stretto.model.packed import loops, short
 from stretto.model.packed.attention import PACKED_ATTENTION, bucketed
@@ -95,6 +96,12 @@ def test_bfloat16_is_as_near_to_float32_as_the_modules_are() -> None:
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one[0] not in ("qwen3", "qwen2", "llama")], ids=str)
 def test_layers_of_other_shapes_stay_as_they_are(family: Family) -> None:
     assert fuse_layers(build(family)) == 0
+
+
+def test_a_layer_without_rotary_embedding_is_not_fused_however_small_its_weights() -> None:
+    model = build(("smollm3", 4, 2, {"initializer_range": 0.001, "no_rope_layers": [1, 0]}))
+    assert fuse_layers(model) == 1
+    assert ["forward" in vars(layer) for layer in decoder_layers(model)] == [True, False]
 
 
 def test_a_fused_model_serves_its_plain_forward_and_is_fused_once() -> None:

@@ -16,13 +16,14 @@ Axes: T token, N width of the model, A all heads of a row, H head, D width of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from stretto.model.attention_support import Rule, check_attention
@@ -220,12 +221,25 @@ def fuse_layers(model: PreTrainedModel) -> int:
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     if capped or not hasattr(model.base_model, "rotary_emb") or check_attention(model).windows != {None}:
         return 0
-    fused = 0
+    fused, weights = 0, dict[str, Tensor]()
     for module in decoder_layers(model):
-        if "forward" not in vars(module) and (layer := _layer_of(module)) is not None and _agrees(model, module, layer):
+        if "forward" in vars(module) or (layer := _layer_of(module)) is None:
+            continue
+        shapes = {name: one.shape for name, one in module.named_parameters()}
+        if shapes != {name: one.shape for name, one in weights.items()}:
+            weights = _made_up(shapes)
+        if _agrees(model, module, layer, weights):
             module.forward = partial(_forward, module, layer, module.forward)
             fused += 1
     return fused
+
+
+def _made_up(shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Weights with which each operation of a layer shows in the result. Of a new model they may be zero, or so small
+    that a layer without rotary embedding gives the same."""
+    chance = torch.Generator().manual_seed(1)
+    made = {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
+    return {name: one if one.dim() == 1 else one.mul_(one.shape[1] ** -0.5) for name, one in made.items()}
 
 
 def _layer_of(module: Any) -> _Layer | None:
@@ -256,8 +270,8 @@ def _layer_of(module: Any) -> _Layer | None:
 
 
 @torch.no_grad()
-def _agrees(model: Any, module: nn.Module, layer: _Layer) -> bool:
-    """Whether the fused forward gives what the layer's own gives, up to rounding."""
+def _agrees(model: Any, module: nn.Module, layer: _Layer, weights: dict[str, Tensor]) -> bool:
+    """Whether the fused forward gives what the layer's own gives with these weights, up to rounding."""
     packing = pack(_PROBED)
     size = model.config.get_text_config().hidden_size
     x = torch.linspace(-2, 2, packing.tokens * size).mul(37).sin().view(1, packing.tokens, size)
@@ -265,7 +279,11 @@ def _agrees(model: Any, module: nn.Module, layer: _Layer) -> bool:
     if angles[0].shape[-1] != layer.width:
         return False
     given = {"position_embeddings": angles, "position_ids": packing.position_ids, "packing": packing}
-    expected = module(x, attention_mask=None, use_cache=False, **given)
-    found = _forward(module, layer, module.forward, x, **given)
+    expected = functional_call(module, weights, x, {"attention_mask": None, "use_cache": False, **given})
+    module.forward = partial(_forward, module, layer, module.forward)
+    try:
+        found = functional_call(module, weights, x, given)
+    finally:
+        del module.forward
     allowed = 64 * torch.finfo(x.dtype).eps * max(1.0, float(expected.abs().max()))
     return float((found - expected).abs().max()) <= allowed
