@@ -8,16 +8,18 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.records import Sampling
 from stretto.model.attention_support import Rule
-from stretto.model.hf.layers import decoder_layers
+from stretto.model.hf.layers import checkpoint_activations, decoder_layers
 from stretto.model.kernels.compiled import AVAILABLE
 from stretto.model.packed import loops, short
 from stretto.model.packed.attention import PACKED_ATTENTION, bucketed
@@ -91,6 +93,34 @@ def test_bfloat16_is_as_near_to_float32_as_the_modules_are() -> None:
         assert found.dtype is torch.float32
         assert not torch.equal(found, right)
         assert float((found - right).norm()) <= 1.5 * float((theirs - right).norm()) + rounding(size=1.0)
+
+
+def test_bfloat16_copies_of_weights_go_with_the_activations() -> None:
+    made = list[weakref.ref[Tensor]]()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **kwargs or {})
+            if isinstance(found, Tensor) and found.dtype is torch.bfloat16 and found.shape in sizes:
+                made.append(weakref.ref(found))
+            return found
+
+    def living() -> int:
+        return sum(one() is not None for one in made)
+
+    for checkpointed in (False, True):
+        model, tokens = build(SHAPED[0]), packed(shared=True)
+        sizes = {(96, 32), (2 * 48, 32), (32, 32), (32, 48)}  # q, k, v; gate and up; output; down
+        fuse_layers(model)
+        if checkpointed:
+            checkpoint_activations(model)
+        made.clear()
+        with Record(), torch.autocast("cpu", dtype=torch.bfloat16):
+            logprobs = token_logprobs(model, tokens, UNCHANGED).logprobs
+        assert len(made) >= 8, "four of each layer"
+        assert (living() == 0) is checkpointed
+        logprobs.sum().backward()
+        assert living() == 0, "while the log-probabilities are still used"
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one[0] not in ("qwen3", "qwen2", "llama")], ids=str)

@@ -107,16 +107,16 @@ class _Before(torch.autograd.Function):
             columns += torch.cat((query_bias, key_bias, value_bias)).to(columns.dtype)
         first = loops.heads(columns, 0, (queries, width), query_norm, layer.eps[1], angles)
         second = loops.heads(columns, queries * width, (keys, width), key_norm, layer.eps[1], angles)
-        ctx.save_for_backward(x, norm, query, key, value, query_norm, key_norm, hidden, columns)
+        half = None if weights.dtype is torch.float32 else weights
+        ctx.save_for_backward(x, norm, query, key, value, query_norm, key_norm, hidden, columns, half)
         ctx.angles, ctx.layer = angles, layer
-        ctx.half = None if weights.dtype is torch.float32 else weights
         return first, second, columns[:, (queries + keys) * width :].unflatten(1, (keys, width))
 
     @staticmethod
     def backward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Any, ...]:
-        x, norm, query, key, value, query_norm, key_norm, hidden, columns = ctx.saved_tensors
+        x, norm, query, key, value, query_norm, key_norm, hidden, columns, half = ctx.saved_tensors
         layer, angles, eps = ctx.layer, ctx.angles, ctx.layer.eps[1]
-        weights = _stacked(torch.float32, query, key, value) if ctx.half is None else ctx.half
+        weights = _stacked(torch.float32, query, key, value) if half is None else half
         gradient, at = torch.empty_like(columns), queries[0].numel()
         first = loops.heads_back(columns, 0, query_norm, eps, angles, queries.contiguous(), gradient)
         second = loops.heads_back(columns, at, key_norm, eps, angles, keys.contiguous(), gradient)
@@ -150,15 +150,16 @@ class _After(torch.autograd.Function):
         middle, hidden = loops.norm_of_sum(x, layer.times(attended, kinds[0]), norm, layer.eps[2])
         both = layer.times(hidden, kinds[1])
         result = loops.add(middle, layer.times(loops.gate(both), kinds[2]))
-        ctx.save_for_backward(attended, output, norm, asked, up, down, middle, hidden, both)
-        ctx.layer, ctx.half = layer, None if attended.dtype is torch.float32 else kinds
+        halves = () if attended.dtype is torch.float32 else kinds
+        ctx.save_for_backward(attended, output, norm, asked, up, down, middle, hidden, both, *halves)
+        ctx.layer = layer
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        attended, output, norm, asked, up, down, middle, hidden, both = ctx.saved_tensors
+        attended, output, norm, asked, up, down, middle, hidden, both, *halves = ctx.saved_tensors
         layer: _Layer = ctx.layer
-        kinds = [output, _stacked(torch.float32, asked, up), down] if ctx.half is None else ctx.half
+        kinds = halves or [output, _stacked(torch.float32, asked, up), down]
         gradient = gradient.contiguous()
         narrow = gradient.to(attended.dtype)
         gated, backs = loops.gate_back(both, layer.input_gradient(narrow, kinds[2]))
@@ -169,8 +170,8 @@ class _After(torch.autograd.Function):
         of_output, of_both, of_down = (
             layer.weight_gradient(*pair) if wanted else None for pair, wanted in zip(pairs, needed, strict=True)
         )
-        halves = (None, None) if of_both is None else of_both.split(len(asked))
-        return back, layer.input_gradient(narrow_back, kinds[0]), of_output, own, *halves, of_down, None
+        of_asked, of_up = (None, None) if of_both is None else of_both.split(len(asked))
+        return back, layer.input_gradient(narrow_back, kinds[0]), of_output, own, of_asked, of_up, of_down, None
 
 
 def _forward(
