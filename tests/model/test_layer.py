@@ -26,6 +26,8 @@ from stretto.model.packed.attention import PACKED_ATTENTION, bucketed
 from stretto.model.packed.layer import fuse_layers
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens, token_logprobs
 from stretto.model.packed.short import short_attention
+from stretto.trainer.config import LoraConfig
+from stretto.trainer.parallel.lora import adapt
 from tests.model.families import FAMILIES, VOCABULARY, Family, config
 from tests.tolerances import LOGITS, assert_close, operations_of, rounding
 
@@ -157,6 +159,43 @@ def test_frozen_weights_have_no_gradient() -> None:
     assert {name for name, one in model.named_parameters() if one.grad is not None} == {
         "model.layers.0.mlp.up_proj.weight"
     }
+
+
+def test_adapters_added_later_are_computed() -> None:
+    model, tokens = build(SHAPED[0]), packed(shared=True)
+    fuse_layers(model)
+    adapt(model, LoraConfig(rank=2, alpha=4))
+    adapters = [one for one in model.parameters() if one.requires_grad]
+    logprobs = token_logprobs(model, tokens, UNCHANGED).logprobs
+    gradients = torch.autograd.grad(logprobs.sum(), adapters)
+    assert sum(bool(one.any()) for one in gradients) == len(adapters) / 2, "of B; A has none while B is zero"
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_hooks_of_a_layers_parts_are_called(first: bool) -> None:
+    model, tokens, called = build(SHAPED[0]), packed(shared=True), list[int]()
+    if first:
+        fuse_layers(model)
+    model.get_submodule("model.layers.1.mlp.down_proj").register_forward_hook(lambda *_: called.append(1))
+    if not first:
+        fuse_layers(model)
+        called.clear()  # comparisons
+    token_logprobs(model, tokens, UNCHANGED)
+    assert called == [1]
+
+
+def test_the_first_layer_may_get_a_transposed_view() -> None:
+    model, packing = build(SHAPED[0]), packed(shared=True).packing
+    view = torch.randn(32, packing.tokens, generator=torch.Generator().manual_seed(4)).t()[None]
+    given = {"position_ids": packing.position_ids, "packing": packing, "use_cache": False}
+    expected = model.base_model(inputs_embeds=view, **given).last_hidden_state.detach()
+    fuse_layers(model)
+    assert_close(
+        model.base_model(inputs_embeds=view, **given).last_hidden_state,
+        expected,
+        operations_of(model.config),
+        size=LOGITS,
+    )
 
 
 def attended(way: Any, width: int, heads: int, kv_heads: int) -> list[Tensor]:

@@ -47,6 +47,7 @@ class _Layer:
     width: int
     eps: tuple[float, float, float]  # of the norms before attention, of heads, and after attention
     fewest: int | None  # number of tokens from which oneDNN multiplies float32; None: never
+    parts: tuple[tuple[nn.Module, str, nn.Module], ...]  # owner, name and module of each part
 
     def times(self, x: Tensor, weight: Tensor) -> Tensor:
         return product(x, weight) if self._by_onednn(x) else x @ weight.t()
@@ -177,11 +178,14 @@ class _After(torch.autograd.Function):
 def _forward(
     module: Any, layer: _Layer, own: Callable[..., Tensor], hidden_states: Tensor, *others: Any, **given: Any
 ) -> Tensor:
-    """The forward of a fused layer; its `own` for other callers than the packed path, and for other dtypes."""
+    """The forward of a fused layer; its `own` for other callers than the packed path, for other dtypes, and for a layer
+    that got adapters or hooks since."""
     packing, angles = given.get("packing"), given.get("position_embeddings")
     if packing is None or angles is None or given.get("part") is not None or not _suits(hidden_states, angles[0]):
         return own(hidden_states, *others, **given)
-    attention, mlp, x = module.self_attn, module.mlp, hidden_states.flatten(0, 1)
+    if _changed(layer):
+        return own(hidden_states, *others, **given)
+    attention, mlp, x = module.self_attn, module.mlp, hidden_states.flatten(0, 1).contiguous()
     query, key, value = _Before.apply(  # type: ignore[no-untyped-call]
         x,
         module.input_layernorm.weight,
@@ -209,6 +213,18 @@ def _forward(
 def _suits(hidden_states: Tensor, angle: Tensor) -> bool:
     kinds = {hidden_states.dtype, angle.dtype}
     return kinds == {torch.float32} and hidden_states.device.type == "cpu" and _computed() in _DTYPES
+
+
+def _changed(layer: _Layer) -> bool:
+    """Whether a part of a layer was replaced, as by an adapter, or has a hook. The fused forward calls no part."""
+    return any(
+        owner._modules.get(name) is not part
+        or part._forward_hooks
+        or part._forward_pre_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        for owner, name, part in layer.parts
+    )
 
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -267,7 +283,8 @@ def _layer_of(module: Any) -> _Layer | None:
     kernel = linear[0].kernel.choice if isinstance(linear[0], OneDnnLinear) else None
     fewest = kernel.fewest if kernel is not None and kernel.kernel == "onednn" else None
     counts = (linear[0].out_features // width, linear[1].out_features // width)
-    return _Layer(*counts, width, (eps[0], eps[-1], eps[1]), fewest)
+    parts = tuple((owner, name, part) for owner in module.modules() for name, part in owner.named_children())
+    return _Layer(*counts, width, (eps[0], eps[-1], eps[1]), fewest, parts)
 
 
 @torch.no_grad()
