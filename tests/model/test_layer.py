@@ -130,6 +130,12 @@ def test_layers_of_other_shapes_stay_as_they_are(family: Family) -> None:
     assert fuse_layers(build(family)) == 0
 
 
+def test_a_layer_with_a_norm_in_bfloat16_is_not_fused() -> None:
+    model = build(SHAPED[0])
+    model.get_submodule("model.layers.1.post_attention_layernorm").to(torch.bfloat16)
+    assert fuse_layers(model) == 1
+
+
 def test_a_layer_without_rotary_embedding_is_not_fused_however_small_its_weights() -> None:
     model = build(("smollm3", 4, 2, {"initializer_range": 0.001, "no_rope_layers": [1, 0]}))
     assert fuse_layers(model) == 1

@@ -278,7 +278,9 @@ def _layer_of(module: Any) -> _Layer | None:
         known |= {id(one.bias) for one in linear[:3]}
     if not plain or known != {id(one) for one in module.parameters()} or len(inside) == 1 or width % 2:
         return None
-    if any(one.weight.shape != (width,) for one in inside):
+    if any(one.weight.shape != (width,) for one in inside) or any(
+        one.dtype is not torch.float32 for one in module.parameters()
+    ):
         return None
     kernel = linear[0].kernel.choice if isinstance(linear[0], OneDnnLinear) else None
     fewest = kernel.fewest if kernel is not None and kernel.kernel == "onednn" else None
