@@ -8,21 +8,26 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.records import Sampling
 from stretto.model.attention_support import Rule
+from stretto.model.hf.layers import checkpoint_activations, decoder_layers
 from stretto.model.kernels.compiled import AVAILABLE
 from stretto.model.packed import loops, short
 from stretto.model.packed.attention import PACKED_ATTENTION, bucketed
 from stretto.model.packed.layer import fuse_layers
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens, token_logprobs
 from stretto.model.packed.short import short_attention
+from stretto.trainer.config import LoraConfig
+from stretto.trainer.parallel.lora import adapt
 from tests.model.families import FAMILIES, VOCABULARY, Family, config
 from tests.tolerances import LOGITS, assert_close, operations_of, rounding
 
@@ -92,9 +97,49 @@ def test_bfloat16_is_as_near_to_float32_as_the_modules_are() -> None:
         assert float((found - right).norm()) <= 1.5 * float((theirs - right).norm()) + rounding(size=1.0)
 
 
+def test_bfloat16_copies_of_weights_go_with_the_activations() -> None:
+    made = list[weakref.ref[Tensor]]()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **kwargs or {})
+            if isinstance(found, Tensor) and found.dtype is torch.bfloat16 and found.shape in sizes:
+                made.append(weakref.ref(found))
+            return found
+
+    def living() -> int:
+        return sum(one() is not None for one in made)
+
+    for checkpointed in (False, True):
+        model, tokens = build(SHAPED[0]), packed(shared=True)
+        sizes = {(96, 32), (2 * 48, 32), (32, 32), (32, 48)}  # q, k, v; gate and up; output; down
+        fuse_layers(model)
+        if checkpointed:
+            checkpoint_activations(model)
+        made.clear()
+        with Record(), torch.autocast("cpu", dtype=torch.bfloat16):
+            logprobs = token_logprobs(model, tokens, UNCHANGED).logprobs
+        assert len(made) >= 8, "four of each layer"
+        assert (living() == 0) is checkpointed
+        logprobs.sum().backward()
+        assert living() == 0, "while the log-probabilities are still used"
+
+
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one[0] not in ("qwen3", "qwen2", "llama")], ids=str)
 def test_layers_of_other_shapes_stay_as_they_are(family: Family) -> None:
     assert fuse_layers(build(family)) == 0
+
+
+def test_a_layer_with_a_norm_in_bfloat16_is_not_fused() -> None:
+    model = build(SHAPED[0])
+    model.get_submodule("model.layers.1.post_attention_layernorm").to(torch.bfloat16)
+    assert fuse_layers(model) == 1
+
+
+def test_a_layer_without_rotary_embedding_is_not_fused_however_small_its_weights() -> None:
+    model = build(("smollm3", 4, 2, {"initializer_range": 0.001, "no_rope_layers": [1, 0]}))
+    assert fuse_layers(model) == 1
+    assert ["forward" in vars(layer) for layer in decoder_layers(model)] == [True, False]
 
 
 def test_a_fused_model_serves_its_plain_forward_and_is_fused_once() -> None:
@@ -120,6 +165,43 @@ def test_frozen_weights_have_no_gradient() -> None:
     assert {name for name, one in model.named_parameters() if one.grad is not None} == {
         "model.layers.0.mlp.up_proj.weight"
     }
+
+
+def test_adapters_added_later_are_computed() -> None:
+    model, tokens = build(SHAPED[0]), packed(shared=True)
+    fuse_layers(model)
+    adapt(model, LoraConfig(rank=2, alpha=4))
+    adapters = [one for one in model.parameters() if one.requires_grad]
+    logprobs = token_logprobs(model, tokens, UNCHANGED).logprobs
+    gradients = torch.autograd.grad(logprobs.sum(), adapters)
+    assert sum(bool(one.any()) for one in gradients) == len(adapters) / 2, "of B; A has none while B is zero"
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_hooks_of_a_layers_parts_are_called(first: bool) -> None:
+    model, tokens, called = build(SHAPED[0]), packed(shared=True), list[int]()
+    if first:
+        fuse_layers(model)
+    model.get_submodule("model.layers.1.mlp.down_proj").register_forward_hook(lambda *_: called.append(1))
+    if not first:
+        fuse_layers(model)
+        called.clear()  # comparisons
+    token_logprobs(model, tokens, UNCHANGED)
+    assert called == [1]
+
+
+def test_the_first_layer_may_get_a_transposed_view() -> None:
+    model, packing = build(SHAPED[0]), packed(shared=True).packing
+    view = torch.randn(32, packing.tokens, generator=torch.Generator().manual_seed(4)).t()[None]
+    given = {"position_ids": packing.position_ids, "packing": packing, "use_cache": False}
+    expected = model.base_model(inputs_embeds=view, **given).last_hidden_state.detach()
+    fuse_layers(model)
+    assert_close(
+        model.base_model(inputs_embeds=view, **given).last_hidden_state,
+        expected,
+        operations_of(model.config),
+        size=LOGITS,
+    )
 
 
 def attended(way: Any, width: int, heads: int, kv_heads: int) -> list[Tensor]:

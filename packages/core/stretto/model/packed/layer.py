@@ -16,13 +16,14 @@ Axes: T token, N width of the model, A all heads of a row, H head, D width of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from stretto.model.attention_support import Rule, check_attention
@@ -46,6 +47,7 @@ class _Layer:
     width: int
     eps: tuple[float, float, float]  # of the norms before attention, of heads, and after attention
     fewest: int | None  # number of tokens from which oneDNN multiplies float32; None: never
+    parts: tuple[tuple[nn.Module, str, nn.Module], ...]  # owner, name and module of each part
 
     def times(self, x: Tensor, weight: Tensor) -> Tensor:
         return product(x, weight) if self._by_onednn(x) else x @ weight.t()
@@ -106,16 +108,16 @@ class _Before(torch.autograd.Function):
             columns += torch.cat((query_bias, key_bias, value_bias)).to(columns.dtype)
         first = loops.heads(columns, 0, (queries, width), query_norm, layer.eps[1], angles)
         second = loops.heads(columns, queries * width, (keys, width), key_norm, layer.eps[1], angles)
-        ctx.save_for_backward(x, norm, query, key, value, query_norm, key_norm, hidden, columns)
+        half = None if weights.dtype is torch.float32 else weights
+        ctx.save_for_backward(x, norm, query, key, value, query_norm, key_norm, hidden, columns, half)
         ctx.angles, ctx.layer = angles, layer
-        ctx.half = None if weights.dtype is torch.float32 else weights
         return first, second, columns[:, (queries + keys) * width :].unflatten(1, (keys, width))
 
     @staticmethod
     def backward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Any, ...]:
-        x, norm, query, key, value, query_norm, key_norm, hidden, columns = ctx.saved_tensors
+        x, norm, query, key, value, query_norm, key_norm, hidden, columns, half = ctx.saved_tensors
         layer, angles, eps = ctx.layer, ctx.angles, ctx.layer.eps[1]
-        weights = _stacked(torch.float32, query, key, value) if ctx.half is None else ctx.half
+        weights = _stacked(torch.float32, query, key, value) if half is None else half
         gradient, at = torch.empty_like(columns), queries[0].numel()
         first = loops.heads_back(columns, 0, query_norm, eps, angles, queries.contiguous(), gradient)
         second = loops.heads_back(columns, at, key_norm, eps, angles, keys.contiguous(), gradient)
@@ -149,15 +151,16 @@ class _After(torch.autograd.Function):
         middle, hidden = loops.norm_of_sum(x, layer.times(attended, kinds[0]), norm, layer.eps[2])
         both = layer.times(hidden, kinds[1])
         result = loops.add(middle, layer.times(loops.gate(both), kinds[2]))
-        ctx.save_for_backward(attended, output, norm, asked, up, down, middle, hidden, both)
-        ctx.layer, ctx.half = layer, None if attended.dtype is torch.float32 else kinds
+        halves = () if attended.dtype is torch.float32 else kinds
+        ctx.save_for_backward(attended, output, norm, asked, up, down, middle, hidden, both, *halves)
+        ctx.layer = layer
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        attended, output, norm, asked, up, down, middle, hidden, both = ctx.saved_tensors
+        attended, output, norm, asked, up, down, middle, hidden, both, *halves = ctx.saved_tensors
         layer: _Layer = ctx.layer
-        kinds = [output, _stacked(torch.float32, asked, up), down] if ctx.half is None else ctx.half
+        kinds = halves or [output, _stacked(torch.float32, asked, up), down]
         gradient = gradient.contiguous()
         narrow = gradient.to(attended.dtype)
         gated, backs = loops.gate_back(both, layer.input_gradient(narrow, kinds[2]))
@@ -168,18 +171,21 @@ class _After(torch.autograd.Function):
         of_output, of_both, of_down = (
             layer.weight_gradient(*pair) if wanted else None for pair, wanted in zip(pairs, needed, strict=True)
         )
-        halves = (None, None) if of_both is None else of_both.split(len(asked))
-        return back, layer.input_gradient(narrow_back, kinds[0]), of_output, own, *halves, of_down, None
+        of_asked, of_up = (None, None) if of_both is None else of_both.split(len(asked))
+        return back, layer.input_gradient(narrow_back, kinds[0]), of_output, own, of_asked, of_up, of_down, None
 
 
 def _forward(
     module: Any, layer: _Layer, own: Callable[..., Tensor], hidden_states: Tensor, *others: Any, **given: Any
 ) -> Tensor:
-    """The forward of a fused layer; its `own` for other callers than the packed path, and for other dtypes."""
+    """The forward of a fused layer; its `own` for other callers than the packed path, for other dtypes, and for a layer
+    that got adapters or hooks since."""
     packing, angles = given.get("packing"), given.get("position_embeddings")
     if packing is None or angles is None or given.get("part") is not None or not _suits(hidden_states, angles[0]):
         return own(hidden_states, *others, **given)
-    attention, mlp, x = module.self_attn, module.mlp, hidden_states.flatten(0, 1)
+    if _changed(layer):
+        return own(hidden_states, *others, **given)
+    attention, mlp, x = module.self_attn, module.mlp, hidden_states.flatten(0, 1).contiguous()
     query, key, value = _Before.apply(  # type: ignore[no-untyped-call]
         x,
         module.input_layernorm.weight,
@@ -209,6 +215,18 @@ def _suits(hidden_states: Tensor, angle: Tensor) -> bool:
     return kinds == {torch.float32} and hidden_states.device.type == "cpu" and _computed() in _DTYPES
 
 
+def _changed(layer: _Layer) -> bool:
+    """Whether a part of a layer was replaced, as by an adapter, or has a hook. The fused forward calls no part."""
+    return any(
+        owner._modules.get(name) is not part
+        or part._forward_hooks
+        or part._forward_pre_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        for owner, name, part in layer.parts
+    )
+
+
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -220,12 +238,25 @@ def fuse_layers(model: PreTrainedModel) -> int:
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     if capped or not hasattr(model.base_model, "rotary_emb") or check_attention(model).windows != {None}:
         return 0
-    fused = 0
+    fused, weights = 0, dict[str, Tensor]()
     for module in decoder_layers(model):
-        if "forward" not in vars(module) and (layer := _layer_of(module)) is not None and _agrees(model, module, layer):
+        if "forward" in vars(module) or (layer := _layer_of(module)) is None:
+            continue
+        shapes = {name: one.shape for name, one in module.named_parameters()}
+        if shapes != {name: one.shape for name, one in weights.items()}:
+            weights = _made_up(shapes)
+        if _agrees(model, module, layer, weights):
             module.forward = partial(_forward, module, layer, module.forward)
             fused += 1
     return fused
+
+
+def _made_up(shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Weights with which each operation of a layer shows in the result. Of a new model they may be zero, or so small
+    that a layer without rotary embedding gives the same."""
+    chance = torch.Generator().manual_seed(1)
+    made = {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
+    return {name: one if one.dim() == 1 else one.mul_(one.shape[1] ** -0.5) for name, one in made.items()}
 
 
 def _layer_of(module: Any) -> _Layer | None:
@@ -247,17 +278,20 @@ def _layer_of(module: Any) -> _Layer | None:
         known |= {id(one.bias) for one in linear[:3]}
     if not plain or known != {id(one) for one in module.parameters()} or len(inside) == 1 or width % 2:
         return None
-    if any(one.weight.shape != (width,) for one in inside):
+    if any(one.weight.shape != (width,) for one in inside) or any(
+        one.dtype is not torch.float32 for one in module.parameters()
+    ):
         return None
     kernel = linear[0].kernel.choice if isinstance(linear[0], OneDnnLinear) else None
     fewest = kernel.fewest if kernel is not None and kernel.kernel == "onednn" else None
     counts = (linear[0].out_features // width, linear[1].out_features // width)
-    return _Layer(*counts, width, (eps[0], eps[-1], eps[1]), fewest)
+    parts = tuple((owner, name, part) for owner in module.modules() for name, part in owner.named_children())
+    return _Layer(*counts, width, (eps[0], eps[-1], eps[1]), fewest, parts)
 
 
 @torch.no_grad()
-def _agrees(model: Any, module: nn.Module, layer: _Layer) -> bool:
-    """Whether the fused forward gives what the layer's own gives, up to rounding."""
+def _agrees(model: Any, module: nn.Module, layer: _Layer, weights: dict[str, Tensor]) -> bool:
+    """Whether the fused forward gives what the layer's own gives with these weights, up to rounding."""
     packing = pack(_PROBED)
     size = model.config.get_text_config().hidden_size
     x = torch.linspace(-2, 2, packing.tokens * size).mul(37).sin().view(1, packing.tokens, size)
@@ -265,7 +299,11 @@ def _agrees(model: Any, module: nn.Module, layer: _Layer) -> bool:
     if angles[0].shape[-1] != layer.width:
         return False
     given = {"position_embeddings": angles, "position_ids": packing.position_ids, "packing": packing}
-    expected = module(x, attention_mask=None, use_cache=False, **given)
-    found = _forward(module, layer, module.forward, x, **given)
+    expected = functional_call(module, weights, x, {"attention_mask": None, "use_cache": False, **given})
+    module.forward = partial(_forward, module, layer, module.forward)
+    try:
+        found = functional_call(module, weights, x, given)
+    finally:
+        del module.forward
     allowed = 64 * torch.finfo(x.dtype).eps * max(1.0, float(expected.abs().max()))
     return float((found - expected).abs().max()) <= allowed
