@@ -373,3 +373,24 @@ def test_a_fact_for_what_is_no_ledger_is_refused(path: Path) -> None:
     path.write_text("no database at all, but a text that is long enough")
     with pytest.raises(StoreError, match="cannot be opened as a ledger"):
         put_fact(path, "seed", 3)
+
+
+def test_a_new_ledger_holds_nothing_of_the_log_of_one_that_was_deleted(path: Path) -> None:
+    log = path.with_name(f"{path.name}-wal")
+    with closing(schema.open_for_writing(path)) as connection:
+        connection.execute("INSERT INTO events VALUES (1.0, 'old', '')")
+        left = log.read_bytes()
+    path.unlink()
+    log.write_bytes(left)
+    with closing(schema.open_for_writing(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM events").fetchall() == [(0,)]
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_a_file_with_a_header_and_no_table_becomes_a_ledger(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    assert path.stat().st_size > 0
+    with closing(schema.open_for_writing(path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchall() == [(FORMAT,)]
+        assert connection.execute("SELECT count(*) FROM trajectories").fetchall() == [(0,)]

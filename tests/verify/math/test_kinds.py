@@ -21,6 +21,9 @@ TABLES = {
 ☒ 42\,\mathrm{m}^{x}
 8.3 \mathrm{~J} \mathrm{~mol}^{-1} \mathrm{~K}^{-1} ☑ 8.3\ \text{J/(mol K)} ☑ 8.3\,\mathrm{J/(mol\cdot K)}
 ☒ 8.3\,\mathrm{J\,mol^{-1}}
+42 \text{ N/m} ☑ 42\text{ N}/\text{m} ☑ 42\,\mathrm{N\,m^{-1}} ☑ 42\text{ newtons per meter} ☒ 42\,\mathrm{N\cdot m}
+☒ 42\text{ N s} ¦ 42\text{ N}\cdot\text{m} ☑ 42\text{ newton meters} ☒ 42\text{ N/m}
+42\text{ W/m}^2 ☑ 42\text{ watts per square meter} ☒ 42\text{ kW/m}^2
 42 ✗ So June 9 m s^{-1}, and {}^{-42}.
 """,
     "bases and remainders": r"""
@@ -54,6 +57,8 @@ TABLES = {
 """,
     "words": r"""
 \text{true} ☑ \text{The statement is true} ☑ \text{Yes} ☒ \text{The statement is not true} ☒ \text{No}
+\text{Ann is taller} ☒ \text{Bob is taller} ☒ The answer is: Bob is taller. ¦ \text{The second is even}
+☒ \text{The first is even} ¦ Ann is taller ☒ The answer is: Bob is taller.
 \text{The function is even} ☑ even ☒ odd ¦ B ☑ \text{Option B} ☑ \text{B: }5 ☑ B) ☒ \text{Option A: }B
 ☒ \text{Option A}
 D ✓ The answer: D, it doesn't make sense for it to be A or B ✓ D。不是 A ¦ A ✗ D。不是 A

@@ -67,7 +67,8 @@ def replacing(folder: Path, command: str) -> Iterator[None]:
     Raises:
         ModelFolderError: the folder has other contents.
     """
-    if _written(folder) != _Index.of(command, folder):
+    # Without the file, the folder may be a whole home directory, which is not walked.
+    if (written := _written(folder)) is None or written != _Index.of(command, folder):
         check_replaceable(folder)  # it names what is no part of a model
         if folder.is_dir() and any(folder.iterdir()):
             found = f"holds a model that {command} has not written, or that was changed since; it would be lost"

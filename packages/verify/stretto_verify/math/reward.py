@@ -16,6 +16,7 @@ from stretto_verify.math.compare.comparison import is_product, same
 from stretto_verify.math.compare.equality import same_value
 from stretto_verify.math.compare.naming import is_naming, name
 from stretto_verify.math.compare.opinion import accepts, parsed_whole
+from stretto_verify.math.compare.scalars import Opinion
 from stretto_verify.math.extract.boxes import is_open
 from stretto_verify.math.extract.final import FinalAnswer, final_answer, in_prose, stated, without_frame
 from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
@@ -41,6 +42,13 @@ from stretto_verify.verdicts import Undecided
 
 _DECIMAL = re.compile(r"[^0-9,()\[\]]*[0-9]+\.[0-9]+[^0-9,()\[\]]*")
 _MODULUS = re.compile(r"mod(?![a-z])[\s{}()\\:]*([0-9]+|[a-z])")
+_ONLY_SUBJECT = re.compile(  # of a question that has one
+    r"\W*(?:it|this|that|(?:(?:the|this|that|given)\s+)*(?:answer|claim|conclusion|equation|expression|figure|formula|"
+    r"function|graph|identity|implication|inequality|integral|limit|matrix|map|operation|proposition|quadrilateral|"
+    r"relation|result|sequence|series|set|statement|solution|system|theorem|triangle)s?)\s+(?:is|are|will|must|would|"
+    r"should)\b",
+    re.IGNORECASE,
+)
 _COMMA = re.compile(  # three digits are a thousand
     r"([^0-9,()\[\]]*[0-9]+),((?:[0-9]{1,2}|[0-9]{4,})[^0-9,()\[\]]*)"
 )
@@ -134,8 +142,7 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
     if expected is not None and found is not None:
         opinion = same(expected, found)
         if opinion is False and isinstance(expected, Words) and isinstance(found, Words):
-            said = [stated(words.text) or words.text for words in (expected, found)]
-            opinion = same(Words(said[0]), Words(said[1]))  # "The statement is true" for "true"
+            opinion = _same_statement(expected.text, found.text)
         plain = undeclared(spelled(given.text))
         if not opinion and plain != spelled(given.text) and undeclared(spelled(gold.text)) == spelled(gold.text):
             other = _structure(plain)  # the declaration may repeat the question
@@ -148,6 +155,13 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         return accepts(_shown(gold), _shown(given))
     except Unreadable as error:
         raise Undecided(str(error)) from None
+
+
+def _same_statement(gold: str, given: str) -> Opinion:
+    """Whether two words are equal, of which one or both are a sentence: "The statement is true" for "true". A sentence
+    about one of several, such as "Bob is taller", says more than its predicate."""
+    expected, found = ((stated(text) if _ONLY_SUBJECT.match(text) else None) or text for text in (gold, given))
+    return same(Words(expected), Words(found))
 
 
 def _differ_in_modulus(gold: str, given: str) -> bool:

@@ -231,13 +231,17 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     with ExitStack() as undo:
         try:
             if not path.exists() or not path.stat().st_size:  # an earlier version, killed here, left an empty file
-                path.with_name(f"{path.name}-journal").unlink(missing_ok=True)
+                for left in ("-journal", "-wal", "-shm"):  # of another file: SQLite would play them into the new one
+                    path.with_name(f"{path.name}{left}").unlink(missing_ok=True)
                 _create(path)
             # `verbs.ledger` uses the connection from several threads, one at a time.
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             undo.callback(connection.close)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
+            # An earlier version, killed a moment later, left a file with a header and no table.
+            if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
             connection.create_function("seal", -1, seal, deterministic=True)
             if (found := _check_format(path, connection, _RESUMABLE)) != FORMAT:
                 calls = _CALLS if found < _FIRST_CALLS else ""

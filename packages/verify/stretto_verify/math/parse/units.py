@@ -84,7 +84,9 @@ _SYMBOL: Final = re.compile(
 _CLOSE_SYMBOL: Final = re.compile(r"[kMGm]?(?:Pa|Hz|eV|mol)")  # 2kPa, but not 2mV
 
 #: Symbols that are units in a product, though one alone could be the letter of a choice or a line.
-_IN_PRODUCT: Final = frozenset("ACFHJKNTVW") | {"ohm"}
+_IN_PRODUCT: Final = frozenset("ACFHKTV") | {"ohm"}
+_OF_SYMBOL: Final = {"J": "joule", "N": "newton", "W": "watt"}  # in products
+_WRITTEN_OUT: Final = {KNOWN[word]: word for word in _OF_SYMBOL.values()}
 _PRODUCT: Final = re.compile(
     r"^(?P<body>(?:(?!\\text).)*?[0-9)}!%])\s*(?P<unit>\\(?:text\{|frac\{\s*\\text|mu(?![a-z])|Omega(?![a-z])).*)$",
     re.DOTALL,
@@ -130,7 +132,7 @@ def united(text: str) -> str:
     r"""Rewrite the product of units behind a number to one text, with its factors in order; other texts are unchanged.
 
     >>> united(r"42 \text{m}\text{s}^{-2}"), united(r"8 \text{J mol^{-1} K^{-1}}"), united(r"5 \mu \text{m}")
-    ('42\\text{ m/s}^{2}', '8\\text{ J/K*mol}', '5\\text{ µm}')
+    ('42\\text{ m/s}^{2}', '8\\text{ K^-1*j*mol^-1}', '5\\text{ µm}')
     """
     if (found := _PRODUCT.match(text)) is None:
         return text
@@ -157,14 +159,17 @@ def united(text: str) -> str:
 def _joined(powers: Mapping[str, int]) -> str:
     above = sorted((name, power) for name, power in powers.items() if power > 0)
     below = sorted((name, -power) for name, power in powers.items() if power < 0)
-    if len(above) == 1 == len(below) and above[0][1] == 1:  # the form of simple units
-        return rf"\text{{ {above[0][0]}/{below[0][0]}}}" + (f"^{{{below[0][1]}}}" if below[0][1] > 1 else "")
-    sides = ["*".join(name if power == 1 else f"{name}^{power}" for name, power in side) for side in (above, below)]
-    return rf"\text{{ {sides[0]}{'/' if sides[1] else ''}{sides[1]}}}"
+    named = not _IN_PRODUCT & set(powers)  # `_unit` takes a symbol of one letter, such as N, for no unit
+    if named and len(above) == 1 == len(below) and above[0][1] == 1:  # the form of simple units
+        one, other = (_WRITTEN_OUT.get(name, name) for name in (above[0][0], below[0][0]))
+        return rf"\text{{ {one}/{other}}}" + (f"^{{{below[0][1]}}}" if below[0][1] > 1 else "")
+    joined = "*".join(name if power == 1 else f"{name}^{power}" for name, power in sorted(powers.items()))
+    return rf"\text{{ {joined}}}"
 
 
 def _of_product(symbol: str) -> str:
     """Canonical name of a factor of a unit; "" if it is unknown."""
+    symbol = _OF_SYMBOL.get(symbol, symbol)
     if symbol in _IN_PRODUCT or (len(symbol) > 1 and symbol not in KNOWN and _SYMBOL.fullmatch(symbol)):
         return symbol
     return KNOWN.get(symbol.replace("L", "l"), "µm" if symbol == "µm" else "")
