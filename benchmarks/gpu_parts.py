@@ -44,7 +44,7 @@ from stretto.model.hf.build import character_tokenizer
 from stretto.model.hf.config import BuildConfig
 from stretto.model.kernels.triton_attention import GRAIN, read_rows
 from stretto.model.layout import pack
-from stretto.model.packed.attention import bucketed, _flash
+from stretto.model.packed.attention import _flash, bucketed
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.trainer import Trainer
 

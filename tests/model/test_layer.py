@@ -117,7 +117,8 @@ def test_bfloat16_copies_of_weights_go_with_the_activations() -> None:
         if checkpointed:
             checkpoint_activations(model)
         made.clear()
-        with Record(), torch.autocast("cpu", dtype=torch.bfloat16):
+        recording: Any = Record
+        with recording(), torch.autocast("cpu", dtype=torch.bfloat16):
             logprobs = token_logprobs(model, tokens, UNCHANGED).logprobs
         assert len(made) >= 8, "four of each layer"
         assert (living() == 0) is checkpointed

@@ -160,7 +160,7 @@ def test_a_trace_with_a_computed_weight_or_one_column_by_column_stays() -> None:
     head: Any = computed.lm_head
     factor = torch.nn.Parameter(torch.ones(()))
     head.forward = lambda x: torch.nn.functional.linear(x, head.weight * factor)
-    words = turned.get_input_embeddings().weight
+    words = turned.get_parameter("model.embed_tokens.weight")
     words.data = words.data.t().contiguous().t()
     for policy in (computed, turned):
         traced, module = both(policy)
@@ -230,8 +230,9 @@ def test_a_loop_is_compiled_anew_if_a_process_ended_while_it_saved_the_loop(tmp_
 
     def told(writes: int) -> str:
         environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-        call = [sys.executable, program, str(writes)]
-        return subprocess.run(call, env=environment, check=True, capture_output=True, text=True, timeout=100).stdout
+        call = [sys.executable, str(program), str(writes)]
+        ended = subprocess.run(call, env=environment, check=True, capture_output=True, text=True, timeout=100)
+        return ended.stdout
 
     write(2)
     assert told(writes=2) == "14\n"
