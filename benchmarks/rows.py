@@ -241,11 +241,15 @@ def training(results: dict[str, Any]) -> list[Row]:
             f"dynamic micro-batches, {len(gains)} settings", more, "a fixed number of them", f"× {1 + fmean(gains):.2f}"
         )
     )
-    return rows + [
+    return rows + _ceilings(results)
+
+
+def _ceilings(results: dict[str, Any]) -> list[Row]:
+    return [
         Row(
             f"a training step of 48M in {row['dtype']}, threads: {row['threads']}",
-            f"{row['fraction']:.0%} of the peak",
-            "the machine's fastest matmul",
+            f"{row['gflops']:.0f} GFLOP/s",
+            f"the fastest matmul: {row['ceiling_gflops']:.0f}",
             f"{row['fraction']:.0%} of it",
         )
         for row in results["ceiling"]
@@ -391,7 +395,12 @@ SECTIONS: dict[str, dict[str, Make]] = {
         "decode-step": _decode_step,
         "serving": _serving,
     },
-    "Training": {"training": training, "checkpoints": _checkpoints, "real-ranks": _real_ranks},
+    "Training": {
+        "training": training,
+        "training-ceiling": _ceilings,
+        "checkpoints": _checkpoints,
+        "real-ranks": _real_ranks,
+    },
     "Weights": {"weights": _weights},
     "Rewards": {"verifier": verifier, "sandbox": _sandbox},
     "Faults": {"goodput": _goodput, "resumes": _resumes, "ledger": _ledger},
