@@ -48,7 +48,7 @@ def test_a_killed_run_starts_its_agents_again_and_answers_them_from_the_record(
     laboratory: Laboratory, tmp_path: Path
 ) -> None:
     run_dir, recipe = tmp_path / "run", recipe_of(tmp_path)
-    few = ("trainer.steps=2", "rollout.batch_size=1", "rollout.max_in_flight=3", "evaluation.prompts=1")
+    few = ("trainer.steps=6", "rollout.batch_size=1", "rollout.max_in_flight=3", "evaluation.prompts=1")
     in_turn = ("rollout.group_size=2", "workflow.parallel=2")  # while the first group is trained on, the next begins
     with laboratory.train(run_dir, *few, *in_turn, recipe=recipe) as command:
         wait_for_step(command, 1)
@@ -67,8 +67,8 @@ def test_a_killed_run_starts_its_agents_again_and_answers_them_from_the_record(
     assert ended.code == 0, ended.out + ended.err
     check = laboratory.run("check", run_dir)
     assert check.code == 0, check.out + check.err
-    assert assert_the_law(run_dir).steps == 2
-    batches = read_batches(run_dir / "ledger.sqlite", 0, 2)
+    assert assert_the_law(run_dir).steps == 6
+    batches = read_batches(run_dir / "ledger.sqlite", 0, 6)
     for trajectory in [one for batch in batches for group in batch.groups for one in group.trajectories]:
         assert [segment.sampled for segment in trajectory.segments] == [False, True, False, True]
         assert trajectory.session
