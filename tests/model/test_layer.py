@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -91,10 +93,18 @@ def test_bfloat16_is_as_near_to_float32_as_the_modules_are() -> None:
     model, tokens = build(SHAPED[0]), packed(shared=True)
     exact, modules = step(model, tokens), step(model, tokens, torch.bfloat16)
     fuse_layers(model)
-    for found, theirs, right in zip(step(model, tokens, torch.bfloat16), modules, exact, strict=True):
-        assert found.dtype is torch.float32
-        assert not torch.equal(found, right)
-        assert float((found - right).norm()) <= 1.5 * float((theirs - right).norm()) + rounding(size=1.0)
+    fused = step(model, tokens, torch.bfloat16)
+    assert {found.dtype for found in fused} == {torch.float32}
+    assert not any(torch.equal(*both) for both in zip(fused, exact, strict=True))
+    # The errors of a gradient of 16 numbers are too few to compare: those of all are.
+    assert relative_error(fused, exact) <= 1.5 * relative_error(modules, exact)
+    for found, theirs, right in zip(fused, modules, exact, strict=True):
+        assert float((found - right).norm()) <= 3 * float((theirs - right).norm()) + rounding(size=1.0)
+
+
+def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Root of the sum of the squared relative errors of all tensors."""
+    return math.hypot(*(float((one - right).norm() / right.norm()) for one, right in zip(found, exact, strict=True)))
 
 
 def test_bfloat16_copies_of_weights_go_with_the_activations() -> None:
