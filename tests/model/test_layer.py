@@ -89,6 +89,15 @@ def test_threads_share_rows_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(*both) for both in zip(found, step(model, tokens), strict=True)), "the same bits again"
 
 
+def test_an_error_of_one_of_several_threads_reaches_the_caller() -> None:
+    def looped(first: int, end: int, part: int) -> None:
+        if part == 1:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        loops.over(looped, 8, 2)
+
+
 def test_bfloat16_is_as_near_to_float32_as_the_modules_are() -> None:
     model, tokens = build(SHAPED[0]), packed(shared=True)
     exact, modules = step(model, tokens), step(model, tokens, torch.bfloat16)

@@ -94,7 +94,8 @@ class ToolFollower:
         self._before, self._fault, self._how = self._has(), "", ""
 
     async def run(self) -> None:
-        """Keep a process running until `end` is called and one has sent everything. Raises only a cancellation."""
+        """Keep a process of the tool running. Returns once `end` was called and a process has sent everything; raises
+        only a cancellation."""
         restarts = RestartBudget(math.inf, delay=_FIRST_PAUSE, factor=2.0, longest=_LONGEST_PAUSE)
         supervisor = Supervisor(
             self.tool, self._start, restarts, lambda _: self._tell(), wanted=lambda: not self._last, sleep=self._pause

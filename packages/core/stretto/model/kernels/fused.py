@@ -34,7 +34,7 @@ from stretto.model.kernels.compiled import (
 
 
 @inlined
-def _share(numbers: Any, eps: Any) -> Any:
+def inverse_norm(numbers: Any, eps: Any) -> Any:
     """1 / √(mean of squares + eps)."""
     total = F(0.0)
     for n in range(U(len(numbers))):
@@ -58,7 +58,7 @@ def _norm(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: A
         if y != 0:
             for n in range(first, end):
                 totals[n] = xs[n] + ys[n]
-        share = _share(totals[first:end], eps)
+        share = inverse_norm(totals[first:end], eps)
         for n in range(U(width)):
             outs[first + n] = weights[n] * (totals[first + n] * share)
 
@@ -79,13 +79,13 @@ def _norm_halves(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, w
                 totals[first + n] = halved(widened(xs[first + n]) + widened(ys[first + n]))
         for n in range(U(width)):
             wide[n] = widened(totals[first + n])
-        share = _share(wide, eps)
+        share = inverse_norm(wide, eps)
         for n in range(U(width)):
             outs[first + n] = halved(widened(weights[n]) * rounded(wide[n] * share))
 
 
 @inlined
-def _turn(head: Any, cos: Any, sin: Any, out: Any, at: Any) -> None:
+def rotate_head(head: Any, cos: Any, sin: Any, out: Any, at: Any) -> None:
     """Write the rotary embedding of `head` to ``out[at:]``. It rotates by halves: sin multiplies (-second half, first
     half)."""
     half = U(len(head) // 2)
@@ -111,10 +111,10 @@ def _rotate(
             for d in range(U(width)):
                 head[d] = xs[at + d]
             if weight != 0:
-                share = _share(head, eps)
+                share = inverse_norm(head, eps)
                 for d in range(U(width)):
                     head[d] = weights[d] * (head[d] * share)
-            _turn(head, coss, sins, outs, at)
+            rotate_head(head, coss, sins, outs, at)
 
 
 @compiled
@@ -132,7 +132,7 @@ def _rotate_halves(
             for d in range(U(width)):
                 head[d] = widened(xs[at + d])
             if weight != 0:
-                share = _share(head, eps)
+                share = inverse_norm(head, eps)
                 for d in range(U(width)):
                     head[d] = rounded(widened(weights[d]) * rounded(head[d] * share))
             for d in range(half):

@@ -11,7 +11,7 @@ Axes: T token, N width of the model, A all heads of a row, D width of a head, I 
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stretto.model.kernels.compiled import AVAILABLE, F, U, compiled, exp, floats, halved, halves, inlined, widened
+from stretto.model.kernels.fused import inverse_norm, rotate_head
 
 #: Numbers of a share at least; a thread's start takes as long as some ten thousand of them.
 _SHARE = 1 << 17
@@ -62,15 +63,6 @@ def store(address: Any, at: Any, row: Any, half: Any) -> None:
 
 
 @inlined
-def _share_of(row: Any, eps: Any) -> Any:
-    """1 / √(mean of squares + eps)."""
-    total = F(0.0)
-    for n in range(U(len(row))):
-        total += row[n] * row[n]
-    return F(1.0) / np.sqrt(total / F(len(row)) + eps)
-
-
-@inlined
 def _norm_gradient(row: Any, gradient: Any, weights: Any, sums: Any, share: Any) -> None:
     """Overwrite the gradient of ``weights · share · row`` by the gradient of `row`, and add to the weights' gradient
     `sums`. `share` depends on the row."""
@@ -90,8 +82,8 @@ def _norm(
     first: Any, end: Any, part: Any, x: Any, added: Any, total: Any, weight: Any, out: Any, width: Any, eps: Any,
     half: Any,
 ) -> None:  # fmt: skip
-    """total = x + added; out = norm of total. `added` 0: nothing is added, and nothing is written to `total`. `weight`
-    0: no norm."""
+    """Write x + added to `total`, and the norm of the sum to `out`. `added` 0: write only the norm of x. `weight` 0:
+    write only the sum."""
     weights = floats(weight, width)
     row, more = np.empty(width, np.float32), np.empty(width, np.float32)
     for t in range(U(first), U(end)):
@@ -103,7 +95,7 @@ def _norm(
                 row[n] += more[n]
             store(total, at, row, False)
         if weight != 0:
-            share = _share_of(row, eps)
+            share = inverse_norm(row, eps)
             for n in range(U(width)):
                 row[n] = weights[n] * (row[n] * share)
             store(out, at, row, half)
@@ -114,8 +106,8 @@ def _norm_back(
     first: Any, end: Any, part: Any, x: Any, weight: Any, gradient: Any, beside: Any, sums: Any, out: Any, copy: Any,
     width: Any, eps: Any, half: Any,
 ) -> None:  # fmt: skip
-    """out = beside + gradient of x, where `gradient` is that of x's norm. `beside` 0: nothing is added. `copy`: gets
-    the result in the dtype of computation; 0: none."""
+    """Write the gradient of x, computed from that of x's norm, plus `beside` (0: nothing) to `out`. `copy`: gets the
+    result in the dtype of computation; 0: none."""
     weights = floats(weight, width)
     summed = floats(sums + 4 * part * width, width)
     row, back, more = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
@@ -123,7 +115,7 @@ def _norm_back(
         at = t * U(width)
         load(x, at, row, False)
         load(gradient, at, back, half)
-        _norm_gradient(row, back, weights, summed, _share_of(row, eps))
+        _norm_gradient(row, back, weights, summed, inverse_norm(row, eps))
         if beside != 0:
             load(beside, at, more, False)
             for n in range(U(width)):
@@ -139,7 +131,7 @@ def _heads(
     heads: Any, width: Any, eps: Any, half: Any,
 ) -> None:  # fmt: skip
     """Norm and rotate heads that start at column `begin` of rows of `stride` numbers. `weight` 0: no norm."""
-    weights, middle = floats(weight, width), U(width // 2)
+    weights = floats(weight, width)
     coss, sins = np.empty(width, np.float32), np.empty(width, np.float32)
     head, turned = np.empty(width, np.float32), np.empty(width, np.float32)
     for t in range(U(first), U(end)):
@@ -148,12 +140,10 @@ def _heads(
         for h in range(U(heads)):
             load(x, t * U(stride) + U(begin) + h * U(width), head, half)
             if weight != 0:
-                share = _share_of(head, eps)
+                share = inverse_norm(head, eps)
                 for d in range(U(width)):
                     head[d] = weights[d] * (head[d] * share)
-            for d in range(middle):
-                turned[d] = head[d] * coss[d] - head[middle + d] * sins[d]
-                turned[middle + d] = head[middle + d] * coss[middle + d] + head[d] * sins[middle + d]
+            rotate_head(head, coss, sins, turned, U(0))
             store(out, (t * U(heads) + h) * U(width), turned, half)
 
 
@@ -178,7 +168,7 @@ def _heads_back(
                 back[middle + d] = turned[middle + d] * coss[middle + d] - turned[d] * sins[d]
             if weight != 0:
                 load(x, at, head, half)
-                _norm_gradient(head, back, weights, summed, _share_of(head, eps))
+                _norm_gradient(head, back, weights, summed, inverse_norm(head, eps))
             store(out, at, back, half)
 
 
@@ -224,16 +214,18 @@ def parts_of(rows: int, width: int) -> int:
 
 def over(looped: Any, rows: int, parts: int, *arguments: Any) -> None:
     """Run a loop over all rows, by `parts` threads. It gets its first row, the row after its last, the number of the
-    part, and the arguments, tensors by address (0 for None)."""
+    part, and the arguments, tensors by address (0 for None). An error in any thread is raised when all have ended."""
     given = [0 if one is None else one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
     edges = [rows * part // parts for part in range(parts + 1)]
     shares = [(first, end, part, *given) for part, (first, end) in enumerate(pairwise(edges))]
-    others = [threading.Thread(target=looped, args=share) for share in shares[1:]]
-    for thread in others:
-        thread.start()
-    looped(*shares[0])
-    for thread in others:
-        thread.join()
+    if parts == 1:
+        looped(*shares[0])
+        return
+    with ThreadPoolExecutor(parts - 1) as pool:
+        others = [pool.submit(looped, *share) for share in shares[1:]]
+        looped(*shares[0])
+    for other in others:
+        other.result()
 
 
 def is_half(tensor: Tensor) -> bool:

@@ -75,9 +75,12 @@ def _times(x: Any, stride: Any, panels: Any, size: Any, depth: Any, out: Any, ou
         _block((x, 4 * stride, panels + 4 * p * size, depth, out + 4 * p * WIDE, 4 * out_stride))
 
 
-@inlined
-def _whole(columns: Any) -> Any:
+def _padded(columns: Any) -> Any:
+    """Number of columns, rounded up to whole panels."""
     return (columns + WIDE - 1) // WIDE * WIDE
+
+
+_whole = inlined(_padded)  # for loops
 
 
 @inlined
@@ -308,10 +311,6 @@ class _Short(torch.autograd.Function):
         given = (query, key, value, value.stride(0), ctx.places, out, logs, gradient, own, *sums)
         over(_attend_back, key.shape[1], ctx.parts, *given, torch.zeros(ctx.parts, room), room, *ctx.numbers)
         return own, *(one.to(key.dtype) for one in sums), None, None, None
-
-
-def _padded(columns: int) -> int:
-    return -(-columns // WIDE) * WIDE
 
 
 def places_of(packing: Packing) -> Ints:

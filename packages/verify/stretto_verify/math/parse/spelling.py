@@ -195,8 +195,8 @@ def _both(found: re.Match[str]) -> str:
         return found[0]
     (_, _, is_low_open, low), (_, _, is_high_open, high) = (one, other) if one[1] else (other, one)
     if found[7].strip() == ",":
-        values = [Fraction(bound) if _FRACTION.fullmatch(bound) else None for bound in (low, high)]
-        if None in values or not values[0] < values[1]:  # type: ignore[operator]
+        known = _FRACTION.fullmatch(low) and _FRACTION.fullmatch(high)
+        if not known or Fraction(low) >= Fraction(high):
             return found[0]
     return f"{low}{'<' if is_low_open else _AT_MOST}{one[0]}{'<' if is_high_open else _AT_MOST}{high}"
 
