@@ -57,7 +57,6 @@ def check_ray(recipe: Recipe) -> None:
 
 
 def _is_loopback(listen: str) -> bool:
-    """Whether a bindable address is loopback."""
     with bound(listen) as reserved:
         host: str = reserved.getsockname()[0]
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -248,7 +248,6 @@ class Cluster(Machines):
 
     @property
     def _reference(self) -> str | None:
-        """Folder of the reference policy, if ranks on other machines need it; else None."""
         reference, ranks = self.plan.recipe.algorithm.reference, self.plan.recipe.trainer.remote_ranks
         return reference.path if reference is not None and ranks else None
 

@@ -99,7 +99,8 @@ class RayAgents:
         self.say(f"Ray has placed {order.engines} engine(s){ranks} on the nodes {nodes}")
 
     async def _reply(self, channel: ConductorEnd[FromPlacer], number: int) -> FromPlacer:
-        """Wait for the reply to the order `number`. Late replies to earlier orders are dropped."""
+        """Wait for the reply to the order `number`. Late replies to earlier orders are dropped. Raises DeadlineExceeded
+        if none comes in time."""
         async with deadline("conductor", f"{_NAME} to place agents", placing_seconds(self.spec.seconds)):
             while True:
                 reply = await channel.next()

@@ -141,8 +141,9 @@ class TrainProcesses:
         return f"{describe_exit(code)}: {last}" if last else describe_exit(code)
 
     async def _ended(self, process: asyncio.subprocess.Process, run: PlannedRun, stop: StopSignal) -> int:
-        """Wait for the process; return its exit code. Once asked to stop, it has `_STOPPING` seconds; before, there is
-        no limit, because a run has its own deadlines and watchdog."""
+        """Wait for the process; return its exit code. Once asked to stop, it has `_STOPPING` seconds; if it still runs
+        then, the result is -SIGKILL, but it is not killed here. Before, there is no limit, because a run has its own
+        deadlines and watchdog."""
         owner, awaited = "study", f"the run {run.digest}"
         with waiting(owner, awaited, run.recipe.deadlines.still):
             code = await stop.unless(process.wait())

@@ -299,12 +299,12 @@ class _Session:
             self.wire.send(Mirrored(version=wanted, size=pulled.bytes, seconds=pulled.seconds))
 
     async def _fetch(self, mirror: Mirror, kind: str) -> str:
-        """Fetch the run's model or reference folder (`kind`) to this machine; return its path."""
         await mirror.fetch_model(self.folder / kind, lambda: [one / kind for one in neighbours(self.folder)], kind)
         return str(self.folder / kind)
 
     async def _look_again(self) -> None:
-        """Wait a short time, or until another version is published."""
+        """Wait a short time, or until another version is published. Afterwards `_published` is set, so that `_mirror`
+        tries again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
                 await self._published.wait()
@@ -361,7 +361,8 @@ class _Session:
         return self.seats[place]
 
     async def _play(self, order: StartRole) -> None:
-        """Run one role from start to end, and report both."""
+        """Run one role from start to end, and report both to the gate. A role that still runs in its place is stopped
+        first; afterwards its memory of the weights is released."""
         seat = self._seat(order.place)
         if seat.process is not None:
             await seat.process.stop(0.0)

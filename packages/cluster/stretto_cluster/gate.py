@@ -208,7 +208,8 @@ class Gate:
             machine.is_lost("was cut off")
 
     async def _introduce(self, machine: JoinedMachine) -> None:
-        """Pass a machine to `joined` once it has the model. The lease bounds the wait."""
+        """Pass a machine to `joined` once it has the model. A machine that asks to leave before, or that `joined` finds
+        unusable, is dismissed instead. The machine's lease bounds the wait."""
         await first_of(machine.prepared, machine.leaving)
         if not machine.prepared.done():
             machine.dismiss(machine.leaving.result())
@@ -229,7 +230,6 @@ class Gate:
 
 
 async def _flushed(writer: asyncio.StreamWriter) -> None:
-    """Close the connection, and wait until everything is sent, at most one second."""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(1.0):
             writer.close()

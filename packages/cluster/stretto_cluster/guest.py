@@ -126,8 +126,8 @@ class GuestEngine(HttpEngine):
         return found
 
     async def _machine_is_gone(self) -> bool:
-        """Whether the machine is lost. Waits half a second for its loss, because connections to its engines may break
-        before the connection to its agent."""
+        """Whether the machine is lost: it has been silent for too long, or its loss comes within half a second.
+        (Connections to its engines may break before the connection to its agent.)"""
         if self._machine.silence > SILENT_SECONDS:
             return True
         await asyncio.wait([self._machine.lost], timeout=_NEWS_SECONDS)

@@ -226,7 +226,6 @@ class RayPlacer:
 
     @property
     def _bundle(self) -> Mapping[str, float]:
-        """Ray resources of each agent."""
         return {"CPU": self._spec.cpus} | ({"GPU": self._spec.gpus} if self._spec.gpus else {})
 
     def check(self, wanted: Mapping[str, int]) -> None:

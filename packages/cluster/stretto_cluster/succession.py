@@ -111,7 +111,6 @@ async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str, seconds: 
 
 
 async def _lives(known: JoinFile, address: str, tls: str) -> bool:
-    """Whether a conductor of the run replies at the address."""
     try:
         return await _asked(known, address, tls, Look(known.run)) is not None
     except (MachineLost, HandshakeRefused):

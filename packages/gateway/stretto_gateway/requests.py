@@ -99,12 +99,11 @@ class CallForms:
         return f"start: text | calls\n{text}{self.form.rules(named, self._word, parallel=parallel)}"
 
     def _word(self, text: str) -> str:
-        """Grammar for a fixed text; its token id, if the text is a single token."""
+        """Grammar for a fixed text: its token id if the text is a single token, else the quoted text."""
         return f"<[{self.vocabulary[text]}]>" if text in self.vocabulary else json.dumps(text)
 
 
 def _forced(options: SamplingOptions) -> bool:
-    """Whether a tool must be called."""
     return options.tool_choice not in ("auto", "none")
 
 

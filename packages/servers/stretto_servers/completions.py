@@ -176,7 +176,7 @@ class OpenCompletion:
 
 def _by_token(spans: tuple[tuple[str, int, int], ...], count: int) -> list[int]:
     """Version of each of the first `count` tokens; -1 for a name that is not a version. Empty if the spans have gaps or
-    overlap."""
+    overlap. Shorter than `count` if the spans end earlier."""
     told: list[int] = []
     reached = 0
     for name, start, end in spans:

@@ -157,7 +157,10 @@ class ExternalEngine:
             task.cancel()
 
     async def _complete(self, completion: OpenCompletion) -> None:
-        """Generate one completion, with as many requests to the server as updates require. Raises as `_stream`."""
+        """Generate one completion, with as many requests to the server as updates require, and end its stream in every
+        case. If the server breaks off or is late, so does the stream, and the conductor continues the completion
+        elsewhere. A mistake in the request refuses it. If the server's tokens cannot be trusted, the stream is refused
+        with EngineLied, and the whole engine fails."""
         try:
             while True:
                 while not self._sampling.is_set():  # the next update may begin before this task runs
@@ -332,7 +335,8 @@ class ExternalEngine:
         return scores
 
     def _mark_running(self, version: int) -> None:
-        """Mark running requests: the server tells at their end which of the next tokens have the new version."""
+        """Add the new version to the versions of each running request. Requests that have tokens count as interrupted.
+        Only at its end does the server report which version sampled each token."""
         for completion in itertools.chain.from_iterable(self._open.values()):
             if completion.asked:
                 completion.had.append(version)

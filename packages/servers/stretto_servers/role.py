@@ -113,7 +113,7 @@ class _Life:
         self._engine, self._server, self._wire = engine, server, wire
 
     async def run(self) -> None:
-        """Watch both until cancelled.
+        """Watch the server and the engine; raise when either ends, so it never returns.
 
         Raises:
             StrettoError: the server has ended or does not answer, or the engine has failed.

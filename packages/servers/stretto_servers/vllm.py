@@ -192,7 +192,6 @@ class VllmServer:
 
 
 def _values(page: str, name: str) -> list[float]:
-    """Values of a metric in Prometheus' text format, one per set of labels."""
     lines = (line for line in page.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
     return [float(line.rpartition(" ")[2]) for line in lines]
 
@@ -239,6 +238,7 @@ def _delta(server: str, event: bytes, top: int) -> Delta:
 
 
 def _likeliest(found: list[_Top], count: int) -> Likeliest:
-    """Select the `count` likeliest tokens; vLLM's list also has the sampled token, in the first position."""
+    """The `count` likeliest tokens, likeliest first. vLLM's list also has the sampled token, in the first position.
+    Tokens without probability are left out."""
     pairs = {token.token_id: token.logprob for token in found if token.logprob > _NO_PROBABILITY}
     return tuple(sorted(pairs.items(), key=lambda pair: -pair[1])[:count])

@@ -196,7 +196,6 @@ class Record:
             return self._connection.execute(sql, values).fetchall()
 
     def _rows(self, kind: type[Row], where: str, *values: Any) -> list[Row]:
-        """Rows of a table as records of this kind. `where`: the rest of the query."""
         columns = ", ".join(field.name for field in fields(kind))
         return [kind(*found) for found in self._all(f"SELECT {columns} FROM {_TABLES[kind]} {where}", *values)]
 

@@ -180,7 +180,6 @@ def _without_grammars(config: EngineConfig, base: ModelFolder, tokenizer: Tokeni
 
 
 def _choices(config: EngineConfig) -> tuple[str, ...]:
-    """Sampling options that the log-probabilities of these engines account for."""
     filtered = config.kind == "native" or capabilities_of(config.kind).filtered_logprobs
     return DISTRIBUTION if filtered else ("temperature",)
 

@@ -121,7 +121,8 @@ class Mirror:
         await self._in_thread(f"the {kind} folder", partial(self._fetch_in_turn, kind, folder, beside))
 
     async def _in_thread(self, what: str, work: Callable[[Transfer], T]) -> T:
-        """Run `work` in a thread. If it is cancelled or late, its connection is closed and nothing is switched in."""
+        """Run `work` in a thread, after the transfer before it has ended. If it is cancelled or makes no progress for
+        too long, its connection is closed and no file is switched in."""
         with waiting("the mirror", "its transfer before", self._seconds):
             await self._one.acquire()
         try:
@@ -173,7 +174,6 @@ class Mirror:
         return look
 
     def _coming(self) -> list[Path]:
-        """Files that other mirrors of this machine are pulling."""
         return [file for other in self._beside() for file in other.glob(f"{prefix(self._run)}*.partial")]
 
     def _pull_alone(self, version: int, transfer: Transfer) -> Pulled:
@@ -198,7 +198,8 @@ class Mirror:
 
     def _bring(self, version: int, transfer: Transfer, base: Path | None) -> str:
         """Transfer, verify and switch in a version, as a delta from `base` if that is not None. Return the form of the
-        transfer, "" if the version was already here."""
+        transfer, "" if the version was already here. Raises TornPublication if the file is damaged or is not what the
+        server announced."""
         path = path_of(self._run, self.folder, version)
         came, made = (path.with_suffix(f".{part}.{os.getpid()}.partial") for part in ("came", "made"))
         try:
@@ -222,7 +223,6 @@ class Mirror:
             unlink([came, made])
 
     def _base(self, version: int) -> Path | None:
-        """Newest complete local version other than `version`; None if there is none."""
         here = [path for number, path in versions(self._run, self.folder) if number != version]
         return next((path for path in reversed(here) if _seal(path)), None)
 
@@ -294,7 +294,6 @@ class _Choice:
 
 
 def _seal(path: Path) -> str | None:
-    """Seal of a local version; None if it is missing or incomplete."""
     try:
         with open(path, "rb", buffering=0) as file:
             return manifest_of(file.fileno())[0].seal
@@ -303,7 +302,6 @@ def _seal(path: Path) -> str | None:
 
 
 def _making(folder: Path) -> Path:
-    """Folder in which a model folder is collected until it is complete."""
     return folder.with_name(f".{folder.name}.partial")
 
 

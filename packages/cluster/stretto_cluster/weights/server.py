@@ -135,7 +135,8 @@ class WeightsApp:
         return there[-1][0] if there else None
 
     async def _send_file(self, file: int, tag: str, request: _Request, form: str = "") -> None:
-        """Send an open file, or the requested range of it. `tag`: its ETag; `form`: value of `stretto-form`."""
+        """Send an open file, or the requested range of it; status 304 without content if the client has it already. If
+        the client disconnects, the sending ends without an error. `tag`: its ETag; `form`: value of `stretto-form`."""
         etag, size, asked, send = _etag(tag), os.fstat(file).st_size, request.headers, request.send
         if asked.get(b"if-none-match") == etag:
             return await self._start(send, 304, {b"etag": etag})
@@ -237,8 +238,8 @@ def _part(asked: bytes, size: int) -> tuple[int, int] | None:
 
 
 def _piece(file: int, begin: int, end: int, *, zero_copy: bool) -> tuple[Message, int]:
-    """ASGI message with the next of a file's bytes `begin` to `end`, and the offset after it; TornPublication at an
-    end."""
+    """ASGI message with the next of a file's bytes `begin` to `end`, and the offset after it; TornPublication if the
+    file has become shorter."""
     if zero_copy:
         count = min(_SENT_PIECE, end - begin)
         place = {"file": file, "offset": begin, "count": count, "more_body": begin + count < end}
@@ -250,7 +251,6 @@ def _piece(file: int, begin: int, end: int, *, zero_copy: bool) -> tuple[Message
 
 
 async def _gone(receive: Receive) -> None:
-    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

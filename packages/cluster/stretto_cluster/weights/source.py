@@ -255,7 +255,8 @@ class Transfer:
             connection.close()
 
     def _check(self, response: http.client.HTTPResponse) -> None:
-        """Raise the error that a reply stands for; otherwise note the newest version."""
+        """Record the newest version that a good reply names. Raises RefusedRequest for status 401, WireError for
+        another run or a missing file, and _BrokenOff for any other error, which is tried again."""
         if response.status in (200, 206, 304) and response.headers[RUN] == self._run:
             newest = response.headers[NEWEST]
             self.newest = int(newest) if newest and newest.isdecimal() else None

@@ -326,8 +326,9 @@ class _MetricsReader:
         self._decoder = msgspec.json.Decoder(MetricsLine)
 
     def read(self) -> list[StepMetrics]:
-        """Read the steps since the last call. If a resumed run has rewritten the file, it is read from its start
-        again."""
+        """Read the steps since the last call, without the other lines; empty if there are none or no file yet. An
+        unfinished last line is left for the next call. If a resumed run has rewritten the file, it is read from its
+        start again."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())  # not of the path: the file may be replaced

@@ -146,7 +146,8 @@ def _recipe(recipe: str | Path | Recipe | Mapping[str, Any], overrides: dict[str
 
 
 def _judges(reward: object) -> dict[str, Any]:
-    """Convert the argument `reward` to overrides of the recipe; empty for None."""
+    """Convert the argument `reward` to overrides of the recipe; empty for None. Raises RecipeError if it is neither a
+    function, a name nor a list of them."""
     if reward is None:
         return {}
     if isinstance(reward, list | tuple) and reward and all(callable(one) or isinstance(one, str) for one in reward):

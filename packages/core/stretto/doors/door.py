@@ -283,7 +283,8 @@ class Door(Generic[Kind]):
 
 @cache
 def _model(door: Door[Kind], kind: str, part: Part) -> type[Kind]:
-    """Make the class of a part's section, once per part. `kind`: the part's name. Raises ValueError, as `fields_of`."""
+    """Make the class of a part's section, once per part. `kind`: the part's name. Raises ValueError for a parameter
+    whose type a recipe cannot have."""
     fields: dict[str, Any] = {"kind": (Literal[kind], kind)} | door.section.fields_of(part)
     about = inspect.cleandoc(part.__doc__ or "").partition("\n\n")[0]
     try:

@@ -115,7 +115,8 @@ class Conductor:
 
     async def _give_up(self) -> None:
         """Journal the completions in flight, which a resumed run continues, then abort them so that the engines'
-        counters account for every token. The requests of a running evaluation are not aborted."""
+        counters account for every token. The requests of a running evaluation are not aborted. Afterwards no group is
+        admitted."""
         self._conducting = False
         await self.in_flight.keep(_POLL_SECONDS)
         await self._poll(_POLL_SECONDS)
@@ -260,7 +261,7 @@ class Conductor:
 
     async def _before_the_stop_ends(self, order: Coroutine[Any, Any, Result]) -> Result | None:
         """Await `order` and return its result. After a requested stop it has `deadlines.stop` seconds; then it is
-        cancelled, and None is returned."""
+        cancelled, and None is returned. If this wait is cancelled, so is `order`."""
         task = asyncio.ensure_future(order)
         stop = asyncio.ensure_future(self._stopping.wait())
         try:

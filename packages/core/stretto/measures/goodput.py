@@ -192,7 +192,6 @@ def _training(spent: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[di
 
 
 def _sampled(tokens: Mapping[str, int]) -> dict[str, int]:
-    """Return the categories of sampled tokens only, without recomputed and idle."""
     return {name: count for name, count in tokens.items() if name not in (RECOMPUTED, IDLE)}
 
 

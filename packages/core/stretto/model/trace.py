@@ -149,8 +149,8 @@ class _Fusing:
         return node if parts is None or parts[1:] != (self._dtype,) else parts[0]
 
     def _wide(self, node: Any) -> Node | None:
-        """The argument of a conversion to float32, or `node` itself if it is no such conversion; None if this does not
-        have the model's dtype."""
+        """The argument of a conversion to float32, or `node` itself if it is no such conversion. None if that tensor
+        does not have the model's dtype."""
         parts = _call(node, "to")
         x = node if parts is None or parts[1:] != (torch.float32,) else parts[0]
         return x if isinstance(x, Node) and x.meta.get("dtype") is self._dtype else None
@@ -265,7 +265,8 @@ class _Recorder(TorchFunctionMode):
         return node
 
     def node(self, value: Any) -> Any:
-        """The graph node of a tensor or rule; other values are returned unchanged."""
+        """The graph node of a tensor or rule, a new input of the graph if it has none; other values are returned
+        unchanged."""
         if not isinstance(value, Tensor | Rule):
             return value
         if id(value) not in self._nodes:  # neither input nor computed: a parameter, a buffer, a rule

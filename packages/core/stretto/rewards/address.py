@@ -170,7 +170,6 @@ class _Secured(HTTPSHandler):
 
 
 def _left(until: float) -> float:
-    """Seconds left until the time `until`. Raises TimeoutError if none are left."""
     if (seconds := until - time.monotonic()) <= 0:
         raise TimeoutError("no reply in time")
     return seconds

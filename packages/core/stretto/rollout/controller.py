@@ -197,7 +197,6 @@ class Controller:
         return ticket
 
     def _is_its_turn(self) -> bool:
-        """Whether the staleness bound (equation 3) admits a group."""
         return admits(self.counted, self.live, self.config.batch_size, self.max_staleness)
 
     def restore(

@@ -200,7 +200,8 @@ def load(folder: Path, optimizer: Optimizer) -> int:
 
 
 def _read(folder: Path, found: dict[str, Tensor]) -> TrainerPosition:
-    """Fill `found` from the folder; each rank reads its own part."""
+    """Fill `found` from the folder; each rank reads its own part. Raises StoreError if the checkpoint is damaged or of
+    another model."""
     reader, position = _checked(folder, found)
     state_dict_loader.load(found, storage_reader=reader)
     return position
@@ -208,7 +209,8 @@ def _read(folder: Path, found: dict[str, Tensor]) -> TrainerPosition:
 
 @torch.no_grad()
 def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks) -> TrainerPosition:
-    """Fill `found` in place. Rank 0 reads all files, about one at a time, and sends each rank its shard."""
+    """Fill `found` in place. Rank 0 reads all files, about one at a time, and sends each rank its shard. Raises
+    StoreError if the checkpoint is damaged or of another model."""
     reader, position = _checked(folder, found) if ranks.rank == 0 else (None, TrainerPosition(0, 0))
     version, bad_steps = ranks.broadcast([position.version, position.bad_steps_in_a_row])
     for names in _by_file(_files(found, 1)):

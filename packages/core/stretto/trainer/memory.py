@@ -191,7 +191,6 @@ class _Step:
 
     @property
     def item(self) -> int:
-        """Bytes of a number in the dtype of computation."""
         return BYTES[self.config.dtype]
 
     @property

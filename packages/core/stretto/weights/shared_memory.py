@@ -103,7 +103,8 @@ class SharedMemoryPublisher:
         return Publication(write, copies.hold, manifest.size, sum(one.nbytes for one in copies.tensors.values()))
 
     def _manifest(self, version: int, tensors: Mapping[str, Tensor]) -> tuple[WeightsManifest, dict[str, torch.dtype]]:
-        """The manifest, without checksums, and each tensor's published dtype by name. Raises ValueError as `copy`."""
+        """The manifest, without checksums, and each tensor's published dtype by name. Raises ValueError for a negative
+        version, and for a dtype that cannot be published."""
         if version < 0:
             raise ValueError(f"versions start at 0, not {version}")
         forms = {name: stored(tensor, self._dtype) for name, tensor in tensors.items()}
@@ -111,7 +112,9 @@ class SharedMemoryPublisher:
         return _plan(version, sizes), forms
 
     def _switch(self, manifest: WeightsManifest, whole: Iterable[tuple[str, Tensor]]) -> dict[str, TensorDigest]:
-        """Write and check the file of a version, rename it into place, and unlink files that are no longer needed."""
+        """Write and check the file of a version, rename it into place, and unlink newer versions, all but the newest
+        `KEPT`, and partial files of earlier processes. Returns the digest of each tensor. On an error the file is
+        removed, and the earlier versions stay."""
         path = path_of(self._run, self._folder, manifest.version)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
@@ -224,8 +227,9 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _read(raw: memoryview, version: int, checked: Callable[[int], object]) -> dict[str, Tensor]:
-    """Verify a publication and return its tensors by name as views. `raw` must be writable memory for torch. `checked`,
-    and TornPublication: as for `manifest.verify`."""
+    """Verify a publication and return its tensors by name as views. `raw` must be writable memory for torch. `checked`
+    is called during the verification with the number of bytes of each piece. Raises TornPublication if the bytes are
+    damaged or of another version."""
     manifest, start = verify(raw, version, checked)
     return {name: _view(raw, start, entry) for name, entry in manifest.tensors.items()}
 
@@ -274,5 +278,5 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _check(path: Path, version: int) -> None:
-    """Read a publication back and verify every byte."""
+    """Read a publication back and verify every byte. Raises TornPublication if one differs."""
     verify(map_file(path), version)

@@ -168,7 +168,6 @@ def _forward(shape: ModelShape, lengths: Sequence[int], through_the_output: int)
 
 
 def _rate(seconds: float) -> float:
-    """Operations per second, if one operation takes `seconds`."""
     return float(min(_FREE, 1.0 / seconds if seconds > 0 else inf))
 
 

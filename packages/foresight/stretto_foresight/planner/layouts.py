@@ -114,7 +114,6 @@ def _layouts(job: Job, devices: int, machine: MachineProfile) -> Iterator[Layout
 
 
 def _most_ranks(job: Job) -> int:
-    """Largest number of ranks that all have work."""
     return job.completions // job.trainer.minibatches * job.trainer.together
 
 

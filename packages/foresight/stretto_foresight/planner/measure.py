@@ -241,7 +241,6 @@ def _batch(completions: int, length: int, vocabulary: int, version: int) -> Batc
 
 
 def _sequences(batch: Batch) -> tuple[int, ...]:
-    """Number of tokens of each sequence of a batch, prompt included."""
     return tuple(
         len(group.prompt.token_ids) + one.segments[0].length for group in batch.groups for one in group.trajectories
     )

@@ -137,8 +137,8 @@ def _search(
     say: Callable[[str], None],
     over: Callable[[], bool],
 ) -> list[LayoutPrediction]:
-    """Simulate the promising candidates in the order of their estimates, then the best one with other staleness
-    bounds."""
+    """Simulate the promising candidates in the order of their estimates, then the best one with other staleness bounds.
+    When `over` returns True, no further candidate is started. `say` gets a line for each."""
     chosen = _chosen(job, machine, devices, goal)
     found: list[tuple[LayoutPrediction, Candidate]] = []
 
@@ -217,7 +217,8 @@ def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[
 
 
 def _other_bounds(first: Candidate, machine: MachineProfile, goal: str) -> list[Candidate]:
-    """The best layout with half and twice the staleness bound, and for the goal "staleness" with small bounds."""
+    """The best layout with half and twice the staleness bound, and for the goal "staleness" with small bounds. Empty if
+    the bound is "auto", 0 or infinite."""
     job, bound = first.job, first.job.rollout.max_staleness
     if not isinstance(bound, float | int) or not bound or math.isinf(bound):  # no bound, or "auto", which finds its own
         return []
@@ -339,7 +340,6 @@ def _conducting_and_training(costs: Costs, report: SimulationReport) -> tuple[fl
 
 
 def _serving(costs: Costs, report: SimulationReport) -> float:
-    """Seconds that all engines spend between their steps, which a run counts as idle."""
     return costs.slower_generation * costs.machine.serve_seconds * report.completions.total()
 
 

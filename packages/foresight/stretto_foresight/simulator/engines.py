@@ -232,7 +232,6 @@ class SimulatedEngine:
         return (row for _, _, row in self._running)
 
     def _context(self, row: CompletionRow) -> float:
-        """Number of the model's tokens that a running completion has in the cache."""
         return row.flight.prompt + (len(row.before) + self._tick - row.entered) * self._limits.grain
 
     def _own_contexts(self) -> Iterator[float]:

@@ -182,7 +182,6 @@ class SimulatedRun:
                 return
 
     def _engine_counts(self) -> tuple[float, ...]:
-        """Totals over all engines: seconds busy, loading, recomputing; tokens sampled, recomputed; preemptions."""
         engines = self._engines
         return (
             sum(engine.busy for engine in engines),
@@ -210,7 +209,8 @@ class SimulatedRun:
             self.clock.call_after(_POLL_SECONDS, self._observe_pressure)
 
     def _observe_pressure(self) -> None:
-        """Report the engines' load to the controller; repeated every second while any group is in flight."""
+        """Report the engines' load to the controller, and admit groups by its new bounds. Repeats itself every second
+        while any group is in flight."""
         before, self._preempted = self._preempted, sum(engine.preempted for engine in self._engines)
         needed = max(engine.needed() for engine in self._engines)
         self.controller.observe_pressure(Pressure(needed, self._preempted - before, len(self._engines)))
@@ -220,7 +220,8 @@ class SimulatedRun:
         self._admit()
 
     def _completed(self, flight: Flight) -> None:
-        """Handle a finished completion of a group. After the group's last one, the group is judged."""
+        """Handle a finished completion. After the group's last one the group is judged, at once if judging takes no
+        time; before that, nothing happens."""
         if len(flight.versions) < len(flight.lengths) or flight.judged:
             return
         flight.judged = True

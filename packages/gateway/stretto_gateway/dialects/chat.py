@@ -226,7 +226,6 @@ def _part(index: int, delta: Part, logprobs: Any = None, finish: str | None = No
 
 
 def _deltas(turn: SampledTurn) -> Iterator[Part]:
-    """Deltas of a streamed turn: role, reasoning, text, then one for each call."""
     message = turn.message
     yield {"role": "assistant", "content": ""}
     if message.reasoning:

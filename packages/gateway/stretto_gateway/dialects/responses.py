@@ -216,7 +216,6 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 
 
 def _goes_on(last: Message, new: Message) -> bool:
-    """Whether two assistant messages belong to one turn: `new` has calls, or `last` has neither text nor calls."""
     if new.calls:
         return True
     return not last.calls and not last.text
@@ -332,7 +331,6 @@ def _usage(turn: SampledTurn) -> dict[str, Any]:
 
 
 def _events(request: ChatRequest, turn: SampledTurn) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Types and fields of the events of a turn."""
     empty: dict[str, Any]
     beginning, items = _response(request, turn, None), _items(turn)
     yield "response.created", {"response": beginning}

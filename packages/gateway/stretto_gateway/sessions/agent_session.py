@@ -314,7 +314,6 @@ class AgentSession:
         return TurnRecord(turn, sampled.node, behind.id if behind else "", new, prompt.tools, key)
 
     def _named(self, node: int, call: int | None = None) -> str:
-        """Deterministic id of the turn `node`, or of its call number `call`."""
         return blake2b(f"{self.id}\0{node}\0{call}".encode(), digest_size=12).hexdigest()
 
     def _history(self, request: ChatRequest) -> tuple[Message, ...]:

@@ -208,7 +208,8 @@ def opened(session: AgentSession, address: str) -> dict[str, Any]:
 
 
 def _attempt(scope: Scope) -> Attempt:
-    """Read the retry headers that OpenAI's and Anthropic's libraries send."""
+    """Read the retry headers that OpenAI's and Anthropic's libraries send. The key is "" if missing; the count is None
+    if missing or no number."""
     key = (header(scope, b"idempotency-key") or b"").decode("latin-1")
     count = (header(scope, b"x-stainless-retry-count") or b"").decode("latin-1")
     return Attempt(key, int(count) if count.isdecimal() and len(count) < 9 else None)

@@ -343,7 +343,6 @@ def _config_of(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tables(recipe: Path) -> Mapping[str, Any]:
-    """Tables of a recipe; empty if it cannot be read."""
     try:
         return tomllib.loads(recipe.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

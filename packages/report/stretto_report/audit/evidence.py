@@ -163,14 +163,12 @@ def _estimate(line: EvaluationLine) -> tuple[float, float]:
 
 
 def _means(values: Numbers) -> Numbers:
-    """Means of all windows, in the order of their ends."""
     sums: Numbers = np.cumsum(np.concatenate(([0.0], values)))
     means: Numbers = (sums[WINDOW:] - sums[:-WINDOW]) / WINDOW
     return means
 
 
 def _newest(steps: Steps, ill: Flags, means: Numbers) -> Onset | None:
-    """Onset of the run of bad windows that ends with the newest; None if the newest is good."""
     if not ill[-1]:
         return None
     well = np.flatnonzero(~ill)

@@ -218,7 +218,6 @@ def _address(path: Path) -> str:
 
 
 def _policies(folder: Path) -> tuple[int, ...]:
-    """Versions whose policy folder exists."""
     kept = [path.name[1:] for path in (folder / "policy").glob("v*") if path.is_dir()]
     return tuple(sorted(int(version) for version in kept if version.isdecimal()))
 
@@ -253,7 +252,6 @@ def _history(
 
 
 def _data(questions: Path, fact: Mapping[str, Any]) -> RecordedData:
-    """The recorded data, compared with the current file of questions."""
     found, prompts = _digest(questions)
     return RecordedData(
         digest=fact["digest"],
@@ -287,8 +285,6 @@ def _digest(questions: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def _kept(folder: Path, start: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Entries of `start` whose folder exists. A new run has no policy yet, and a reference may be on another
-    machine."""
     return {name: files for name, files in start.items() if (folder / name).exists()}
 
 
@@ -391,7 +387,7 @@ def _segment(place: int, columns: list[Any]) -> RecordedSegment:
 
 
 def _lines(path: Path) -> Mapping[int, RecordedLine]:
-    """Lines of ``metrics.jsonl`` by step; unreadable lines are skipped."""
+    """Lines of ``metrics.jsonl`` by step; unreadable lines are skipped. Empty if the file is missing."""
     found: dict[int, RecordedLine] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:

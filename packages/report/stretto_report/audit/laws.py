@@ -265,8 +265,9 @@ def _attempts(
 def _drawn(
     epochs: Mapping[int, Mapping[str, list[RecordedGroup]]], position: tuple[int, int], same: bool
 ) -> Iterator[str]:
-    """The number of drawn prompts equals the number of issued ones. `same`: each epoch draws all prompts, so all epochs
-    must have the same ones. (Otherwise `prompts_come_in_their_order` checks this.)"""
+    """Yield a sentence for each violation of this law: as many prompts were issued as the recorded position in the data
+    says. `same`: each epoch draws all prompts, so all epochs must have the same ones. (Otherwise
+    `prompts_come_in_their_order` checks this.)"""
     newest, drawn = position
     sizes = {epoch: len(prompts) for epoch, prompts in epochs.items()}
     if sizes.get(newest, 0) != drawn:

@@ -98,13 +98,11 @@ def _collect(folder: RunFolder, table: sqlite3.Connection) -> None:
 
 
 def _counters(line: StepMetrics) -> dict[str, dict[str, float]]:
-    """Counters of a step, at the time when its batch was taken: staleness of the batch, and groups in each queue."""
     groups = {name: value for name, value in line.queues.items() if value is not None}
     return {"staleness": {"mean": line.staleness_mean, "largest": line.staleness_max}, "groups": groups}
 
 
 def _machines(folder: RunFolder) -> dict[str, str]:
-    """Name of the machine of each engine."""
     return {engine.name: engine.host for engine in read_fact(folder.ledger, ENGINES, tuple[Membership, ...]) or ()}
 
 

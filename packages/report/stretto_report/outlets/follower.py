@@ -51,7 +51,8 @@ class AlarmFollower:
         return [alarm for alarm in self._watch.alarms() if alarm.title not in sent]
 
     def _read(self) -> bool:
-        """Read new lines; return whether there were any."""
+        """Read new lines into the watch that raises alarms; return whether there were any. If the file was rewritten,
+        the watch begins anew."""
         found = False
         while True:
             lines, again = self._lines.read_on()
@@ -217,14 +218,12 @@ class RunFollower:
         self._beat()
 
     def _fault(self) -> str:
-        """Newest unreadable line: logged once, and kept in the cursor for the conductor."""
         fault = self._metrics.fault or self._samples.fault or self._cursor.fault
         if fault != self._cursor.fault:
             print(fault, file=sys.stderr)
         return fault
 
     def _new(self, points: Sequence[MetricsPoint]) -> list[MetricsPoint]:
-        """Points that the tool does not have."""
         sent, new = dict(self._cursor.sent), []
         for point in points:
             if point.step > sent.get(point.curve, -1):

@@ -88,7 +88,8 @@ def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
 
 def _how(folder: RunFolder) -> How:
     """How the run ended, by its ledger. The conductor records a normal end before it asks followers to end, so a run
-    that is still ``running`` there has failed. A run of an earlier version, without this record, counts as finished."""
+    that is still ``running`` there has failed. A run of an earlier version, without this record, counts as finished. If
+    the ledger cannot be read, the error is printed to stderr, and the run counts as failed."""
     try:
         ending = read_ending(folder.ledger)
     except StoreError as error:

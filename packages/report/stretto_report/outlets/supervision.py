@@ -108,7 +108,6 @@ class ToolFollower:
             self._say(f"{self.tool} has not taken the end of the run: {death.how}")
 
     def _tell(self) -> None:
-        """Report that the tool receives nothing, unless this is reported and it has received nothing since."""
         if not self._told:
             self._say(
                 f"{self.tool} receives nothing: {self._how}; the run continues without it and retries ({self._log})"
@@ -121,14 +120,14 @@ class ToolFollower:
             await asyncio.wait_for(self._ending.wait(), seconds)
 
     def _has(self) -> bytes:
-        """Content of the cursor file."""
         try:
             return self._cursor.read_bytes()
         except OSError:
             return b""
 
     async def _start(self) -> None:
-        """Start the process; RoleDied if the system has no room for another one."""
+        """Start the process. Raises RoleDied if it cannot be started, also if the system has no free file descriptors.
+        """
         self._last = self._ending.is_set()
         try:
             far, self._until = os.pipe()
@@ -150,7 +149,9 @@ class ToolFollower:
             os.close(far)
 
     async def _how_it_ended(self, restarts: RestartBudget) -> str:
-        """Wait until the process ends. Return how it ended, or "" if it was asked to end and has sent everything."""
+        """Wait until the process ends. Return how it ended, or "" if it ended with exit code 0, having sent everything.
+        If it has sent something since the last start, `restarts` is refilled. A line that it could not read is reported
+        once."""
         how = await self._process.ended()
         self._close()
         if (has := self._has()) != self._before:
@@ -181,7 +182,6 @@ class ToolFollower:
 
 
 def _fault(cursor: bytes) -> str:
-    """Unreadable line that the content of a cursor file names; "" if none."""
     try:
         return msgspec.json.decode(cursor, type=Cursor).fault
     except UNREADABLE:  # no cursor yet, or a damaged one, which its process reports
@@ -189,7 +189,8 @@ def _fault(cursor: bytes) -> str:
 
 
 def _last_words(log: Path) -> str:
-    """Last line of a log."""
+    """Last line of a log that is not blank, shortened; a sentence in its place if the log is empty or cannot be read.
+    """
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 4 * _LAST_WORDS))

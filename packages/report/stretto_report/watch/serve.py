@@ -31,7 +31,6 @@ class _WatchServer(HttpServer):
     """HTTP server whose normal end is a signal, which is not raised again."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called for SIGINT and SIGTERM."""
         self.should_exit = self.force_exit = True
 
 

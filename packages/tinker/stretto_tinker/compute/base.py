@@ -139,7 +139,7 @@ class LocalBackend:
         return self._shared.view(config, attention, seed=shape.seed, head=shape.lora.train_unembed)
 
     def _targets(self, lora: Lora) -> tuple[str, ...]:
-        """Last name parts of the layers that get adapters, as ``q_proj``."""
+        """Last name parts of the layers that get adapters, as ``q_proj``. ("none",) if no layer does."""
         chosen = [last for last, attends in self._attends.items() if (lora.train_attn if attends else lora.train_mlp)]
         return tuple(sorted(chosen)) or ("none",)  # an empty tuple would mean all layers
 

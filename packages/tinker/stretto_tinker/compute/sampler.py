@@ -55,7 +55,6 @@ class _Opened:
 
     @property
     def left(self) -> int:
-        """Number of sequences that have not ended."""
         return len(self.wish.seeds) - len(self.found)
 
 

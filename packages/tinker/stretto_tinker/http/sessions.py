@@ -133,7 +133,6 @@ def _opened(row: SessionRow) -> OpenSession:
 
 
 def _summary(row: SessionRow, checkpoints: int) -> dict[str, Any]:
-    """Description of a session in a list; `checkpoints`: their number."""
     opened, status = _opened(row), dict[str, Any]()
     if row.ended is None:
         status = {"type": "active"}

@@ -176,7 +176,6 @@ class Training:
 
 
 def _check_optimizer(kind: OptimizerKind) -> None:
-    """Raise RefusedRequest if the optimizer is not AdamW."""
     if kind.type != "adamw":
         told = f"{kind.type!r:.40} is not served: its step is not published"
         raise RefusedRequest("optimizer_config.type", told, "adamw")

@@ -186,7 +186,8 @@ class Worker:
             self.models.retire(id)
 
     def _guarded(self, piece: Callable[[], None]) -> None:
-        """Call a piece of work; an unexpected error (a bug) is logged and ends only this piece."""
+        """Call a piece of work; an unexpected error (a bug) is logged and ends only this piece. Then it pauses, before
+        the next one."""
         try:
             piece()
         except Exception:  # the thread must go on, for other clients
@@ -431,7 +432,8 @@ class Worker:
         return True
 
     def _forget_engine(self, path: str) -> None:
-        """See `forget_engine`. Open requests continue with the weights that they began with."""
+        """Close the engines of the weights at `path`, so that new requests load them again. Open requests continue with
+        the weights that they began with."""
         self._engines.drop(path)
         with self._wake:
             for lane in [lane for lane in self._samplings if lane.weights == path]:
@@ -454,7 +456,9 @@ class Worker:
             self._fail(asked, why, USER)
 
     def _retire(self, model: str, ended: str) -> None:
-        """See `retire`. `ended`: why no further request of the model will come; "" if some may."""
+        """Remove a model from memory once its accepted requests are computed. `ended`: why no further request of the
+        model will come; "" if some may. With a reason, requests that wait for a missing one before them fail with it.
+        """
         with self._wake:
             lane = self._models.get(model)
             if lane is not None and lane.next in lane.waiting:

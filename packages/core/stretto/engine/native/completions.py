@@ -214,7 +214,6 @@ class Completions:
         return watch.completed(self._history[row, begin + watch.seen : self.lengths[row]].tolist())
 
     def _widen(self, width: int, stops: int) -> None:
-        """Widen the columns to at least `width` tokens of a row and `stops` stop tokens."""
         if (missing := width - self._history.shape[1]) > 0:
             wider = ((0, 0), (0, max(missing, self._history.shape[1])))
             self._history = np.pad(self._history, wider)

@@ -360,7 +360,7 @@ class NativeEngine:
 
     def _preempt(self) -> None:
         """Let running completions grow into longer slots; if the KV cache is full, drop the entries of the newest
-        completions, to be recomputed later."""
+        completions, to be recomputed later. `_preempted` counts them."""
         for row in self._scheduler.grow(self._completions.lengths):
             self._policy.release(row)
             self._preempted += 1
@@ -400,16 +400,14 @@ class NativeEngine:
         return contexts
 
     def _has_prefix(self, row: int) -> bool:
-        """Whether the row has sampled tokens."""
         return self._sampled(row) > 0
 
     def _sampled(self, row: int) -> int:
-        """Number of tokens in the row's completion."""
         return int(self._completions.lengths[row] - self._completions.prompts[row])
 
     def _tally(self, completions: Sequence[Completion]) -> None:
-        """Count the tokens of ended completions while their request is open. An abort wastes these tokens too, since a
-        group is judged as a whole."""
+        """Add up the tokens of ended completions by request, until the request has no open completion. An abort wastes
+        these tokens too, since a group is judged as a whole."""
         for completion in completions:
             self._ended[completion.request] += completion.segment.length
             if not self._scheduler.is_open(completion.request):

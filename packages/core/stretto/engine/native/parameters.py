@@ -153,7 +153,6 @@ def _is_of_adapters(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _layers(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the layers with an A matrix."""
     return [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
 
 

@@ -86,7 +86,8 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
 
 
 def _check_counts(request: GenerateRequest) -> None:
-    """Refuse a request with so many stop tokens or completions that it could take all memory or time."""
+    """Raise RefusedRequest for a request with so many stop tokens or completions that it could take all memory or time.
+    """
     if (stops := len(request.sampling.stop_token_ids)) > MOST_STOP_TOKENS:
         raise RefusedRequest("sampling.stop_token_ids", f"{stops:,} tokens", f"at most {MOST_STOP_TOKENS}")
     if (completions := len(request.seeds)) > MOST_COMPLETIONS:
@@ -120,7 +121,7 @@ def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: in
 
 
 def _check_stamps(prefix: Segment, version: int) -> None:
-    """Refuse a prefix with impossible log-probabilities, versions or interruptions."""
+    """Raise RefusedRequest for a prefix with impossible log-probabilities, versions or interruptions."""
     if wrong := [logprob for logprob in prefix.behavior_logprobs if not abs(logprob) < _LARGEST_FLOAT]:
         raise RefusedRequest("prefixes.behavior_logprobs", f"{wrong[0]}", "finite numbers")
     stamps = [stamp for stamp, _ in prefix.stamps]

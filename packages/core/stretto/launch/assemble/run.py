@@ -166,7 +166,8 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
 
 
 def _followed(context: RunContext) -> AbstractAsyncContextManager[None]:
-    """Return a context manager during whose block the tools of ``[logging]`` follow the run."""
+    """Return a context manager during whose block the tools of ``[logging]`` follow the run. Without tools, the context
+    manager does nothing."""
     recipe, reporter, stop = context.plan.recipe, context.reporter, context.stop
     if not recipe.logging.tools:
         return nullcontext()
@@ -178,8 +179,8 @@ def _followed(context: RunContext) -> AbstractAsyncContextManager[None]:
 
 
 def _earlier(ledger: Ledger, unfinished: Sequence[UnfinishedGroup]) -> Totals:
-    """Read the totals of earlier processes of the run. Tokens that are neither in the ledger nor journaled count as
-    stopped. `unfinished`: its groups in flight or buffered."""
+    """Read the totals, empty ones if there are none, of earlier processes of the run. Tokens that are neither in the
+    ledger nor journaled count as stopped. `unfinished`: its groups in flight or buffered."""
     if (totals := ledger.get(TOTALS, Totals)) is None:
         return Totals(max_staleness=None)
     members = (member for group in unfinished for member in group.members.values())
@@ -197,7 +198,6 @@ def _roles_of(recipe: Recipe) -> str:
 
 
 def _keep_roster(context: RunContext, roles: Roles) -> None:
-    """Restore the roster of engines from the ledger, which stores it at each flush from now on."""
     ledger, roster = context.ledger, roles.engines.roster
     roster.restore(ledger.get(ENGINES, list[Membership]) or [], context.start.version)
     ledger.watch(ENGINES, roster.rows)

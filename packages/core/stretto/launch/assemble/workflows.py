@@ -127,7 +127,5 @@ def _services(plan: Plan, pool: WorkflowPool, score: Score) -> Services:
 
 
 def _verdict_of(plan: Plan) -> Callable[[float], Verdict]:
-    """Return the function that converts a workflow's reward to a verdict, by the recipe's `rewards.right` and
-    `rewards.wrong`."""
     worth = Worth(right=plan.recipe.rewards.right, wrong=plan.recipe.rewards.wrong)
     return lambda value: verdict_of(value, worth)

@@ -162,7 +162,7 @@ def _recipe(model: Path, task: Path | DataChoice, overrides: Overrides, samples:
 
 
 def _files(task: Path | DataChoice) -> Iterator[tuple[str, str]]:
-    """Yield (option, file) for each file that the command line names."""
+    """Yield (option, file) for each local file that the command line names; other datasets are left out."""
     if isinstance(task, Path):
         yield "--task", str(task)
         return

@@ -150,8 +150,9 @@ def replay(
 
 
 def _apart(ours: Path, theirs: Path) -> tuple[float, float] | None:
-    """Compute how far weights differ, as `Replayed.apart`, one tensor at a time; None if the tensors have other names
-    or shapes."""
+    """Compute how far the weights in two folders differ: the norm of the difference divided by the norm of `theirs`,
+    and the largest absolute difference. One tensor at a time is in memory. None if the tensors have other names or
+    shapes."""
     of_gap, of_run, largest = 0.0, 0.0, 0.0
     for mine, other in zip(weight_files(ours), weight_files(theirs), strict=True):
         with safe_open(mine, "pt") as one, safe_open(other, "pt") as run:
@@ -309,7 +310,6 @@ def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, rep
 
 
 def _totals(folder: RunFolder, repeated: Sequence[_Repeated]) -> Totals:
-    """Totals of a branch: the bound under which its batches were sampled, and its own seconds."""
     of_run = read_fact(folder.ledger, TOTALS, Totals)
     bound, last = of_run.max_staleness if of_run is not None else None, repeated[-1]
     return Totals(max_staleness=bound, wall_seconds=last.wall_seconds, rl_seconds=last.rl_seconds)

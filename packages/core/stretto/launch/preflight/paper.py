@@ -102,8 +102,9 @@ def outline(recipe: Recipe) -> Outline:
 
 
 def _model(recipe: Recipe) -> tuple[ModelFolder, ModelFolder | None, int]:
-    """Check the model of the recipe; returns its facts, those of a reference model or None, and the longest allowed
-    prompt in tokens."""
+    """Check the model of the recipe, by its config.json and without its weights; returns its facts, those of a
+    reference model or None, and the longest allowed prompt in tokens. Raises ModelFolderError or RecipeError for the
+    first problem."""
     base, config = outlined(base_folder(recipe.model, recipe.seed))
     refuse_unsupported(config)
     refuse_untrainable(config)

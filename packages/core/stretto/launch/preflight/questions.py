@@ -39,7 +39,6 @@ def repeated(questions: Questions) -> list[str]:
 
 
 def _again(rows: Sequence[Question]) -> list[tuple[Question, Question]]:
-    """List (row, earlier row) for each row that repeats the question of an earlier one."""
     first = {_asked(row): row for row in reversed(rows)}
     return [(row, first[_asked(row)]) for row in rows if first[_asked(row)] is not row]
 

@@ -128,7 +128,8 @@ _MOST_TAGS = 32
 
 
 def _listed(value: object) -> object:
-    """Convert a TOML list to a tuple without repetitions; a single name becomes a tuple of one."""
+    """Convert a TOML list to a tuple without repetitions; a single name becomes a tuple of one. Any other value is
+    returned as it is."""
     if isinstance(value, str):
         return (value,)
     return tuple(dict.fromkeys(value)) if isinstance(value, list) else value

@@ -244,8 +244,8 @@ class EngineHandle:
         self.health = None
 
     async def _reinstate(self) -> NoReturn:
-        """Bring a suspected engine back to UP once it replies to a health request. Kill it, so that it is replaced, if
-        it has not replied within `deadlines.hung` seconds."""
+        """Whenever the engine is suspected, bring it back to UP once it replies to a health request. Kill it, so that
+        it is replaced, if it has not replied within `deadlines.hung` seconds."""
         while True:
             await self._suspicion.wait()
             self._suspicion.clear()
@@ -331,7 +331,8 @@ class EngineHandle:
 
     async def _newest(self) -> int:
         """Make a started engine load the newest published version; returns the version. An older one must not be
-        served: no version before the live one may sample a new group. Raises RoleDied if the process ends."""
+        served: no version before the live one may sample a new group. Raises RoleDied if the process ends, also if its
+        weights are not proven and it is killed for that."""
         while True:
             if not self.process.running:
                 raise RoleDied(self.name, await self.process.ended(), str(self.process.log))

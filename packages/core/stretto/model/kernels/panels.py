@@ -62,7 +62,6 @@ class _BFloat(code.ir.Type if code else object):  # type: ignore[misc]
 
 
 def _broadcast(builder: Any, number: Any) -> Any:
-    """A vector with all elements equal to `number`."""
     ir = code.ir
     empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     first = builder.insert_element(empty, number, ir.Constant(ir.IntType(32), 0))
@@ -208,7 +207,6 @@ def _cut(numbers: Any, out: Any, rows: Any, width: Any, start: Any, half: Any) -
 
 @inlined
 def _biases(bias: Any, panels: Any, width: Any, half: Any) -> Any:
-    """The bias in float32, padded with zeros to whole panels; all zeros if the address `bias` is 0."""
     added = np.zeros(panels * WIDE, np.float32)
     if bias != 0:
         for n in range(U(width)):

@@ -54,12 +54,10 @@ _NO_ROWS = np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
 
 
 def _bits(number: float) -> int:
-    """The bits of a number as float32."""
     return int(np.float32(number).view(np.int32))
 
 
 def _kernel(node: Node) -> Kernel | None:
-    """The kernel whose product a call is."""
     owner = getattr(node.target, "__self__", None)
     return owner if isinstance(owner, Kernel) else None
 
@@ -140,7 +138,8 @@ class _Writer:
         return offsets, size
 
     def _translate(self, node: Node) -> None:
-        """Write the steps of a call."""
+        """Write the steps of a call, or mark its result as one that depends on positions alone. Raises
+        _UnknownCallError for a call that the program does not know."""
         inputs = set(node.all_input_nodes) - self._constants.keys() - {self._inputs["tokens"]}
         if inputs <= self.of_positions:
             of_weights = any(isinstance(self._constants.get(one), nn.Parameter) for one in node.all_input_nodes)
@@ -272,7 +271,6 @@ class _Writer:
         return self.places - 1
 
     def _new(self, width: int, last: bool = False) -> _Value:
-        """A place in the program's memory for a value."""
         value = _Value(self._place(), width, last)
         self.widths[value.place] = width
         return value
@@ -320,7 +318,8 @@ class _Program:
         self._vocabulary = written.steps[-1][7] or cast(_Call, written.by_python[len(written.steps) - 1]).out.width
 
     def logits(self, token_ids: Tensor, positions: Tensor, plan: Any, tokens: int, last: int) -> Tensor:
-        """A `model.trace.Forward`."""
+        """Compute the logits of a step, as the function `model.trace.Forward` does: after the last `-last` tokens, [1,
+        -last, V]."""
         at, token_ids, positions = self._at, token_ids.contiguous(), positions.contiguous()
         cached = getattr(plan, "cached", None)  # of a plan that the loop can follow
         whole = cached is not None and plan.contexts is None
@@ -358,7 +357,6 @@ class _Program:
         return out
 
     def _view(self, value: _Value) -> Tensor:
-        """A value as a tensor."""
         tokens, rows = self._sized
         start, before = (int(part) for part in self._offsets[:, value.place])
         start = start * tokens + before * (tokens - rows)
@@ -390,7 +388,7 @@ class _Program:
             self._known = known  # not before: a step that ran out of memory has no tables
 
     def _resize(self, tokens: int, rows: int) -> None:
-        """Place the values of a step in memory."""
+        """Place the values of a step in memory. Afterwards `_sized` is (`tokens`, `rows`)."""
         size = self._size * tokens
         if size > len(self._memory):
             self._memory = torch.empty(size, dtype=self._dtype)

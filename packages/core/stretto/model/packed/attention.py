@@ -111,7 +111,8 @@ def attention_by_products(
 
 
 def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Mask [L, L], true where a query (row) sees a token (column): itself and earlier tokens within the window."""
+    """Mask [L, L] (bool), true where a query (row) sees a token (column): itself and earlier tokens within the window.
+    """
     places = torch.arange(length, device=device)
     behind = places[:, None] - places[None, :]
     return (behind >= 0) & (behind < (length if window is None else window))
@@ -174,8 +175,6 @@ def _quicker_by_products(query_BHLD: Tensor) -> bool:
 
 
 def _computes_by_products(tensor: Tensor) -> bool:
-    """Whether a tensor is float32 on the CPU, where the fused kernel's overhead per row and head exceeds the
-    computation."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 

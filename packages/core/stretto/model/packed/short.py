@@ -34,7 +34,7 @@ _CHUNK = 96
 
 
 def _write_block(builder: Any, x: Any, stride: Any, panel: Any, depth: Any, out: Any, out_stride: Any) -> None:
-    """Generate the code of `_block`."""
+    """Generate the LLVM code of `_block`, which multiplies `_ROWS` rows by one panel."""
     ir = code.ir
     vector, word = ir.VectorType(ir.FloatType(), LANES), ir.IntType(64)
     zeros, lanes = ir.Constant(vector, [0.0] * LANES), ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
@@ -76,7 +76,6 @@ def _times(x: Any, stride: Any, panels: Any, size: Any, depth: Any, out: Any, ou
 
 
 def _padded(columns: Any) -> Any:
-    """Number of columns, rounded up to whole panels."""
     return (columns + WIDE - 1) // WIDE * WIDE
 
 
@@ -108,7 +107,6 @@ def _as_row(row: Any, j: Any, panels: Any, size: Any) -> None:
 
 @inlined
 def _ask(address: Any, index: Any, scale: Any, row: Any, half: Any) -> None:
-    """Read a query, scaled."""
     load(address, U(index * len(row)), row, half)
     for d in range(U(len(row))):
         row[d] *= scale
@@ -123,7 +121,6 @@ def _move(mixed: Any, scale: Any, out: Any, index: Any, row: Any, half: Any) -> 
 
 @inlined
 def _head(place: Any, r: Any, heads: Any, k: Any, group: Any) -> Any:
-    """Index, among all heads of all tokens, of the sequence's query `r` of key head `k`."""
     return _token(place, place[2] + r // group) * heads + k * group + r % group
 
 
@@ -132,8 +129,9 @@ def _attend(
     first: Any, end: Any, part: Any, query: Any, key: Any, value: Any, stride: Any, places: Any, out: Any, logs: Any,
     scratch: Any, room: Any, heads: Any, kv_heads: Any, width: Any, longest: Any, scale: Any, half: Any,
 ) -> None:  # fmt: skip
-    """`places`: int64 [S, 4] (`_token`). `stride`: numbers from one token's values to the next. `logs`: gets the
-    logarithm of each softmax's denominator, [T, H]. `scratch`: `room` numbers for each part."""
+    r"""Causal attention over short sequences, for the key heads `first` to `end`; writes `out`.\n\n`places`: int64 [S,
+    4] (`_token`). `stride`: numbers from one token's values to the next. `logs`: gets the logarithm of each softmax's
+    denominator, [T, H]. `scratch`: `room` numbers for each part."""
     size, most, wide, group = 2 if half else 4, _whole(longest), _whole(width), heads // kv_heads
     keys = scratch + 4 * part * room
     values = keys + 4 * most * wide
@@ -199,7 +197,7 @@ def _collect(x: Any, panels: Any, depth: Any, mixed: Any, wide: Any, width: Any,
 
 @inlined
 def _along(out: Any, index: Any, back: Any, half: Any) -> Any:
-    """The product of a query's output with its gradient."""
+    """The dot product of a query's output with its gradient."""
     head, total = np.empty(len(back), np.float32), F(0.0)
     load(out, U(index * len(back)), head, half)
     for d in range(U(len(back))):

@@ -136,6 +136,5 @@ def _record(file: Any, id: str, start: int, end: int) -> SampledTokens:
 
 
 def _found(folder: Path) -> list[tuple[int, int]]:
-    """List (step, size in bytes) of the token files in the folder."""
     named = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
     return [(int(name[1]), path.stat().st_size) for name, path in named if name is not None]

@@ -202,7 +202,6 @@ def _sample(scored: ScoredPath, advantages: Doubles, version: int, targets: Mapp
 
 
 def _chosen(values: npt.NDArray[Any], places: Whole) -> npt.NDArray[Any]:
-    """The values at ascending indices `places`; not copied if these are all."""
     return values if len(places) == len(values) else values[np.asarray(places, np.int64)]
 
 

@@ -191,5 +191,4 @@ def _lengths(groups: Groups) -> list[list[int]]:
 
 
 def _by_token(name: str) -> Any:
-    """Load a function of `token_estimators.py` by its name."""
     return load(name, ESTIMATORS.key, ESTIMATORS.what, {name: f"stretto.trainer.objective.token_estimators:{name}"})

@@ -98,7 +98,6 @@ def _discounted(completion: RewardedCompletion, decay: float) -> Doubles:
 
 
 def _trained(found: Doubles, completion: RewardedCompletion) -> Doubles:
-    """Select the numbers of the loss tokens from the numbers of all sampled tokens."""
     return found if len(completion.trained) == len(found) else found[np.asarray(completion.trained, np.int64)]
 
 

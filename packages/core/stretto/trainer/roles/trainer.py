@@ -109,7 +109,6 @@ class TrainerRole:
         return memory_named(f"rank {self._ranks.rank}{self._where}", self._spec.gpus, self._gpu, doing)
 
     def _trained(self, config: TrainerConfig) -> PreTrainedModel:
-        """Load the initial policy for training, with adapters if the recipe has them."""
         model = self._load(Path(self._spec.model))
         if config.lora is not None:
             adapt(model, config.lora)
@@ -136,7 +135,6 @@ class TrainerRole:
         return ReferencePolicy(self._load(folder), config, self._spec.sampling, self._ranks)
 
     def _critic(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> Critic | None:
-        """Make a critic from a copy of the initial policy; None if the recipe has no critic."""
         if algorithm.critic is None:
             return None
         return Critic(self._trained(config), config, algorithm.critic, self._ranks)

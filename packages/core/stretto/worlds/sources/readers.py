@@ -136,7 +136,8 @@ def _parsed(line: str, place: str) -> Row:
 
 
 def _table(path: Path, comma: str) -> Iterator[tuple[str, Row]]:
-    """Rows of a CSV file, as `rows_of`. Its first line names the columns; a row of another length is a mistake."""
+    """Yield (place, row) for the rows of a CSV file; blank lines are skipped. Its first line names the columns. Raises
+    DataError for unusable column names, a row of another length, or broken CSV."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=comma, strict=True)
     try:
         names = next(reader, [])
@@ -160,8 +161,8 @@ def _record(names: list[str], values: list[str], place: str) -> Row:
 
 
 def _from_folder(place: Place) -> Iterator[tuple[str, Row]]:
-    """Rows of a folder, as `rows_of`: one that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, or else a
-    folder of data files."""
+    """Yield (place, row) for the rows of a folder: one that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote,
+    or else a folder of data files. Raises DataError for an unknown split or files that cannot be read."""
     folder = Path(place.data)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         datasets = package("datasets", "data", place.data)
@@ -190,7 +191,8 @@ def _numbered(place: Place, rows: Any) -> Iterator[tuple[str, Row]]:
 
 
 def _from_hub(place: Place) -> Iterator[tuple[str, Row]]:
-    """Rows of a hub dataset, as `rows_of`; if the hub cannot be reached, of its copy in the library's cache."""
+    """Yield (place, row) for the rows of a hub dataset; if the hub cannot be reached, of its copy in the library's
+    cache. Raises DataError if neither has it."""
     asked = {"name": place.subset, "split": place.split, "revision": place.revision, "streaming": place.streaming}
     with reachable_or_cached(place.data) as fault:
         try:

@@ -242,7 +242,6 @@ class Display(ABC):
         self.refresh()
 
     def _finish(self) -> None:
-        """Draw the newest snapshot unless it is already shown."""
         if self._is_new and (snapshot := self._watcher.snapshot) is not None:
             before, self._is_new = self._sentences, False
             if time.monotonic() - self._alarmed >= _ALARM_SECONDS:

@@ -162,7 +162,6 @@ def _work(inspection: Inspection) -> Rows:
 
 
 def _changes(inspection: Inspection, name: str) -> Rows:
-    """Rows for the newest changes of an adaptive bound."""
     for change in [change for change in inspection.bounds if change.name == name][-_CHANGES:]:
         yield "", f"{change.name} {change.before} to {change.after} after step {change.step}: {change.reason}"
 

@@ -80,7 +80,6 @@ class MlflowRun:
         self._client.set_terminated(self.run, _STATUS[how])
 
     def _time(self, seconds: float) -> int:
-        """Unix time, in milliseconds, of the moment `seconds` after the begin of the run."""
         return round(1000 * (self._began + seconds))
 
 

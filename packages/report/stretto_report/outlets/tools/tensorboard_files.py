@@ -43,7 +43,8 @@ class TensorboardFiles:
             self._text("tags", 0, about.tags)
 
     def _newest_steps(self, folder: Path) -> dict[str, int]:
-        """Newest step of each curve in the newest file that has points. (Its writer knew the earlier files.)"""
+        """Newest step of each curve in the newest file that has points. (Its writer knew the earlier files.) Empty if
+        no file has points."""
         for path in sorted(folder.glob(f"{_NAME}.*"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
             events = map(self._events.Event.FromString, _records(path))
             if found := newest_steps((event.step, (one.tag for one in event.summary.value)) for event in events):
@@ -84,7 +85,8 @@ class TensorboardFiles:
 
 def _behind_the_others(folder: Path, make: Callable[[], Any]) -> Any:
     """Create a writer whose file sorts after the existing ones. A file name has the second of its creation, then the
-    pid. If a file of the same second sorts later, the new file is removed and created again."""
+    pid. If a file of the same second sorts later, the new file is removed and created again. After `_PATIENCE` seconds
+    the writer is returned even so."""
     before, until = _names(folder), time.monotonic() + _PATIENCE
     while True:
         writer = make()

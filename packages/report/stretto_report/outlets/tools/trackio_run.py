@@ -33,7 +33,7 @@ class TrackioRun:
 
     def _newest_steps(self) -> dict[str, int]:
         """Newest step of each curve in the database of this machine. trackio has no interface for this; if a version
-        stores points elsewhere, a point may be sent twice after a crash."""
+        stores points elsewhere, the result is empty, and a point may be sent twice after a crash."""
         try:
             storage = importlib.import_module(f"{self._trackio.__name__}.sqlite_storage").SQLiteStorage
             points = storage.get_logs(self._about.project, self.run)

@@ -142,7 +142,9 @@ def lanes(spans: Spans, machines: dict[str, str], first: float, last: float, pix
 
 
 def _tiles(spans: Spans, rows: Column, first: float, pixel: float) -> Tiles:
-    """Tiles of one role's spans, in the order of their starts."""
+    """Merge the spans `rows` of one role into tiles, in the order of their starts. A span of at least `pixel` seconds
+    is a tile of its own; shorter ones with the same name are merged if they begin in the same pixel, counted from
+    `first`."""
     table = spans.table
     start, end = table["start"][rows] - spans.begin, table["end"][rows] - spans.begin
     name, version = table["name"][rows], table["version"][rows]

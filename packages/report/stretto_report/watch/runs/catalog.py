@@ -98,7 +98,6 @@ class Catalog:
         ]
 
     def _origin(self, run: WatchedRun, branch: Branch) -> str | None:
-        """Id of the run that a branch comes from, by its recorded path or the branch's place; None if not watched."""
         for folder in (Path(branch.run), run.folder.parent.parent):
             if (id := id_of(folder)) in self._runs:
                 return id
@@ -126,7 +125,8 @@ def id_of(folder: Path) -> str:
 
 
 def _name(folder: Path, root: Path) -> str:
-    """Name of a run as text, whatever bytes its path has."""
+    """Name of a run: its path relative to `root`, or the folder's name if it is `root`. Bytes that are not UTF-8 are
+    replaced."""
     name = folder.name if folder == root else str(folder.relative_to(root))
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 

@@ -50,7 +50,6 @@ def logs_of(folder: Path) -> dict[str, str]:
 
 
 def _last_error(folder: Path) -> str:
-    """Error at the end of the most recently written role log, if it ends with one."""
     for name, text in logs_of(folder).items():
         last = text.rpartition("\n")[2]
         if name != "run" and _WRONG.search(last):

@@ -92,8 +92,8 @@ class Pieces:
         return self._tokenizer_read
 
     def _of_policy(self, name: str, largest: int, faults: list[str] | None = None) -> str | None:
-        """Text of the file `name` in the first policy folder that has it; None if none has. Errors are appended to
-        `faults`."""
+        """Text of the file `name` in the first policy folder that has it; None if none has. Files larger than `largest`
+        bytes and unreadable files are skipped; their errors are appended to `faults`, if given."""
         policies = RunFolder(self._folder).policies
         try:
             kept = sorted(path for path in policies.glob("v*") if path.is_dir() and not path.is_symlink())

@@ -136,8 +136,8 @@ class PromptTexts:
         return Searched(frozenset(search.found), min(1.0, search.at / status.st_size) if status.st_size else 1.0)
 
     def _search(self, text: str, identity: tuple[int, int, int]) -> _Search:
-        """Earlier results for this text in this file. The newest searches are kept, so that several browser tabs do not
-        restart each other's."""
+        """Results so far of the search for this text in this file; empty ones if it is new. The newest searches are
+        kept, so that several browser tabs do not restart each other's."""
         found = self._searches.pop((text, identity), None) or _Search()
         self._searches[text, identity] = found
         while len(self._searches) > _MOST_SEARCHES:
@@ -156,7 +156,8 @@ class PromptTexts:
 
 
 def _containing(wanted: str, data: bytes) -> Iterator[str]:
-    """Yield the ids of the prompts in `data` (lines of JSON) that contain the case-folded text `wanted`."""
+    """Yield the ids of the prompts in `data` (lines of JSON) that contain the case-folded text `wanted`. Unreadable
+    lines are skipped."""
     for _, row in _rows(data):
         try:
             question = _asked(row)

@@ -204,7 +204,8 @@ class WatchedRun:
         return _Recorded()
 
     def _read_ledger(self) -> _Recorded:
-        """Read all facts with one connection, because opening a ledger takes longer than the queries."""
+        """Read all facts with one connection, because opening a ledger takes longer than the queries. Trajectories are
+        counted too if they are not yet in the table, less often if that is slow."""
         with read_ledger(self.folder) as connection:
             totals, ending = fact(connection, TOTALS, Totals), fact(connection, ENDING, Ending)
             engines = fact(connection, ENGINES, tuple[Membership, ...]) or ()
@@ -237,7 +238,6 @@ class WatchedRun:
             return Condition("unreadable", self.told(error))
 
     def _ended(self) -> Ending | None:
-        """Ending on record; None without one. The ledger is read again only after it has changed."""
         if self._ending[0] != (stamp := ledger_stamp(self.folder)):
             self._recorded()
         return self._ending[1] if self._ending[0] == stamp else None
@@ -345,8 +345,8 @@ class WatchedRun:
         return self._found[1]
 
     def _newest_lines(self) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-        """Newest lines of the metrics; for an open run, which is polled, only lines that are new since the last
-        call."""
+        """Newest lines of the metrics; for an open run, which is polled, only lines that are new since the last call.
+        If the file is damaged, the error is kept in `faults`, and both lists are empty."""
         try:
             return self._newest.read(keep=self.is_open)
         except StoreError as error:

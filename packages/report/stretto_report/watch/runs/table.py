@@ -261,7 +261,6 @@ class Table:
         return self._trajectories.staleness if name == "staleness" else self._trajectories.table[name]
 
     def _passes(self, clause: Clause) -> Column:
-        """Whether each row passes the clause, [rows]."""
         match clause.field:
             case "group":
                 found = np.isin(self._trajectories.table["group_key"], self._group_keys(clause.values))

@@ -233,7 +233,6 @@ class Reader:
         )
 
     def _places(self, group_key: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Indices of the rows of a group's members. The members have consecutive keys."""
         keys = self._trajectories.table["key"]
         begin = int(np.searchsorted(keys, group_key))
         end = begin
@@ -242,7 +241,8 @@ class Reader:
         return np.arange(begin, end)
 
     def _payload(self, connection: sqlite3.Connection, row: TableRow, key: int) -> Payload:
-        """Segments and text of a trajectory, in flight those journaled so far; StoreError if it is not on record."""
+        """Segments and text of a trajectory, of one in flight, those journaled so far. The text of one in flight covers
+        at most `LONGEST_TEXT` tokens. Raises StoreError if it is not on record."""
         found = connection.execute(_PAYLOAD, (key,)).fetchone()
         if found is None:
             raise StoreError(f"trajectory {row.id} is not on record")

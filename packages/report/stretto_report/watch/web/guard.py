@@ -193,7 +193,6 @@ class Guard:
 
 
 def _authority(origin: str) -> str | None:
-    """Host and port of an ``Origin`` header; None if it has none."""
     try:
         return urlsplit(origin).netloc or None
     except ValueError:
@@ -201,7 +200,6 @@ def _authority(origin: str) -> str | None:
 
 
 def _token_of(fields: bytes) -> bytes:
-    """Token in the fields of a form or a query string; empty if there is none."""
     try:
         return parse_qs(fields.decode(), max_num_fields=_MOST_FIELDS).get("token", [""])[-1].encode()
     except ValueError:

@@ -223,14 +223,13 @@ def _kill(process: Process) -> None:
 
 
 def _new_folder(folder: Path) -> Path:
-    """Path in `folder` that no folder and no log uses. `folder` is created."""
+    """Create `folder`, and return a path in it that no folder or log uses yet. The path itself is not created."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = {int(path.stem) for path in folder.iterdir() if path.stem.isdecimal()}
     return folder / f"{max(taken, default=0) + 1:03d}"
 
 
 def _check(order: ReplayOrder) -> None:
-    """Check an order as far as possible without the run. Raises RefusedRequest with all reasons."""
     problems = [str(problem) for problem in _problems(order)]
     if problems:
         raise RefusedRequest("replay", "\n".join(problems), f"a replay may change {' and '.join(CHANGEABLE)}")
