@@ -126,8 +126,8 @@ class ToolFollower:
             return b""
 
     async def _start(self) -> None:
-        """Start the process. Raises RoleDied if it cannot be started, also if the system has no free file descriptors.
-        """
+        """Start the process. Raises RoleDied if it cannot be started, also if the system has no free file
+        descriptors."""
         self._last = self._ending.is_set()
         try:
             far, self._until = os.pipe()
@@ -189,8 +189,7 @@ def _fault(cursor: bytes) -> str:
 
 
 def _last_words(log: Path) -> str:
-    """Last line of a log that is not blank, shortened; a sentence in its place if the log is empty or cannot be read.
-    """
+    """Last line of a log that is not blank, shortened; a sentence in its place if the log is empty or cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 4 * _LAST_WORDS))

@@ -86,8 +86,8 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
 
 
 def _check_counts(request: GenerateRequest) -> None:
-    """Raise RefusedRequest for a request with so many stop tokens or completions that it could take all memory or time.
-    """
+    """Raise RefusedRequest for a request with so many stop tokens or completions that it could take all memory or
+    time."""
     if (stops := len(request.sampling.stop_token_ids)) > MOST_STOP_TOKENS:
         raise RefusedRequest("sampling.stop_token_ids", f"{stops:,} tokens", f"at most {MOST_STOP_TOKENS}")
     if (completions := len(request.seeds)) > MOST_COMPLETIONS:

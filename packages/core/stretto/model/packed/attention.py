@@ -111,8 +111,8 @@ def attention_by_products(
 
 
 def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Mask [L, L] (bool), true where a query (row) sees a token (column): itself and earlier tokens within the window.
-    """
+    """Mask [L, L] (bool), true where a query (row) sees a token (column): itself and earlier tokens within the
+    window."""
     places = torch.arange(length, device=device)
     behind = places[:, None] - places[None, :]
     return (behind >= 0) & (behind < (length if window is None else window))

@@ -129,9 +129,10 @@ def _attend(
     first: Any, end: Any, part: Any, query: Any, key: Any, value: Any, stride: Any, places: Any, out: Any, logs: Any,
     scratch: Any, room: Any, heads: Any, kv_heads: Any, width: Any, longest: Any, scale: Any, half: Any,
 ) -> None:  # fmt: skip
-    r"""Causal attention over short sequences, for the key heads `first` to `end`; writes `out`.\n\n`places`: int64 [S,
-    4] (`_token`). `stride`: numbers from one token's values to the next. `logs`: gets the logarithm of each softmax's
-    denominator, [T, H]. `scratch`: `room` numbers for each part."""
+    """Causal attention over short sequences, for the key heads `first` to `end`; writes `out`.
+
+    `places`: int64 [S, 4] (`_token`). `stride`: numbers from one token's values to the next. `logs`: gets the
+    logarithm of each softmax's denominator, [T, H]. `scratch`: `room` numbers for each part."""
     size, most, wide, group = 2 if half else 4, _whole(longest), _whole(width), heads // kv_heads
     keys = scratch + 4 * part * room
     values = keys + 4 * most * wide
