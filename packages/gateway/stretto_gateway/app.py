@@ -114,7 +114,8 @@ class ChatServer(ABC):
     def __init__(
         self, model: ServedModel, dialects: Sequence[Dialect | ChoiceDialect], names: HostNames | None = None
     ) -> None:
-        """
+        """Serve `model` in these dialects.
+
         Args:
             dialects: served dialects; the first one also formats errors on other paths.
             names: names of this server; requests with another ``Host`` are refused. None allows every name.
@@ -192,7 +193,7 @@ class ChatServer(ABC):
         """Hook, called with an unexpected error (a bug) before the client gets a 500."""
 
     def error(self, call: ChatExchange, error: Exception) -> NotServed:
-        """Convert an exception to an error reply."""
+        """Convert an exception to an error reply: a RefusedRequest to 400, a NotServed to itself, any other to 503."""
         if isinstance(error, NotServed):
             return error
         if isinstance(error, RefusedRequest):
@@ -258,7 +259,7 @@ class ChatServer(ABC):
             await call.reply(dialect.reply(request, found))
 
     async def models(self, call: ChatExchange) -> None:
-        """Reply to ``GET /v1/models`` and ``GET /v1/models/NAME``."""
+        """Reply to ``GET /v1/models`` and ``GET /v1/models/NAME``. Raises NotServed (404) for another name."""
         name, created, most = self.model.name, self._created, self.model.rule.context
         card = {"id": name, "created": created, "max_model_len": most, "object": "model", "owned_by": "stretto"}
         if call.path == _MODELS:

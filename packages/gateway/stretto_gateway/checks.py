@@ -43,7 +43,7 @@ def check_chat(tokenizer: ChatTemplate, place: str) -> None:
 
 def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> None:
     """Check that the agent can be started: its program exists, or its function can be loaded in another process, which
-    this starts. `place`: as in `check_chat`.
+    this starts. `place`: folder of the model, for the error message.
 
     Raises:
         WorkflowError: it cannot be started; names each problem.

@@ -133,7 +133,9 @@ class Broadcast:
         backend: str = "gloo",
         device: str = "cpu",
     ) -> None:
-        """Args:
+        """Prepare transfers to the server `engine`; `open` connects to it. `post` sends an HTTP request to the server.
+
+        Args:
         host: address of this machine at which the server can reach it.
         ranks: number of the server's ranks (tensor times data parallel size).
         seconds: time limit of a join, of each request and of each broadcast.
@@ -214,7 +216,8 @@ class Broadcast:
             raise
 
     async def close(self) -> None:
-        """Make the server leave the process group, and close this side of it. Does nothing without a group."""
+        """Make the server leave the process group, and close this side of it. Does nothing without a group. This side
+        is closed even if the request to the server fails, whose error is raised."""
         if self._group is not None:
             try:
                 await self._order(self._orders.leave(), "leave")
@@ -297,7 +300,8 @@ class SglangByBroadcast(SglangServer):
     the server's workers. After an error the group is lost; the next adapter process creates a new one."""
 
     def __init__(self, http: JsonServer, load_seconds: float, address: str, backend: str) -> None:
-        """`address`: the server's, ``host:port``. `backend`: "gloo" for a CPU server, "nccl" for GPUs."""
+        """Prepare the client; the group is created by the first `load`. `address`: the server's, ``host:port``.
+        `backend`: "gloo" for a CPU server, "nccl" for GPUs."""
         super().__init__(http, load_seconds)
         self._address, self._backend = address, backend
         self._group: Broadcast | None = None

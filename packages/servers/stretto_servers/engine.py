@@ -370,7 +370,8 @@ class ExternalEngine:
             await self._make.close()
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """Score texts (token ids) on the server: log-probabilities of all tokens but the first of each."""
+        """Score texts (token ids) on the server: log-probabilities of all tokens but the first of each. A text of one
+        token has none. Raises RefusedRequest for an invalid text, and EngineLost if the engine has failed."""
         self._check_working()
         for number, text in enumerate(texts):
             check_text(text, f"texts[{number}]", self._limits.vocab_size, self._limits.context_length - 1)

@@ -26,7 +26,9 @@ class JsonServer:
     """Client of one server. Calls may overlap; each uses its own connection."""
 
     def __init__(self, name: str, address: str, *, seconds: float, token_seconds: float) -> None:
-        """Args:
+        """Create a client of the server at `address`; nothing is sent yet.
+
+        Args:
         name: name of the server in errors.
         address: ``host:port``.
         seconds: longest wait for a reply.

@@ -37,7 +37,8 @@ class FolderAsItIs:
         """Folder with the verified weights of `version`.
 
         Raises:
-            TornPublication, WireError: as `weights.mailbox.Subscriber.load`.
+            TornPublication: the publication is damaged.
+            WireError: the version is not available, or no longer.
         """
         return self._folder
 
@@ -54,7 +55,8 @@ class StagedWeights(FolderAsItIs):
                 _link(folder / file.name, file)
 
     def folder_of(self, version: int, /) -> Path:
-        """Verify `version` and link its weights into the folder; returns the folder. Earlier versions are replaced."""
+        """Verify `version` and link its weights into the folder; returns the folder. Earlier versions are replaced.
+        Raises TornPublication if the publication is damaged, and WireError if the version is not available."""
         _link(self._folder / _WEIGHTS, self._subscriber.hold(version, self._folder.name))
         return self._folder
 

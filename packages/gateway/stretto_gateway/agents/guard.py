@@ -27,7 +27,8 @@ _NOT_FOUND = 127
 
 def main(parent: int, command: list[str]) -> int:
     """Run the program `command`; returns its exit code, or 128 + the signal that ended it. `parent`: process id of the
-    guard's parent; the guard ends with it."""
+    guard's parent; the guard and the program end with it. Returns 127 if the program cannot be started, and 0 if the
+    parent has ended already. The program's descendants are killed at the end."""
     adopt_descendants()
     asked = list[int]()  # a SIGTERM that comes before the program is started
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))

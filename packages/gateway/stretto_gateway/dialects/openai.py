@@ -57,8 +57,8 @@ class CompletionText:
         return self._running.push((token,))
 
     def take(self, progress: Progress) -> Piece | None:
-        """Add new tokens; returns the text since the last piece, None if there is nothing to send yet. Characters that
-        may begin a stop text are held back."""
+        """Add new tokens; returns the text since the last piece, None if there is nothing to send yet, and after the
+        last piece. Characters that may begin a stop text are held back."""
         new = progress.segment
         if self._finish is not None:
             return None
@@ -171,7 +171,7 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
             further: more such fields, with their values without effect.
 
         Raises:
-            RefusedRequest: a field has another value.
+            RefusedRequest: a field has another value, or `stream_options` is set without `stream`.
         """
         for field, values in {**self.NEUTRAL, **further}.items():
             found = getattr(self, field)

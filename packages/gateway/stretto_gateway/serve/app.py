@@ -91,10 +91,12 @@ class ServeApp(ChatServer):
         api_key: str = "",
         names: HostNames | None = None,
     ) -> None:
-        """Args:
+        """Serve the requests of every dialect with `engine`.
+
+        Args:
         tokens: application with the engine's own interface (MessagePack).
         api_key: key that is required for all paths but /health; "" for none.
-        names: as in `ChatServer`."""
+        names: names of this server; requests with another ``Host`` are refused. None allows every name."""
         conversations: list[Dialect] = [ChatDialect(strict=True), ResponsesDialect(), MessagesDialect()]
         super().__init__(model, [*conversations, CompletionsDialect(), TokenIdsDialect()], names)
         self._engine, self._tokens, self._api_key = engine, tokens, api_key.encode()

@@ -77,12 +77,13 @@ class GatewayApp(ChatServer):
         operator_key: str = "",
         names: HostNames | None = LOOPBACK,
     ) -> None:
-        """
+        """Serve sessions over HTTP.
+
         Args:
             sessions: table of the sessions, to which opened ones are added.
             host: opens sessions and records their rewards and ends.
-            operator_key: see the module; "" for none.
-            names: as in `ChatServer`.
+            operator_key: key with which a client may open sessions and control all of them; "": every client may.
+            names: names of this server; requests with another ``Host`` are refused. None allows every name.
         """
         super().__init__(model, [ChatDialect(), ResponsesDialect(), MessagesDialect()], names)
         self.sessions, self._host = sessions, host

@@ -65,8 +65,8 @@ class SessionTable:
         self._dropped.pop(session.key, None)
 
     def retire(self, session: AgentSession) -> None:
-        """Note that a session has ended. The last 64 ended sessions stay in the table. Of older ones only the keys are
-        remembered, for `dropped`, and only the newest keys."""
+        """Record that a session has ended. The last 64 ended sessions stay in the table. Of older ones only the keys
+        are remembered, for `dropped`, and only the newest keys."""
         self._ended.append(session)
         while len(self._ended) > _SHOWN:
             old = self._ended.popleft()
@@ -81,7 +81,7 @@ class SessionTable:
         return self._by_key.get(key)
 
     def dropped(self, key: str) -> str | None:
-        """Id of the dropped session with this key, or None."""
+        """Id of the dropped session with this key, or None if none was dropped."""
         return self._dropped.get(key)
 
     def named(self, id: str) -> AgentSession | None:
@@ -165,7 +165,8 @@ class RecordedSessions:
     """Opens and records sessions in a folder, for a gateway without a run (satisfies `Host`)."""
 
     def __init__(self, folder: Path, model: ServedModel, sampler: MakeSampler, most: int = 4096) -> None:
-        """`sampler`: makes the sampler of a session from its id and record. `most`: limit of open sessions."""
+        """Keep the sessions in `folder`; `load` restores those of earlier processes. `sampler`: makes the sampler of a
+        session from its id and record. `most`: limit of open sessions."""
         self._folder, self._model, self._sampler, self._most = folder, model, sampler, most
         self._table = SessionTable()
 

@@ -238,8 +238,8 @@ class AlarmWatch:
     other methods compute the alarms."""
 
     def __init__(self, folder: Path, bound: float | None, last_step: int | None, mismatch: float = 0.1) -> None:
-        """`folder`: the run folder, whose disk is checked. `bound`, `last_step` and `mismatch`: fields of
-        `Evidence`."""
+        """Begin without measurements. `folder`: the run folder, whose disk is checked. `bound`, `last_step` and
+        `mismatch`: fields of `Evidence`."""
         self._folder, self._bound, self._last_step, self._mismatch = folder, bound, last_step, mismatch
         self._steps, self._series = array("q"), dict[str, "array[float]"]()
         self._evaluations: list[EvaluationLine] = []

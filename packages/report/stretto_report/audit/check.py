@@ -61,7 +61,7 @@ def print_findings(findings: Findings) -> int:
 
 def print_balance(folder: str | Path) -> int:
     """Print the number of trajectories in each state, then the findings. Return the exit code: 1 if a law was broken,
-    else 0. Raises as `check_run`."""
+    else 0. Raises RunFolderError if there is no run, and StoreError if its ledger or recipe cannot be read."""
     findings = check_run(folder)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=str(folder), title_justify="left")
     table.add_column(style="dim", justify="right")

@@ -69,7 +69,7 @@ def apart(
 
 def still(steps: Steps, values: Numbers | None) -> Onset | None:
     """Onset of a standstill: since then no step has reached a ten-thousandth of the first window's mean. None if a step
-    of the newest window does."""
+    of the newest window does, or less than one window was measured."""
     if values is None or not measured(values):
         return None
     known = np.flatnonzero(np.isfinite(values))

@@ -37,7 +37,8 @@ _NO_STEPS = "no training step yet"
 
 
 def plot_accuracy(path: Path, steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationLine]) -> None:
-    """Plot the accuracy of completions judged before each step (filtered groups included) and of held-out prompts."""
+    """Write a PNG to `path` that plots the accuracy of completions judged before each step (filtered groups included)
+    and of held-out prompts."""
     figure, axes = canvas()
     with saved_as(path, figure):
         titled(axes, "Accuracy", _accuracy_sentence(evaluations), x="training step", y="accuracy")
@@ -62,7 +63,7 @@ def plot_accuracy(path: Path, steps: Sequence[StepMetrics], evaluations: Sequenc
 
 
 def plot_reward(path: Path, steps: Sequence[StepMetrics]) -> None:
-    """Plot the mean reward of each batch."""
+    """Write a PNG to `path` that plots the mean reward of each batch."""
     figure, axes = canvas()
     with saved_as(path, figure):
         titled(axes, "Reward", "mean over the completions of each batch", x="training step", y="reward")
@@ -74,7 +75,7 @@ def plot_reward(path: Path, steps: Sequence[StepMetrics]) -> None:
 
 
 def plot_response_length(path: Path, steps: Sequence[StepMetrics]) -> None:
-    """Plot the mean and longest completion of each batch."""
+    """Write a PNG to `path` that plots the mean and longest completion of each batch."""
     figure, axes = canvas()
     with saved_as(path, figure):
         titled(axes, "Completion length", "logarithmic scale", x="training step", y="tokens")
@@ -89,7 +90,8 @@ def plot_response_length(path: Path, steps: Sequence[StepMetrics]) -> None:
 
 
 def plot_staleness(path: Path, staleness: StalenessSummary) -> None:
-    """Plot the histogram of staleness (versions between sampling and training) over trained tokens."""
+    """Write a PNG to `path` that plots the histogram of staleness (versions between sampling and training) over trained
+    tokens."""
     figure, axes = canvas()
     with saved_as(path, figure):
         bound = "no bound" if staleness.bound is None else f"bound η = {staleness.bound:g}"

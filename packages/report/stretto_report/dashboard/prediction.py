@@ -115,7 +115,8 @@ def predicted_beside_measured(path: str | Path, file: Path | None = None) -> Pre
 
 
 def terms_of_run(folder: RunFolder) -> dict[str, float] | None:
-    """Measured terms of a run so far; None before the first timed step."""
+    """Measured terms of a run so far; None before the first timed step. Raises StoreError if the ledger cannot be
+    read."""
     with reading(folder.ledger) as connection:
         totals = fact(connection, TOTALS, Totals)
         inspection = inspection_of(connection)

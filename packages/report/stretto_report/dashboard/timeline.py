@@ -122,7 +122,8 @@ def draw_lanes(axes: Axes, spans: Sequence[Span], window: Window) -> set[str]:
 
 
 def middle_window(spans: Sequence[Span], steps_shown: int) -> Window:
-    """Time of `steps_shown` updates in the middle of the run; the whole run if it has no update."""
+    """Time of `steps_shown` updates in the middle of the run; the whole run if it has no update. `spans` must not be
+    empty."""
     updates = sorted((span for span in spans if span.name == _STEP), key=lambda span: span.start)
     if not updates:
         return Window(min(span.start for span in spans), max(span.end for span in spans))
@@ -132,7 +133,7 @@ def middle_window(spans: Sequence[Span], steps_shown: int) -> Window:
 
 
 def busy_fraction(spans: Sequence[Span], window: Window) -> float:
-    """Fraction of the window during which at least one span is active.
+    """Fraction of the window during which at least one span is active; 0 for an empty window.
 
     >>> halves = [Span(role="a", name="x", start=0, end=2), Span(role="a", name="y", start=1, end=3)]
     >>> busy_fraction(halves, Window(0, 6))

@@ -159,8 +159,8 @@ class RunFollower:
     """Passes new lines of a run's records to one outlet, and writes the cursor file."""
 
     def __init__(self, folder: Path, path: Path, cursor: Cursor, outlet: Outlet, beat: Callable[[], None]) -> None:
-        """`folder`: the run. `path`: the cursor file. `beat` is called each time the tool has taken a portion of
-        points."""
+        """Continue after `cursor`, and write it to the file `path`. `folder`: the run. `beat` is called each time the
+        tool has taken a portion of points."""
         run = RunFolder(folder)
         self._outlet, self._path, self._beat = outlet, path, beat
         self._metrics, self._samples = LineFollower(run.metrics, _METRICS), LineFollower(run.samples, _SAMPLES)
@@ -200,7 +200,8 @@ class RunFollower:
         """Send the rest and close the run in the tool. `how` returns how the run ended.
 
         Raises:
-            StoreError, Exception: as `advance`.
+            StoreError: a file of the run cannot be read.
+            Exception: any error of the tool.
         """
         while self.advance():
             pass

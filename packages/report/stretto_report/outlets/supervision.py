@@ -94,8 +94,8 @@ class ToolFollower:
         self._before, self._fault, self._how = self._has(), "", ""
 
     async def run(self) -> None:
-        """Keep a process of the tool running. Returns once `end` was called and a process has sent everything; raises
-        only a cancellation."""
+        """Keep a process of the tool running, and replace it when it dies. Returns once `end` was called and a process
+        has sent everything, or the last one has failed, which is reported. Raises only a cancellation."""
         restarts = RestartBudget(math.inf, delay=_FIRST_PAUSE, factor=2.0, longest=_LONGEST_PAUSE)
         supervisor = Supervisor(
             self.tool, self._start, restarts, lambda _: self._tell(), wanted=lambda: not self._last, sleep=self._pause
@@ -189,7 +189,7 @@ def _fault(cursor: bytes) -> str:
 
 
 def _last_words(log: Path) -> str:
-    """Last line of a log that is not blank, shortened; a sentence in its place if the log is empty or cannot be read."""
+    """Last line of a log that is not blank, shortened; if the log is empty or cannot be read, a sentence that says so."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 4 * _LAST_WORDS))

@@ -66,6 +66,7 @@ def panel(
 
 def sparkline(values: Sequence[float], width: int, levels: str = _LEVELS) -> str:
     """Fractions between 0 and 1 as at most `width` small bars. If there are more values, neighbours are averaged.
+    `values` must not be empty.
 
     >>> sparkline([0.0, 0.5, 1.0], width=8), sparkline([0.0, 0.0, 1.0, 1.0], width=2)
     ('▁▅█', '▁█')

@@ -34,7 +34,7 @@ class GrowingColumns:
     """
 
     def __init__(self, kinds: Mapping[str, str]) -> None:
-        """`kinds`: numpy dtype of each column."""
+        """Create columns without rows. `kinds`: numpy dtype of each column, by name."""
         self._arrays = {name: np.zeros(_FIRST, kind) for name, kind in kinds.items()}
         self.rows = 0
 
@@ -60,7 +60,8 @@ class GrowingColumns:
         self._arrays[name] = np.full(capacity, np.nan)
 
     def append(self, columns: Mapping[str, Sequence[Any] | Column]) -> None:
-        """Append rows, given as columns of equal length; columns that are not given get NaN."""
+        """Append rows, given as columns of equal length; columns that are not given get NaN (they must have a float
+        dtype)."""
         count = len(next(iter(columns.values())))
         begin, end = self.rows, self.rows + count
         for name, array in self._arrays.items():

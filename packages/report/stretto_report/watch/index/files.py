@@ -26,7 +26,7 @@ def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
     """First (or last, if `end`) `largest` bytes of a file as text; None if there is no file.
 
     Raises:
-        StoreError: as `open_plain`.
+        StoreError: it is no regular file, or cannot be opened.
     """
     try:
         descriptor = open_plain(path)
@@ -62,7 +62,7 @@ def read_ledger(folder: Path) -> Iterator[sqlite3.Connection]:
     """Open the ledger of a run folder read only, for the block.
 
     Raises:
-        StoreError: as `reading`; or it is no regular file, is locked, or its log is too large.
+        StoreError: the ledger cannot be read, is no regular file or stays locked, or its log is too large.
     """
     refuse_strange_files(folder)
     if not lock.is_held(folder):
@@ -84,13 +84,13 @@ class NewestLines:
         self._decoded: dict[str, MetricsLine | None] = {}  # by the line as it is written
 
     def read(self, *, keep: bool) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-        """Newest steps, and newest evaluations of the first set, oldest first.
+        """Newest steps, and newest evaluations of the first set, oldest first; both empty without a file.
 
         Args:
             keep: remember the decoded lines, so that the next call decodes only new ones.
 
         Raises:
-            StoreError: it is no regular file.
+            StoreError: ``metrics.jsonl`` is no regular file.
         """
         known = self._decoded
         rows = (read_text(self._path, _TAIL, end=True) or "").split("\n")[:-1]

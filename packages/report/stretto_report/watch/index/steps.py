@@ -72,7 +72,8 @@ class Steps:
         return self._follower.fault
 
     def advance(self) -> bool:
-        """Read a few megabytes more; returns whether there may be more.
+        """Read a few megabytes more; returns whether there may be more. If the file was rewritten, everything is read
+        again. The columns of a long file are saved to the cache.
 
         Raises:
             StoreError: the file is no regular file.

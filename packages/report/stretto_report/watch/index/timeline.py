@@ -65,7 +65,8 @@ class Spans:
         return float(self.table["end"].max()) - self.begin if self.table.rows else 0.0
 
     def advance(self) -> bool:
-        """Read a few megabytes more; returns whether there may be more.
+        """Read a few megabytes more; returns whether there may be more. If the file was rewritten, everything is read
+        again. The columns of a long file are saved to the cache.
 
         Raises:
             StoreError: the file is no regular file.
@@ -95,7 +96,7 @@ class Spans:
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
 
     def starts_of(self, role: str, name: str) -> dict[int, float]:
-        """Start of the newest span with this role and name, by version."""
+        """Start of the newest span with this role and name, by version. Empty if there is none."""
         codes = self.roles.find(role), self.names.find(name)
         if None in codes:
             return {}
@@ -196,7 +197,8 @@ def marks(
     most_steps: int,
 ) -> list[Mark]:
     """Steps, and events of the ledger, between the times `first` and `last`, in seconds since the first span. Steps are
-    left out if there are more than `most_steps`, events if no step is committed.
+    left out if there are more than `most_steps`, events if no step is committed. At most the first `_MOST_MARKS` are
+    returned.
 
     Args:
         committed: steps and the Unix seconds at which their batches were committed.

@@ -54,7 +54,7 @@ class WordCodes:
         return [known[word] for word in words]
 
     def code(self, word: str | None) -> int:
-        """Code of a word; a new word gets a new code."""
+        """Code of a word; a new word gets a new code. `NONE` for None."""
         if word is None:
             return NONE
         code = self._codes.get(word)

@@ -48,7 +48,9 @@ class Catalog:
         most_runs: int = _MOST_RUNS,
         most_held: int = _MOST_HELD,
     ) -> None:
-        """Args:
+        """Prepare the search for runs in the folders `roots`; nothing is read yet.
+
+        Args:
         cache: folder for caches of what was read; None: in the user's cache folder.
         most_runs: most runs that are shown; if there are more, the newest.
         most_held: most bytes of the tables of all open runs together."""
@@ -61,7 +63,7 @@ class Catalog:
         self.left_out = 0  #: number of runs that are not shown, because there are too many
 
     def all(self) -> list[WatchedRun]:
-        """Every run, the newest first."""
+        """The runs, the newest first, at most `most_runs`. Searches for new ones, at most once a second."""
         if (since := time.monotonic()) >= self._look_at:
             self._look()
             now = time.monotonic()
@@ -80,7 +82,7 @@ class Catalog:
 
     def give_up(self) -> None:
         """Release the tables of the least recently used runs while all open runs hold more than `most_held` bytes. Call
-        it after each read."""
+        it after each read. The most recently used run keeps its tables."""
         held = {id: run.held for id in self._open if (run := self._runs.get(id)) is not None}
         self._open = [id for id in self._open if id in held]
         while len(self._open) > 1 and sum(held.values()) > self._most_held:

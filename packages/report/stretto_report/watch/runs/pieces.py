@@ -48,7 +48,7 @@ class Pieces:
 
     def of(self, tokens: Sequence[int]) -> list[str]:
         """Piece of text for each token; all pieces together are the text. A character of several tokens is in the piece
-        of its last token."""
+        of its last token. Without a tokenizer, and for an unknown token, the piece is ``⟨id⟩``."""
         tokenizer = self._tokenizer()
         if tokenizer is None:
             return [f"⟨{token}⟩" for token in tokens]

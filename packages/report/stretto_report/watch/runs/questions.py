@@ -73,7 +73,7 @@ class PromptTexts:
         self._hashes = array("q")  # hashes of the texts of the first prompts
 
     def advance(self) -> bool:
-        """Read a few megabytes more; returns whether there is more.
+        """Read a few megabytes more; returns whether there is more: not if there is no file.
 
         Raises:
             StoreError: it is no regular file.
@@ -100,7 +100,7 @@ class PromptTexts:
         return self._read < found.st_size
 
     def find(self, ids: Iterable[str]) -> dict[str, ExportedQuestion]:
-        """Questions with these ids, as far as they have been read."""
+        """Questions with these ids, as far as they have been read and are still in the file."""
         places = sorted((place, id) for id in set(ids) if (place := self._places.get(id)) is not None)
         found: dict[str, ExportedQuestion] = {}
         if not places:
@@ -116,7 +116,7 @@ class PromptTexts:
 
     def search(self, text: str, seconds: float) -> Searched:
         """Prompts that contain a text, ignoring case. Searches for about `seconds`; a repeated call continues the
-        search."""
+        search. If the file cannot be read, the result is empty and complete (share 1)."""
         until = time.monotonic() + seconds
         try:
             descriptor = open_plain(self._path)

@@ -123,7 +123,7 @@ class WatchedRun:
 
     @property
     def tables(self) -> Tables:
-        """Tables read so far; see `advance`."""
+        """Tables of the run as far as they were read; empty at first. `advance` reads more."""
         if self._tables is None:
             run = RunFolder(self.folder)
             trajectories, questions = Trajectories(self.folder, self._cache), PromptTexts(run.questions)

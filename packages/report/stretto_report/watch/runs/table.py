@@ -48,7 +48,7 @@ class Clause(Record, frozen=True):
 
 
 def parse_where(text: str) -> tuple[Clause, ...]:
-    """Parse a filter. A row passes if it passes every clause.
+    """Parse a filter. A row passes if it passes every clause; an empty text gives none.
 
     Raises:
         RefusedRequest: the text is no filter; the message shows where.

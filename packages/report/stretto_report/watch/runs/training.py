@@ -149,7 +149,8 @@ def mean_advantages(folder: Path, rows: Sequence[TableRow]) -> dict[str, float]:
 
 
 def read_step(folder: Path, step: int, ids: Sequence[str]) -> dict[str, SampledTokens]:
-    """Read the records of the trajectories `ids` from a step's token file in an untrusted run folder.
+    """Read the records of the trajectories `ids` from a step's token file in an untrusted run folder. Ids that the file
+    lacks are left out.
 
     Raises:
         FileNotFoundError: there is none.

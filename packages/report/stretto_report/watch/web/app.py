@@ -59,7 +59,7 @@ class ReadingThread(Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
-        """Cancel the queued calls and start no more. The running call is not waited for."""
+        """Cancel the queued calls and start no more. The running call is not waited for. Both arguments are ignored."""
         try:
             while True:
                 if (work := self._waiting.get_nowait()) is not None:
@@ -98,7 +98,7 @@ class Dashboard:
     """ASGI application of one server of `stretto watch`."""
 
     def __init__(self, catalog: Catalog, replays: Replays | None = None) -> None:
-        """`replays`: None forbids replays."""
+        """Serve the runs of `catalog`. `replays`: None forbids replays."""
         self._catalog, self._replays = catalog, replays or Replays(None)
         self._reader = ReadingThread("watch-reader")
         self._comparer = ReadingThread("watch-comparer")  # a comparison of long runs takes minutes
@@ -138,7 +138,8 @@ class Dashboard:
         self.close()
 
     def close(self) -> None:
-        """Stop the thread that reads and the one that compares runs."""
+        """Stop the reading of runs, and the two threads that read and compare. Queued calls are cancelled; a running
+        call is not waited for."""
         for task in self._reading.values():
             task.cancel()
         for worker in (self._reader, self._comparer):

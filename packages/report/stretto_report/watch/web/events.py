@@ -27,7 +27,8 @@ class Follower:
     """State of one client of the event stream: what it has been sent of a run."""
 
     def __init__(self, run: WatchedRun, last_step: int | None) -> None:
-        """`last_step`: the newest step that the client has; None: the client loads the curves itself."""
+        """Begin to follow `run` for one client. `last_step`: the newest step that the client has; None: the client
+        loads the curves itself."""
         self._run, self._last = run, last_step
         self._summary: RunSummary | None = None
         self._seen: dict[str, Any] = {}
