@@ -189,7 +189,7 @@ def _fault(cursor: bytes) -> str:
 
 
 def _last_words(log: Path) -> str:
-    """Last line of a log that is not blank, shortened; if the log is empty or cannot be read, a sentence that says so."""
+    """Last line of a log that is not blank, shortened; a sentence that says so if it is empty or unreadable."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 4 * _LAST_WORDS))
