@@ -56,7 +56,12 @@ def refuse_recipe(recipe: Path, overrides: Sequence[str], *, paths: bool = True)
 
 
 def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Same as `refuse_recipe`, for the recipe of `stretto dpo`, whose paths are not checked."""
+    """Check the keys and values of a recipe of `stretto dpo`, but not its paths. Return the modules of transformers
+    that its model needs.
+
+    Raises:
+        RecipeError: every mistake found.
+    """
     from stretto.processes.imports import imports_of_roles
 
     refuse_file(recipe)
@@ -67,8 +72,13 @@ def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...
 
 
 def refuse_resumed(run: Path, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Same as `refuse_recipe`, for the recipe in a run folder; without one in the folder, return (). Raises
-    RunFolderError if the folder holds no run."""
+    """Check the recipe in a run folder, keys, values and paths. Return the modules of transformers that its model
+    needs, or () if the folder has no recipe.
+
+    Raises:
+        RunFolderError: the folder holds no run.
+        RecipeError, DataError, ModelFolderError: the recipe or a path in it is wrong.
+    """
     refuse_run(run)
     recipe = run / "recipe.toml"
     return refuse_recipe(recipe, overrides) if recipe.is_file() else ()

@@ -35,8 +35,8 @@ class RunGateway:
     and ends it."""
 
     def __init__(self, plan: Plan, config: AgentConfig, folder: RunFolder | None, say: Callable[[str], None]) -> None:
-        """`folder`: the run folder, in which the gateway's address is written; None for an evaluation without a run.
-        `say` gets sentences for the log."""
+        """Prepare the gateway; `start` opens it. `folder`: the run folder, in which the gateway's address is written;
+        None for an evaluation without a run. `say` gets sentences for the log."""
         self._plan, self._config, self._folder, self._say = plan, config, folder, say
         self._host, self._groups = WaitingSessions(), list[AgentGroups]()
         self._room, self._table = asyncio.Semaphore(config.parallel), SessionTable()
@@ -98,7 +98,8 @@ def check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
 
     Raises:
         RecipeError: the address cannot be bound, or is reachable from the network without a key.
-        WorkflowError, ModelFolderError: as in `check_agent`.
+        WorkflowError: the agent's program or function cannot be started.
+        ModelFolderError: the tokenizer has no chat template.
     """
     assert isinstance(recipe.workflow, AgentConfig), "the caller has looked"
     check_agent(recipe.workflow, tokenizer, tokenizer.place)

@@ -96,7 +96,8 @@ class Cluster(Machines):
         ``join.json`` and starts the weights server and agents.
 
         Raises:
-            RecipeError: an address cannot be bound. With Ray also the errors of `RayAgents.place`.
+            RecipeError: an address cannot be bound; or Ray does not run, or has too few resources.
+            RoleFailed, RoleDied, DeadlineExceeded: the process that places agents on Ray failed.
         """
         config, medium = self.plan.recipe.cluster, self.medium
         self.report(f"weights.medium is {medium.medium}: {medium.reason}")
@@ -144,7 +145,8 @@ class Cluster(Machines):
         return spans
 
     async def close(self, why: str, again: bool) -> None:
-        """Dismiss every machine and end the Ray placer. `why` and `again`: as in `Machines`."""
+        """Dismiss every machine and end the Ray placer. `why`: the reason that machines get; `again`: whether they may
+        try to join later."""
         if self.folder.is_ours():
             write_join_file(self.folder, self.identity)  # without addresses; name and token stay for a resume
         await self.gate.close(why, again)
@@ -316,8 +318,8 @@ class Cluster(Machines):
         and then end them.
 
         Raises:
-            RecipeError: the number is out of range, or the run cannot start more. With Ray also the errors of
-                `RayAgents.place`.
+            RecipeError: the number is out of range, or the run or its Ray cluster cannot start more.
+            RoleFailed, RoleDied, DeadlineExceeded: the process that places agents on Ray failed.
         """
         if not 1 <= wanted <= _MOST_ENGINES:
             raise RecipeError(

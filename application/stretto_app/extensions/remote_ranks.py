@@ -32,7 +32,8 @@ class RemoteRanks:
     by machine, in the order of joining."""
 
     def __init__(self, seconds: float, together: int = 1) -> None:
-        """`seconds`: longest wait for places. `together`: number of consecutive ranks that must be on one machine."""
+        """Start without any place; `joined` adds those of a machine. `seconds`: longest wait for places. `together`:
+        number of consecutive ranks that must be on one machine."""
         self._seconds, self._together = seconds, together
         self._machines: list[JoinedMachine] = []
         self._ranks: list[RemoteProcess] = []
@@ -44,7 +45,7 @@ class RemoteRanks:
         self._came.set()
 
     async def __call__(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
-        """Stop the earlier ranks, and start the `awaited` ones on joined machines; see `loop.trainer_link.StartRanks`.
+        """Stop the earlier ranks, and start the `awaited` ones on joined machines. `spec`: that of the trainer.
 
         Raises:
             RoleDied: too few machines joined in time, or one was lost.

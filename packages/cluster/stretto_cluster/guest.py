@@ -43,8 +43,8 @@ class GuestEngine(HttpEngine):
         context: ssl.SSLContext | None,
         newest: Callable[[], int],
     ) -> None:
-        """`newest` returns the newest published version; an engine that claims a newer one is refused. `key`: the
-        engine's API key; `context`: for TLS."""
+        """Create the client of the engine `spec` on `machine`. `newest` returns the newest published version; an engine
+        that claims a newer one is refused. `key`: the engine's API key; `context`: for TLS, None without."""
         super().__init__(
             spec.name,
             spec.address,
@@ -58,8 +58,8 @@ class GuestEngine(HttpEngine):
         self._pull_seconds, self._pulls = deadlines.longest_pull, False
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
-        """Same as `HttpEngine.generate`, but an engine that does not reply in time is lost instead of ending the
-        run.
+        """Generate the completions of the requests, and yield each one when it ends and has passed the checks. Unlike
+        an engine of this machine, one that does not reply in time is lost instead of ending the run.
 
         Raises:
             EngineLied: its reply is impossible.
@@ -106,17 +106,19 @@ class GuestEngine(HttpEngine):
         return version
 
     async def health(self) -> EngineHealth:
-        """Same as `HttpEngine.health`.
+        """Ask for the engine's version, load and counters.
 
         Raises:
             WireError: the engine claims an unpublished version.
+            EngineLost, DeadlineExceeded: the engine does not reply.
         """
         health = await super().health()
         self._published(health.version)
         return health
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """Same as `HttpEngine.partials`. Raises WireError for completions that were not requested."""
+        """Ask for the new tokens of unfinished completions, by request and member. `known`: number of tokens of each
+        member that the caller has, by request. Raises WireError for completions that were not requested."""
         found = await super().partials(known)
         for request, pieces in found.items():
             if any(member not in range(len(known.get(request, ()))) for member in pieces):
@@ -134,8 +136,9 @@ class GuestEngine(HttpEngine):
         return self._machine.lost.done()
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Same as `HttpEngine.update`, but waits first until the machine has pulled `version`. If it has pulled a newer
-        version, the engine loads that one. During the pull, the engine samples with its old version.
+        """Wait until the machine has pulled `version`, then make the engine load it, with the canary challenge `ask`.
+        Returns the version in use and the scores of the challenge. If it has pulled a newer version, the engine loads
+        that one. During the pull, the engine samples with its old version.
 
         Raises:
             EngineLost: the machine is lost, or the pull or the load made no progress within its time limit.
@@ -151,8 +154,7 @@ class GuestEngine(HttpEngine):
             raise EngineLost(self.name, str(loss)) from None
 
     async def moved(self) -> object:
-        """Progress of an update: during the pull the bytes that have arrived on the machine, then as
-        `HttpEngine.moved`."""
+        """Progress of an update: during the pull the bytes that have arrived on the machine, then the engine's own."""
         waits = self._pulls or self._machine.mirrored < 0
         return self._machine.moved if waits else await super().moved()
 
@@ -170,7 +172,7 @@ def guest(
     newest: Callable[[], int],
 ) -> EngineHandle:
     """Create the handle of an engine in a place of a machine; it is not started yet. `role`: Python module of its
-    process. `changed`: called when its state changes. `newest`: see `GuestEngine`."""
+    process. `changed`: called when its state changes. `newest` returns the newest published version."""
     key = secrets.token_hex(32)
     process = machine.role(place, spec.name, role, {ENGINE_KEY: key})
     client = GuestEngine(spec, machine, deadlines, key, context, newest)

@@ -48,7 +48,8 @@ class JoinedMachine:
     """
 
     def __init__(self, name: str, join: Join, wire: Wire[FromAgent], folder: Path) -> None:
-        """`folder`: where the logs of its roles are written."""
+        """Add a machine that has introduced itself with `join` on the connection `wire`; `serve` must be called for it.
+        `folder`: where the logs of its roles are written."""
         self.name, self.kind, self.host = name, join.kind, join.host
         self.clock_offset = 0.0
         self.mirrored = -1
@@ -218,7 +219,7 @@ class RemoteProcess:
         return self._end is not None and self._end.done() and self._end.result().killed
 
     async def start(self, spec: msgspec.Struct, threads: int) -> None:
-        """Start the process, as `RoleProcess.start`.
+        """Order the start of the process with this spec and number of threads; returns when the agent has reported it.
 
         Raises:
             RoleDied: its machine cannot start it.
@@ -247,17 +248,17 @@ class RemoteProcess:
             raise RoleDied(self.name, f"cannot be started: {await self.ended()}", str(self.log))
 
     def has_started(self, turn: int) -> None:
-        """Note that the agent has reported the start with number `turn`."""
+        """Record that the agent has reported the start with number `turn`; ignored if a later start was ordered."""
         if turn == self._turn and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
     def has_ended(self, end: RoleEnded) -> None:
-        """Note that the agent has reported the end of the process."""
+        """Record that the agent has reported the end of the process; ignored for the end of an earlier start."""
         if end.turn == self._turn and self._end is not None and not self._end.done():
             self._end.set_result(end)
 
     async def ended(self) -> str:
-        """Wait for the end of the process; return how it ended. There is no deadline, as in `RoleProcess.ended`.
+        """Wait for the end of the process; return how it ended. There is no deadline.
 
         Raises:
             MachineLost: the machine is lost.

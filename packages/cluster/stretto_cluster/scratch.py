@@ -52,8 +52,9 @@ def _locked(folder: Path, how: int = 0) -> int:
 
 
 def own_memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
-    """Same as `own_folder`, for weights. The folder is in shared memory if that has space for a version, or if another
-    agent of the run has its weights there; else it is in `folder`."""
+    """Create a temporary folder for weights, and remove abandoned ones. Return it with the descriptor of its lock,
+    which the kernel releases when this process dies. The folder is in shared memory if that has space for a version, or
+    if another agent of the run has its weights there; else it is in `folder`."""
     for left in SHARED.glob(f"{_MEMORY}*"):
         with contextlib.suppress(OSError):  # it is in use, or another agent removes it too
             remove_abandoned(left)

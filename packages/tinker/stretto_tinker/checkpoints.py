@@ -87,8 +87,8 @@ class Weights:
         return self._snapshots / _file(model) / str(seq)
 
     def write(self, folder: Path, save: Callable[[Path], None]) -> int:
-        """Write a folder atomically: `save` writes the files into a temporary folder, which is then renamed. Returns
-        the size in bytes.
+        """Write a folder atomically: `save` writes the files into a temporary folder, which is then renamed to
+        `folder`, replacing an earlier one. Returns the size in bytes.
 
         Raises:
             OSError: the folder cannot be written.

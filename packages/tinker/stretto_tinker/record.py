@@ -150,7 +150,8 @@ class Record:
     raise sqlite3.Error if the file cannot be read or written."""
 
     def __init__(self, path: Path) -> None:
-        """
+        """Open the database, and create it if it is missing.
+
         Raises:
             RunFolderError: the file has another format, or cannot be opened.
         """

@@ -78,7 +78,8 @@ def work(brought: Offer, say: Callable[[str], None]) -> int:
     code.
 
     Raises:
-        MachineLost, RecipeError: see `stretto_cluster.agent.run_agent`.
+        MachineLost: no gate of the run was found in time.
+        RecipeError: an address or a certificate is invalid, or the run refuses this machine.
     """
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with_parent(int(parent))

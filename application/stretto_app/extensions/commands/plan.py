@@ -70,8 +70,9 @@ def _check_run(run: Path, digest: str | None) -> None:
 
 
 def job_of(path: Path, overrides: Sequence[str], lengths: str | None, say: Callable[[str], None]) -> Job:
-    """Read a recipe file as the planner's input. A model folder that has only a config.json suffices. Arguments as in
-    `job_from`."""
+    """Read a recipe file as the planner's input. A model folder that has only a config.json suffices. `lengths`:
+    lengths of completions, as a distribution, a file or a run folder; None: those of the demonstrations, else an
+    assumption, about which `say` gets a sentence."""
     return job_from(outline(load_recipe(path, overrides)), lengths, say)
 
 

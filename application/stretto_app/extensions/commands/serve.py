@@ -160,8 +160,15 @@ def rule_of(
     seeds: bool = False,
     vocabulary: int = 2**31,
 ) -> SamplingRule:
-    """Sampling rule for the clients of a model; see `SamplingRule` for the arguments. `grammars`: its engines support
-    grammars."""
+    """Sampling rule for the clients of a model.
+
+    Args:
+        context: most tokens of a prompt with its completion.
+        grammars: whether the engines support grammars.
+        chosen: sampling options that clients may set.
+        seeds: whether clients may set a seed.
+        vocabulary: number of the model's tokens; a `top_k` of at least this filters nothing.
+    """
     default = Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids)
     forms = CallForms(form_of(tokenizer.chat_template), tokenizer.vocabulary) if grammars else None
     return SamplingRule(default, context, chosen, forms, seeds, vocabulary)

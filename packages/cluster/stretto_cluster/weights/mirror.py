@@ -73,7 +73,9 @@ class Mirror:
         part_size: int = PART_SIZE,
         beside: Callable[[], Iterable[Path]] = tuple,
     ) -> None:
-        """Args:
+        """Prepare pulls into `folder`, which is created.
+
+        Args:
         source: ``host:port`` of the weights server; `key`: its bearer token.
         run: the run's name; ValueError if it is not a name of a run.
         folder: the local mailbox, in which versions are written.

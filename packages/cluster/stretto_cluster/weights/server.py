@@ -216,7 +216,8 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def server_of(app: WeightsApp, tls: Path | None = None) -> HttpServer:
-    """HTTP server of the application, to be run on a bound socket. `tls` as in `serve`."""
+    """HTTP server of the application, to be run on a bound socket. `tls`: folder with ``ca.pem``, ``cert.pem`` and
+    ``key.pem``; None: no encryption."""
     settings = settings_of(
         app,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,

@@ -55,8 +55,9 @@ class Transfer:
         came: Callable[[int], object] = lambda size: None,
         part_size: int = PART_SIZE,
     ) -> None:
-        """`patience`: seconds without a byte after which the server is lost. `came` is called with the size of each
-        received piece. `part_size`: bytes of the first part of a file; the rest comes over several connections."""
+        """Prepare a transfer; nothing is sent yet. `patience`: seconds without a byte after which the server is lost.
+        `came` is called with the size of each received piece. `part_size`: bytes of the first part of a file; the rest
+        comes over several connections."""
         self._came = came
         self._source, self._run, self._tls, self._patience = source, run, tls, patience
         self._headers = {"authorization": f"Bearer {key}", RUN: run}
@@ -111,7 +112,10 @@ class Transfer:
         content still has the tag `has`. Large content is transferred in parts over several connections at once.
 
         Raises:
-            OSError: the file cannot be written; otherwise as `read_json`.
+            OSError: the file cannot be written.
+            WireError: the server serves another run, or has nothing at `path`.
+            RefusedRequest: the key is wrong.
+            SourceLost: no byte came for `patience` seconds, or the transfer was stopped.
         """
         while True:
             try:

@@ -174,8 +174,9 @@ class Run:
     """
 
     def __init__(self, folder: RunFolder, process: RunProcess | None = None, patience: float = 0.0) -> None:
-        """`process`: writes the folder; None: the run was started elsewhere. `patience`: seconds that `stop` waits
-        before it requests an immediate stop."""
+        """Open a run's folder. `process`: writes the folder; None: the run was started elsewhere. `patience`: seconds
+        that `stop` waits before it requests an immediate stop. With a process, the run is stopped at the end of the
+        program."""
         self._folder = folder
         self._process = process
         self._patience = patience
@@ -230,12 +231,12 @@ class Run:
         return evaluations[-1].accuracy if evaluations else None
 
     def summary(self) -> Inspection:
-        """Summarise the run in numbers, as ``stretto inspect`` does."""
+        """Summarise the run in numbers, as ``stretto inspect`` does. Raises StoreError if its ledger cannot be read."""
         return inspect_run(self.folder)
 
     def trajectories(self) -> Iterator[dict[str, Any]]:
         """Iterate over all trajectories issued so far, each as a dict: prompt, tokens, log-probabilities, versions,
-        reward, state, and more."""
+        reward, state, and more. Raises StoreError, during the iteration, if the ledger cannot be read."""
         return (msgspec.structs.asdict(trajectory) for trajectory in read_trajectories(self.folder))
 
     def __iter__(self) -> Iterator[StepMetrics]:

@@ -149,7 +149,8 @@ class Session:
             cause: why a branch begins with this prompt; "": none begins.
 
         Raises:
-            EngineLost, RefusedRequest, DeadlineExceeded: as the session's sampler.
+            EngineLost, DeadlineExceeded: the sampler could not finish the turn.
+            RefusedRequest: the sampler refused the turn.
         """
         node = self._recorded(prompt, sampling)
         if node is None:

@@ -92,7 +92,8 @@ class Engine(Protocol):
 
         Raises:
             TornPublication: the publication is incomplete, or not of this model; the engine keeps its version.
-            EngineLost, DeadlineExceeded: as for `generate`.
+            EngineLost: the engine cannot be reached, or is stopping.
+            DeadlineExceeded: the load made no progress in time.
         """
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
@@ -139,5 +140,6 @@ def json_rule(schema: Mapping[str, Any] | None) -> str:
 
 
 def json_grammar(schema: Mapping[str, Any] | None) -> str:
-    """A complete grammar for JSON that follows a schema; any object if None. Raises as `json_rule`."""
+    """A complete grammar for JSON that follows a schema; any object if None. Raises RefusedRequest if the schema is
+    nested too deeply."""
     return f"start: {json_rule(schema)}"

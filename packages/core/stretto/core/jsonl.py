@@ -41,7 +41,7 @@ class Mistakes:
     """
 
     def __init__(self, kind: type[UserError] = DataError) -> None:
-        """`kind`: class of the errors that are collected; others are raised."""
+        """Collect nothing yet. `kind`: class of the errors that are collected; others are raised."""
         self._collected, self._first = kind, kind
         self.problems: list[Problem] = []
 

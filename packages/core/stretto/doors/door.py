@@ -186,8 +186,8 @@ class Door(Generic[Kind]):
     several: bool = False
 
     def __call__(self, kind: str, **numbers: object) -> Kind:
-        """Make the section of a part from its name and numbers, as ``LOSSES("ppo", clip_low=0.1)``. Raises as `model`,
-        and pydantic's ValidationError for wrong numbers."""
+        """Make the section of a part from its name and numbers, as ``LOSSES("ppo", clip_low=0.1)``. Raises RecipeError
+        if the part cannot be loaded, and pydantic's ValidationError for wrong numbers."""
         return self.model(kind)(kind=kind, **numbers)
 
     def load(self, name: str) -> Part:
@@ -208,7 +208,7 @@ class Door(Generic[Kind]):
         """Return the section class of the part called `kind`.
 
         Raises:
-            RecipeError: as `load`; or its numbers cannot be written in a recipe.
+            RecipeError: the part cannot be loaded, or its numbers cannot be written in a recipe.
         """
         part = self.load(kind)
         try:
@@ -222,8 +222,8 @@ class Door(Generic[Kind]):
         return [self.model(kind) for kind in self.built_in]
 
     def bound(self, value: str | Section) -> Part:
-        """Return the part that a key's value names, with its numbers bound as keyword arguments. Raises as `model`,
-        also for a value of `words`, which names no part."""
+        """Return the part that a key's value names, with its numbers bound as keyword arguments. Raises RecipeError if
+        the part cannot be loaded, also for a value of `words`, which names no part."""
         section = value if isinstance(value, Section) else self(value)
         return section.bound(section.part)
 

@@ -55,7 +55,7 @@ def from_package(name: str, place: str, *needed: str) -> Any:
         needed: further packages that the module imports.
 
     Raises:
-        RecipeError: as `check_packages`.
+        RecipeError: a package is missing, or has another version.
     """
     module, _, attribute = name.partition(":")
     check_packages(place, module.partition(".")[0], *needed)

@@ -64,7 +64,7 @@ class Job:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether the groups of a batch begin and end together; see `Recipe.in_rounds`."""
+        """Whether the groups of a batch begin and end together, as in a synchronous run of single turns."""
         return not self.converses and self.engine.in_rounds(self.rollout.staleness_bounds[1] == 0)
 
     def with_settings(

@@ -60,7 +60,8 @@ class LocalBackend:
         micro_batch_tokens: int,
         models_bytes: int | None = None,
     ) -> None:
-        """
+        """Load the base model from `folder`.
+
         Args:
             name: name of the model for clients.
             config: settings of the engines; its KV cache is for all of them together.

@@ -44,8 +44,9 @@ class Learner:
     micro-batches."""
 
     def __init__(self, model: PreTrainedModel, micro_batch_tokens: int, write: ModelFiles, read: ModelFiles) -> None:
-        """`model` has the packed attention; its parameters that require gradients are trained. `micro_batch_tokens`:
-        most tokens of a micro-batch. `write`, `read`: save weights to a folder, and load them."""
+        """Create the optimizer of a model for training. `model` has the packed attention; its parameters that require
+        gradients are trained. `micro_batch_tokens`: most tokens of a micro-batch. `write`, `read`: save weights to a
+        folder, and load them."""
         self._model, self._tokens, self._write, self._read = model, micro_batch_tokens, write, read
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._adamw = torch.optim.AdamW(self._parameters, fused=True)

@@ -72,7 +72,8 @@ class Sampler:
         slots: int,
         cache: int,
     ) -> None:
-        """
+        """Sample with `engine`, which must be idle.
+
         Args:
             view: makes another model with the engine's weights, by the name of its attention implementation; for
                 scoring, when it is first needed.

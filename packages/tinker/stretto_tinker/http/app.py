@@ -44,7 +44,8 @@ class TinkerApp:
     """ASGI application of `stretto tinker`."""
 
     def __init__(self, service: Service, names: HostNames | None = None) -> None:
-        """`names`: names of this server; requests with another ``Host`` are refused. None allows every name."""
+        """Serve all paths of the interface by `service`. `names`: names of this server; requests with another ``Host``
+        are refused. None allows every name."""
         self._service, self._names = service, names
         archive = Archive(service)
         kept: dict[str, Handler] = {

@@ -86,7 +86,8 @@ class Service:
         changes: Changes,
         keys: frozenset[str],
     ) -> None:
-        """`keys`: accepted API keys; empty to accept every key, each as a client of its own."""
+        """Create the state of a server. `keys`: accepted API keys; empty to accept every key, each as a client of its
+        own."""
         self.backend, self.record, self.weights, self.worker, self.changes = backend, record, weights, worker, changes
         self._keys = frozenset(map(owner_of, keys))
         self._seen: dict[str, float] = {}  # live sessions: time of the last request
@@ -115,7 +116,7 @@ class Service:
             raise NotServed(404, f"base_model: {name!r:.120} is not served here; the model is {self.backend.name!r}")
 
     def session(self, id: str, owner: str, *, open: bool = True) -> SessionRow:
-        """Find a client's session, and note that the client is alive. `open`: refuse a session that has ended.
+        """Find a client's session, and record that the client is alive. `open`: refuse a session that has ended.
 
         Raises:
             NotServed: 404 for an unknown session, 410 for one that has ended.
@@ -143,14 +144,14 @@ class Service:
         """Find a client's sampling session. `open`: the session that it belongs to must not have ended.
 
         Raises:
-            NotServed: as `model`.
+            NotServed: 404 for an unknown sampling session, 410 if its session has ended.
         """
         row = self._own(self.record.sampler(id), owner, "sampling_session_id", id)
         self.session(row.session, owner, open=open)
         return row
 
     def asked(self, id: str, owner: str) -> Asked:
-        """Find a client's recorded request, and note that its session is alive.
+        """Find a client's recorded request, and record that its session is alive.
 
         Raises:
             NotServed: the client has no such request.

@@ -25,7 +25,7 @@ Lifespan = Annotated[int, msgspec.Meta(ge=3_600, le=10 * 366 * 86_400)]
 
 
 class OpenSession(msgspec.Struct, frozen=True):
-    """``create_session``"""
+    """Body of ``create_session``"""
 
     tags: list[str] = []
     user_metadata: Metadata = None
@@ -51,7 +51,7 @@ class _SearchCursor(msgspec.Struct, frozen=True):
 
 
 class SearchSessions(msgspec.Struct, frozen=True):
-    """``sessions/search``"""
+    """Body of ``sessions/search``"""
 
     display_name: str | None = None
     session_id: str | None = None
@@ -84,7 +84,7 @@ def _is_in_state(ended: str | None, state: _SearchStatus) -> bool:
 
 
 class OfSession(msgspec.Struct, frozen=True):
-    """``session_heartbeat``"""
+    """Body of ``session_heartbeat``"""
 
     session_id: str
     type: str = ""
@@ -97,7 +97,7 @@ class EndReason(msgspec.Struct, frozen=True):
 
 
 class EndSession(msgspec.Struct, frozen=True):
-    """``sessions/ID/finish``"""
+    """Body of ``sessions/ID/finish``"""
 
     reason: EndReason = EndReason()
     detail: str | None = None
@@ -121,7 +121,7 @@ class OptimizerKind(msgspec.Struct, frozen=True):
 
 
 class CreateModel(msgspec.Struct, frozen=True):
-    """``create_model``"""
+    """Body of ``create_model``"""
 
     session_id: str
     model_seq_id: Count
@@ -133,7 +133,7 @@ class CreateModel(msgspec.Struct, frozen=True):
 
 
 class OfModel(msgspec.Struct, frozen=True):
-    """``get_info``"""
+    """Body of ``get_info``"""
 
     model_id: str
     type: str = ""
@@ -151,7 +151,7 @@ class Adam(msgspec.Struct, frozen=True):
 
 
 class OptimStep(msgspec.Struct, frozen=True):
-    """``optim_step``"""
+    """Body of ``optim_step``"""
 
     model_id: str
     adam_params: dict[str, Any] | None = None  # of `Adam`; NaN arrives as null
@@ -168,7 +168,7 @@ class Numbered(msgspec.Struct, frozen=True):
 
 
 class SaveWeights(msgspec.Struct, frozen=True):
-    """``save_weights``, ``save_weights_for_sampler`` and ``save_weights_external``"""
+    """Body of ``save_weights``, ``save_weights_for_sampler`` and ``save_weights_external``"""
 
     model_id: str
     path: str | None = None
@@ -183,7 +183,7 @@ class SaveWeights(msgspec.Struct, frozen=True):
 
 
 class LoadWeights(msgspec.Struct, frozen=True):
-    """``load_weights``, into an existing model (`model_id`) or a new one (`session_id` and `model_seq_id`)"""
+    """Body of ``load_weights``, into an existing model (`model_id`) or a new one (`session_id` and `model_seq_id`)"""
 
     path: str
     optimizer: bool
@@ -199,7 +199,7 @@ class LoadWeights(msgspec.Struct, frozen=True):
 
 
 class OpenSampler(msgspec.Struct, frozen=True):
-    """``create_sampling_session``"""
+    """Body of ``create_sampling_session``"""
 
     session_id: str
     sampling_session_seq_id: Count
@@ -209,7 +209,7 @@ class OpenSampler(msgspec.Struct, frozen=True):
 
 
 class JoinSampler(msgspec.Struct, frozen=True):
-    """``join_sampling_session``"""
+    """Body of ``join_sampling_session``"""
 
     sampling_session_id: str
     type: str = ""
@@ -262,7 +262,7 @@ class TargetIds(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """``asample``"""
+    """Body of ``asample``"""
 
     prompt: PromptTokens
     sampling_params: SamplingParams
@@ -282,7 +282,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class OfRequest(msgspec.Struct, frozen=True):
-    """``retrieve_future`` and ``cancel_future``"""
+    """Body of ``retrieve_future`` and ``cancel_future``"""
 
     request_id: str
     allow_metadata_only: bool = False
@@ -297,7 +297,7 @@ class _OfSampler(msgspec.Struct, frozen=True):
 
 
 class RetrieveFutures(msgspec.Struct, frozen=True):
-    """``retrieve_futures``"""
+    """Body of ``retrieve_futures``"""
 
     target: _OfSampler
     prev_cursor: Far = 0
@@ -306,13 +306,13 @@ class RetrieveFutures(msgspec.Struct, frozen=True):
 
 
 class Lifetime(msgspec.Struct, frozen=True):
-    """``checkpoints/ID/ttl``"""
+    """Body of ``checkpoints/ID/ttl``"""
 
     ttl_seconds: Lifespan | None = None
 
 
 class OfPath(msgspec.Struct, frozen=True):
-    """``weights_info``"""
+    """Body of ``weights_info``"""
 
     tinker_path: str
 

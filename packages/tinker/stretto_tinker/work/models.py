@@ -250,8 +250,9 @@ class Models:
         return place.path
 
     def snapshot_if_due(self, live: Live, id: str, *, now: bool = False) -> None:
-        """Write a snapshot if it is due (see the module) or `now`. While a gradient is accumulated, one is written only
-        `now`: it is larger, and the next step makes it smaller.
+        """Write a snapshot if it is due, that is after enough computation in relation to the time that the last one
+        took, or `now`. While a gradient is accumulated, one is written only `now`: it is larger, and the next step
+        makes it smaller.
 
         Raises:
             OSError, sqlite3.Error: the snapshot cannot be written; the earlier one stays.
@@ -273,7 +274,8 @@ class Models:
         live.saving, live.behind = time.monotonic() - began, 0.0
 
     def retire(self, id: str) -> None:
-        """Remove a model from memory, after a snapshot if it has changed. It is restored at its next request."""
+        """Remove a model from memory, after a snapshot if it has changed. It is restored at its next request. If the
+        snapshot cannot be written, this is logged, and the requests since the last one are computed again then."""
         live = self._live.get(id)
         try:
             if live is not None and live.behind:

@@ -50,7 +50,7 @@ Settled = Callable[[str, str], None]
 
 
 class Worker:
-    """Computes requests in its own thread (see the module). All public methods may be called in any thread."""
+    """Computes requests in its own thread, in turns between clients. All public methods may be called in any thread."""
 
     def __init__(self, backend: LocalBackend, record: Record, weights: Weights, settled: Settled) -> None:
         self._record, self._weights, self._settled = record, weights, settled
