@@ -51,7 +51,8 @@ def tinker(
         folder: where requests, results and weights are kept.
         name: the base model's name for clients; by default the folder's path, from which the SDK loads the tokenizer.
         keys: keys that are accepted; if empty, any key is, and each is a client of its own.
-        models_gib: GiB of memory for all models in training together; None: half of what is free beside the KV cache, or half as much as the KV cache if that is more.
+        models_gib: GiB of memory for all models in training together; None: half of what is free beside the KV
+            cache, or half as much as the KV cache if that is more.
 
     Raises:
         UserError: a folder, a key, an override or the address is wrong.

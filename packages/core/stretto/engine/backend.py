@@ -70,7 +70,7 @@ class Backend(Protocol):
         """Do slow preparations for `submit_all`, such as compiling grammars, while generation continues.
 
         Raises:
-            RefusedRequest: as `submit_all`.
+            RefusedRequest: a request is invalid, or cannot be prepared in time.
         """
 
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:

@@ -212,7 +212,8 @@ class RoleTime(Record, frozen=True):
 
 
 def role_times(roles: Mapping[str, Mapping[str, float]], idle: Mapping[str, Mapping[str, float]]) -> list[RoleTime]:
-    """Compute the use of time of each role, engines and trainer first. `roles`, `idle`: as in `Goodput`.
+    """Compute the use of time of each role, engines and trainer first. `roles`: role: category: seconds. `idle`: role:
+    reason: seconds.
 
     >>> role_times({"trainer": {"trained": 3.0, "idle": 7.0}}, {"trainer": {"starting": 6.0, "batch": 1.0}})[0].working
     0.75

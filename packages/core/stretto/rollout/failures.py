@@ -17,7 +17,8 @@ class RecentFailures:
     """
 
     def __init__(self, max_failed: float, who: str) -> None:
-        """`who`: the part to blame in the message, "workflow" or "agent"."""
+        """Count from now on. `max_failed`: largest share of undecided trajectories. `who`: the part to blame in the
+        message, "workflow" or "agent"."""
         self._max_failed, self._who = max_failed, who
         self._failed: deque[bool] = deque(maxlen=_COUNTED)
         self.ended = 0  # trajectories so far: a sign of progress

@@ -129,7 +129,8 @@ class Generation:
     """
 
     def __init__(self, engine: NativeEngine, mailbox: Subscriber | None = None) -> None:
-        """`mailbox`: where `update` loads versions from; None: the engine keeps the weights of its folder."""
+        """Pass requests to `engine`, which only this object may use; `run` must be called. `mailbox`: where `update`
+        loads versions from; None: the engine keeps the weights of its folder."""
         self.engine = engine
         self._mailbox = mailbox
         self.stopping = False  # open requests are finished, new ones refused
@@ -183,7 +184,8 @@ class Generation:
         completions as they end; with `take` it has every token when it is sampled (`TokenStream`).
 
         Raises:
-            RefusedRequest, EngineLost: as for `submit_all`.
+            RefusedRequest: a request is invalid; then none is accepted.
+            EngineLost: the server is stopping, or too many completions wait.
         """
         stream = TokenStream(self.engine.name, sum(len(request.seeds) for request in requests), take)
         try:
@@ -199,7 +201,8 @@ class Generation:
         token in the step that samples it, unless the request continues prefixes.
 
         Raises:
-            RefusedRequest, EngineLost: as for `submit_all`.
+            RefusedRequest: the request is invalid, or its id is in use.
+            EngineLost: the server is stopping, or too many completions wait.
         """
         if self.stopping:
             raise EngineLost(self.engine.name, "is stopping")
@@ -235,7 +238,8 @@ class Generation:
         After an answer outside the tolerance no step runs until the version is loaded again.
 
         Raises:
-            WireError, RefusedRequest: as for `weights.mailbox.Subscriber.load` and `NativeEngine.update`.
+            WireError: the version is not available, damaged or not of this model; the engine keeps its version.
+            RefusedRequest: the version is older than the version in use.
         """
         if self._mailbox is None:
             raise WireError(f"version {version} cannot be loaded: {self.engine.name} serves the weights of its folder")

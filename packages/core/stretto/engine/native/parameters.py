@@ -39,8 +39,9 @@ class Parameters:
     beside the parameter, which holds the sum."""
 
     def __init__(self, model: nn.Module, spare: Callable[[], int | None] = lambda: None) -> None:
-        """`spare` returns the bytes free on the device, None without a limit. If the base weights of all layers with
-        adapters do not fit in them, they are kept in host memory and copied back layer by layer."""
+        """Load versions into `model`. `spare` returns the bytes free on the device, None without a limit. If the base
+        weights of all layers with adapters do not fit in them, they are kept in host memory and copied back layer by
+        layer."""
         self._spare, self._beyond = spare, False  # beyond the device
         self._parameters = dict(model.named_parameters())
         self._beside = _adapters_of(model)  # of a model that computes W x + B A x: its weights are never changed

@@ -139,7 +139,9 @@ def draws(device: torch.device) -> bool:
 def draw_by_torch(
     logits_RV: Tensor, greedy: npt.NDArray[np.bool_], targets: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Draw one token per row with torch operations; arguments and result are those of `model.kernels.draw.draw`."""
+    """Draw one token per row with torch operations. `greedy`: [R], rows that take the likeliest token. `targets`: [R],
+    a random number in [0, 1) for each other row. Returns the token ids [R] and their log-probabilities [R], NaN for a
+    row with non-finite logits."""
     logprobs_RV = logits_RV.log_softmax(-1)
     # Not exp() of the line above: it is slow where it underflows, as at every token removed by a filter.
     cumulative_RV = logits_RV.softmax(-1).cumsum(-1, dtype=torch.float64)
@@ -176,7 +178,8 @@ def top_logprobs(
     Args:
         logits_RV: float32.
         counts: [R], number of tokens wanted for each row.
-        temperatures, filtered: as for `sample`.
+        temperatures: [R]; at 0, the distribution at temperature 1 is meant.
+        filtered: rows with a grammar, top-k, top-p or min-p; None: none.
 
     Returns:
         For each row, (token, log-probability) pairs, the likeliest first; fewer than wanted where the filters or the

@@ -293,7 +293,8 @@ def longest_row(layout: CacheLayout, cache_bytes: int) -> int:
 
 
 def longest_row_of(folder: ModelFolder, config: EngineConfig) -> int:
-    """Same as `longest_row`, for a model folder that is not loaded."""
+    """Largest number of tokens (prompt plus completion) of one row in the recipe's KV cache, for a model folder that is
+    not loaded; at most the context length, 0 if not even the shortest slot fits."""
     layout = CacheLayout(
         layers=folder.layers,
         kv_heads=folder.kv_heads,

@@ -70,7 +70,8 @@ class Roles:
         ]
 
     async def poll_unless(self, stop: StopSignal) -> list[Span]:
-        """Same as `poll`; but once a stop is requested, it waits at most `_LAST_POLL_SECONDS` for an engine."""
+        """Fetch the time spans of all roles since the last poll, and update the counters of `work`. Once a stop is
+        requested, it waits at most `_LAST_POLL_SECONDS` for an engine."""
         spans = None if stop.requested else await stop.unless(self.poll())
         return await self.poll(_LAST_POLL_SECONDS) if spans is None else spans
 

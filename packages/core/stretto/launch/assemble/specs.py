@@ -48,7 +48,7 @@ def engine_spec(
     """Return the spec of engine `number` on the run's own machine.
 
     Args:
-        published: as for `engine_specs`.
+        published: a trainer publishes weights; False: the engine serves the model folder.
         seat_number: number of the engine whose GPUs it takes; None: `number`.
     """
     config, deadlines = recipe.engine, recipe.deadlines

@@ -217,7 +217,14 @@ async def fine_tune_to(
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Train the base model of the plan on its demonstrations; `folder` appears once the policy in it is complete.
-    Further arguments and errors: as for `train_in_process`."""
+    `log`: log file of its process. `on_learning` is called with the progress, and `say` gets a log line if the process
+    is replaced.
+
+    Raises:
+        RoleDied: the process was killed twice.
+        RoleFailed: the process reports an error.
+        DeadlineExceeded: the training took longer than `deadlines.warm_start`.
+    """
     recipe = plan.recipe
     assert recipe.warm_start is not None
     await train_in_process(

@@ -112,7 +112,8 @@ def evaluate(
         model: model folder.
         task: a recipe, a JSONL file (all rows are used), or datasets.
         say: writes a log line.
-        asked: further options, and where the results go; None: as `Asked()`.
+        asked: further options, and where the results go; None: the recipe's number of completions, and no results by
+            question.
 
     Raises:
         UserError: the folder, the task or an override has a mistake.

@@ -125,7 +125,8 @@ def _in_section(section: str, words: str) -> str:
 
 
 def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
-    """Return the seat of the run's warm start, as `seat_of_supervised`; also None if there is no warm start."""
+    """Return the seat of the run's warm start, on the GPU with the most free memory; None: the CPU, or there is no warm
+    start. Raises RecipeError if memory is far too small."""
     config, shown = plan.recipe.warm_start, plan.demonstrations
     if config is None or not shown:
         return None

@@ -76,14 +76,15 @@ def encode_within(
     long_prompts: Literal["drop", "truncate"],
     which: str,
 ) -> Within:
-    """Encode prompts as `encode_prompts`, but handle those with more than `longest` tokens.
+    """Encode the prompts of questions, and leave out or truncate those with more than `longest` tokens.
 
     Args:
         long_prompts: "drop": leave out long prompts; "truncate": cut off their first tokens.
         which: names the questions in the note: "held out".
 
     Raises:
-        DataError: as `encode_prompts`; or all prompts are dropped.
+        DataError: a prompt is empty, or has characters that the tokenizer does not know; or all prompts are dropped.
+        ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     whole = encode_prompts(questions, tokenizer, sys.maxsize)
     long = [prompt.id for prompt in whole if len(prompt.token_ids) > longest]
@@ -110,7 +111,9 @@ def encode_demonstrations(
     may have at most `context` tokens together.
 
     Raises:
-        DataError: as `encode_prompts`; names every question with a mistake.
+        DataError: a question is empty, too long, or has characters that the tokenizer does not know; names every such
+            question.
+        ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     prompts = encode_prompts(questions, tokenizer, context)
     end = tokenizer.eos_token_ids[:1]
@@ -135,7 +138,8 @@ def encode_preferences(pairs: Sequence[Pair], tokenizer: Tokenizer, context: int
     """Encode preference pairs. A prompt with either completion may have at most `context` tokens.
 
     Raises:
-        DataError: as `encode_demonstrations`.
+        DataError: a pair is empty, too long, or has characters that the tokenizer does not know; names every such pair.
+        ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     shown = [replace(p.question, demonstration=answer) for p in pairs for answer in (p.question.answer, p.rejected)]
     both = encode_demonstrations(shown, tokenizer, context)

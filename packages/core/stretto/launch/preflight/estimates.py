@@ -209,7 +209,7 @@ def _width(wanted: str, own: str) -> int:
 
 def warnings(plan: Outline, folder: Path) -> Sequence[str]:
     """Return warnings about settings that work but may be slow or need much memory or disk space, after the notes of
-    the plan. `folder`: as for `estimate_disk`."""
+    the plan. `folder`: where the run folder will be, or the folder of a run to be resumed."""
     recipe, notes = plan.recipe, list(plan.notes)
     cores = available_cores()
     served = 0 if recipe.engine.addresses else recipe.local_engines

@@ -305,7 +305,9 @@ def encoded_within_limits(
     `longest`: most tokens of a prompt; the task may allow fewer.
 
     Raises:
-        DataError: as `encode_prompts` and `encode_within`.
+        DataError: a prompt is empty, too long if the task refuses long ones, or has characters that the tokenizer does
+            not know; or all prompts are dropped.
+        ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     task = recipe.task
     limit, policy = (task.max_prompt_tokens, task.long_prompts) if isinstance(task, DatasetTask) else (None, "refuse")

@@ -323,7 +323,8 @@ def validate(tree: Mapping[str, Any], place: str, overrides: Overrides = ()) -> 
 
 
 def validated(tree: Mapping[str, Any], place: str, kind: type[Kind], overrides: Overrides = ()) -> Kind:
-    """Same as `validate`, for another class of recipe, `kind`.
+    """Validate parsed TOML as a recipe of the class `kind`, and return it. `place`: name of the file, for messages.
+    `overrides`: already applied to `tree`; a message names the override that caused the problem.
 
     Raises:
         RecipeError: has one problem for each wrong key.
