@@ -23,7 +23,7 @@ class Stream:
     """Finished completions of requests that were submitted together, encoded as frames for one HTTP response."""
 
     def __init__(self, completions: int) -> None:
-        """`completions`: number of completions to come."""
+        """Expect this many `completions`."""
         self.missing = completions
         self.broken = False  # the engine failed, or the client went away
         self._ready = bytearray()

@@ -74,8 +74,13 @@ class BestPolicy:
         goal_holds: int = 1,
         earlier: Sequence[EvaluationLine] = (),
     ) -> None:
-        """`say`: writes a log line. `earlier`: the recorded evaluations of a resumed run; a ``best.json`` of a later
-        step is removed."""
+        """Track the best version from the recorded evaluations on.
+
+        Args:
+            say: writes a log line.
+            keeps: keep the policy of the best evaluation in ``policy/best``.
+            earlier: the recorded evaluations of a resumed run; a ``best.json`` of a later step is removed.
+        """
         self.keeps = keeps
         self._folder, self._say, self._patience, self._least_gain = folder, say, patience, least_gain
         self._best: Best | None = None

@@ -256,7 +256,12 @@ class TrainerLink:
             raise CheckpointLost(folder.name, str(death)) from None
 
     async def save_policy(self, folder: Path) -> None:
-        """Write the policy to `folder` as a Hugging Face model; returns when it is written. Raises as `train`."""
+        """Write the policy to `folder` as a Hugging Face model; returns when it is written.
+
+        Raises:
+            RoleDied: the trainer died too often, or is not replaced.
+            RoleFailed: the trainer reports that it cannot continue.
+        """
         async with self._order():
             order, awaited = SavePolicy(folder=str(folder)), f"to write policy {folder.name}"
             saved = await self._until_done(order, PolicySaved, awaited, self._deadlines.save)

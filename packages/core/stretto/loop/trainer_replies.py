@@ -56,7 +56,12 @@ class TrainerReplies:
         self._writing.pop(folder, None)
 
     async def published(self, version: int, seconds: float) -> None:
-        """Wait at most `seconds` until engines can load `version`; raises as `saved`."""
+        """Wait at most `seconds` until engines can load `version`.
+
+        Raises:
+            RoleDied, RoleFailed: the trainer ended or failed before.
+            DeadlineExceeded: the writing took longer than `seconds`.
+        """
         await self.saved(_name(version), seconds)
 
     async def _listen(self) -> None:

@@ -60,8 +60,10 @@ class _Norm(NamedTuple):
 
 
 def fuse(graph: Graph, constants: Mapping[Node, Any], dtype: torch.dtype) -> None:
-    """Replace recognised calls of `graph` in place. `constants`: parameters and other constants by their placeholder
-    node; `dtype`: the model's dtype."""
+    """Replace in place the calls of `graph` that make up a rotary embedding, an RMS norm or a gated activation by one
+    fused call each.
+
+    `constants`: parameters and other constants by their placeholder node; `dtype`: the model's dtype."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="placeholder"):  # before all calls: a loop stands where its first part was
         first.prepend(node)

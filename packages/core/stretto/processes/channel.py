@@ -33,8 +33,13 @@ class RoleEnd(Generic[Received]):
     def __init__(
         self, descriptor: int, decoder: msgspec.msgpack.Decoder[Received], largest: int = LARGEST_FRAME
     ) -> None:
-        """`descriptor`: the role's socket. `decoder`: of received messages. `largest`: most bytes of a message that the
-        conductor accepts; a larger one is not sent."""
+        """Take over the role's end of a socket.
+
+        Args:
+            descriptor: of the role's socket.
+            decoder: of received messages.
+            largest: most bytes of a message that the conductor accepts; a larger one is not sent.
+        """
         self._socket = socket.socket(fileno=descriptor)
         self._decoder, self._largest = decoder, largest
         self._unframer = Unframer(LARGEST_BATCH)  # the conductor is trusted
@@ -80,8 +85,13 @@ class ConductorEnd(Generic[Received]):
     def __init__(
         self, role: str, decoder: msgspec.msgpack.Decoder[Received], log: str = "", largest: int = LARGEST_FRAME
     ) -> None:
-        """`role` and `log`: name and log path of the role, for errors. `decoder`: of received messages. `largest`: most
-        bytes of a message from the role; reading a larger one raises WireError."""
+        """Make a socket pair; the role gets `far`.
+
+        Args:
+            role, log: name and log path of the role, for errors.
+            decoder: of received messages.
+            largest: most bytes of a message from the role; reading a larger one raises WireError.
+        """
         self.role = role
         self._log = log
         self._decoder = decoder
@@ -143,7 +153,11 @@ class ConductorEnd(Generic[Received]):
             return await self.next()
 
     async def next(self) -> Received:
-        """Same as `receive`, without a deadline, for a task that reads as long as the role runs."""
+        """Wait for the next message without a deadline, and return it. For a task that reads as long as the role runs.
+
+        Raises:
+            RoleDied: the role closed its end.
+        """
         assert self._reader is not None, "open() comes first"
         while not self._bodies:
             try:

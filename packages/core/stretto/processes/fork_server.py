@@ -111,8 +111,12 @@ class ForkServer:
     """Client of a fork server: starts processes by forking (satisfies `spawn.Spawner`)."""
 
     def __init__(self, modules: Sequence[str] = ROLES, running: tuple[socket.socket, Forking] | None = None) -> None:
-        """`modules`: modules for the server to import. `running`: an existing server and the wire to it; by default one
-        is started."""
+        """Use a running fork server, or start one.
+
+        Args:
+            modules: modules for the server to import.
+            running: an existing server and the wire to it; None: a server is started.
+        """
         self._usable = True
         self._children: set[ForkedProcess] = set()
         self._wire, self._process = running or self._started(modules)
@@ -149,8 +153,13 @@ class ForkServer:
         return self._process.pid
 
     async def start(self, spawn: Spawn) -> RunningProcess:
-        """Start a process, as `Spawner.start`; in a fresh interpreter if the server has ended or hangs. A server that
-        hangs is used no more. It is killed once it has no children, because they would end with it."""
+        """Start a process in its own session, by a fork of the server; in a fresh interpreter if the server has ended
+        or hangs. A server that hangs is used no more. It is killed once it has no children, because they would end with
+        it.
+
+        Raises:
+            OSError: the system has no room for the process, or its log cannot be written.
+        """
         if self._usable:
             try:
                 return await self._fork(spawn)

@@ -106,7 +106,13 @@ async def admit(
     seconds: float,
 ) -> bytes:
     """Perform the handshake with a caller; returns its introduction. `judge` returns why it is refused, else "". The
-    caller gets `ours`. Arguments and errors: as for `call`; HandshakeRefused also if `judge` refuses."""
+    caller gets `ours`. `peer` names the caller in errors.
+
+    Raises:
+        HandshakeRefused: the caller did not prove the key, or `judge` refused it; the connection is unusable.
+        HandshakeBroken: the caller closed the connection meanwhile.
+        DeadlineExceeded: the handshake took longer than `seconds`.
+    """
     async with _line(reader, writer, peer, seconds) as line:
         hello = await line.receive(_Hello)
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -190,7 +196,11 @@ def server_context(folder: str) -> ssl.SSLContext | None:
 
 
 def client_context(folder: str) -> ssl.SSLContext | None:
-    """Same as `server_context`, for the side that connects."""
+    """TLS context of the side that connects; None (no TLS) for an empty `folder`.
+
+    Raises:
+        RecipeError: a file of the folder is missing or invalid.
+    """
     return _context(folder, ssl.PROTOCOL_TLS_CLIENT)
 
 

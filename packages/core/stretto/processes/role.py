@@ -44,9 +44,13 @@ class RoleProcess:
         spawner: Spawner = FRESH,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`environment`: further variables of every start. `hung`: seconds without a heartbeat after which the process
-        is killed. The first heartbeat comes once the role has imported its modules; until then only seconds without
-        CPU use count, and at least ten are allowed."""
+        """Prepare the process, without starting it.
+
+        Args:
+            environment: further variables of every start.
+            hung: seconds without a heartbeat after which the process is killed. The first heartbeat comes once the role
+                has imported its modules; until then only seconds without CPU use count, and at least ten are allowed.
+        """
         self.name = name
         self.log = log
         self.clock_offset = 0.0  # same machine, same clock

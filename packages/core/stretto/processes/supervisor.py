@@ -96,13 +96,17 @@ class Supervisor(Generic[T]):
         wanted: Callable[[], bool] = lambda: True,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """Args:
-        start: starts a new process and returns when it serves. It raises RoleDied if the process ended instead, which
-            counts as a death, and leaves no process behind; any other error is raised by this class's methods.
-        say: gets one sentence for each replacement.
-        log: path of the role's log, for the error.
-        wanted: asked before each further start; False: the role's end is raised instead.
-        sleep: pause between two starts; it may return early."""
+        """Supervise a role without starting it.
+
+        Args:
+            start: starts a new process and returns when it serves. It raises RoleDied if the process ended instead,
+                which counts as a death, and leaves no process behind; any other error is raised by this class's
+                methods.
+            say: gets one sentence for each replacement.
+            log: path of the role's log, for the error.
+            wanted: asked before each further start; False: the role's end is raised instead.
+            sleep: pause between two starts; it may return early.
+        """
         self.name, self.restarts = name, restarts
         self._start, self._say, self._log = start, say, log
         self._wanted, self._sleep = wanted, sleep

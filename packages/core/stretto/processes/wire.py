@@ -53,8 +53,13 @@ class Wire(Generic[Received]):
         decoder: msgspec.msgpack.Decoder[Received],
         largest: int = LARGEST_FRAME,
     ) -> None:
-        """`peer`: name of the other side, for errors. `decoder`: of received messages. `largest`: most bytes of a
-        received message."""
+        """Send and receive messages over an open connection.
+
+        Args:
+            peer: name of the other side, for errors.
+            decoder: of received messages.
+            largest: most bytes of a received message.
+        """
         self.peer = peer
         self._reader, self._writer, self._decoder = reader, writer, decoder
         self._unframer = Unframer(largest)
@@ -121,8 +126,12 @@ class Wire(Generic[Received]):
 
     async def listen(self, take: Callable[[Received], None], lease: float) -> str:
         """Send heartbeats and pass each received message to `take` until the peer is gone; closes the connection and
-        returns the reason: ``"closed its connection"``, or that of `watch`. `lease`: as for `watch`. No deadline,
-        because a healthy connection lasts as long as its processes. Raises as `receive`."""
+        returns the reason: ``"closed its connection"``, or that nothing was received for `lease` seconds. No deadline,
+        because a healthy connection lasts as long as its processes.
+
+        Raises:
+            WireError, msgspec.MsgspecError: the peer speaks another protocol.
+        """
         beats, silence = asyncio.create_task(self._beat()), asyncio.create_task(self.watch(lease))
         taken = asyncio.create_task(self._take_all(take))
         try:
@@ -181,8 +190,14 @@ class Reception:
     async def admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ours: bytes, judge: Judge, peer: str
     ) -> bytes:
-        """Admit a caller: returns its introduction once it has proved the key and `judge` has accepted it. Arguments
-        and errors: as for `handshake.admit`."""
+        """Admit a caller: returns its introduction once it has proved the key and `judge` has accepted it. `judge`
+        returns why a caller is refused, else "". The caller gets `ours`; `peer` names it in errors.
+
+        Raises:
+            HandshakeRefused: the caller did not prove the key, or `judge` refused it; the connection is unusable.
+            HandshakeBroken: the caller closed the connection meanwhile.
+            DeadlineExceeded: the handshake took too long.
+        """
         try:
             if self._context is not None:
                 await self._encrypt(writer, self._context, peer)

@@ -72,7 +72,9 @@ async def scored(config: RewardsConfig, items: Sequence[ScoreItem]) -> AsyncIter
     as it and all before it are judged. Any number of undecided verdicts does not stop the rest.
 
     Raises:
-        RewardFunctionError, RoleDied, DeadlineExceeded: as `RewardPool`.
+        RewardFunctionError: the reward cannot be used; the message says why.
+        RoleDied: a worker cannot be restarted.
+        DeadlineExceeded: an item's verdict took longer than ``rewards.patience`` seconds.
     """
     config = config.model_copy(update={"max_consecutive_undecided": len(items) + 1})
     async with RewardPool(config) as pool:

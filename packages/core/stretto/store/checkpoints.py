@@ -147,7 +147,8 @@ class Checkpoints:
         None if there is no checkpoint.
 
         Raises:
-            StoreError: there are checkpoints, and all are broken (names the fault of each); or the error of `steps`.
+            StoreError: there are checkpoints, and all are broken (names the fault of each); or their folder is a link
+                to a folder that does not exist.
         """
         broken: list[str] = []
         for step in reversed(self.steps()):

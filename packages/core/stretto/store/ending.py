@@ -100,7 +100,7 @@ def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callabl
         log: reads the end of the log.
 
     Raises:
-        Exception: as `ending` and `log`.
+        Exception: any error of `ending` or `log`.
     """
     if lock.is_held(folder):
         return Condition("running")

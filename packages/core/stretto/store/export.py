@@ -170,7 +170,12 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
 
 def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
     """Write all trajectories of a run to the open file `output`; returns their number. `format`: one of `FORMATS`.
-    Raises as `export_run`."""
+
+    Raises:
+        RunFolderError: there is no run.
+        UserError: the format needs a package that is missing.
+        StoreError: the ledger cannot be read, or is damaged.
+    """
     count = 0
     with closing(FORMATS[format](output, ExportedTrajectory)) as writer:
         for trajectory in read_trajectories(path):

@@ -53,8 +53,9 @@ def _part(path: Path) -> Path:
 
 @contextmanager
 def users_file(target: Path) -> Iterator[BinaryIO]:
-    """Same as `whole_file`, for a path that a user has given: a link is followed. An OSError of the block that concerns
-    another file is raised unchanged.
+    """Open a temporary file for writing, for a path that a user has given; a link is followed. At the end of the block
+    it is synced to disk and renamed to the path, replacing an older file. If the block raises, nothing has changed. An
+    OSError of the block that concerns another file is raised unchanged.
 
     Raises:
         RunFolderError: the path exists and is no regular file, or it cannot be written.

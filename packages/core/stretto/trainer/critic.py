@@ -50,8 +50,8 @@ class Critic(Optimizer):
     def __init__(
         self, model: PreTrainedModel, config: TrainerConfig, settings: CriticConfig, ranks: Ranks = ALONE
     ) -> None:
-        """`model`: a copy of the initial policy for the critic alone, loaded with packed attention. `config`: optimizer
-        settings, except for the learning rate of `settings`."""
+        """Shard the critic over the ranks. `model`: a copy of the initial policy for the critic alone, loaded with
+        packed attention. `config`: optimizer settings, except for the learning rate of `settings`."""
         self._values, self._steps = StateValues(model, config, ranks), config.steps
         self._clip, self._truncated = settings.clip, settings.truncated
         optimizer = config.model_copy(update={"learning_rate": settings.learning_rate})

@@ -129,7 +129,7 @@ class Muon:
     """Muon over matrices, with Nesterov momentum and without weight decay."""
 
     def __init__(self, matrices: Iterable[Tensor], *, on_host: bool = False) -> None:
-        """`on_host`: keep the momentum in host memory."""
+        """Set all momenta to zero. `on_host`: keep them in host memory."""
         zeros = zeros_on_host if on_host else torch.zeros_like
         self._matrices = [(matrix, zeros(matrix)) for matrix in matrices]
 
@@ -271,9 +271,14 @@ class Policy(nn.Module):
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
-        """`model` must be loaded with packed attention. A model on the meta device is checked later, by `check`, after
-        it was filled. With several `ranks`, FSDP chooses the dtype of matmuls. Raises ModelFolderError if
-        `check_policy` refuses the model, ValueError for a temperature of 0 or less."""
+        """Prepare `model`, which must be loaded with packed attention; it is changed in place. A model on the meta
+        device is checked later, by `check`, after it was filled. With several `ranks`, FSDP chooses the dtype of
+        matmuls.
+
+        Raises:
+            ModelFolderError: `check_policy` refuses the model.
+            ValueError: the temperature is 0 or less.
+        """
         if sampling.temperature <= 0:
             raise ValueError(f"log-probabilities need a temperature above 0, not {sampling.temperature}")
         super().__init__()
@@ -328,7 +333,15 @@ class Learner(Optimizer):
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling = UNCHANGED, ranks: Ranks = ALONE
     ) -> None:
-        """Arguments and errors are those of `Policy`. Activation checkpointing and sharding are applied to `model`."""
+        """Shard `model` over the ranks, in place; it must be loaded with packed attention. Activation checkpointing is
+        applied if the config asks for it.
+
+        Raises:
+            ModelFolderError: `check_policy` refuses the model, or the folder of a model on the meta device lacks a
+                weight.
+            RecipeError: the ranks cannot divide the model's matrices, or its heads.
+            ValueError: the temperature is 0 or less.
+        """
         self._policy = Policy(model, config, sampling, ranks)
         if config.activation_checkpointing:
             checkpoint_activations(model)

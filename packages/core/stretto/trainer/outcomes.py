@@ -53,7 +53,8 @@ class TokenMeter:
         self._columns: list[Tensor] = []
 
     def computed(self, loss: Loss, advantages: Tensor, before: Tensor | None) -> None:
-        """Add a micro-batch. `before` [N]: log-probabilities by the policy before the step, if known."""
+        """Add a micro-batch. `before` [N]: log-probabilities by the policy before the step; None: not known, NaN is
+        stored."""
         trainer = torch.full_like(loss.ratio, math.nan) if before is None else before
         self._columns.append(torch.stack([trainer, loss.ratio, advantages, outcomes(loss)], dim=1))
 
@@ -131,8 +132,8 @@ class TokenWriter:
     a step is left out, with a log line, while an earlier write hangs. Training continues in both cases."""
 
     def __init__(self, spec: TokensSpec, rank: int, patience: float = _PATIENCE_SECONDS) -> None:
-        """`rank`: number of this rank; only rank 0 writes, since it runs on the run folder's machine. `patience`:
-        seconds to wait for an earlier write before a step is left out."""
+        """Create the files' writer; it starts no thread yet. `rank`: number of this rank; only rank 0 writes, since it
+        runs on the run folder's machine. `patience`: seconds to wait for an earlier write before a step is left out."""
         self._patience = patience
         self._config = TokensConfig.model_validate_json(spec.config)
         self._files = TokenFiles(Path(spec.folder), self._config.tokens_gib) if rank == 0 else None

@@ -23,11 +23,16 @@ class ReferencePolicy:
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
-        """Shards `model` over the ranks; it must be loaded with packed attention. Raises ModelFolderError if
-        `check_policy` refuses it, and the errors of `shard`.
+        """Shard `model` over the ranks, and freeze it; it must be loaded with packed attention.
 
         Several ranks hold its parameters in the dtype of computation, in which they would be gathered anyway, so the
         results are the same.
+
+        Raises:
+            ModelFolderError: `check_policy` refuses the model, or the folder of a model on the meta device lacks a
+                weight.
+            RecipeError: the ranks cannot divide the model's matrices, or its heads.
+            ValueError: the temperature is 0 or less.
         """
         if ranks.count > 1 and config.dtype != "float32":
             for parameter in model.parameters():

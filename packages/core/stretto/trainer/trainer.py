@@ -164,8 +164,10 @@ class Trainer:
     def publish(
         self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
     ) -> Canary | None:
-        """Publish the policy as `version`, and return its canary when engines can load it. For the rest see
-        `copied`."""
+        """Publish the policy as `version`, and return its canary when engines can load it. All parameters are
+        published, or only the adapters if it has any. The canary has the log-probabilities of `text` (token ids), by
+        which engines prove the version; None without a text. `held`: dtype in which the engines hold base weights under
+        adapters."""
         canary, _ = self.copied(publisher, text, held)()
         return canary
 

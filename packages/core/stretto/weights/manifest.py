@@ -148,10 +148,11 @@ def read_header(raw: memoryview) -> tuple[WeightsManifest, int]:
 
 
 def manifest_of(file: int) -> tuple[WeightsManifest, int]:
-    """As `read_header`, for an open file, given by its descriptor.
+    """Decode and check the header of an open file, given by its descriptor; returns the manifest and the offset of the
+    first tensor. The tensors are not checked.
 
     Raises:
-        TornPublication: as `read_header`.
+        TornPublication: the header is incomplete, damaged, or longer than any publication's.
     """
     length = int.from_bytes(os.pread(file, _LENGTH, 0), "little")
     if length > _LONGEST_HEADER:

@@ -58,8 +58,14 @@ class SharedMemoryPublisher:
     """
 
     def __init__(self, run: str, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: dtype of published floating-point numbers; None: unchanged. If all engines compute in bfloat16,
-        publishing in bfloat16 halves the size and gives them the same weights. The folder is created."""
+        """Create the folder, if it is missing.
+
+        `dtype`: dtype of published floating-point numbers; None: unchanged. If all engines compute in bfloat16,
+        publishing in bfloat16 halves the size and gives them the same weights.
+
+        Raises:
+            ValueError: the run name has characters other than letters, digits, "_" and ".".
+        """
         self._run, self._folder, self._dtype = run, folder, dtype
         folder.mkdir(parents=True, exist_ok=True)
         prefix(run)
@@ -176,7 +182,9 @@ class SharedMemorySubscriber:
         versions are published.
 
         Raises:
-            TornPublication, WireError: as for `load`; `holder` keeps the version that it held before.
+            TornPublication: size, version or checksum do not match.
+            WireError: the version is not available, or no longer; call `newest` again. After either error, `holder`
+                keeps the version that it held before.
         """
         mine = held(self._run, self._folder, holder)
         file = mine.with_name(f"{mine.name}{version:06d}.held")

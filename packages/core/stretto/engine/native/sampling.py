@@ -30,7 +30,7 @@ class BrokenLogits(FloatingPointError):
     """Some completions have logits that are not finite, so no token can be drawn from them."""
 
     def __init__(self, requests: frozenset[str]) -> None:
-        """`requests`: ids of the affected requests."""
+        """Name the affected requests by their ids."""
         self.requests = requests
         super().__init__(requests)
 

@@ -27,7 +27,7 @@ class BrokenGrammar(Exception):
     """The grammar of a running request cannot be followed further; `refused` is the reason."""
 
     def __init__(self, request: str, refused: RefusedRequest) -> None:
-        """`request`: id of the request."""
+        """Name the request by its id, and the reason."""
         self.request, self.refused = request, refused
         super().__init__(request, refused)
 

@@ -133,8 +133,13 @@ class InFlight:
     def __init__(
         self, engines: Engines, journal: SegmentJournal | None, restored: Mapping[str, GroupInFlight] | None = None
     ) -> None:
-        """`journal`: gets the tokens in flight; None: they are not kept, so a lost group starts again from its first
-        token. `restored`: groups that an earlier process of the run had in flight, by group id."""
+        """Generate on `engines`, and record tokens in `journal`.
+
+        Args:
+            journal: gets the tokens in flight; None: they are not kept, so a lost group starts again from its first
+                token.
+            restored: groups that an earlier process of the run had in flight, by group id.
+        """
         self._engines, self._journal = engines, journal
         self._groups: dict[str, GroupInFlight] = dict(restored or {})
         self._turns: dict[str, dict[str, int]] = {}  # tokens of each session's turns, by group
@@ -192,7 +197,7 @@ class InFlight:
         The turn is journaled before this returns, so the ledger never holds a later turn without it.
 
         Raises:
-            EngineLost: as for `generate`.
+            EngineLost: more than `LOSSES` engines were lost with this turn, so the turn may be the cause.
             RefusedRequest: an engine refused the turn, or the trajectory's group was given up.
         """
         id, of = f"{session}:{request.node}", session.rpartition("/")[0]

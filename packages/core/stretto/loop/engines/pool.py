@@ -307,7 +307,9 @@ class EnginePool:
             For each text, one number per token but the first.
 
         Raises:
-            EngineLost, RefusedRequest: as for `generate`.
+            EngineLost: the engine does not reply.
+            RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
+            DeadlineExceeded: no engine became free in time.
         """
         name = await self._free_engine(len(texts))
         try:

@@ -177,7 +177,9 @@ class Proving:
 
         Raises:
             UnprovenWeights: both checks failed.
-            EngineLost, WireError, DeadlineExceeded: as for `Engine.update`.
+            EngineLost: the engine does not reply.
+            WireError: the version is not published, or not of this model; the engine keeps its version.
+            DeadlineExceeded: the engine made no progress with the load.
         """
         if not self._expected:
             return (await client.update(version)).version if version > served else served

@@ -116,11 +116,12 @@ class Rounds:
         return until_all_are_judged
 
     def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
-        """Yield the completions of one group of the current round, as `Portion.generate`. `least` is ignored: all
-        engines of a round serve the same version.
+        """Wait until all groups of the request's portion of the round have called this, then yield the completions of
+        the group. `least` is ignored: all engines of a round serve the same version.
 
         Raises:
-            EngineLost, RefusedRequest: as for `Portion.generate`.
+            EngineLost: the engine was lost. The portion is sent again once all of its groups have called this again.
+            RefusedRequest: the engine refused the portion.
         """
         return self._portions[request.id].generate(request)
 

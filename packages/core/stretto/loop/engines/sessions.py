@@ -49,7 +49,8 @@ class TrajectorySessions:
     def __init__(
         self, in_flight: InFlight, ledger: Ledger, restored: Mapping[str, UnfinishedMember] | None = None
     ) -> None:
-        """`restored`: segments and calls that an earlier process of the run has recorded, by trajectory id."""
+        """Make sessions for the trajectories of a run. `restored`: segments and calls that an earlier process of the
+        run has recorded, by trajectory id."""
         self._in_flight, self._ledger = in_flight, ledger
         self._restored = dict(restored or {})
 

@@ -17,7 +17,8 @@ class QuestionResult(Record, frozen=True):
     """Results of one question; a line of ``stretto eval --rows``. Each tuple but `versions` has one entry per
     completion.
 
-    `majority`: see the function `majority`; None if the reward does not extract final answers.
+    `majority`: maj@n, 1 if the most frequent final answer is right (the function `majority`); None if the reward does
+    not extract final answers.
     """
 
     id: str

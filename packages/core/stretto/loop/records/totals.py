@@ -65,7 +65,8 @@ class RunClock:
     Earlier processes of the run are included."""
 
     def __init__(self, earlier: Totals, since: float) -> None:
-        """`since`: `time.monotonic` at this process's start of the run."""
+        """Continue the clocks of `earlier` processes of the run. `since`: `time.monotonic` at this process's start of
+        the run."""
         self._earlier = earlier
         self._since = since
         self._rl_since: float | None = None

@@ -69,7 +69,7 @@ class DecodePolicy:
     """
 
     def __init__(self, model: PreTrainedModel, most_bytes: int | None = None) -> None:
-        """`most_bytes`: limit of the KV cache between two steps; None: no limit.
+        """Make a policy without rows. `most_bytes`: limit of the KV cache between two steps; None: no limit.
 
         Raises:
             ModelFolderError: the model's attention is not supported (`model.attention_support`).
@@ -100,8 +100,9 @@ class DecodePolicy:
         return self._buckets.tokens_allocated() * self.layout.bytes_per_token
 
     def tune(self, record: Path | None) -> None:
-        """Choose the tile size of the kernels for decoding on a GPU (`model.kernels.triton_attention`). `record`: file
-        that keeps the choice for the run. Call it before the first step."""
+        """Choose the tile size of the kernels for decoding on a GPU (`model.kernels.triton_attention`); does nothing
+        where these kernels are not used. `record`: file that keeps the choice for the run; None: the default size. Call
+        it before the first step."""
         if self.table_steps is not None:
             self.table_steps.tune(self.model.config.get_text_config().num_attention_heads, record)
 
@@ -115,7 +116,7 @@ class DecodePolicy:
         self._buckets.limit(most_bytes // self.layout.bytes_per_token)
 
     def clear(self) -> None:
-        """Drop the KV entries of all rows, which were computed with earlier weights."""
+        """Release all rows: their KV entries were computed with earlier weights. The memory stays allocated."""
         self._buckets.clear()
 
     def check_integrity(self) -> None:

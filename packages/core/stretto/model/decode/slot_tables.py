@@ -120,8 +120,8 @@ class TableSteps:
     """Runs decode steps over all buckets at once; steps without contexts are replayed from CUDA graphs."""
 
     def __init__(self, layout: CacheLayout, windows: frozenset[int | None], capture: Capture, programs: int) -> None:
-        """`windows`: attention windows of the layers; `programs`: least number of GPU programs to aim for, so that the
-        device is busy."""
+        """Make steps without a captured graph. `windows`: attention windows of the layers; `programs`: least number of
+        GPU programs to aim for, so that the device is busy."""
         self._layout = layout
         self._windows = tuple(windows)
         self._spare = -(-programs // layout.kv_heads)
@@ -130,8 +130,8 @@ class TableSteps:
         self._nobodys = torch.zeros(shape, dtype=layout.dtype, device=layout.device)  # one slot for all layers
 
     def tune(self, heads: int, record: Path | None) -> None:
-        """Choose the kernels' tile: from the file `record` of the run, or by a measurement that is written there. Call
-        it before the first step. `heads`: number of query heads."""
+        """Choose the kernels' tile: from the file `record` of the run, or by a measurement that is written there; None:
+        the default tile. Call it before the first step. `heads`: number of query heads."""
         layout, device = self._layout, torch.cuda.get_device_name(self._layout.device)
         name = f"{device}, {layout.dtype}, {heads} heads of {layout.kv_heads} x {layout.head_dim}"
         self._tile = chosen(f"{name}, triton {triton_version()}", partial(read_seconds, layout, heads), record)

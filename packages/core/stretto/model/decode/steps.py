@@ -97,7 +97,8 @@ class StepPlan:
             rows.write(layer, *(x.transpose(1, 2)[0] for x in (key, value)))
 
     def within_contexts(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Attention within the contexts, [1, tokens of contexts, H, D]; arguments as for `attend`."""
+        """Attention within the contexts, [1, tokens of contexts, H, D]. `query` [1, H, T, D], `key` and `value` [1, K,
+        T, D]: of all packed tokens, the contexts first."""
         assert self.contexts is not None
         q, k, v = (x[:, :, : self.contexts.tokens] for x in (query, key, value))
         return attend_packed(q, k, v, self.contexts, rule)
@@ -175,8 +176,8 @@ Reading = Ragged | Dense
 
 
 def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, dtype: torch.dtype) -> Reading:
-    """Choose `Ragged` or `Dense` for the rows of a bucket. `newest`: positions of their newest tokens; `windows`:
-    attention windows of the layers."""
+    """Choose how the rows of a bucket are read: `Ragged` where compiled loops can (the CPU), else `Dense`. `newest`:
+    positions of their newest tokens; `windows`: attention windows of the layers."""
     if computes(device, dtype):
         return Ragged(newest + 1)
     positions = torch.from_numpy(newest).to(device)

@@ -87,8 +87,8 @@ class Grammars:
     """Compiles grammars for one model's tokenizer; thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
-        """`tokenizer` loads the tokenizer; it is called for the first grammar. `vocab_size`: number of token ids of the
-        model."""
+        """Compile the grammars of one model. `tokenizer` loads the tokenizer; it is called for the first grammar.
+        `vocab_size`: number of token ids of the model."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()

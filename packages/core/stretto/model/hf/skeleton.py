@@ -18,8 +18,9 @@ from stretto.model.hf.inspection import ModelFolder, eos_token_ids, read_weights
 def skeleton(path: Path | str, attention: str | None = None) -> PreTrainedModel:
     """Create the causal language model of a folder on torch's meta device: parameters have names and shapes, no values.
 
-    `attention`: as for `folder.load_policy`. If it is given, the model is in eval mode, and can be used after
-    `model.hf.filling.fill` has filled it and `attention_support.check_attention` has accepted it.
+    `attention`: name of the attention path (`folder.load_policy`); None: the model's own, for shapes alone. If it is
+    given, the model is in eval mode, and can be used after `model.hf.filling.fill` has filled it and
+    `attention_support.check_attention` has accepted it.
 
     Raises:
         ModelFolderError: transformers cannot create the model of config.json.

@@ -330,7 +330,11 @@ class Tokenizer:
 def load_tokenizer(
     folder: Path | str, special_tokens_in_messages: bool = False, *, kept: frozenset[str] = frozenset()
 ) -> Tokenizer:
-    """Load the tokenizer of a model folder. Arguments: see `Tokenizer`.
+    """Load the tokenizer of a model folder.
+
+    Args:
+        special_tokens_in_messages: encode special tokens spelled in chat messages as special tokens, not as text.
+        kept: texts of special tokens that `Tokenizer.decode` keeps.
 
     Raises:
         ModelFolderError: the folder has no tokenizer that can be loaded, or one without a fast backend.

@@ -157,7 +157,8 @@ def choose(
     shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name], record: Path | None = None
 ) -> dict[Shape, KernelChoice]:
     """Choose one of `kernels` for each weight shape [N, K]. A choice comes from the file `record` of the run, else from
-    the user's cache, else from a measurement, and is written to both files. Shapes too small to matter are left out."""
+    the user's cache, else from a measurement, and is written to both files (`record` None: to the cache alone). A file
+    that cannot be written is not used, with a warning. Shapes too small to matter are left out."""
     offered = [kernel for kernel in kernels if fits(kernel, dtype)]
     place = f"{processor()}, {cores()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
     worth = [shape for shape in shapes if _TOKENS[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]

@@ -57,8 +57,9 @@ TABLE = (Tile(), Tile(32 * 1024), Tile(16 * 1024, 8), Tile(8 * 1024, 4, 3), Tile
 
 
 def chosen(name: str, seconds: Callable[[Tile], float], record: Path | None) -> Tile:
-    """The tile for the case `name` (device, dtype, shape). It comes from the file `record`, or is the fastest by
-    `seconds`, which measures a tile, and is then written to the file. Tiles that the device cannot run are skipped."""
+    """The tile for the case `name` (device, dtype, shape): the one in the file `record`, else the fastest by `seconds`,
+    which measures a tile; it is then written to the file. Tiles that the device cannot run are skipped. The default,
+    `TABLE[0]`, if `record` is None or cannot be written."""
     if record is None:
         return TABLE[0]
     with locked(record) as written:
@@ -345,7 +346,8 @@ def read_rows(
 
     Args:
         query_RHD: one query per row and head, of the slots' dtype.
-        slots_R4: as in `write_rows`.
+        slots_R4: int64, for each row: address of its keys, address of its values, and the stride between heads, in
+            elements; the fourth number is not read.
         items_N3: int64, the chunks (row, first token, end); a chunk with end <= first is empty.
         bounds: [R + 1] int64; row r has the chunks bounds[r] to bounds[r + 1] - 1, at least one.
         rule: attention settings of the layer; the chunks already respect its window.

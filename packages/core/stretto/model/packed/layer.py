@@ -231,7 +231,9 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def fuse_layers(model: PreTrainedModel) -> int:
-    """Give the fused forward to the decoder layers that it fits, in place; returns their number."""
+    """Give the fused forward to the decoder layers that it fits, in place; returns their number. That is 0 outside of
+    the CPU, for dtypes other than float32, and for a model with attention windows, a soft cap or no rotary embedding.
+    """
     without_memory = any(one.untyped_storage().device.type != "cpu" for one in model.parameters())
     if without_memory or not computes(model.device, model.dtype) or model.dtype is not torch.float32:
         return 0

@@ -256,7 +256,7 @@ def add(x_TN: Tensor, added_TN: Tensor) -> Tensor:
 def norm_back(
     x_TN: Tensor, weight_N: Tensor, eps: float, gradient_TN: Tensor, beside_TN: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of x in the dtype of computation, and of the weight, from the gradient of x's norm. `beside`:
+    """Gradients of x, of x in the dtype of computation, and of the weight, from the gradient of x's norm. `beside_TN`:
     another gradient of x, which is added."""
     (rows, width), half, out = x_TN.shape, is_half(gradient_TN), torch.empty_like(x_TN)
     parts = parts_of(rows, width)
@@ -289,7 +289,7 @@ def heads_back(
     out_TA: Tensor,
 ) -> Tensor | None:
     """Write the gradient of the columns of `x` that `heads` has read to the same columns of `out`; returns the gradient
-    of the weight."""
+    of the weight, None without a weight."""
     (rows, count, width), stride = gradient_THD.shape, x_TA.shape[1]
     parts, sizes = parts_of(rows, count * width), (count, width, F(eps), is_half(x_TA))
     sums = angles[0].new_zeros(parts, width)

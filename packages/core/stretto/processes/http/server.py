@@ -115,8 +115,14 @@ class HttpServer(uvicorn.Server):
         patience: float = PATIENCE_SECONDS,
         signals: bool = True,
     ) -> None:
-        """`strangers`, `patience`: see the module. `signals`: SIGINT and SIGTERM end the server; otherwise it does not
-        handle them."""
+        """Make a server that does not listen yet.
+
+        Args:
+            strangers: most open connections that have not shown the key; a further one replaces the one idle for
+                longest.
+            patience: seconds after which an idle stranger is disconnected.
+            signals: SIGINT and SIGTERM end the server; False: it does not handle them.
+        """
         super().__init__(config)
         self._signals = signals
         self._most_strangers, self._idle_seconds = strangers, patience

@@ -17,5 +17,5 @@ def new_event_loop() -> AbstractEventLoop:
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """Same as `asyncio.run`, with the event loop of servers."""
+    """Run a coroutine to its end in a new event loop of servers; returns its result or raises its error."""
     return uvloop.run(main)

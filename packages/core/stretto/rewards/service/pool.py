@@ -60,10 +60,15 @@ class RewardPool:
         hung: float = 10.0,
         rows: Mapping[tuple[str, str], Row] | None = None,
     ) -> None:
-        """`log`: file for the workers' output; by default it is dropped. `hung`: seconds without a heartbeat after
-        which a worker that starts or is idle is replaced. `on_change` gets a sentence for each such replacement, and
-        when a worker reports other `facts` than the first. `rows`: further data of the questions, by (prompt, gold
-        answer); only `score_group` uses them."""
+        """Make a pool; its workers start when it is entered.
+
+        Args:
+            log: file for the workers' output; by default it is dropped.
+            hung: seconds without a heartbeat after which a worker that starts or is idle is replaced.
+            on_change: gets a sentence for each such replacement, and when a worker reports other `facts` than the
+                first.
+            rows: further data of the questions, by (prompt, gold answer); only `score_group` uses them.
+        """
         self._hung = hung
         self._rows = rows or {}
         self.busy_seconds = 0.0  # seconds of all workers together
@@ -133,7 +138,14 @@ class RewardPool:
         return verdicts
 
     async def score_group(self, prompt: str, completions: Sequence[str], answer: str) -> list[Verdict]:
-        """Same as `score`, for several completions of one prompt. Fields and source come from `rows`."""
+        """Judge several completions of one prompt; returns one verdict per completion, in order. Fields and source come
+        from `rows`.
+
+        Raises:
+            RewardFunctionError: ``max_consecutive_undecided`` verdicts in a row were undecided.
+            RoleDied: a worker cannot be restarted, or the pool is closed.
+            DeadlineExceeded: the verdicts took longer than ``rewards.patience`` seconds.
+        """
         row = self._rows.get((prompt, answer), Row())
         return await self.score([ScoreItem(prompt, text, answer, row.fields, row.source) for text in completions])
 

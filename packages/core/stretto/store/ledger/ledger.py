@@ -434,8 +434,8 @@ class Ledger:
 
 
 def put_fact(path: Path, name: str, value: object) -> None:
-    """Store a fact as `Ledger.put` in the ledger at `path`, which no process has open for writing. No trajectory is
-    read: a `Ledger` counts all of them when it is opened.
+    """Store `value` as JSON under a name, replacing an earlier one, in the ledger at `path`, which no process has open
+    for writing. No trajectory is read: a `Ledger` counts all of them when it is opened.
 
     Raises:
         StoreError: the file is no ledger, is damaged, or cannot be written.

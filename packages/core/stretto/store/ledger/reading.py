@@ -96,8 +96,8 @@ def tokens_on_record(connection: sqlite3.Connection) -> OnRecord:
 
 
 def states_on_record(connection: sqlite3.Connection) -> tuple[dict[str, int], OnRecord]:
-    """Count the trajectories in the ledger by their state, and their tokens as `tokens_on_record`. The whole table is
-    read, once."""
+    """Count the trajectories in the ledger by their state, and their sampled tokens; masked tokens are counted apart.
+    The whole table is read, once."""
     found = connection.execute(_STATES).fetchall()
     rows = {state: (tokens, unjudged) for state, _, tokens, unjudged in found}
     ((masked,),) = connection.execute(_MASKED)

@@ -290,7 +290,8 @@ def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connect
     """Context manager: the ledger, opened by `open_for_reading` and closed at the end.
 
     Raises:
-        StoreError: as `open_for_reading`; or the block has read a damaged value.
+        StoreError: the file is missing, has an unknown format, is no ledger, or is damaged; or the block has read a
+            damaged value.
     """
     try:
         with closing(open_for_reading(path, patience)) as connection:

@@ -79,10 +79,10 @@ def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
 
 
 def iterate_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line]:
-    """Same as `read_lines`, one line at a time.
+    """Read the complete lines of a file, one at a time; an incomplete last line is left out. Empty if there is no file.
 
-    Raises:
-        StoreError: as `read_lines`.
+    Raises (while it is iterated):
+        StoreError: a complete line cannot be read; names file and line.
     """
     for line in _each_line(path, decoder):
         if isinstance(line, StoreError):

@@ -27,10 +27,10 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def iterate_spans(path: Path) -> Iterator[Span]:
-    """Same as `read_spans`, one span at a time.
+    """Read the spans of a run one at a time, in the order in which they were written.
 
-    Raises:
-        StoreError: as `read_spans`.
+    Raises (while it is iterated):
+        StoreError: a complete line cannot be read.
     """
     return iterate_lines(path, _DECODER)
 

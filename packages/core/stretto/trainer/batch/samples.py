@@ -117,7 +117,7 @@ def samples_of(
 
     Raises:
         BoundViolated: the version of a token is not published yet, or `paths_of` refuses a trajectory.
-        RecipeError: as `advantages_by_path`.
+        RecipeError: a user's estimator returned a wrong shape or a non-finite number.
     """
     paths = {t.id: paths_of(group.prompt, t) for group in batch.groups for t in group.trajectories}
     kl = _kl([path for own in paths.values() for path in own], config, reference_logprobs)

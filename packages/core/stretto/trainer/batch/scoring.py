@@ -30,8 +30,10 @@ def score_tokens(
     every rank; all ranks must call it.
 
     `capacity`: most tokens of a forward pass. `evaluate` returns one score per wanted token. A path for which
-    `continues` is true gets one score more, of the state after its last token (computed with a filler token). Raises
-    BoundViolated as `paths_of`.
+    `continues` is true gets one score more, of the state after its last token (computed with a filler token).
+
+    Raises:
+        BoundViolated: the checksum of a segment does not match, or a token was sampled without any context.
     """
     scored = [
         _scored(path, continues(path))

@@ -97,7 +97,7 @@ def ppo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: ClipLow = 0.2,
 
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Terms:
-    """PPO's term for a ratio, per token or per sequence."""
+    """PPO's term, min(u A, clip(u, 1 - low, 1 + high) A), for a ratio u per token or per sequence."""
     free = ratio * advantages
     bound = ratio.clamp(1 - low, 1 + high) * advantages
     return Terms(free.minimum(bound), ratio.detach(), bound < free)

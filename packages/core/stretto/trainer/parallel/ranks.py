@@ -296,7 +296,7 @@ def join(
         here: address of this machine that other ranks can reach.
         gpu: index of the rank's GPU on its machine.
         seconds: timeout of a collective.
-        config: as for `ShardedRanks`.
+        config: dtypes of gathers and sums, and the divisions of tokens and matrices; None: float32, no divisions.
 
     Raises:
         RecipeError: gloo or NCCL finds no network interface to the other ranks.

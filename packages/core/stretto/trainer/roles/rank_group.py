@@ -77,7 +77,13 @@ class RankGroup:
     """The other ranks, managed by rank 0; empty for a single process."""
 
     def __init__(self, spec: TrainerSpec, spawner: Spawner = FRESH) -> None:
-        """`spec`: spec of rank 0; `spawner` starts the ranks of this machine."""
+        """Prepare the group, without starting a rank. `spec`: spec of rank 0; `spawner` starts the ranks of this
+        machine.
+
+        Raises:
+            RecipeError: a TLS file of `spec.tls` is missing or invalid.
+            OSError: `spec.rank_host` cannot be resolved.
+        """
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._key, self._spawner = spec, new_key(), spawner
         self._reception = Reception(self._key, server_context(spec.tls))
@@ -97,7 +103,7 @@ class RankGroup:
 
         Raises:
             OSError: the address at which ranks should join is not an address of this machine.
-            RecipeError: as `parallel.ranks.join`.
+            RecipeError: gloo or NCCL finds no network interface to the other ranks.
         """
         if not self._ranks:
             return ALONE
