@@ -31,7 +31,8 @@ def perform(
     """Train the remaining runs of a study, `jobs` at the same time, and write its results into its folder. Return them
     with the exit code: 0, 1 if runs have failed, or 128 + the signal that stopped the study.
 
-    `study`: file or name. `out`: folder of the study. `seeds`, `steps`: replace those of the file.
+    `study`: file or name. `out`: folder of the study; None: ``studies/NAME``. `seeds`, `steps`: replace those of the
+    file, unless None. `jobs`: None: as many as the machine can run.
 
     Raises:
         UserError: the study or its folder is wrong; lists every mistake.

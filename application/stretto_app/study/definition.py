@@ -109,7 +109,7 @@ class _Axis:
 
 def load_study(path: Path, seeds: int | None = None, steps: int | None = None) -> Study:
     """Read and check a study file and the recipe that it varies. `seeds` and `steps` (`trainer.steps`) replace those of
-    the file.
+    the file, unless None.
 
     Raises:
         RecipeError: lists every mistake of the study, and of its recipe.

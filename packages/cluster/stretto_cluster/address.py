@@ -46,8 +46,8 @@ def read_join_file(folder: Path) -> JoinFile:
 
 
 def bound(listen: str, port: int | None = None) -> socket.socket:
-    """Bind a socket to ``host:port`` of this machine, or to another `port` on that host. An empty host means every
-    interface.
+    """Bind a socket to ``host:port`` of this machine, or to another `port` on that host (None: the address's own). An
+    empty host means every interface.
 
     Raises:
         RecipeError: the address is malformed, or cannot be bound.

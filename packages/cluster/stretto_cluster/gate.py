@@ -183,7 +183,7 @@ class Gate:
 
     def _gives_way(self, other: Tenure | None, address: str = "") -> bool:
         """Whether `other` is newer than this conductor's tenure. If so, `superseded` was called, and this conductor
-        ends."""
+        ends. False for None."""
         if other is None or other <= self._doors.terms().tenure:
             return False
         self._doors.superseded(other.epoch, address)

@@ -136,7 +136,8 @@ class GuestEngine(HttpEngine):
         return self._machine.lost.done()
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Wait until the machine has pulled `version`, then make the engine load it, with the canary challenge `ask`.
+        """Wait until the machine has pulled `version`, then make the engine load it, with the canary challenge `ask`
+            (None: without).
         Returns the version in use and the scores of the challenge. If it has pulled a newer version, the engine loads
         that one. During the pull, the engine samples with its old version.
 
@@ -172,7 +173,8 @@ def guest(
     newest: Callable[[], int],
 ) -> EngineHandle:
     """Create the handle of an engine in a place of a machine; it is not started yet. `role`: Python module of its
-    process. `changed`: called when its state changes. `newest` returns the newest published version."""
+    process. `changed`: called when its state changes. `newest` returns the newest published version. `context`: TLS of
+    the connection to the machine; None: no TLS."""
     key = secrets.token_hex(32)
     process = machine.role(place, spec.name, role, {ENGINE_KEY: key})
     client = GuestEngine(spec, machine, deadlines, key, context, newest)

@@ -18,7 +18,8 @@ KEY = "STRETTO_API_KEY"  #: environment variable with the key that opens session
 
 
 def check_reach(bound: socket.socket, api_key: str | None, place: str) -> None:
-    """Check that `api_key` is set if a bound socket can be reached from other machines. `place`: for the error message.
+    """Check that `api_key` is set (not None) if a bound socket can be reached from other machines. `place`: for the
+    error message.
 
     Raises:
         RecipeError: no key is set; the socket has been closed.

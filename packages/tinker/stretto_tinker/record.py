@@ -448,7 +448,7 @@ class Record:
         return self._row(CheckpointRow, "WHERE path = ?", path)
 
     def checkpoints(self, *, owner: str | None = None, model: str | None = None) -> list[CheckpointRow]:
-        """Checkpoints of an owner, of a model, or all; the newest first."""
+        """Checkpoints of an owner, else of a model, or all if both are None; the newest first."""
         by = {"owner": owner} if owner is not None else {"model": model} if model is not None else {}
         where = "".join(f"WHERE {name} = ? " for name in by)
         return self._rows(CheckpointRow, f"{where}ORDER BY created DESC", *by.values())

@@ -35,7 +35,9 @@ def offer(
     kind: str = "engine",
 ) -> Offer:
     """Make the offer of this machine from the command's options (see `Offer`). `join`: address of a run, or its folder
-    if this machine can read it. Removes the token from the environment.
+    if this machine can read it. `token`, `tls`: None: those of the folder; a missing token comes from the environment,
+    from which it is removed. `host`: address at which the run reaches this machine; None: that of its connection to the
+    run.
 
     Raises:
         RecipeError: the address or the token is missing or invalid.

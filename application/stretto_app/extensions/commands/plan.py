@@ -60,7 +60,8 @@ def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: C
 
 
 def _check_run(run: Path, digest: str | None) -> None:
-    """Raise RunFolderError unless the plan predicts this run, by the recipe's digest. The run need not have begun."""
+    """Raise RunFolderError unless the plan predicts this run, by the recipe's `digest` (None: the plan has none, which
+    is refused). The run need not have begun."""
     if RunFolder(run).ledger.is_file():
         check_digest(Path(f"--run {run}"), digest, run_digest(run))
     elif digest is None:
@@ -112,8 +113,8 @@ def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) ->
 
 
 def _lengths(asked: Outline, words: str | None, say: Callable[[str], None]) -> Lengths:
-    """Lengths that the user gives; else those of the demonstrations, which the policy has learnt; else an
-    assumption."""
+    """Lengths of completions: `words`, what the user gives; None: those of the demonstrations, which the policy has
+    learnt, else an assumption. `say` gets a sentence about a choice of the latter two."""
     most = asked.sampling.max_tokens
     prompt = round(fmean(len(one.token_ids) for one in asked.training))
     if words is not None:

@@ -37,7 +37,8 @@ def train(
     Args:
         recipe: a TOML file, a `stretto.Recipe`, or a dict of its sections; with `resume`, the folder of the run.
         reward: judges the completions (docs/how_to/rewards.md): a function, synchronous or not, that another process
-            can import; the name of a built-in reward; or a list of these, whose rewards are added.
+            can import; the name of a built-in reward; or a list of these, whose rewards are added. Default: the
+            recipe's.
         on_step: called with each training step; `train` then returns only when the run has ended. An exception in it
             stops the run.
         run_dir: folder of the run; default: ``runs/RECIPE-DATE``.
@@ -88,8 +89,9 @@ def evaluate(
     Args:
         model: a model folder.
         task: a recipe (a TOML file, a `stretto.Recipe` or a dict), or a JSONL file, of which all rows are used.
-        reward: as for `stretto.train`.
-        **overrides: as for `stretto.train`.
+        reward: judges the completions: a function, the name of a built-in reward, or a list of these; default: the
+            recipe's.
+        **overrides: values that replace those of the recipe: ``evaluation={"prompts": 8}``.
 
     Example::
 

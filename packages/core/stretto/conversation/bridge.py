@@ -189,7 +189,7 @@ class Bridge:
 
     def _cause(self, history: History, tools: tuple[Tool, ...], found: CompletedTurn | None) -> str:
         """Return the cause of the branch that `history` begins; "" if none begins. `found`: the completed turn that it
-        continues, if any."""
+        continues; None: it continues none."""
         size = 0 if found is None else len(found.history)
         longer = [turn for turn in self._turns if turn.live and len(turn.history) > size]
         if not longer:

@@ -257,7 +257,7 @@ class Session:
         """Return the segments of the trajectory: the turns that were returned to the program, and all segments on the
         paths to them. Turns that broke off, or that only an earlier process requested, are left out.
 
-        `rewards`: rewards of single turns, by node; they replace recorded ones.
+        `rewards`: rewards of single turns, by node; they replace recorded ones. None: the recorded ones stay.
         """
         kept = set[int]()
         for node in self.returned:

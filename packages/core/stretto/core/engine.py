@@ -87,8 +87,8 @@ class Engine(Protocol):
         """
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Load a published version. With `ask`, which returns the challenge for a version, also score the canary. A
-        version that is loaded and proven is not loaded again.
+        """Load a published version. With `ask`, which returns the challenge for a version, also score the canary; None:
+        no canary. A version that is loaded and proven is not loaded again.
 
         Raises:
             TornPublication: the publication is incomplete, or not of this model; the engine keeps its version.

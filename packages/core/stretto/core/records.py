@@ -142,8 +142,9 @@ class Segment(Record, frozen=True, array_like=True):
         cause: str = "",
         reward: float | None = None,
     ) -> Segment:
-        """Make a segment from unpacked tokens: pack them and compute their checksum. Log-probabilities and versions
-        are one per token, or empty for given tokens.
+        """Make a segment from unpacked tokens: pack them and compute their checksum. Log-probabilities and versions are
+        one per token, or empty for given tokens. The other fields are stored as they are given (`stop_reason` None: not
+        ended; `parent` None: the preceding segment).
 
         Raises:
             ValueError: log-probabilities and versions are neither as many as the tokens nor none.

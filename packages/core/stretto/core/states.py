@@ -62,8 +62,8 @@ class Journal(Protocol):
         """Record that the group's trajectories are finished and wait for a batch."""
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
-        """Record that a trajectory ends untrained: filtered, expired or failed. `trajectory`: its record, if it has
-        one."""
+        """Record that a trajectory ends untrained: filtered, expired or failed. `trajectory`: its record; None if it
+        has none."""
 
     def commit_batch(self, batch: Batch) -> None:
         """Record that the batch is about to be trained on; durable when this returns."""

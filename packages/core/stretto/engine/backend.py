@@ -90,8 +90,8 @@ class Backend(Protocol):
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
         """Load a published version, unless it is loaded and proven; returns the version that samples the next token.
-        With a challenge, no token is sampled before the engine has answered it, nor after an answer outside the
-        tolerance, until the version is loaded again.
+        With a challenge (None: without a check), no token is sampled before the engine has answered it, nor after an
+        answer outside the tolerance, until the version is loaded again.
 
         Raises:
             WireError: the version is not published, or not of this model; the engine keeps its version.

@@ -72,7 +72,8 @@ def pack(
     """Lay out sequences of these lengths one after the other in a row.
 
     ``prefixes[s] = (source, n)``: the first n tokens of sequence s are the first n tokens of sequence `source`, which
-    must not share a prefix itself. Sequence s then adds ``lengths[s] - n`` own tokens to the row.
+    must not share a prefix itself. Sequence s then adds ``lengths[s] - n`` own tokens to the row. None: no sequence
+    shares tokens.
 
     Raises:
         ValueError: there is no sequence, a sequence has no own token, or a prefix is longer than its source.

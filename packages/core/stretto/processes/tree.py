@@ -29,7 +29,8 @@ def resident_bytes(pid: int) -> int:
 
 
 def own_resident_bytes(pid: int | None = None) -> int:
-    """Resident memory of one process, by default this one, without descendants, in bytes; 0 once it has ended."""
+    """Resident memory of one process, by default (None) this one, without descendants, in bytes; 0 once it has
+    ended."""
     try:
         return int(Path(f"/proc/{pid or os.getpid()}/statm").read_text().split()[1]) * _PAGE
     except (OSError, IndexError):  # it has ended

@@ -216,7 +216,7 @@ class Reception:
 
 
 async def connect(address: str, context: ssl.SSLContext | None) -> Stream:
-    """Open a connection to ``host:port`` or ``unix:/path``.
+    """Open a connection to ``host:port`` or ``unix:/path``. `context`: TLS; None: no TLS.
 
     Raises:
         MachineLost: the connection is refused, or the address cannot be reached.

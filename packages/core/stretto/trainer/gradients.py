@@ -65,7 +65,8 @@ class Gradients:
     """
 
     def __init__(self, learner: Learner, algorithm: AlgorithmConfig, reference: Reference | None = None) -> None:
-        """Set up the loss of `algorithm`. `reference`: the reference policy, needed if the loss has a KL term."""
+        """Set up the loss of `algorithm`. `reference`: the reference policy, needed if the loss has a KL term, else
+        None."""
         self._learner, self._anchor, self._reference = learner, algorithm.loss.anchor, reference
         self._objective = objective(algorithm)
         self._entropy = algorithm.entropy or algorithm.entropy_bonus > 0

@@ -108,7 +108,8 @@ def rank_memory(
 
     Args:
         longest: tokens of the longest sequence, which is never split between micro-batches.
-        reference: shape of a reference policy that is a second model (not the policy with adapters disabled).
+        reference: shape of a reference policy that is a second model (not the policy with adapters disabled); None: no
+            such model.
         critic: whether the algorithm has a critic.
     """
     adapters = 0 if config.lora is None else adapter_weights(shape, config)

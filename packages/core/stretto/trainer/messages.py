@@ -133,8 +133,8 @@ class RanksAwaited(Record, frozen=True, tag=True):
         self, rank: int, trainer: TrainerSpec, model: str, reference: str | None = None, gpu: int = 0, tls: str = ""
     ) -> RankSpec:
         """The spec of one of these ranks, to be started as the role `RANK_ROLE` with the environment `secrets`.
-        `trainer`: spec of rank 0. `model`, `reference` and `tls`: folders on the rank's machine. `gpu`: index among the
-        GPUs visible to the rank."""
+        `trainer`: spec of rank 0. `model`, `reference` and `tls`: folders on the rank's machine (`reference` None: rank
+        0's path). `gpu`: index among the GPUs visible to the rank."""
         assert rank in self.ranks, f"rank {rank} is not awaited"
         return RankSpec(
             rank=rank,

@@ -49,7 +49,7 @@ class Meter:
         self._kl_in_reward: float | None = None
 
     def computed(self, loss: Loss, tokens: int, entropy: Tensor | None) -> None:
-        """Add the loss of a micro-batch of `tokens` loss tokens."""
+        """Add the loss of a micro-batch of `tokens` loss tokens. `entropy`: of each token; None: not measured."""
         self._sums["loss"].append(loss.value.detach())
         self._sums["tokens"].append(loss.sums.new_tensor(tokens))
         for name, diagnostic in zip(DIAGNOSTICS, loss.sums, strict=True):

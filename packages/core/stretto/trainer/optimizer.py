@@ -353,7 +353,7 @@ class Learner(Optimizer):
         self, packed: PackedTokens, *, entropy: bool = False, sampling: Sampling | None = None
     ) -> TokenLogprobs:
         """Log-probabilities [N] of the wanted tokens, differentiable, under the sampling distribution; with `entropy`
-        also the entropies [N]. `sampling`: overrides the learner's settings."""
+        also the entropies [N]. `sampling`: overrides the learner's settings, unless None."""
         return self._policy(packed, entropy=entropy, sampling=sampling)  # type: ignore[no-any-return]
 
 

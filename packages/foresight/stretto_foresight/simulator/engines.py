@@ -243,7 +243,7 @@ class SimulatedEngine:
             yield max(1.0, self._context(row) - shared)
 
     def _advance(self, tick: float | None = None) -> None:
-        """Advance the tick to the present time, or to `tick` if it is known exactly."""
+        """Advance the tick to the present time, or to `tick` if it is known exactly (not None)."""
         now = self._clock.now()
         if now < self._at:
             return

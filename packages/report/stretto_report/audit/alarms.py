@@ -239,7 +239,7 @@ class AlarmWatch:
 
     def __init__(self, folder: Path, bound: float | None, last_step: int | None, mismatch: float = 0.1) -> None:
         """Begin without measurements. `folder`: the run folder, whose disk is checked. `bound`, `last_step` and
-        `mismatch`: fields of `Evidence`."""
+        `mismatch`: fields of `Evidence`; `bound` None: no staleness bound, `last_step` None: not known."""
         self._folder, self._bound, self._last_step, self._mismatch = folder, bound, last_step, mismatch
         self._steps, self._series = array("q"), dict[str, "array[float]"]()
         self._evaluations: list[EvaluationLine] = []

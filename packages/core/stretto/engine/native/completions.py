@@ -137,7 +137,7 @@ class Completions:
 
         Args:
             order_R: row of each line of the logits.
-            filtered: all filtered rows of `order_R`.
+            filtered: all filtered rows of `order_R`; None: there are none.
             tokens_R, logprobs_R: the sampled tokens; a sampled token keeps the log-probability of its sampling.
         """
         if not self._likeliest or not len(places := np.flatnonzero(self._wanted[order_R])):

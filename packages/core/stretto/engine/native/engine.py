@@ -91,7 +91,7 @@ class NativeEngine:
 
     def tune(self, record: Path | None) -> None:
         """Choose the tile sizes of the kernels for decoding on a GPU (`model.kernels.triton_attention`). `record`: file
-        that keeps the choice for the run. Call it before the first request."""
+        that keeps the choice for the run; None: the default sizes. Call it before the first request."""
         self._tiles = record
         self._policy.tune(record)
 
@@ -266,7 +266,7 @@ class NativeEngine:
         Args:
             version: version of the weights, not older than the version in use.
             tensors: all parameters by name, or adapters (`engine.native.parameters`); any floating type, any device.
-            since: `time.monotonic` at the time when reading the tensors began; adds the span "map".
+            since: `time.monotonic` at the time when reading the tensors began; adds the span "map"; None: no span.
 
         Raises:
             TornPublication: a name is missing or unknown, or a shape differs; nothing was loaded.

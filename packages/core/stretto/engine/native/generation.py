@@ -234,8 +234,8 @@ class Generation:
         return found
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
-        """Load a published version, unless it is loaded and proven, and answer the challenge before the next step.
-        After an answer outside the tolerance no step runs until the version is loaded again.
+        """Load a published version, unless it is loaded and proven, and answer the challenge (None: there is none)
+        before the next step. After an answer outside the tolerance no step runs until the version is loaded again.
 
         Raises:
             WireError: the version is not available, damaged or not of this model; the engine keeps its version.

@@ -110,7 +110,7 @@ def sample(
         temperatures: [R]; 0 takes the likeliest token.
         seeds: [R], one per completion.
         places: [R], tokens of the completion before this one.
-        filtered: rows with a grammar, top-k, top-p or min-p.
+        filtered: rows with a grammar, top-k, top-p or min-p; None: no row has one.
 
     Returns:
         Token ids [R], and their log-probabilities [R] under the sampled distribution: the softmax of ``logits /

@@ -45,7 +45,8 @@ def check_text(text: Sequence[int], field: str, vocab_size: int, context_length:
 
 
 def check_grammar(request: GenerateRequest, grammars: Grammars | None) -> None:
-    """Refuse a grammar that is not supported, and prefixes that do not follow the grammar.
+    """Refuse a grammar that is not supported, and prefixes that do not follow the grammar. `grammars` None: no grammar
+    is supported. Does nothing for a request without a grammar.
 
     Raises:
         RefusedRequest: names the first wrong field.

@@ -80,7 +80,8 @@ def engine_spec(
 
 
 def _share(config: EngineConfig, seat: Seat | None) -> float:
-    """Share of its GPUs' memory that an engine may take; 1 on a CPU. A server does not start if less is free."""
+    """Share of its GPUs' memory that an engine may take; 1 on a CPU (`seat` None). A server does not start if less is
+    free."""
     if seat is None:
         return 1.0
     return seat.share if config.kind == "native" else seat.room

@@ -113,7 +113,8 @@ class Proving:
         self._distrust = distrust
 
     def published(self, canary: Canary | None) -> None:
-        """Keep the canary of a version that the trainer has published; the newest `_KEPT` are kept."""
+        """Keep the canary of a version that the trainer has published (None: do nothing); the newest `_KEPT` are
+        kept."""
         if canary is not None:
             self._text, self._trained_in, self._routed = canary.token_ids, canary.dtype, canary.routed
             self._canaries[canary.version] = canary

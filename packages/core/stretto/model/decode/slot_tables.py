@@ -120,8 +120,8 @@ class TableSteps:
     """Runs decode steps over all buckets at once; steps without contexts are replayed from CUDA graphs."""
 
     def __init__(self, layout: CacheLayout, windows: frozenset[int | None], capture: Capture, programs: int) -> None:
-        """Make steps without a captured graph. `windows`: attention windows of the layers; `programs`: least number of
-        GPU programs to aim for, so that the device is busy."""
+        """Make steps without a captured graph. `windows`: attention windows of the layers, None for full attention;
+        `programs`: least number of GPU programs to aim for, so that the device is busy."""
         self._layout = layout
         self._windows = tuple(windows)
         self._spare = -(-programs // layout.kv_heads)

@@ -114,8 +114,8 @@ def cached_attention(
     stretto_step: StepPlan,
     **requested: Any,
 ) -> tuple[Tensor, None]:
-    """`StepPlan.attend` with the signature of a transformers attention function; `check_attention` must have accepted
-    the model."""
+    """`StepPlan.attend` with the signature of a transformers attention function; `attention_mask` is not read.
+    `check_attention` must have accepted the model."""
     return stretto_step.attend(cast(int, module.layer_idx), query, key, value, Rule.of(requested)), None
 
 
@@ -177,7 +177,7 @@ Reading = Ragged | Dense
 
 def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, dtype: torch.dtype) -> Reading:
     """Choose how the rows of a bucket are read: `Ragged` where compiled loops can (the CPU), else `Dense`. `newest`:
-    positions of their newest tokens; `windows`: attention windows of the layers."""
+    positions of their newest tokens; `windows`: attention windows of the layers, None for full attention."""
     if computes(device, dtype):
         return Ragged(newest + 1)
     positions = torch.from_numpy(newest).to(device)
@@ -185,8 +185,8 @@ def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, 
 
 
 def attention_window(newest: Ints, positions: Tensor, window: int | None, dtype: torch.dtype) -> AttentionWindow:
-    """The cached tokens to read, with their mask, for rows that attend to the positions p with
-    newest - window < p <= newest. `newest` and `positions` are the same numbers, as an array and as a tensor."""
+    """The cached tokens to read, with their mask, for rows that attend to the positions p with newest - window < p <=
+    newest (`window` None: p <= newest). `newest` and `positions` are the same numbers, as an array and as a tensor."""
     end = int(newest.max()) + 1
     first = 0 if window is None else max(0, int(newest.min()) - window + 1)
     places = torch.arange(first, end, device=positions.device)
@@ -228,8 +228,8 @@ class BucketRows:
 def plan_by_bucket(
     step: DecodeStep, windows: frozenset[int | None], device: torch.device, dtype: torch.dtype
 ) -> StepPlan:
-    """Plan the attention of a step bucket by bucket, for any device. `windows`: attention windows of the layers;
-    `dtype`: dtype of the KV cache."""
+    """Plan the attention of a step bucket by bucket, for any device. `windows`: attention windows of the layers, None
+    for full attention; `dtype`: dtype of the KV cache."""
     compiled = computes(device, dtype)
 
     def rows_of(bucket: Bucket, start: int, newest: Ints, entering: list[tuple[int, Ints]]) -> BucketRows:

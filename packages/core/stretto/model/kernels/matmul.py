@@ -99,7 +99,7 @@ def product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> 
 
 def prepare(kernel: str, weight_NK: Tensor, copy: Tensor | None = None) -> Tensor:
     """Copy a weight into the layout of a kernel; returns the weight itself if the kernel needs no copy. `copy`: an
-    earlier result for this kernel, whose memory may be reused."""
+    earlier result for this kernel, whose memory may be reused; None: allocate."""
     if kernel == "panels":
         return in_panels(weight_NK, copy)
     if kernel == "columns":
@@ -132,14 +132,14 @@ class Kernel:
         self._version = (0, 0)  # the copied weight, and its write count at that time
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x · weightᵀ + bias, where `x` has the tokens on its second-to-last axis. For few tokens torch's matmul is
-        used."""
+        """x · weightᵀ + bias (None: 0), where `x` has the tokens on its second-to-last axis. For few tokens torch's
+        matmul is used."""
         if x.shape[-2] < self.choice.fewest:
             return functional.linear(x, weight, bias)
         return self.multiply_many(x, weight, bias)
 
     def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Same as `multiply`, for at least `choice.fewest` tokens."""
+        """x · weightᵀ + bias (None: 0) by the chosen kernel, for at least `choice.fewest` tokens."""
         kernel, width = self.choice.kernel, weight.shape[0]
         if kernel not in ("packed", "panels", "widened"):
             return multiply(kernel, x, weight, bias, width)

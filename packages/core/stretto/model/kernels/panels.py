@@ -280,8 +280,8 @@ def in_panels(weight_NK: Tensor, out_PKW: Tensor | None = None) -> Tensor:
 
 
 def multiply_panels(x: Tensor, weight_PKW: Tensor, bias_N: Tensor | None, width: int) -> Tensor:
-    """x · weightᵀ + bias, [..., N], with a weight in panels (`in_panels`), which must have the dtype of `x`. `width`:
-    N."""
+    """x · weightᵀ + bias (None: 0), [..., N], with a weight in panels (`in_panels`), which must have the dtype of `x`.
+    `width`: N."""
     x = x.contiguous()
     depth = x.shape[-1]
     out = x.new_empty((*x.shape[:-1], width))

@@ -111,8 +111,8 @@ def attention_by_products(
 
 
 def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Mask [L, L] (bool), true where a query (row) sees a token (column): itself and earlier tokens within the
-    window."""
+    """Mask [L, L] (bool), true where a query (row) sees a token (column): itself and earlier tokens within the window
+    (None: all)."""
     places = torch.arange(length, device=device)
     behind = places[:, None] - places[None, :]
     return (behind >= 0) & (behind < (length if window is None else window))
@@ -239,7 +239,7 @@ def packed_attention(
     **requested: Any,
 ) -> tuple[Tensor, None]:
     """`attend_packed` with the signature of a transformers attention function. `part`: the tokens of this rank if
-    several ranks divide the row.
+    several ranks divide the row, else None. `attention_mask` is not read.
 
     Raises:
         ModelFolderError: the layer requests unsupported attention (`stretto.model.attention_support`).

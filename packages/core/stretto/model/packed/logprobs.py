@@ -267,8 +267,8 @@ def _all_logprobs(
     entropy: bool,
     chunk_logits: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities [N] and entropies [N] from hidden states, in chunks of at most `chunk_logits` logits.
-    `multiply`: applies the output matrix `head`."""
+    """Log-probabilities [N] and entropies [N] from hidden states, in chunks of at most `chunk_logits` logits (None:
+    `CHUNK_LOGITS`). `multiply`: applies the output matrix `head`."""
     chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
     rows = max(1, chunk_logits // cast(Tensor, head.weight).shape[0])
     if len(targets_N) <= rows:

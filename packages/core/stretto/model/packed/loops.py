@@ -257,7 +257,7 @@ def norm_back(
     x_TN: Tensor, weight_N: Tensor, eps: float, gradient_TN: Tensor, beside_TN: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of x in the dtype of computation, and of the weight, from the gradient of x's norm. `beside_TN`:
-    another gradient of x, which is added."""
+    another gradient of x, which is added; None: none."""
     (rows, width), half, out = x_TN.shape, is_half(gradient_TN), torch.empty_like(x_TN)
     parts = parts_of(rows, width)
     sums = x_TN.new_zeros(parts, width)
@@ -270,8 +270,8 @@ def norm_back(
 def heads(
     x_TA: Tensor, begin: int, shape: tuple[int, int], weight_D: Tensor | None, eps: float, angles: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Norm (with a weight) and rotate heads, which start at a column of `x`. `shape`: their number and width. `angles`:
-    cosines and sines [T, D]. Returns [T, heads, D]."""
+    """Rotate heads, after an RMS norm unless `weight_D` is None. The heads start at column `begin` of `x`. `shape`:
+    their number and width. `angles`: cosines and sines [T, D]. Returns [T, heads, D]."""
     (rows, stride), (count, width) = x_TA.shape, shape
     out = x_TA.new_empty(rows, count, width)
     parts, sizes = parts_of(rows, count * width), (count, width, F(eps), is_half(x_TA))

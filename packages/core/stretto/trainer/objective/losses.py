@@ -80,7 +80,7 @@ def evaluate(objective: Objective, policy_logprobs: Tensor, tokens: LossTokens, 
     minibatch's micro-batches sum to the loss of the minibatch.
 
     `entropy` [N], differentiable, is needed if the objective has an entropy bonus, and `tokens.reference_logprobs` if
-    it has a divergence.
+    it has a divergence. Either is ignored otherwise, and may be None.
     """
     terms = objective.surrogate(policy_logprobs, tokens)
     weights = objective.correction(tokens)

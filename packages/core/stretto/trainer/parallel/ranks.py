@@ -255,7 +255,8 @@ def _own_group(groups: Tensor, backend: str | None = None) -> ProcessGroup:
 
 
 def _grid_mesh(grid: Tensor, device: str, backend: str | None) -> DeviceMesh:
-    """Create the process groups of the rows and columns of `grid` (ranks, [FSDP, tensor]); returns a mesh of them."""
+    """Create the process groups of the rows and columns of `grid` (ranks, [FSDP, tensor]); returns a mesh of them.
+    `backend`: of the groups; None: that of the default group."""
     groups = [_own_group(grid.T, backend), _own_group(grid, backend)]
     return DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=(_SHARDED, _TENSOR))
 

@@ -317,7 +317,7 @@ def _differences(trainer: Sequence[float | None], engine: Sequence[float]) -> li
 
 
 def life(row: TableRow, segments: Sequence[Segment], trained: TrainedIn | None) -> Iterator[LifeEvent]:
-    """Events of a trajectory in order, as far as recorded. `trained`: the step that trained it."""
+    """Events of a trajectory in order, as far as recorded. `trained`: the step that trained it; None: not trained."""
     yield LifeEvent("admitted", f"admitted at version {row.admitted_version}", version=row.admitted_version)
     begin = 0
     for segment in segments:

@@ -156,7 +156,8 @@ def _totals(totals: Totals) -> dict[str, Any]:
 
 
 def _whole(asked: Asked, name: str, default: int | None, least: int, most: int) -> int | None:
-    """Integer `name` of a request, `default` if missing; RefusedRequest unless it is from `least` to `most`."""
+    """Integer `name` of a request, `default` (maybe None) if missing; RefusedRequest unless it is from `least` to
+    `most`."""
     text = asked.get(name, "")
     if not text:
         return default
