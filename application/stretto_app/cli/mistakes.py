@@ -72,8 +72,8 @@ def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...
 
 
 def refuse_resumed(run: Path, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Check the recipe in a run folder, keys, values and paths. Return the modules of transformers that its model
-    needs, or () if the folder has no recipe.
+    """Check the recipe in a run folder with the `overrides`: keys, values and paths. Return the modules of transformers
+    that its model needs, or () if the folder has no recipe.
 
     Raises:
         RunFolderError: the folder holds no run.

@@ -173,7 +173,8 @@ class Cluster(Machines):
             self._tasks.add("superseded", self._give_way(epoch, address))
 
     def _remember(self, epoch: int, address: str) -> None:
-        """Record in ``join.json`` that a newer conductor (`epoch`) has the run, to refuse a resume of this folder."""
+        """Record in ``join.json`` that a newer conductor (`epoch`) at `address` has the run, to refuse a resume of this
+        folder."""
         before = _with(self.identity.before, address)
         self.identity = msgspec.structs.replace(self.identity, before=before, superseded=epoch)
         if self.folder.is_ours():
@@ -296,8 +297,8 @@ class Cluster(Machines):
         return number
 
     async def _look_after(self, machine: JoinedMachine, names: list[str]) -> None:
-        """Drain a machine's engines when it asks to leave, and dismiss it when it has none left. Returns when the
-        machine is gone."""
+        """Drain a machine's engines (`names`) when it asks to leave, and dismiss it when it has none left. Returns when
+        the machine is gone."""
         while not (machine.leaving.done() or machine.lost.done()):
             await asyncio.wait([machine.leaving, machine.lost], timeout=_LOOK_SECONDS, return_when=_FIRST)
             if not any(self.engines.has(name) for name in names):

@@ -200,7 +200,8 @@ def _name(labels: Mapping[str, str]) -> str:
 def _cells(
     path: Path, file: StudyFile, axes: Sequence[_Axis], more: Mapping[str, Any]
 ) -> tuple[list[tuple[Mapping[str, str], Recipe]], list[Problem]]:
-    """Labels and recipe of every cell, and the problems.
+    """Labels and recipe of every cell (one setting of each axis), and the problems. `more`: settings that replace those
+    of the file in all cells.
 
     A problem of all cells is reported once; if the recipe itself has it, at the recipe. A problem of some cells is
     reported with their names.

@@ -83,8 +83,8 @@ class Gate:
         self.machines: dict[str, JoinedMachine] = {}
 
     async def open(self, listen: str, tls: str = "") -> str:
-        """Listen at ``host:port`` or ``unix:/path``; return the address with the actual port. May be called several
-        times.
+        """Listen at ``host:port`` or ``unix:/path``; return the address with the actual port. `tls`: folder of
+        certificates; "": no TLS. May be called several times.
 
         Raises:
             RecipeError: the address cannot be bound.
@@ -182,8 +182,8 @@ class Gate:
     # ── admitted callers ─────────────────────────────────────────────────────────────────────────
 
     def _gives_way(self, other: Tenure | None, address: str = "") -> bool:
-        """Whether `other` is newer than this conductor's tenure. If so, `superseded` was called, and this conductor
-        ends. False for None."""
+        """Whether `other` is newer than this conductor's tenure. If so, `superseded` was called with its `address`, and
+        this conductor ends. False for None."""
         if other is None or other <= self._doors.terms().tenure:
             return False
         self._doors.superseded(other.epoch, address)

@@ -173,8 +173,8 @@ def guest(
     newest: Callable[[], int],
 ) -> EngineHandle:
     """Create the handle of an engine in a place of a machine; it is not started yet. `role`: Python module of its
-    process. `changed`: called when its state changes. `newest` returns the newest published version. `context`: TLS of
-    the connection to the machine; None: no TLS."""
+    process. `changed`: called when its state changes. `newest` returns the newest published version. `load_interval`:
+    least seconds between two loads. `context`: TLS of the connection to the machine; None: no TLS."""
     key = secrets.token_hex(32)
     process = machine.role(place, spec.name, role, {ENGINE_KEY: key})
     client = GuestEngine(spec, machine, deadlines, key, context, newest)

@@ -176,7 +176,8 @@ class JoinedMachine:
         return not (self.lost.done() or self.leaving.done() or self.dismissed)
 
     def role(self, place: int, name: str, module: str, environment: Mapping[str, str]) -> RemoteProcess:
-        """Create the handle of a role's process in a place of the machine, and its log file. Nothing is started."""
+        """Create the handle of a role's process (the Python `module`, with further variables in its `environment`) in a
+        place of the machine, and its log file. Nothing is started."""
         process = RemoteProcess(self, place, name, module, self._folder / f"{name}.txt", environment)
         self._roles[place] = process
         process.log.touch()
@@ -186,7 +187,7 @@ class JoinedMachine:
         self._wire.send(order)
 
     def dismiss(self, why: str, again: bool = False) -> None:
-        """Dismiss the machine: its agent ends or, with `again`, tries to join later."""
+        """Dismiss the machine with the reason `why`: its agent ends or, with `again`, tries to join later."""
         self.dismissed = True
         self._wire.send(Dismissed(why=why, again=again))
 

@@ -63,8 +63,8 @@ class NotServed(Exception):
     """
 
     def __init__(self, status: int, message: str, field: str = "", code: str = "", allow: str = "") -> None:
-        """Create an error reply of this status and message. `allow`: value of the header Allow, for a 405; "" for
-        none."""
+        """Create an error reply of this status and message. `field`: the wrong field of the request, and `code`: the
+        error's name in the dialect; "" for none. `allow`: value of the header Allow, for a 405; "" for none."""
         super().__init__(message)
         self.status, self.message, self.field, self.code = status, message, field, code
         self.headers = _HEADERS.get(status, []) + ([(b"allow", allow.encode())] if allow else [])

@@ -152,7 +152,8 @@ class Broadcast:
 
         Raises:
             EngineLost: the server did not join in time.
-            DeadlineExceeded: it did not reply in time; and all errors of `post`.
+            DeadlineExceeded: it did not reply in time.
+            RefusedRequest, WireError: the server replies with an error.
         """
         patience = timedelta(seconds=self._seconds)
         use_interface_of(self._host)
@@ -195,7 +196,8 @@ class Broadcast:
 
         Raises:
             EngineLost: a broadcast failed or took too long.
-            DeadlineExceeded: the server did not reply in time; and all errors of `post`.
+            DeadlineExceeded: the server did not reply in time.
+            RefusedRequest, WireError: the server replies with an error.
         """
         assert self._group is not None, "open() comes first"
         group, buckets = self._group, list(_buckets(tensors))
@@ -257,7 +259,7 @@ class Broadcast:
 
 
 def _in_a_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Same as `asyncio.to_thread`, but in a daemon thread, which a closing event loop does not join."""
+    """Run `work` in a daemon thread, which a closing event loop does not join; return a future of its result."""
     loop, done = asyncio.get_running_loop(), Future[Any]()
     done.set_running_or_notify_cancel()  # so that a cancelled wait leaves the thread a future to put its result in
 

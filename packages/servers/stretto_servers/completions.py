@@ -72,8 +72,8 @@ class OpenCompletion:
         )
 
     def take(self, delta: Delta, version: int, vocab_size: int) -> bool:
-        """Add new tokens of the server, with `version`; returns whether they complete a stop text. Tokens after the one
-        that completes it are dropped.
+        """Add new tokens of the server, with `version`, of a vocabulary of `vocab_size`; returns whether they complete
+        a stop text. Tokens after the one that completes it are dropped.
 
         Raises:
             WireError: ids or log-probabilities are impossible, their numbers differ, or there are too many.

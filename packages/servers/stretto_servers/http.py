@@ -46,7 +46,8 @@ class JsonServer:
         seconds: float | None = None,
         progress: Callable[[], int] | None = None,
     ) -> Any:
-        """Send a request; returns the JSON of the reply, its text if it is not JSON, None without a body.
+        """Send a request with this `method` to `path`; returns the JSON of the reply, its text if it is not JSON, None
+        without a body.
 
         Args:
             message: body, sent as JSON; None for no body.

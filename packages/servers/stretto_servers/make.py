@@ -232,7 +232,7 @@ def make_faults(config: EngineConfig, model: str) -> Iterator[str]:
 
 
 def _differs(name: str, method: Callable[..., object]) -> str:
-    """Describe how a method's signature differs from that of `Make`; "" if it fits."""
+    """Describe how a method's signature differs from that of `Make` with this `name`; "" if it fits."""
     wanted: Callable[..., object] = getattr(Make, name)
     parameters = inspect.signature(wanted).parameters.values()
     by_place = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]

@@ -212,7 +212,8 @@ class Record:
     # Sessions
 
     def open_session(self, id: str, owner: str, asked: str, body: bytes) -> str:
-        """Add a session; returns its id. `asked`: idempotency key; a repeated key returns the first session's id."""
+        """Add a session of a client (`owner`); returns its id. `asked`: idempotency key; a repeated key returns the
+        first session's id."""
         with self.together():
             self._all(
                 "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, NULL, NULL)", id, owner, asked, now(), body
@@ -328,7 +329,7 @@ class Record:
         return bool(self._all(f"SELECT 1 FROM requests WHERE state = 'queued' AND lane IN ({lanes}) LIMIT 1", model))
 
     def follow(self, model: str, path: str) -> None:
-        """Set new weights for all samplers that follow a model."""
+        """Set new weights, at `path`, for all samplers that follow a model."""
         self._all("UPDATE samplers SET path = ? WHERE model = ?", path, model)
 
     def join_sampler(self, id: str) -> int:

@@ -31,8 +31,8 @@ class TinkerServer:
     def __init__(
         self, backend: LocalBackend, folder: Path, keys: frozenset[str] = frozenset(), names: HostNames | None = None
     ) -> None:
-        """Open the folder, and delete the weights in it that its record does not need. `names`: values of ``Host`` that
-        are accepted; None: any.
+        """Open the folder, and delete the weights in it that its record does not need. `keys`: keys of clients that are
+        accepted; empty: any. `names`: values of ``Host`` that are accepted; None: any.
 
         Raises:
             RunFolderError: another server uses the folder, it cannot be written, or it has another base model's record.

@@ -122,7 +122,8 @@ def _check_writable(out: Path) -> None:
 
 
 def short_run(recipe: Path, run: Path, overrides: Sequence[str], patience: float = _PATIENCE) -> Path:
-    """Train the calibration recipe in the folder `run`, in a process of its own; return `run`.
+    """Train the calibration recipe, with `overrides` (``section.key=value``), in the folder `run`, in a process of its
+    own; return `run`.
 
     Raises:
         RoleDied: the run failed, or did not end within `patience` seconds.

@@ -111,7 +111,7 @@ def session_model(
     grammars: bool = False,
     chosen: tuple[str, ...] = DISTRIBUTION,
 ) -> ServedModel:
-    """Describe the model behind the sessions.
+    """Describe the model behind the sessions, with its `name` for clients and its context length in tokens.
 
     Args:
         grammars: whether its engines support grammars.

@@ -35,9 +35,9 @@ def offer(
     kind: str = "engine",
 ) -> Offer:
     """Make the offer of this machine from the command's options (see `Offer`). `join`: address of a run, or its folder
-    if this machine can read it. `token`, `tls`: None: those of the folder; a missing token comes from the environment,
-    from which it is removed. `host`: address at which the run reaches this machine; None: that of its connection to the
-    run.
+    if this machine can read it. `count`: number of roles of this `kind` ("engine" or "rank"). `patience`: seconds to
+    look for the run. `token`, `tls`: None: those of the folder; a missing token comes from the environment, from which
+    it is removed. `host`: address at which the run reaches this machine; None: that of its connection to the run.
 
     Raises:
         RecipeError: the address or the token is missing or invalid.
@@ -77,7 +77,7 @@ def dealt(ids: Sequence[str], count: int) -> tuple[Mapping[str, str], ...]:
 
 def work(brought: Offer, say: Callable[[str], None]) -> int:
     """Serve the run until it ends, or until SIGTERM or Ctrl-C, which drain this machine's roles first. Return the exit
-    code.
+    code. `say` gets log lines.
 
     Raises:
         MachineLost: no gate of the run was found in time.

@@ -249,5 +249,6 @@ def _runs(manifest: WeightsManifest) -> list[_Run]:
 
 
 def _view(raw: memoryview, start: int, begin: int, end: int, width: int) -> Elements:
-    """Elements as unsigned integers of their width, so that equal bytes compare equal, also for NaN."""
+    """Elements in the bytes `begin` to `end`, counted from `start`, as unsigned integers of their width, so that equal
+    bytes compare equal, also for NaN."""
     return np.frombuffer(raw, _UNSIGNED[width], (end - begin) // width, start + begin)

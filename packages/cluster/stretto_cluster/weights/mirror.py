@@ -118,13 +118,17 @@ class Mirror:
         folders `beside` has are linked.
 
         Raises:
-            WireError: the folder exists with other files; further errors as in `pull`.
+            WireError: the folder exists with other files; or the server serves another run.
+            RefusedRequest: the key is not that of the run.
+            SourceLost: the server cannot be reached, or broke off and did not come back.
+            DeadlineExceeded: no byte was received or checked for too long.
+            OSError: there is no space, with the path.
         """
         await self._in_thread(f"the {kind} folder", partial(self._fetch_in_turn, kind, folder, beside))
 
     async def _in_thread(self, what: str, work: Callable[[Transfer], T]) -> T:
-        """Run `work` in a thread, after the transfer before it has ended. If it is cancelled or makes no progress for
-        too long, its connection is closed and no file is switched in."""
+        """Run `work` (named `what` in errors) in a thread, after the transfer before it has ended. If it is cancelled
+        or makes no progress for too long, its connection is closed and no file is switched in."""
         with waiting("the mirror", "its transfer before", self._seconds):
             await self._one.acquire()
         try:

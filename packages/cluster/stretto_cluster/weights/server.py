@@ -239,8 +239,8 @@ def _part(asked: bytes, size: int) -> tuple[int, int] | None:
 
 
 def _piece(file: int, begin: int, end: int, *, zero_copy: bool) -> tuple[Message, int]:
-    """ASGI message with the next of a file's bytes `begin` to `end`, and the offset after it; TornPublication if the
-    file has become shorter."""
+    """ASGI message with the next of a file's bytes `begin` to `end`, and the offset after it; with `zero_copy` as a
+    file range that the server sends itself; TornPublication if the file has become shorter."""
     if zero_copy:
         count = min(_SENT_PIECE, end - begin)
         place = {"file": file, "offset": begin, "count": count, "more_body": begin + count < end}

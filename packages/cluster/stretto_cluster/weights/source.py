@@ -55,9 +55,10 @@ class Transfer:
         came: Callable[[int], object] = lambda size: None,
         part_size: int = PART_SIZE,
     ) -> None:
-        """Prepare a transfer; nothing is sent yet. `tls`: None: plain HTTP. `patience`: seconds without a byte after
-        which the server is lost. `came` is called with the size of each received piece. `part_size`: bytes of the first
-        part of a file; the rest comes over several connections."""
+        """Prepare a transfer; nothing is sent yet. `source`: the server's address; `key`, `run`: sent with each
+        request. `tls`: None: plain HTTP. `patience`: seconds without a byte after which the server is lost. `came` is
+        called with the size of each received piece. `part_size`: bytes of the first part of a file; the rest comes over
+        several connections."""
         self._came = came
         self._source, self._run, self._tls, self._patience = source, run, tls, patience
         self._headers = {"authorization": f"Bearer {key}", RUN: run}
@@ -143,8 +144,8 @@ class Transfer:
         return True
 
     def _fetch(self, path: str, file: FileIO, part: _Part, has: str | None = None) -> bool:
-        """Fetch a part, reconnecting as needed. Return False if the content still has the tag `has` (None: always
-        fetch)."""
+        """Fetch a part of the file at `path`, reconnecting as needed. Return False if the content still has the tag
+        `has` (None: always fetch)."""
 
         def asked() -> dict[str, str]:
             known = {"if-range": part.tag} if part.tag else {"if-none-match": f'"{has}"'} if has else {}

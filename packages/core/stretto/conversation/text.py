@@ -190,6 +190,6 @@ class StopTexts:
             raise RefusedRequest("sampling.stop", "stop texts", f"none: there is no tokenizer ({error})") from None
 
     def watch(self, stops: Sequence[str]) -> Watch:
-        """A watch for a new completion; call `check_served` first."""
+        """A watch for the texts `stops` in a new completion; call `check_served` first."""
         assert self._made is not None, "checked when the request was added"
         return Watch(self._made, stops)

@@ -183,8 +183,8 @@ def result(text: str) -> str:
 
 
 def _calls(written: Iterator[str] | Sequence[str], name: NameCall) -> tuple[ToolCall, ...] | None:
-    """Parse calls, each given as the text of a JSON object; None if one is malformed. `name`: as in
-    `CallForm.parse`."""
+    """Parse calls, each given as the text of a JSON object; None if one is malformed. `name`: makes
+    the id of a call from its number."""
     found = []
     for number, text in enumerate(written):
         try:

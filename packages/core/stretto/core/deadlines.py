@@ -58,8 +58,9 @@ async def deadline(owner: str, awaited: str, seconds: float, detail: Callable[[]
 async def standstill(
     owner: str, awaited: str, seconds: float, progress: Callable[[], Awaitable[object]]
 ) -> AsyncIterator[None]:
-    """Like `deadline`, but the time restarts whenever the value returned by `progress` changes. `progress` is called
-    six times per `seconds`; a returned None is ignored. After an error in `progress` the time no longer restarts.
+    """Context manager: raise DeadlineExceeded after `seconds` of waiting for `awaited` (named with `owner` in the
+    error); the time restarts whenever the value returned by `progress` changes. `progress` is called six times per
+    `seconds`; a returned None is ignored. After an error in `progress` the time no longer restarts.
 
     Raises:
         DeadlineExceeded: no change for `seconds`.
@@ -91,7 +92,8 @@ async def _put_off(scope: asyncio.Timeout, seconds: float, progress: Callable[[]
 
 @contextmanager
 def waiting(owner: str, awaited: str, seconds: float) -> Iterator[None]:
-    """List a wait in `open_waits` during the block. The deadline itself must be enforced by the caller."""
+    """List a wait of `owner` for `awaited` in `open_waits` during the block (context manager). The deadline itself must
+    be enforced by the caller."""
     loop = asyncio.get_running_loop()
     wait, waits = Wait(owner, awaited, seconds, loop.time()), _OPEN.setdefault(loop, {})
     waits[wait] = None

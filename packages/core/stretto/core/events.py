@@ -61,7 +61,8 @@ class BusySpans:
         self._last: Span | None = None
 
     def add(self, name: str, start: float, end: float, version: int, bytes: int = 0) -> None:
-        """Add a span; times are seconds of `time.monotonic`."""
+        """Add a span of work: `name` of the work, time in seconds of `time.monotonic`, version of the weights and moved
+        bytes. A span of the same name and version that follows at once extends the one before."""
         last = self._last
         if last is not None:
             if (last.name, last.version) == (name, version) and start - last.end < _GAP:

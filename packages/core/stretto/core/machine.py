@@ -160,8 +160,8 @@ def too_old(drivers: Sequence[str], cuda: str) -> str:
 
 
 def on_gpus(ids: Sequence[str]) -> dict[str, str]:
-    """Environment variables that make only these GPUs visible to a process; empty for no ids. `ids`: as in
-    `nvidia-smi`."""
+    """Environment variables that make only these GPUs visible to a process; empty for no ids. `ids`: numbers or
+    UUIDs, as `nvidia-smi` prints them."""
     return {VISIBLE: ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if ids else {}
 
 

@@ -166,7 +166,8 @@ class Segment(Record, frozen=True, array_like=True):
         interrupted: int = 0,
         stop_reason: StopReason | None = None,
     ) -> Segment:
-        """Make a segment from packed `columns` (`core.columns`), and compute its checksum."""
+        """Make a segment of `length` tokens from packed `columns` (`core.columns`), interrupted so many times, and
+        compute its checksum."""
         return cls(columns, length, stamps, packed.checksum(columns, length, stamps), interrupted, stop_reason)
 
     @property

@@ -56,14 +56,14 @@ class Journal(Protocol):
     """Records each state change before it takes effect. The ledger and the simulator implement it."""
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
-        """Record that `members` trajectories of the group are in flight."""
+        """Record that `members` trajectories of the group are in flight, admitted at `admitted_version`."""
 
     def buffer(self, group: Group) -> None:
         """Record that the group's trajectories are finished and wait for a batch."""
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
-        """Record that a trajectory ends untrained: filtered, expired or failed. `trajectory`: its record; None if it
-        has none."""
+        """Record that a trajectory ends untrained: filtered, expired or failed, for the `reason`. `trajectory`: its
+        record; None if it has none."""
 
     def commit_batch(self, batch: Batch) -> None:
         """Record that the batch is about to be trained on; durable when this returns."""

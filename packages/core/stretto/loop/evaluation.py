@@ -79,6 +79,10 @@ class BestPolicy:
         Args:
             say: writes a log line.
             keeps: keep the policy of the best evaluation in ``policy/best``.
+            patience, least_gain: the run has had enough once `patience` evaluations in a row were not better by more
+                than `least_gain`; 0: never.
+            goal, goal_holds: the run has had enough once `goal_holds` evaluations in a row reached the accuracy `goal`;
+                0: never.
             earlier: the recorded evaluations of a resumed run; a ``best.json`` of a later step is removed.
         """
         self.keeps = keeps

@@ -172,8 +172,8 @@ def parts_of_work(spans: Mapping[str, float], worked: float) -> dict[str, float]
 def _generation(
     spent: Mapping[str, float], tokens: Mapping[str, int], produced: Produced
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Divide an engine's working seconds `spent` (by span name). Returns (seconds by category, seconds that count as
-    idle by reason)."""
+    """Divide an engine's working seconds `spent` (by span name) in proportion to `tokens` (by category). Returns
+    (seconds by category, seconds that count as idle by reason)."""
     reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
     again = spent.get("recompute", 0.0)
     stepping = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, "recompute"})
@@ -183,8 +183,8 @@ def _generation(
 
 
 def _training(spent: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[dict[str, float], dict[str, float]]:
-    """Divide the trainer's working seconds `spent` (by span name). Returns (seconds by category, seconds that count as
-    idle by reason)."""
+    """Divide the trainer's working seconds `spent` (by span name) in proportion to `tokens` (by category). Returns
+    (seconds by category, seconds that count as idle by reason)."""
     reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
     updating = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, AGAIN})
     parts = {name: tokens[name] for name in (TRAINED, MASKED)}

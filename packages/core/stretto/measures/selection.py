@@ -51,8 +51,8 @@ class EndedGroup(Record, frozen=True, array_like=True):
 
 class Bias(Record, frozen=True):
     """Comparison of lost groups with others in one measure. `statistic`: probability that a lost group's value is
-    larger than another group's, minus the probability that it is smaller (−1 … 1). `p`: corrected p value (see the
-    module)."""
+    larger than another group's, minus the probability that it is smaller (−1 … 1). `p`: p value, corrected for the
+    number of comparisons."""
 
     statistic: float = 0.0
     p: float = 1.0

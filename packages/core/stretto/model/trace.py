@@ -208,7 +208,7 @@ class Attends(Protocol):
     """Attention of one step (`model.decode.steps.StepPlan`), or of some rows of a step."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule, /) -> Tensor:
-        """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+        """Attend in layer number `layer`: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
 
 
 #: Called with (token ids [1, T], positions [1, T], plan, T, -R); returns the logits [1, R, V] of the last R tokens.

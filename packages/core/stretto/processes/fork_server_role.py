@@ -86,8 +86,8 @@ class Server:
                     os.kill(child.pid, signal.SIGKILL)
 
     def _fork(self, wire: int) -> int:
-        """Fork, and watch the child; returns as `os.fork`. If the system has no room for another process, it sends
-        `NotSpawned` on `wire` and returns -1."""
+        """Fork, and watch the child; returns the child's id, and 0 in the child. If the system has no room for another
+        process, it sends `NotSpawned` on `wire` and returns -1."""
         try:
             pid = os.fork()
         except OSError as error:

@@ -47,6 +47,7 @@ class RoleProcess:
         """Prepare the process, without starting it.
 
         Args:
+            name, module: name of the role, and the Python module that it runs.
             environment: further variables of every start.
             hung: seconds without a heartbeat after which the process is killed. The first heartbeat comes once the role
                 has imported its modules; until then only seconds without CPU use count, and at least ten are allowed.
@@ -71,6 +72,7 @@ class RoleProcess:
         """Start the process.
 
         Args:
+            threads: of its numeric libraries.
             spec: its settings, JSON on the command line, which all users of the machine can read.
             environment: further variables, which other users cannot read.
             inherited: descriptors that it keeps under their numbers.
@@ -238,7 +240,7 @@ class ReplaceableProcess(Protocol):
     def killed(self) -> bool: ...
 
     async def start(self, spec: msgspec.Struct, threads: int) -> None:
-        """Start the process.
+        """Start the process with its `spec` as JSON and `threads` threads of numeric libraries.
 
         Raises:
             RoleDied: the system has no room for another process.

@@ -127,7 +127,7 @@ def keep_memory() -> None:
 
 
 def settings(threads: int) -> dict[str, str]:
-    """Environment variables of a role that override the user's."""
+    """Environment variables of a role that override the user's; they limit numeric libraries to `threads` threads."""
     count = str(threads)
     return {
         "OMP_NUM_THREADS": count,

@@ -76,7 +76,7 @@ class Wire(Generic[Received]):
                 self.cut()
 
     async def send_all(self, message: msgspec.Struct) -> None:
-        """Encode a message and send it as `send_frame`."""
+        """Encode a message of any size and send it, waiting while the peer does not read."""
         await self.send_frame(frame(message))
 
     async def send_frame(self, whole: bytes | bytearray) -> None:

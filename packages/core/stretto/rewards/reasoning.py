@@ -72,7 +72,8 @@ def reasoning_gym(prompt: str, completion: str, answer: str) -> float:
 
 
 def gold(prompt: str, completion: str, answer: str) -> bool:
-    """Check a gold answer: generates its question again and measures the task's floor. Returns True.
+    """Check a gold answer (prompt and completion are not read): generates its question again and measures the task's
+    floor. Returns True.
 
     Raises:
         Undecided: the answer is from no reasoning-gym source, the question made again is not the same, or the floor is

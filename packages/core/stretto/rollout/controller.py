@@ -98,9 +98,9 @@ class Controller:
         pacing: Pacing | None = None,
         state: ControllerState | None = None,
     ) -> None:
-        """Start a controller without groups. `version`: newest published version. `pacing`: None: `Continuous`.
-        `state`: saved by an earlier process of the run, whose unfinished groups `restore` adds afterwards; None: a new
-        run."""
+        """Start a controller without groups. `seed`: decides the seeds of completions. `version`: newest published
+        version. `pacing`: None: `Continuous`. `state`: saved by an earlier process of the run, whose unfinished groups
+        `restore` adds afterwards; None: a new run."""
         self.config = config
         state = state or ControllerState()
         lowest, _ = config.staleness_bounds

@@ -234,6 +234,7 @@ class Optimizer:
         skipped if the norm is not finite. The norm is over all ranks, so all take the step or none.
 
         Args:
+            learning_rate: of this step.
             training_step: number of the training step, for the error.
             numbers: hyperparameters of this step; None: those of the recipe.
             before: called after clipping; AdamW skips parameters whose gradient it clears (`Muon`).

@@ -85,7 +85,7 @@ def _accumulate(learner: Learner, batch: Sequence[Demonstration], config: Superv
 
 def drawn(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
     """Yield batches of `batch_size` indices below `count` without end. Each pass over the indices is in a new random
-    order; a batch may span two passes."""
+    order, decided by `seed`; a batch may span two passes."""
     ahead: list[int] = []
     epoch = 0
     while True:

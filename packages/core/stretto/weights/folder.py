@@ -113,7 +113,7 @@ def write_at(file: FileIO, data: memoryview, offset: int) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """Opener for new files that only their owner may read; fails if the file exists."""
+    """Opener for new files that only their owner may read; fails if the file exists. Returns a descriptor."""
     return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 

@@ -169,7 +169,7 @@ class ModelFile(Record, frozen=True):
 
 
 def digest_of(path: Path) -> str:
-    """The digest of a file, as in `ModelFile`."""
+    """The 128-bit xxh3 of a file, in hexadecimal digits."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE):

@@ -70,7 +70,7 @@ class Job:
     def with_settings(
         self, rollout: Mapping[str, object], engine: Mapping[str, object], trainer: Mapping[str, object]
     ) -> Job:
-        """Return a copy of the job with these settings of its sections changed."""
+        """Return a copy of the job in which the settings given for each section, by name, are changed."""
         return replace(
             self,
             rollout=self.rollout.model_copy(update=dict(rollout)),

@@ -226,8 +226,8 @@ def _measure_trainer(shape: ModelShape, folder: Path, found: Measurements) -> No
 
 
 def _batch(completions: int, length: int, vocabulary: int, version: int) -> Batch:
-    """Make a batch of groups of eight completions with random tokens of the newest version, `length` tokens on average.
-    The lengths vary as a policy's do, because equal lengths would train faster."""
+    """Make a batch of groups of eight completions with random tokens (ids below `vocabulary`) of the newest version,
+    `length` tokens on average. The lengths vary as a policy's do, because equal lengths would train faster."""
     chance, groups = random.Random(version), []
     lengths = LogNormalLengths(length, _SPREAD, 4 * length).groups(chance, 8)
     for number in range(completions // 8):

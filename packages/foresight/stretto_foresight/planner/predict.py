@@ -110,8 +110,8 @@ def plan(
     """Find the best layouts of `devices` devices for the `goal` ("time", "cost" or "staleness"); None: predict the
     recipe's own layout.
 
-    `say` gets progress messages. After 30 seconds of the `clock`, no further simulation starts, and the current one
-    ends after its step.
+    `seed`: of the simulations. `say` gets progress messages. After 30 seconds of the `clock`, no further simulation
+    starts, and the current one ends after its step.
 
     Raises:
         RecipeError: no layout fits the memory.
@@ -235,8 +235,8 @@ def predict(
     over: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda text: None,
 ) -> LayoutPrediction:
-    """Simulate some steps of the run after a warm-up that fills its queues (of a short run, all steps), and return the
-    prediction for this layout.
+    """Simulate some steps of the run after a warm-up that fills its queues (of a short run, all steps), with random
+    lengths from `seed`, and return the prediction for this layout.
 
     In a synchronous run, roles alternate and so share no cores. Once `over` returns true, the warm-up ends, and the
     simulation as soon as it has one further step; `say` gets a message.
@@ -345,7 +345,7 @@ def _serving(costs: Costs, report: SimulationReport) -> float:
 
 def _terms(costs: Costs, report: SimulationReport, grain: int) -> dict[str, float]:
     """Terms of a step, named as in `dashboard.prediction`: seconds by role and work (mean over engines), and values
-    that they depend on."""
+    that they depend on. `grain`: tokens per simulated token."""
     job, engines = costs.job, costs.layout.engines * report.steps
     parts = costs.training([round(job.lengths.prompt_tokens + job.lengths.mean)] * job.completions)
     trained = report.training / report.steps / sum(parts)

@@ -182,7 +182,7 @@ class SimulatedEngine:
         return [sampled.get(member, 0) for member in range(len(flight.lengths))]
 
     def needed(self) -> float:
-        """Same as `core.engine.EngineHealth.needed`."""
+        """Share of the slots, or of the KV cache if that is larger, that the running and waiting completions need."""
         self._advance()
         mean = self._cached / max(1, len(self._running))
         tokens = (row.flight.prompt + len(row.before) * self._limits.grain for row in self._waiting)

@@ -210,7 +210,8 @@ class AgentSession:
         return next(iter(self.unanswered.values()), "")
 
     def fail(self, why: str) -> None:
-        """Set a failure that the agent reports, which makes the trajectory undecided; "" changes nothing."""
+        """Set a failure that the agent reports, with its reason `why`, which makes the trajectory undecided; "" changes
+        nothing."""
         if why:
             self.unanswered[b"failed"] = f"the agent failed: {why[:_SHOWN]}"
 

@@ -186,8 +186,8 @@ class RecordedSessions:
         return self._table
 
     async def open(self, about: Mapping[str, Any]) -> AgentSession:
-        """Open a session and create its file. If the limit is reached, the session that has been idle for longest, an
-        hour at least, is ended.
+        """Open a session and create its file, with `about`, the client's own facts about it. If the limit is reached,
+        the session that has been idle for longest, an hour at least, is ended.
 
         Raises:
             NotServed: the limit is reached, and no session has been idle for an hour.

@@ -32,7 +32,7 @@ def canvas(width: float = 8.0, height: float = 4.5) -> tuple[Figure, Axes]:
 
 
 def panels(width: float, height: float, count: int) -> tuple[Figure, tuple[Axes, ...]]:
-    """Same as `canvas`, with `count` pairs of axes side by side in one figure."""
+    """A figure of `width` by `height` inches with `count` pairs of axes side by side."""
     figure = Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure, tuple(_framed(figure.add_subplot(1, count, place + 1)) for place in range(count))

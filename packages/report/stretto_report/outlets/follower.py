@@ -145,8 +145,8 @@ class Outlet(Protocol):
         """Send points; on return, the tool has stored them. `first`: index of the first among all points of the run."""
 
     def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
-        """Send a table of completions that were sampled up to training step `step`. `points`: number of points sent
-        before."""
+        """Send a table of completions, `rows`, that were sampled up to training step `step`. `points`: number of points
+        sent before."""
 
     def alarm(self, alarm: Alarm) -> None:
         """Send an alarm; on return, the tool has stored it."""

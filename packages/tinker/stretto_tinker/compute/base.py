@@ -134,7 +134,8 @@ class LocalBackend:
         return Learner(model, self._tokens, write, read)
 
     def _view(self, shape: Shape, attention: str) -> PreTrainedModel:
-        """Make a model that shares the base weights and has new adapters of this shape. `attention`: as for `view`."""
+        """Make a model that shares the base weights and has new adapters of this shape, with the attention path
+        `attention`."""
         assert shape.lora is not None
         config = LoraConfig(rank=shape.lora.rank, alpha=ALPHA, target_modules=self._targets(shape.lora))
         return self._shared.view(config, attention, seed=shape.seed, head=shape.lora.train_unembed)

@@ -59,6 +59,7 @@ class Learner:
         as before. Each piece is one micro-batch.
 
         Args:
+            data: the sequences with their targets.
             loss: name of a loss of `compute.losses`.
             config: its settings.
 

@@ -218,7 +218,8 @@ class Sampler:
 
     def draw(self, prompt: Sequence[int], width: int, settings: SamplingParams, seed: int) -> Likeliest:
         """Draw `width` tokens at each position of a prompt after the first, [P - 1, width], with their
-        log-probabilities at temperature 1. Of `settings` only the temperature counts, for the drawing."""
+        log-probabilities at temperature 1. Of `settings` only the temperature counts, for the drawing. Equal seeds give
+        equal tokens."""
         shape = (max(0, len(prompt) - 1), width)
         ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         random = torch.Generator().manual_seed(seed % 2**63)

@@ -91,8 +91,8 @@ class Worker:
             self._record.none_computed()
 
     def crowded(self, owner: str, model: str = "", seq: int = -1) -> bool:
-        """Whether a client has so many unsettled requests that a further one is refused for the moment. Always False
-        for the request that its model needs next (`model` and `seq`)."""
+        """Whether the client `owner` has so many unsettled requests that a further one is refused for the moment.
+        Always False for the request that its model needs next (`model` and `seq`)."""
         with self._wake:
             lane = self._models.get(model)
             if model and (lane is None or lane.next == seq):
@@ -307,8 +307,9 @@ class Worker:
                 log.warning("%s: no snapshot: %s", row.id, described(error) if isinstance(error, OSError) else error)
 
     def _failed(self, asked: Asked, why: str, category: str) -> None:
-        """Fail a request of a model. After a failed load the model may hold a part of the new weights, so it is removed
-        from memory; its next request restores it from the record."""
+        """Fail a request of a model, with the reason `why` and its `category` (the user's or the server's fault). After
+        a failed load the model may hold a part of the new weights, so it is removed from memory; its next request
+        restores it from the record."""
         if asked.kind == LOAD:
             self.models.forget(asked.lane)
         self._fail(asked, why, category)
@@ -446,7 +447,7 @@ class Worker:
         self._cancel(lambda asked: asked.id in ids, "its client cancelled it")
 
     def _cancel(self, chosen: Callable[[Asked], bool], why: str) -> None:
-        """Fail the requests for samples for which `chosen` is true, queued or open."""
+        """Fail the requests for samples for which `chosen` is true, queued or open, with the reason `why`."""
         with self._wake:
             ended = [asked for queue in self._asked.values() for asked in queue.discard(chosen)]
             self._asked = {weights: queue for weights, queue in self._asked.items() if queue.owners}

@@ -38,8 +38,8 @@ class Completions:
     them to the policy and the sampler."""
 
     def __init__(self, rows: int, context_length: int, stop_texts: StopTexts, grammars: Grammars | None = None) -> None:
-        """Create empty columns. `rows`: number of completions at a time. `grammars`: compiler of grammars; None: no
-        request has a grammar."""
+        """Create empty columns. `rows`: number of completions at a time; `context_length`: most tokens of prompt and
+        completion. `grammars`: compiler of grammars; None: no request has a grammar."""
         self._grammars = grammars
         self._context_length = context_length
         self._stop_texts = stop_texts

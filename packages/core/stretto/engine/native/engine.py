@@ -97,7 +97,8 @@ class NativeEngine:
 
     @classmethod
     def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine") -> Self:
-        """Load the model and the tokenizer of a Hugging Face folder and make an engine.
+        """Load the model and the tokenizer of a Hugging Face folder and make an engine. `name`: of the engine, in
+        results and spans.
 
         Raises:
             ModelFolderError: the folder cannot be loaded, or the cache does not support its attention.

@@ -198,8 +198,8 @@ async def running_roles(
 
 @contextmanager
 def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoints]:
-    """Create the endpoints of a run. After the block, sockets and shared memory are removed, even if a second signal
-    cuts the wait for the roles short."""
+    """Create the endpoints of a run that begins at `version`. After the block, sockets and shared memory are removed,
+    even if a second signal cuts the wait for the roles short."""
     mailbox = mailbox_name(folder)
     _sweep(folder, mailbox)
     remove_abandoned(SHARED)

@@ -72,6 +72,7 @@ async def train_in_process(
         examples: demonstrations or preferences, as token ids.
         folder: gets the trained policy; it appears once the policy is complete.
         log: log file of the process.
+        seed: decides the order of the examples.
         seconds: deadline for the whole training.
         hung: seconds without a heartbeat after which the process is killed.
         on_learning: called with the progress.
@@ -176,8 +177,8 @@ async def warm_start(
     spawner: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Return the folder of version 0 of the policy: the result of the warm start, from the cache or trained now. If the
-    recipe has no warm start, it is the base model.
+    """Return the folder of version 0 of the policy: the result of the warm start, from the cache or trained now; `say`
+    gets a sentence about which. If the recipe has no warm start, it is the base model.
 
     Raises:
         RoleDied, DeadlineExceeded, RoleFailed: the training failed.

@@ -76,7 +76,8 @@ def _own_parts(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
 
 
 def _file_of(module: str, folder: str | None) -> Path | None:
-    """Return the source file of a module, found as an import would, but without running any code; None if not found."""
+    """Return the source file of a module, found as an import would in `folder` (None: not), the working folder and
+    `sys.path`, but without running any code; None if not found."""
     places: Sequence[str] | None = [*([folder] if folder else []), os.getcwd(), *sys.path]
     file: str | None = None
     for name in module.split("."):  # by its own name alone: a package without __init__.py is looked up in its parent

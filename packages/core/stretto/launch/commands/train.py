@@ -194,8 +194,9 @@ def _seated(plan: Outline) -> Outline:
 
 
 def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
-    """Return the plan with GPUs assigned to its roles. Raises RecipeError if the run needs far more than the available
-    memory, or a role more than any GPU has."""
+    """Return the plan with GPUs assigned to its roles. `dry`: with the GPUs that the environment lets it assume
+    (`usable_gpus`). Raises RecipeError if the run needs far more than the available memory, or a role more than any GPU
+    has."""
     there = usable_gpus(plan.recipe, dry=dry)
     plan = replace(plan, seats=seats_of(plan, there), warm_seat=seat_of_warm_start(plan, there))
     memory = estimate_memory(plan)

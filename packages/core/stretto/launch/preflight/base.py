@@ -13,7 +13,8 @@ from stretto.model.hf.build import build_policy
 
 
 def base_folder(model: ModelConfig, seed: int) -> Path:
-    """Return the folder of the base model. A model from ``[model.build]`` is built at the first call and cached."""
+    """Return the folder of the base model. A model from ``[model.build]`` is built from `seed` at the first call and
+    cached."""
     if model.path is not None:
         return Path(model.path)
     assert model.build is not None, "validated: either a path or a build"

@@ -77,7 +77,8 @@ def seats_of(plan: Outline, there: Sequence[Gpu], *, ranks: bool = True) -> tupl
 
 
 def seat_alone(config: EngineConfig, base: ModelFolder, there: Sequence[Gpu]) -> Seat | None:
-    """Return the seat of an engine without a run, on the GPU with the most free memory; None: the CPU.
+    """Return the seat of an engine without a run, on the GPU, of those `there`, with the most free memory; None: the
+    CPU.
 
     Raises:
         RecipeError: memory is far too small.

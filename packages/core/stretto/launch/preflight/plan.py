@@ -177,8 +177,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
 
 
 def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str], WorkflowReady]:
-    """Check the parts that the recipe names beside model and data, and add their mistakes to `mistakes`; returns
-    warnings, and the requirements of the workflow."""
+    """Check the parts that the recipe names beside model and data, and add their mistakes to `mistakes` (`dry`: also
+    those of outlets); returns warnings, and the requirements of the workflow."""
     told, needs = list[str](), WorkflowReady()
     with mistakes:
         told = try_parts(recipe, outlets=dry)
@@ -326,8 +326,9 @@ def encoded_within_limits(
 def _sets(
     recipe: Recipe, read: Sequence[list[Question]], tokenizer: Tokenizer, longest: int
 ) -> tuple[tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...], list[Question]]:
-    """Encode the further sets of questions; returns the sets with their prompts, and all of their questions. Questions
-    with unreadable gold answers are left out."""
+    """Encode the further sets of questions, `read` in the order of the recipe, to at most `longest` tokens each;
+    returns the sets with their prompts, and all of their questions. Questions with unreadable gold answers are left
+    out."""
     found: list[tuple[EvaluationSet, tuple[Prompt, ...]]] = []
     asked: list[Question] = []
     for one, questions in zip(recipe.evaluation.sets, read, strict=True):

@@ -207,8 +207,8 @@ class EngineHandle:
     async def replace(self, how: str, say: Callable[[str], None], publication: float = 0.0) -> None:
         """Start a new process after the engine's process has ended; does nothing if the engine is leaving.
 
-        `how`: how the process ended, for the log. `publication`: seconds to wait for the first publication, in addition
-        to `deadlines.start`.
+        `how`: how the process ended, for the log. `say`: gets a log line. `publication`: seconds to wait for the first
+        publication, in addition to `deadlines.start`.
 
         Raises:
             RoleDied: the process died more often than `deadlines.engine_restarts` allows.

@@ -233,8 +233,9 @@ class Recorder:
             self._evaluation_tokens[engine] += tokens
 
     def evaluated(self, evaluation: Evaluation, step: int, name: str = "") -> None:
-        """Append a held-out accuracy to the metrics, and show it. `name`: name of the set of questions; "" for the main
-        set, whose first accuracy is the run's initial and whose last is its final one."""
+        """Append a held-out accuracy, whose evaluation began at `step`, to the metrics, and show it. `name`: name of
+        the set of questions; "" for the main set, whose first accuracy is the run's initial and whose last is its final
+        one."""
         line = self._evaluation_line(evaluation, step)
         if name:
             self._metrics.append(SetEvaluationLine(**msgspec.structs.asdict(line), name=name))

@@ -193,7 +193,8 @@ def slots_of(keys_SKLD: Tensor, values_SKLD: Tensor, used: int, bucket: int = 0)
 
 
 def read_seconds(layout: CacheLayout, heads: int, tile: Tile, rows: int = 64, tokens: int = 2048) -> float:
-    """Measure a tile: least seconds, of five tries, to read `rows` rows of `tokens` tokens of one layer five times."""
+    """Measure a tile with `heads` query heads: least seconds, of five tries, to read `rows` rows of `tokens` tokens of
+    one layer five times."""
     device, shape = layout.device, (2, rows, layout.kv_heads, tokens, layout.head_dim)
     cache = torch.randn(shape, device=device).to(layout.dtype)
     query = torch.randn(rows, heads, layout.head_dim, device=device).to(layout.dtype)

@@ -84,7 +84,7 @@ class StepPlan:
     cached: tuple[Ints, Ints] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+        """Attend in layer number `layer`: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
         q_THD, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
         parts = [rows.attend(layer, q_THD, k_TKD, v_TKD, rule) for rows in self.rows]
         if self.contexts is not None:
@@ -92,7 +92,8 @@ class StepPlan:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
     def enter(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write the KV entries of the contexts; the rows' newest tokens are left to the caller."""
+        """Write the KV entries of the contexts in layer number `layer`; the rows' newest tokens are left to the
+        caller."""
         for rows in cast("tuple[BucketRows, ...]", self.rows):
             rows.write(layer, *(x.transpose(1, 2)[0] for x in (key, value)))
 

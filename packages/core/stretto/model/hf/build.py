@@ -47,8 +47,8 @@ def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
 
 
 def character_tokenizer(vocabulary: dict[str, int], context_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character. Characters outside the vocabulary are an error: there is no unknown
-    token."""
+    """A tokenizer with one token per character, for at most `context_length` tokens. Characters outside the vocabulary
+    are an error: there is no unknown token."""
     backend = Tokenizer(models.WordLevel(vocabulary))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()

@@ -106,7 +106,7 @@ def load_policy(
 
     `attention`: the attention path: `model.decode.policy.CACHED_ATTENTION`, `model.packed.attention.PACKED_ATTENTION`,
     or a name known to transformers. The first two are registered by importing their modules, which must come first.
-    `device` ``"auto"``: the GPU if there is one.
+    `dtype`: dtype to which the weights are converted. `device` ``"auto"``: the GPU if there is one.
 
     Raises:
         ModelFolderError: transformers cannot load the folder; weights are missing or not finite; or the attention path

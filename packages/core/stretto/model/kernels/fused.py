@@ -158,7 +158,7 @@ def _gate_halves(gate: Any, up: Any, out: Any, size: Any) -> None:
 
 
 def norm(x: Tensor, weight_N: Tensor, eps: float) -> Tensor:
-    """RMS norm of `x` over the last axis, times the weight."""
+    """RMS norm of `x` over the last axis, times the weight; `eps` is added to the mean of squares."""
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     loop = _norm if x.dtype is torch.float32 else _norm_halves
     width, address = len(weight_N), x.data_ptr()
@@ -167,7 +167,7 @@ def norm(x: Tensor, weight_N: Tensor, eps: float) -> Tensor:
 
 
 def norm_of_sum(x: Tensor, y: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y, and its RMS norm over the last axis."""
+    """x + y, and its RMS norm over the last axis (`eps` is added to the mean of squares), times the weight."""
     x, y = x.contiguous(), y.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
     loop = _norm if x.dtype is torch.float32 else _norm_halves

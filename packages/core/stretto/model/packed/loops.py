@@ -208,7 +208,7 @@ def _gate_back(
 
 
 def parts_of(rows: int, width: int) -> int:
-    """Number of threads that share the rows."""
+    """Number of threads that share the rows of `width` numbers."""
     return max(1, min(torch.get_num_threads(), rows, rows * width // _SHARE))
 
 
@@ -289,7 +289,7 @@ def heads_back(
     out_TA: Tensor,
 ) -> Tensor | None:
     """Write the gradient of the columns of `x` that `heads` has read to the same columns of `out`; returns the gradient
-    of the weight, None without a weight."""
+    of the weight [D], None without a weight."""
     (rows, count, width), stride = gradient_THD.shape, x_TA.shape[1]
     parts, sizes = parts_of(rows, count * width), (count, width, F(eps), is_half(x_TA))
     sums = angles[0].new_zeros(parts, width)

@@ -322,7 +322,7 @@ def places_of(packing: Packing) -> Ints:
 
 
 def short_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
-    """Causal attention within each sequence of a packed row, [T, H, D]. Queries and keys must be contiguous, and a
-    token's values; no sequence may be longer than `LONGEST`."""
+    """Causal attention within each sequence of a packed row, [T, H, D]. Scores are multiplied by `scale`. Queries and
+    keys must be contiguous, and a token's values; no sequence may be longer than `LONGEST`."""
     found = _Short.apply(query, key, value, places_of(packing), packing.longest, scale)  # type: ignore[no-untyped-call]
     return cast(Tensor, found)

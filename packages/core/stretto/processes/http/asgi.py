@@ -78,7 +78,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 async def reply(send: Send, status: int, content_type: str, body: bytes, headers: Iterable[Header] = ()) -> None:
-    """Send a whole reply."""
+    """Send a whole reply with its content length. `headers`: further headers."""
     told = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode()), *headers]
     await send({"type": "http.response.start", "status": status, "headers": told})
     await send({"type": "http.response.body", "body": body})
@@ -110,10 +110,11 @@ async def unless_gone(
 
 
 def sent_event(data: object, kind: str = "", id: object = None) -> bytes:
-    """Encode one server-sent event, with `data` as JSON.
+    r"""Encode one server-sent event, with `data` as JSON. `kind`: its event field, "" for none; `id`: its id field,
+    None for none.
 
     >>> sent_event({"a": 1}, "news")
-    b'event: news\\ndata: {"a":1}\\n\\n'
+    b'event: news\ndata: {"a":1}\n\n'
     """
     head = (f"event: {kind}\n" if kind else "") + ("" if id is None else f"id: {id}\n")
     return b"%bdata: %b\n\n" % (head.encode(), msgspec.json.encode(data))

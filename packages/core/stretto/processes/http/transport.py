@@ -83,7 +83,7 @@ class GatheringTransport(asyncio.Transport):
         return self._inner.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Facts about the connection, as of `inner`."""
+        """Fact `name` about the inner connection, `default` if there is none."""
         return self._inner.get_extra_info(name, default)
 
     def pause_reading(self) -> None:

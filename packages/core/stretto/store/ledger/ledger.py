@@ -133,8 +133,8 @@ class Ledger:
     # The life of a trajectory.
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
-        """Record that a group of `members` trajectories is in flight, as ``group_id/0`` to ``group_id/{members -
-        1}``."""
+        """Record that a group of `members` trajectories is in flight, admitted at `admitted_version`, as ``group_id/0``
+        to ``group_id/{members - 1}``."""
         key = self._next_key
         if trajectory_id(group_id, 0) in self._live:
             raise StoreError(f"{self._path}: group {group_id} was issued before")

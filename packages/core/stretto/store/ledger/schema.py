@@ -287,7 +287,7 @@ def open_for_reading(path: Path, patience: float = _PATIENCE) -> sqlite3.Connect
 
 @contextmanager
 def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connection]:
-    """Context manager: the ledger, opened by `open_for_reading` and closed at the end.
+    """Context manager: the ledger, opened read-only and closed at the end. `patience`: seconds to wait for a lock.
 
     Raises:
         StoreError: the file is missing, has an unknown format, is no ledger, or is damaged; or the block has read a

@@ -92,7 +92,8 @@ class RunProgress:
 
 
 def lesson_line(phase: str, step: int, steps: int, seconds: float, loss: float, accuracy: float | None) -> str:
-    """Format a progress line of supervised training. `phase`: name in front; `accuracy`: None if it is not measured.
+    """Format a progress line of supervised training. `phase`: name in front; `step` of `steps` after `seconds`;
+    `accuracy`: None if it is not measured.
 
     >>> lesson_line("warm start", 10, 300, 12.0, 0.31, None)
     'warm start 10/300 0:12 left 5:48 | loss 0.3100'

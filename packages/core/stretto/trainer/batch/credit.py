@@ -97,7 +97,8 @@ def rewarded(config: AlgorithmConfig, longest: int, one: ScoredTrajectory, path:
 
 
 def _whole(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> RewardedCompletion:
-    """Concatenate all paths of a trajectory to one estimator input."""
+    """Concatenate all paths of a trajectory to one estimator input. `longest`: ``sampling.max_tokens``, for reward
+    shaping."""
     if len(one.paths) == 1:  # the common case of a single turn: no arrays are copied
         (path,) = one.paths
         return RewardedCompletion(_shaped(config, longest, one), len(path.path.places), path.trained, kl=path.kl)

@@ -109,7 +109,7 @@ def batch_normalised(rewards: Groups, tokens: Sequence[Sequence[int]], eps: floa
 
 def reinforce_pp_baseline(rewards: Groups, tokens: Sequence[Sequence[int]], eps: float) -> list[list[float]]:
     """REINFORCE++ with a baseline (arXiv 2501.03262): r - mean of the group, then normalised over all tokens of the
-    batch."""
+    batch (`eps` is added to the deviation)."""
     return batch_normalised(group_centred(rewards), tokens, eps)
 
 

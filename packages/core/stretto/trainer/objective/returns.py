@@ -20,7 +20,8 @@ Whole = Sequence[int] | npt.NDArray[Any]
 
 
 def reinforce_pp(per_token: Sequence[Column], eps: float) -> Sequence[Column]:
-    """REINFORCE++ (arXiv 2501.03262): the discounted returns of all loss tokens of the batch, normalised together.
+    """REINFORCE++ (arXiv 2501.03262): the discounted returns of all loss tokens of the batch, normalised together;
+    `eps` is added to the deviation.
 
     `per_token`: for each completion, the return of each loss token (`terminal`). The result has the same nesting.
     Without a discount it equals `advantages.batch_normalised`.

@@ -256,7 +256,7 @@ def _own_group(groups: Tensor, backend: str | None = None) -> ProcessGroup:
 
 def _grid_mesh(grid: Tensor, device: str, backend: str | None) -> DeviceMesh:
     """Create the process groups of the rows and columns of `grid` (ranks, [FSDP, tensor]); returns a mesh of them.
-    `backend`: of the groups; None: that of the default group."""
+    `device`: "cpu" or "cuda". `backend`: of the groups; None: that of the default group."""
     groups = [_own_group(grid.T, backend), _own_group(grid, backend)]
     return DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=(_SHARDED, _TENSOR))
 
@@ -275,7 +275,7 @@ def open_store(count: int) -> TCPStore:
 
 
 def reach_store(port: int, count: int) -> TCPStore:
-    """Connect another rank to rank 0's store, through `port` of the rank's own loopback interface."""
+    """Connect another rank to rank 0's store of `count` ranks, through `port` of the rank's own loopback interface."""
     return TCPStore(LOOPBACK, port, count, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
 
 

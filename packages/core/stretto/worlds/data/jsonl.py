@@ -52,7 +52,8 @@ def unseen(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) 
 
 
 def text(value: object, place: str, largest: int = _LARGEST_TEXT) -> str:
-    """Return `value` if it is a valid text, not blank, of at most `largest` characters; otherwise raise a `mistake`."""
+    """Return `value` if it is a valid text, not blank, of at most `largest` characters; otherwise raise a `mistake` at
+    `place`, such as "rows.jsonl:7"."""
     if not isinstance(value, str) or not value.strip():
         raise mistake(place, shown(value), "a text is needed")
     if len(value) > largest:

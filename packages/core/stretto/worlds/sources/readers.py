@@ -95,7 +95,7 @@ class Place:
 
 
 def kind_of(data: str) -> str:
-    """File suffix that decides how a file is read, without ``.gz``: ``.jsonl`` for ``rows.jsonl.gz``."""
+    """File suffix that decides how the file `data` is read, without ``.gz``: ``.jsonl`` for ``rows.jsonl.gz``."""
     path = Path(data)
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
@@ -136,8 +136,8 @@ def _parsed(line: str, place: str) -> Row:
 
 
 def _table(path: Path, comma: str) -> Iterator[tuple[str, Row]]:
-    """Yield (place, row) for the rows of a CSV file; blank lines are skipped. Its first line names the columns. Raises
-    DataError for unusable column names, a row of another length, or broken CSV."""
+    """Yield (place, row) for the rows of a CSV file, with `comma` between its cells; blank lines are skipped. Its first
+    line names the columns. Raises DataError for unusable column names, a row of another length, or broken CSV."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=comma, strict=True)
     try:
         names = next(reader, [])

@@ -159,8 +159,9 @@ class RowsSource(BaseModel, extra="forbid", frozen=True):
 def _read(
     row: tuple[int, Any], place: str, mapping: str | None, columns: Columns, seen: set[int] | None
 ) -> Question | None:
-    """Convert a numbered row to a question; None if it repeats an earlier one. `seen`: digests of the earlier prompts
-    with their gold answers, to which this one's is added; None to keep repeated rows."""
+    """Convert a numbered row, after the `mapping` (None: none), to a question; None if it repeats an earlier one.
+    `seen`: digests of the earlier prompts with their gold answers, to which this one's is added; None to keep repeated
+    rows."""
     number, read = row
     values: Mapping[str, Any] = read()
     found = question(mapped(mapping, values, place) if mapping is not None else values, number, place, columns)

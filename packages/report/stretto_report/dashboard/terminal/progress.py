@@ -41,8 +41,8 @@ def panel(
     width: int = 80,
     ascii_only: bool = False,
 ) -> RenderableType:
-    """Rich panel of a snapshot for a terminal of `width` columns: progress, `alarms`, trends, measurements, busy roles
-    and rates, and canary `proofs`."""
+    """Rich panel of a snapshot for a terminal of `width` columns (`ascii_only`: without other characters), with `title`
+    on its frame: progress, `alarms`, trends, measurements, busy roles and rates, and canary `proofs`."""
     progress = Table.grid(expand=True)
     progress.add_row(_header(snapshot))
     progress.add_row(ProgressBar(total=max(snapshot.steps, 1), completed=min(snapshot.step, max(snapshot.steps, 1))))
@@ -65,8 +65,8 @@ def panel(
 
 
 def sparkline(values: Sequence[float], width: int, levels: str = _LEVELS) -> str:
-    """Fractions between 0 and 1 as at most `width` small bars. If there are more values, neighbours are averaged.
-    `values` must not be empty.
+    """Fractions between 0 and 1 as at most `width` small bars. `levels`: characters of the bars, ascending. If there
+    are more values, neighbours are averaged. `values` must not be empty.
 
     >>> sparkline([0.0, 0.5, 1.0], width=8), sparkline([0.0, 0.0, 1.0, 1.0], width=2)
     ('▁▅█', '▁█')

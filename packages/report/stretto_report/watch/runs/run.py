@@ -256,8 +256,8 @@ class WatchedRun:
         return self._recipe[1]
 
     def inspection(self) -> Inspection | None:
-        """Same as `stretto inspect`, without its checks; None if the ledger cannot be read. For a large running run it
-        may be some seconds old."""
+        """The summary of the run in numbers; None if the ledger cannot be read. Rows are not checked for damage. For a
+        large running run it may be some seconds old."""
         due, found = self._inspected
         if time.monotonic() >= due:
             since = time.monotonic()

@@ -207,8 +207,8 @@ class Table:
         return sum(order.nbytes for order in self._orders.values())
 
     def page(self, where: Sequence[Clause], sort: tuple[str, bool], offset: int, limit: int) -> Page:
-        """At most `limit` rows that pass all clauses, from `offset` on. `sort`: name of a column, and whether to sort
-        descending; rows without a value come last.
+        """At most `limit` rows that pass all clauses of `where`, from `offset` on. `sort`: name of a column, and
+        whether to sort descending; rows without a value come last.
 
         Raises:
             StoreError: the ledger cannot be read.

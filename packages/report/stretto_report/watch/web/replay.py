@@ -174,7 +174,7 @@ class Replays:
         replay.
 
         Raises:
-            NotAllowed: as `begin`.
+            NotAllowed: replays are forbidden.
         """
         self.require_allowed()
         if (newest := self._newest) is not None and newest.state == "running" and newest.process is not None:
