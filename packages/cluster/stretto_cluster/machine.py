@@ -84,7 +84,7 @@ class JoinedMachine:
         return how
 
     def is_lost(self, how: str) -> None:
-        """Mark the machine as lost; `how` says why."""
+        """Mark the machine as lost, unless it is already; `how` says why."""
         if not self.lost.done():
             self.lost.set_result(how)
 

@@ -58,8 +58,8 @@ class RunSuperseded(StrettoError):
 
 
 async def assert_alone(folder: Path, tls: str) -> None:
-    """Check that no other conductor of the run replies at its known addresses. `tls`: folder of certificates, "" for
-    none.
+    """Check that no other conductor of the run replies at its known addresses. Does nothing for a run that never had a
+    gate. `tls`: folder of certificates, "" for none.
 
     Raises:
         RunFolderError: a conductor is alive, so `folder` is a copy; or a newer conductor has continued the run from a

@@ -157,6 +157,9 @@ async def canary_scores(make: Make, text: Sequence[int], name: str, seed: int, c
 
     Returns:
         Scores of `text`, and pairs of log-probabilities (as sampled, as scored) of the continuation.
+
+    Raises:
+        WireError: the server returned another number of scores than of tokens.
     """
     longest = min(_CACHED_TOKENS, context - DECODED - 1) - len(text)
     behind = random.Random(name).choices(text, k=longest) if keep else itertools.cycle(text)

@@ -178,7 +178,8 @@ class Record:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context manager: one transaction for all writes in the block, rolled back on an error."""
+        """Context manager: one transaction for all writes in the block, rolled back on an error. A block inside another
+        one is part of the outer transaction."""
         with self._lock:
             if self._connection.in_transaction:
                 yield

@@ -145,7 +145,7 @@ class Transfer:
 
     def _fetch(self, path: str, file: FileIO, part: _Part, has: str | None = None) -> bool:
         """Fetch a part of the file at `path`, reconnecting as needed. Return False if the content still has the tag
-        `has` (None: always fetch)."""
+        `has` (None: always fetch). Raises WireError if the server says so without such a tag."""
 
         def asked() -> dict[str, str]:
             known = {"if-range": part.tag} if part.tag else {"if-none-match": f'"{has}"'} if has else {}

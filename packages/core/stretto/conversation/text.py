@@ -122,8 +122,8 @@ class StopFinder:
         return bool(self._stops)
 
     def push(self, text: str) -> str:
-        """Append a piece of text; returns the text that is certainly before any stop text. Sets `found` at a stop
-        text."""
+        """Append a piece of text; returns the text that is certainly before any stop text. Sets `found` at a stop text;
+        later pieces give ""."""
         if not self._stops:
             return text
         if self.found:

@@ -44,7 +44,8 @@ class Unframer:
         self._rest, self._wanted, self._largest = bytearray(), 0, largest
 
     def feed(self, data: bytes | bytearray) -> list[bytes]:
-        """Feed received bytes; returns the bodies of the frames that are now complete.
+        """Feed received bytes; returns the bodies of the frames that are now complete; an incomplete frame is kept for
+        the next call.
 
         Raises:
             WireError: a frame is longer than allowed.

@@ -50,7 +50,7 @@ class Gpu(Record, frozen=True):
 
 def processor() -> str:
     """Model name of the processor, such as ``AMD EPYC 9B14``; with its family where a virtual machine hides the model,
-    such as ``AMD EPYC (family 25, model 17)``."""
+    such as ``AMD EPYC (family 25, model 17)``. Where the system does not tell it, the architecture (``x86_64``)."""
     with contextlib.suppress(OSError):
         return processor_of(Path("/proc/cpuinfo").read_text())
     return platform.machine()

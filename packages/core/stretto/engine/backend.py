@@ -34,7 +34,7 @@ class Stream:
         return bool(self._ready)
 
     def ended(self, completion: Completion) -> None:
-        """Append a finished completion to the frames."""
+        """Append a finished completion to the frames; ignored once the stream has all of its completions."""
         if not self.missing:  # their requests were refused
             return
         self._ready += frame(completion)

@@ -129,7 +129,8 @@ class Conductor:
     # ── admission and groups ────────────────────────────────────────────────────────────────────
 
     def _admit(self, restored: Sequence[Ticket] = ()) -> None:
-        """Start the groups of the tickets `restored`, then as many new groups as the controller admits."""
+        """Start the groups of the tickets `restored`, then as many new groups as the controller admits (none once the
+        run is stopping)."""
         tickets = deque(restored)
         while tickets or (self._conducting and not self.stopping):
             ticket = tickets.popleft() if tickets else self.controller.admit()
@@ -226,7 +227,7 @@ class Conductor:
             await self._announcing
 
     def _noted(self, ended: asyncio.Future[None]) -> None:
-        """End the run with the error of a publication: no loop awaits its task."""
+        """End the run with the error of a publication, if it failed: no loop awaits its task."""
         if not ended.cancelled() and (error := ended.exception()) is not None and not self._failure.done():
             self._failure.set_exception(error)
 

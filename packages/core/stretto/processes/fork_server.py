@@ -237,7 +237,7 @@ class ForkServer:
             self.close()
 
     def close(self) -> None:
-        """Kill the server; the kernel kills its children with it."""
+        """Kill the server, and wait some seconds for its end; the kernel kills its children with it."""
         self._usable = False
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel

@@ -129,7 +129,7 @@ class Checkpoints:
         return final
 
     def steps(self) -> list[int]:
-        """List the steps that have a checkpoint folder, complete or broken, oldest first.
+        """List the steps that have a checkpoint folder, complete or broken, oldest first; empty if there is no folder.
 
         Raises:
             StoreError: the folder of the checkpoints is a link to a folder that does not exist: perhaps its disk is not

@@ -145,7 +145,7 @@ class RunFolder:
         return f"{held.st_dev}-{held.st_ino}"
 
     def release(self) -> None:
-        """Release the lock."""
+        """Release the lock, if it is held."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -47,7 +47,8 @@ def as_text(pair: Tensor) -> str:
 
 
 def texts(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The sums of each tensor as 32 hexadecimal digits, by name. All sums leave the device in one copy."""
+    """The sums of each tensor as 32 hexadecimal digits, by name. All sums leave the device in one copy. Empty for no
+    tensors."""
     if not tensors:
         return {}
     return dict(zip(tensors, map(as_text, torch.stack([sums(one) for one in tensors.values()]).cpu()), strict=True))

@@ -44,7 +44,7 @@ def own(run: str, folder: Path) -> int:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Unlink the files of killed runs in `folder`, except those of other users."""
+    """Unlink the files of killed runs in `folder`, except those of other users and of running ones."""
     for path in folder.glob(f"stretto-*-v{_OWNED}"):
         with contextlib.suppress(OSError), path.open("rb") as held:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -215,7 +215,8 @@ class Costs:
 
     def _gathered(self, passes: int) -> float:
         """Seconds that a rank needs to gather the parameter shards of all others and to reduce its shard of the
-        gradients, for a step of `passes` micro-batches. A forward pass alone gathers half as much."""
+        gradients, for a step of `passes` micro-batches. A forward pass alone gathers half as much. 0 if the parameters
+        are not sharded."""
         job, ranks = self.job, self.layout.ranks
         sharing = ranks // job.trainer.tensor_parallel
         if sharing <= 1:
@@ -240,8 +241,8 @@ class Costs:
         return (1 + forward) * sent
 
     def _reduced(self, tokens: float) -> float:
-        """Seconds of the two all-reduces in each layer of a tensor parallel engine, for `tokens` tokens. (A ring sends
-        twice the reduced bytes.)"""
+        """Seconds of the two all-reduces in each layer of a tensor parallel engine, for `tokens` tokens; 0 for an
+        engine on one device. (A ring sends twice the reduced bytes.)"""
         tensor, shape = self.layout.tensor, self.job.shape
         if tensor == 1:
             return 0.0

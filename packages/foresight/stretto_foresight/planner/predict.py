@@ -202,7 +202,7 @@ def best_first(found: Sequence[LayoutPrediction], goal: str) -> list[LayoutPredi
 
 def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[Candidate]:
     """Candidates with the lowest estimate for each layout, best first, at most six. For the goal "cost", fewer devices
-    are tried too."""
+    are tried too, as far as their memory suffices."""
     chosen: dict[Layout, Candidate] = {}
     fewer = range(1, devices.bit_length() - 1) if goal == "cost" else ()
     for number in (devices, *(devices >> power for power in fewer)):

@@ -273,7 +273,7 @@ class SimulatedEngine:
             self._spans.append(Span("engine-0", name, start, end, self.version))
 
     def _go_on(self) -> None:
-        """Admit waiting completions, and schedule the next event."""
+        """Admit waiting completions, and schedule the next event (none if no completion runs)."""
         self._advance()
         self._enter()
         self._plan_number += 1

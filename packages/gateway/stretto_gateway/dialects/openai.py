@@ -226,7 +226,7 @@ class ChoiceDialect(OpenAIDialect):
         return None
 
     def opening(self, index: int) -> list[Part]:
-        """Entries of `choices` to send before the first token of choice `index`."""
+        """Entries of `choices` to send before the first token of choice `index`; none by default."""
         return []
 
     def head(self, request: Any, id: str, created: int, model: str, *, whole: bool) -> dict[str, Any]:

@@ -217,7 +217,8 @@ def every_token_has_its_engine(history: History) -> Iterator[str]:
 
 
 def every_token_was_sampled_by_proven_weights(history: History) -> Iterator[str]:
-    """The engine that sampled a token had proven, by the canary, that it held the token's version."""
+    """The engine that sampled a token had proven, by the canary, that it held the token's version. Nothing is checked
+    for a run without proofs, or before they began."""
     if history.proofs is None:
         return
     since, proven = history.proofs.since, history.proofs.proven

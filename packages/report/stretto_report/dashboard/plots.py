@@ -38,7 +38,7 @@ _NO_STEPS = "no training step yet"
 
 def plot_accuracy(path: Path, steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationLine]) -> None:
     """Write a PNG to `path` that plots the accuracy of completions judged before each step (filtered groups included)
-    and of held-out prompts."""
+    and of held-out prompts. Without either, the plot is empty and says so."""
     figure, axes = canvas()
     with saved_as(path, figure):
         titled(axes, "Accuracy", _accuracy_sentence(evaluations), x="training step", y="accuracy")
@@ -63,7 +63,8 @@ def plot_accuracy(path: Path, steps: Sequence[StepMetrics], evaluations: Sequenc
 
 
 def plot_reward(path: Path, steps: Sequence[StepMetrics]) -> None:
-    """Write a PNG to `path` that plots the mean reward of each batch."""
+    """Write a PNG to `path` that plots the mean reward of each batch. Before the first step the plot is empty and says
+    so."""
     figure, axes = canvas()
     with saved_as(path, figure):
         titled(axes, "Reward", "mean over the completions of each batch", x="training step", y="reward")
@@ -75,7 +76,8 @@ def plot_reward(path: Path, steps: Sequence[StepMetrics]) -> None:
 
 
 def plot_response_length(path: Path, steps: Sequence[StepMetrics]) -> None:
-    """Write a PNG to `path` that plots the mean and longest completion of each batch."""
+    """Write a PNG to `path` that plots the mean and longest completion of each batch, in tokens. Before the first step
+    the plot is empty and says so."""
     figure, axes = canvas()
     with saved_as(path, figure):
         titled(axes, "Completion length", "logarithmic scale", x="training step", y="tokens")
@@ -91,7 +93,7 @@ def plot_response_length(path: Path, steps: Sequence[StepMetrics]) -> None:
 
 def plot_staleness(path: Path, staleness: StalenessSummary) -> None:
     """Write a PNG to `path` that plots the histogram of staleness (versions between sampling and training) over trained
-    tokens."""
+    tokens, with the bound. Before the first step the plot is empty and says so."""
     figure, axes = canvas()
     with saved_as(path, figure):
         bound = "no bound" if staleness.bound is None else f"bound η = {staleness.bound:g}"

@@ -36,8 +36,8 @@ def read_of(folder: Path) -> int:
 
 
 def remove_counters(folder: Path) -> None:
-    """Remove the counter files from `folder` once a load is over. Called by the adapter for a folder that is not its
-    own."""
+    """Remove the counter files from `folder` once a load is over; those that cannot be removed stay. Called by the
+    adapter for a folder that is not its own."""
     for file in folder.glob(f"*{_SUFFIX}"):
         with suppress(OSError):
             file.unlink()

@@ -46,7 +46,7 @@ class Changes:
 
     def settled(self, id: str, lane: str) -> None:
         """Wake the handlers that wait for the request `id`, or for any request of `lane` (a model or sampler). For any
-        thread."""
+        thread. Does nothing before the server runs, and after its end."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._tell, (id, lane))
 
@@ -57,8 +57,8 @@ class Changes:
                     waiting.set_result(None)
 
     async def wait(self, key: str, seconds: float) -> None:
-        """Wait until a request is settled, at most `seconds`. `key`: id of the request, or of a lane for any of its
-        requests."""
+        """Wait until a request is settled, at most `seconds`; returns in either case. `key`: id of the request, or of a
+        lane for any of its requests."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, []).append(future)
         try:

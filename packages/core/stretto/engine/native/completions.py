@@ -133,7 +133,7 @@ class Completions:
         tokens_R: Ints,
         logprobs_R: npt.NDArray[np.float32],
     ) -> None:
-        """Store the top log-probabilities of the next token for rows that requested them.
+        """Store the top log-probabilities of the next token for rows that requested them; without any, do nothing.
 
         Args:
             order_R: row of each line of the logits.
@@ -178,7 +178,7 @@ class Completions:
 
     def new_tokens(self, members: Mapping[int, Member], wanted: Container[str]) -> Iterator[NewToken]:
         """The tokens of the last step, of unfinished completions of `wanted` requests. `members`: unfinished
-        completions by row."""
+        completions by row. Nothing before the first step."""
         if self._last is None:
             return
         for row, token in zip(*(column.tolist() for column in self._last), strict=True):

@@ -209,7 +209,8 @@ def check_machine(recipe: Recipe, *, dry: bool = False) -> None:
 
 
 def check_ports(recipe: Recipe) -> None:
-    """Check the ports of this machine on which engines will listen.
+    """Check the ports of this machine on which engines will listen; does nothing for engines on Unix sockets or on
+    other machines.
 
     Raises:
         RecipeError: a port is in use, or its number is too large.

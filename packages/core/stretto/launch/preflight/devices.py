@@ -269,7 +269,7 @@ def assumed_gpus(text: str) -> tuple[Gpu, ...]:
 
 def missing_interfaces(config: TrainerConfig, told: Mapping[str, str], there: Sequence[str]) -> Iterator[Problem]:
     """Yield a problem for each environment variable that binds the collectives of several ranks to a network interface
-    which this machine does not have.
+    which this machine does not have; none for a single rank.
 
     Args:
         told: environment variables.

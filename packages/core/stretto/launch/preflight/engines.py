@@ -157,7 +157,8 @@ def _interpreter(config: EngineConfig, make: Capabilities) -> Iterator[Problem]:
 
 
 def check_head_dim(recipe: Recipe, base: ModelFolder) -> None:
-    """Check that a CPU server on this machine has an attention kernel for the model's head size.
+    """Check that a CPU server on this machine has an attention kernel for the model's head size. Other engines, and
+    servers elsewhere, are not checked.
 
     Raises:
         RecipeError: the server has no such kernel.

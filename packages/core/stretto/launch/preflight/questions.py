@@ -85,7 +85,8 @@ class Sifted:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings: the number of questions left out, and the first of them with file and line."""
+        """Warnings (empty if no question is left out): the number of questions left out, and the first of them with
+        file and line."""
         if not self.unreadable:
             return []
         count = len(self.unreadable)

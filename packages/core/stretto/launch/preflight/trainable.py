@@ -38,8 +38,8 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
 
 
 def check_dividable(config: TrainerConfig, model: Path, key: str = "") -> None:
-    """Check that the ranks can divide the matrices and heads of a model. `key`: recipe key that names its folder, for
-    messages; "" for the policy.
+    """Check that the ranks can divide the matrices and heads of a model; does nothing if the recipe divides neither.
+    `key`: recipe key that names its folder, for messages; "" for the policy.
 
     Raises:
         RecipeError: they cannot.

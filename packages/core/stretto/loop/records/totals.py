@@ -78,7 +78,8 @@ class RunClock:
         self.starting_seconds = self._earlier.starting_seconds + self._rl_since - self._since
 
     def updated(self) -> None:
-        """Advance the RL seconds to now: a training step has finished."""
+        """Advance the RL seconds to now: a training step has finished. Does nothing before the first prompt was
+        admitted."""
         if self._rl_since is not None:
             self._rl_seconds = self._earlier.rl_seconds + time.monotonic() - self._rl_since
 

@@ -210,7 +210,7 @@ class BucketRows:
     reading: Reading
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Write the KV entries of one layer."""
+        """Write the KV entries of one layer; does nothing if the step leaves no entries to write."""
         if self.written is None:
             return
         sources, cells = self.written

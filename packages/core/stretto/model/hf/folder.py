@@ -222,8 +222,8 @@ def _say_dtype(config: Path, dtype: str) -> None:
 
 
 def check_replaceable(path: Path, known: Iterable[str] = ()) -> None:
-    """Refuse to replace a folder that contains other files than those of a model. `known`: further file names that may
-    be replaced.
+    """Refuse to replace a folder that contains other files than those of a model; a missing path is accepted. `known`:
+    further file names that may be replaced.
 
     Raises:
         ModelFolderError: names such a file; or `path` is no folder.

@@ -64,7 +64,7 @@ class Matcher:
         return bool(self._inner.consume_tokens(list(token_ids)))
 
     def look(self) -> None:
-        """Update `allowed` after `take`.
+        """Update `allowed` after `take`; does nothing if it is up to date.
 
         Raises:
             RefusedRequest: the grammar was violated, takes too long, or allows no token.

@@ -333,7 +333,8 @@ def _check_vocabulary(
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Token ids by token from the contents of a tokenizer.json, including added tokens."""
+    """Token ids by token from the contents of a tokenizer.json, including added tokens; empty for contents of another
+    form."""
     model = tokenizer.get("model")
     listed: Any = model.get("vocab", {}) if isinstance(model, Mapping) else {}
     try:

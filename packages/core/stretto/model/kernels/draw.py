@@ -221,7 +221,8 @@ def _draw_in_blocks(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program r draws the token of row r and stores it with its log-probability."""
+    """Program r draws the token of row r and stores it with its log-probability: NaN for a row that is no
+    distribution."""
     row = tl.program_id(0)
     logits_V, settings = logits_RV + row.to(tl.int64) * stride, settings_R5 + row * 5
     temperature = tl.load(settings + 1).to(tl.float32)

@@ -138,7 +138,7 @@ class _Writer:
         return offsets, size
 
     def _translate(self, node: Node) -> None:
-        """Write the steps of a call, or mark its result as one that depends on positions alone. Raises
+        """Write the steps of a call, or, if its result depends on positions alone, mark it as such. Raises
         _UnknownCallError for a call that the program does not know."""
         inputs = set(node.all_input_nodes) - self._constants.keys() - {self._inputs["tokens"]}
         if inputs <= self.of_positions:

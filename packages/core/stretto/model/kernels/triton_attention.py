@@ -223,8 +223,8 @@ def _read(
 ) -> None:
     """Program (n, k): partial attention of key head k's query heads over the tokens of chunk n.
 
-    Stores the largest score, the mass (the sum of exp(score - largest score)), and the sum of the values weighted by
-    these exponentials.
+    An empty chunk stores nothing. Stores the largest score, the mass (the sum of exp(score - largest score)), and the
+    sum of the values weighted by these exponentials.
     """
     number, kv_head = tl.program_id(0), tl.program_id(1)
     row = tl.load(items_N3 + 3 * number)

@@ -62,7 +62,7 @@ async def read_body(scope: Scope, receive: Receive, largest: int = LARGEST_BODY)
 
 
 async def _drop(receive: Receive) -> None:
-    """Read and drop the rest of a body, within a bound of time."""
+    """Read and drop the rest of a body, up to a bound of bytes and of time."""
     left, more = _DROPPED_BYTES, True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DROPPED_SECONDS):

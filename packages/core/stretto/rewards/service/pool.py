@@ -113,7 +113,8 @@ class RewardPool:
             raise
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
-        """Judge completions; returns one verdict per item, in order. Several calls may wait at the same time.
+        """Judge completions; returns one verdict per item, in order; [] for no items. Several calls may wait at the
+        same time.
 
         Raises:
             RewardFunctionError: ``max_consecutive_undecided`` verdicts in a row were undecided.

@@ -104,14 +104,14 @@ class WorkerProcess:
     @property
     def signs(self) -> object:
         """Value that changes while a starting or waiting worker is alive: its number of heartbeats, or its CPU time
-        before the first one."""
+        before the first one. None if no worker runs."""
         if self._process is None or self._progress is None:
             return None
         return self._progress.beats or cpu_ticks(self._process.pid)
 
     @property
     def processor_seconds(self) -> float:
-        """CPU seconds of the worker and its running descendants."""
+        """CPU seconds of the worker and its running descendants; 0 if no worker runs."""
         if self._process is None:
             return 0.0
         return sum(map(cpu_ticks, (self._process.pid, *descendants(self._process.pid)))) / 100
@@ -143,7 +143,8 @@ class WorkerProcess:
         self._wire.write(frame(request))
 
     def kill(self) -> None:
-        """Send SIGKILL to the worker and all its descendants, also those in other sessions."""
+        """Send SIGKILL to the worker and all its descendants, also those in other sessions; does nothing if it has
+        ended."""
         if self._process is not None and self._process.returncode is None:
             for pid in (*descendants(self._process.pid), self._process.pid):
                 for send in (os.killpg, os.kill):

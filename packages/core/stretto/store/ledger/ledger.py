@@ -323,7 +323,7 @@ class Ledger:
     # Writing.
 
     def flush(self) -> None:
-        """Write all buffered changes in one transaction."""
+        """Write all buffered changes in one transaction; does nothing if there are none."""
         if self._broken is not None:
             raise self._broken
         self._flushed = self._clock()

@@ -119,7 +119,8 @@ def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[
 
 
 def _complete_bytes(path: Path) -> int:
-    """Number of bytes up to the end of the last complete line. The file is read from its end."""
+    """Number of bytes up to the end of the last complete line. The file is read from its end. 0 without a complete
+    line."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end:

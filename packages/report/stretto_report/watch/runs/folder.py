@@ -36,7 +36,8 @@ def condition(folder: Path, ending: Callable[[], Ending | None]) -> Condition:
 
 
 def logs_of(folder: Path) -> dict[str, str]:
-    """Ends of the logs by name: the run's own, then those of the roles, newest first."""
+    """Ends of the logs by name: the run's own, then those of the roles, newest first. At most `_MOST_LOGS` logs of
+    roles; a log that cannot be read is left out."""
     run = RunFolder(folder)
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
@@ -95,7 +96,7 @@ def recipe_stamp(folder: Path) -> tuple[int, int, int] | None:
 
 
 def ledger_stamp(folder: Path) -> tuple[tuple[int, int, int], ...]:
-    """Value that changes when the ledger or its log is written."""
+    """Value that changes when the ledger or its write-ahead log is written; a missing file is left out of it."""
     ledger, found = RunFolder(folder).ledger, []
     for path in (ledger, log_of(ledger)):
         with contextlib.suppress(OSError):

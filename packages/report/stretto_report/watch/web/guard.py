@@ -143,7 +143,8 @@ class Guard:
         return fits
 
     async def _pause(self, wrong: bool) -> None:
-        """Delay the reply after a wrong secret. Concurrent wrong requests are delayed one after another."""
+        """Delay the reply after a secret that is `wrong`; else do nothing. Concurrent wrong requests are delayed one
+        after another."""
         if wrong:
             async with self._wrong:
                 await asyncio.sleep(_WRONG_SECONDS)

@@ -216,7 +216,7 @@ def _end(process: Process) -> None:
 
 
 def _kill(process: Process) -> None:
-    """Kill the process and its session. (Its children in other sessions end with their parent.)"""
+    """Kill the process and its session, unless it has ended. (Its children in other sessions end with their parent.)"""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
