@@ -132,7 +132,8 @@ def _counting(sizes: Ints) -> Ints:
 
 
 def _buckets(descending: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Split descending lengths into runs of similar lengths, as (rows, length)."""
+    """Split descending lengths into runs, as (rows, longest length), whose lengths are at least `SHORTEST_IN_BUCKET` of
+    the longest."""
     buckets: list[tuple[int, int]] = []
     for length in descending:
         rows, longest = buckets[-1] if buckets else (0, 0)

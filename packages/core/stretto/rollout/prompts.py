@@ -27,7 +27,8 @@ class PromptSource(Record, frozen=True):
 
 
 def shares(sources: Sequence[PromptSource]) -> list[int]:
-    """Number of prompts that each source gives to an epoch, in the order of `sources`.
+    """Number of prompts that each source gives to an epoch, in the order of `sources`: all of its prompts, or, if every
+    source has a weight, in proportion to the weights, at least one and as many as no source exceeds.
 
     >>> shares([PromptSource("a", 4, 1.0), PromptSource("b", 10, 1.0)])
     [4, 4]

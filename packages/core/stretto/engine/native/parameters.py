@@ -159,7 +159,7 @@ def _layers(tensors: Mapping[str, Tensor]) -> list[str]:
 
 def _adapter_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, _Shape]) -> dict[str, _Shape]:
     """Required shapes of A and B for each layer whose A is published, from the rank of A and the shape of the layer's
-    weight."""
+    weight. Layers that the model does not have are left out."""
     shapes: dict[str, _Shape] = {}
     for layer in _layers(tensors):
         width_out, *width_in = weights.get(f"{layer}.weight", (0,))

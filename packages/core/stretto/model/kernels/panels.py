@@ -263,7 +263,8 @@ def _multiply(x: Any, weight: Any, bias: Any, out: Any, rows: Any, depth: Any, w
 
 
 def kind_of(dtype: torch.dtype, depth: int) -> int:
-    """Kind of tile that multiplies `depth` inputs of this dtype. Pairs need an even number."""
+    """Kind of tile that multiplies `depth` inputs of this dtype: FLOAT for float32; for bfloat16 PAIRED if the CPU has
+    such tiles and `depth` is even, else WIDENED."""
     if dtype is not torch.bfloat16:
         return FLOAT
     return PAIRED if PAIRED in KINDS and depth % 2 == 0 else WIDENED

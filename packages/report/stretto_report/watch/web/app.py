@@ -200,7 +200,7 @@ class Dashboard:
         return run
 
     def _read_on(self, run: WatchedRun) -> None:
-        """Start a task that reads the rest of a run, piece by piece, between requests."""
+        """Start a task that reads the rest of a run, piece by piece, between requests, unless one does already."""
         task = self._reading.get(run.id)
         if task is None or task.done():
             self._reading[run.id] = asyncio.create_task(self._read_all(run))
