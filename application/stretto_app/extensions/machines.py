@@ -145,8 +145,8 @@ class Cluster(Machines):
         return spans
 
     async def close(self, why: str, again: bool) -> None:
-        """Dismiss every machine, end the Ray placer, and remove the addresses from ``join.json``. `why`: the reason that
-        machines get; `again`: whether they may try to join later."""
+        """Dismiss every machine, end the Ray placer, and remove the addresses from ``join.json``. `why`: the reason
+        that machines get; `again`: whether they may try to join later."""
         if self.folder.is_ours():
             write_join_file(self.folder, self.identity)  # without addresses; name and token stay for a resume
         await self.gate.close(why, again)

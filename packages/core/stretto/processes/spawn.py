@@ -112,8 +112,9 @@ def describe_exit(code: int) -> str:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Environment variables of a role: those of this process without the run's token, and `settings`. The thread count
-    is set before torch is imported; idle threads sleep instead of spinning, since other roles need the cores."""
+    """Environment variables of a role: those of this process without the run's token, options of glibc's allocator, and
+    `settings`. The thread count is set before torch is imported; idle threads sleep instead of spinning, since other
+    roles need the cores."""
     inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
     memory = ":".join((_LARGE_PAGES, *(f"glibc.malloc.{name}={value}" for name, value in _MEMORY.items())))
     return {_TUNABLES: memory} | inherited | settings(threads)

@@ -360,7 +360,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
 
 
 def _sources(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    """List the tables of the task's sources, and of the sources of further sets of questions."""
+    """List the tables of the task's sources, training and held-out, and of the sources of further sets of questions."""
     found: list[Any] = []
     for section, key in (("task", "sources"), ("task", "held_out_sources"), ("evaluation", "sets")):
         part = tree.get(section)
