@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from unicodedata import normalize
 
-from stretto_verify.math.parse.units import KNOWN
+from stretto_verify.math.parse.measures import KNOWN
 
 _ABOUT = r"(?:approximately|approx\.?|about|roughly|around|≈|\\approx(?![a-z]))"
 _NEAR = r"\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?\s*(?:\\?%|percent\b|[a-z]{1,3}\b)?)\s*\$?"

@@ -7,65 +7,11 @@ The gold answer or the final answer may lack its unit. Two known units must be t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from fractions import Fraction
 from typing import Final
 
-_SPELLINGS: Final = {
-    "m": "m meter meters metre metres",
-    "cm": "cm centimeter centimeters centimetre centimetres",
-    "mm": "mm millimeter millimeters millimetre millimetres",
-    "km": "km kilometer kilometers kilometre kilometres",
-    "in": "inch inches",
-    "ft": "ft foot feet",
-    "yd": "yd yard yards",
-    "mi": "mile miles mi",
-    "g": "g gram grams gm",
-    "kg": "kg kilogram kilograms",
-    "mg": "mg milligram milligrams",
-    "lb": "lb lbs pound pounds",
-    "oz": "oz ounce ounces",
-    "l": "l liter liters litre litres",
-    "ml": "ml milliliter milliliters",
-    "s": "s sec second seconds",
-    "min": "min minute minutes",
-    "h": "h hr hrs hour hours",
-    "d": "day days",
-    "week": "week weeks",
-    "month": "month months",
-    "yr": "yr year years",
-    "mi/h": "mph",
-    "km/h": "kmh kmph",
-    "degree": "deg degree degrees",
-    "rad": "rad radian radians",
-    "cent": "cent cents",
-    "dollar": "dollar dollars usd",
-    "n": "newton newtons",
-    "j": "joule joules",
-    "w": "watt watts",
-    "hz": "hz",
-    "acre": "acre acres",
-    "gal": "gal gallon gallons",
-}
-#: Quantity that each unit measures, and its size.
-_SIZES: Final[Mapping[str, tuple[str, Fraction]]] = {
-    unit: (kind, Fraction(size))
-    for kind, sizes in {
-        "length": {"m": "1", "cm": "0.01", "mm": "0.001", "km": "1000"},
-        "long": {"in": "1", "ft": "12", "yd": "36", "mi": "63360"},
-        "mass": {"g": "1", "kg": "1000", "mg": "0.001"},
-        "weight": {"oz": "1", "lb": "16"},
-        "volume": {"l": "1", "ml": "0.001"},
-        "time": {"s": "1", "min": "60", "h": "3600", "d": "86400", "week": "604800"},
-        "date": {"month": "1", "yr": "12"},
-        "money": {"cent": "1", "dollar": "100"},
-    }.items()
-    for unit, size in sizes.items()
-}
-#: Suffix of the unit of an amount in two units (converted to the smaller), so that it differs from a plain number.
-TWO_UNITS: Final = " and more"
-KNOWN: Final = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
-_POWERS: Final = {"sq": "2", "square": "2", "squared": "2", "cu": "3", "cubic": "3", "cubed": "3"}
+from stretto_verify.math.parse.measures import KNOWN, POWERS, TWO_UNITS, UNCLEAR, conversion, product, unit_named
+
 #: Words after a number that scale it.
 MAGNITUDES: Final = {
     "hundred": 100,
@@ -83,16 +29,19 @@ _SYMBOL: Final = re.compile(
 )
 _CLOSE_SYMBOL: Final = re.compile(r"[kMGm]?(?:Pa|Hz|eV|mol)")  # 2kPa, but not 2mV
 
-#: Symbols that are units in a product, though one alone could be the letter of a choice or a line.
-_IN_PRODUCT: Final = frozenset("ACFHKTV") | {"ohm"}
-_OF_SYMBOL: Final = {"J": "joule", "N": "newton", "W": "watt"}  # in products
-_WRITTEN_OUT: Final = {KNOWN[word]: word for word in _OF_SYMBOL.values()}
+#: Symbols that could be the letter of a choice: units in a product only.
+_IN_PRODUCT: Final = frozenset("ABCDEFGHIJ")
 _PRODUCT: Final = re.compile(
     r"^(?P<body>(?:(?!\\text).)*?[0-9)}!%])\s*(?P<unit>\\(?:text\{|frac\{\s*\\text|mu(?![a-z])|Omega(?![a-z])).*)$",
     re.DOTALL,
 )
 _NESTED: Final = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
-_FACTOR: Final = re.compile(r"\s*(?:([*/])\s*)?(\()?\s*([A-Za-zµ]+)\s*(?:\^\s*\{?\s*(-?[1-9])\s*\}?)?\s*(\))?\s*")
+_PLAIN_PRODUCT: Final = re.compile(  # 10 ft-lb, 5 kg*m/s^2, outside of texts
+    r"^(?P<body>[^\\]*[0-9])\s(?P<unit>(?=.*(?:[a-zµ]{2}|[A-Z]))[A-Za-zµΩ]+(?:(?:-|\s?(?:/|\\cdot)\s?|\s)[A-Za-zµΩ]+"
+    r"(?:\^\{?-?[1-9]\}?)?)+)$"
+)
+
+_INCHES: Final = re.compile(r"^((?:sq|square|cu|cubic)\s+)?in$", re.IGNORECASE)
 
 _UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
@@ -132,47 +81,14 @@ def united(text: str) -> str:
     r"""Rewrite the product of units behind a number to one text, with its factors in order; other texts are unchanged.
 
     >>> united(r"42 \text{m}\text{s}^{-2}"), united(r"8 \text{J mol^{-1} K^{-1}}"), united(r"5 \mu \text{m}")
-    ('42\\text{ m/s}^{2}', '8\\text{ K^-1*j*mol^-1}', '5\\text{ µm}')
+    ('42\\text{ m/s^2}', '8\\text{ J/K/mol}', '5\\text{ µm}')
     """
     if (found := _PRODUCT.match(text)) is None:
         return text
     flat = re.sub(rf"\\frac\s*{_NESTED}\s*{_NESTED}", r"\1/(\2)", found["unit"])
-    flat = re.sub(rf"\\text\s*{_NESTED}", r" \1 ", flat).replace(r"\cdot", "*").replace(r"\Omega", "ohm ")
-    flat = re.sub(r"\\mu\s*", "µ", flat).replace("·", "*")
-    powers: dict[str, int] = {}
-    at, below, inside = 0, False, False  # inside brackets behind a slash
-    while at < len(flat):
-        factor = _FACTOR.match(flat, at)
-        if factor is None or not (name := _of_product(factor[3])) or name in powers:
-            return text
-        sign, opened = factor[1], factor[2] is not None
-        if (opened and sign != "/") or (sign is None and below and not inside):
-            return text  # J/mol K has two readings
-        below, inside = sign == "/" or inside, (opened or inside) and factor[5] is None
-        powers[name] = (-1 if below else 1) * int(factor[4] or 1)
-        at = factor.end()
-    if len(powers) < 2 and "µ" not in flat and "ohm" not in flat and min(powers.values(), default=1) > 0:
-        return text
-    return found["body"] + _joined(powers)
-
-
-def _joined(powers: Mapping[str, int]) -> str:
-    above = sorted((name, power) for name, power in powers.items() if power > 0)
-    below = sorted((name, -power) for name, power in powers.items() if power < 0)
-    named = not _IN_PRODUCT & set(powers)  # `_unit` takes a symbol of one letter, such as N, for no unit
-    if named and len(above) == 1 == len(below) and above[0][1] == 1:  # the form of simple units
-        one, other = (_WRITTEN_OUT.get(name, name) for name in (above[0][0], below[0][0]))
-        return rf"\text{{ {one}/{other}}}" + (f"^{{{below[0][1]}}}" if below[0][1] > 1 else "")
-    joined = "*".join(name if power == 1 else f"{name}^{power}" for name, power in sorted(powers.items()))
-    return rf"\text{{ {joined}}}"
-
-
-def _of_product(symbol: str) -> str:
-    """Canonical name of a factor of a unit; "" if it is unknown."""
-    symbol = _OF_SYMBOL.get(symbol, symbol)
-    if symbol in _IN_PRODUCT or (len(symbol) > 1 and symbol not in KNOWN and _SYMBOL.fullmatch(symbol)):
-        return symbol
-    return KNOWN.get(symbol.replace("L", "l"), "µm" if symbol == "µm" else "")
+    flat = re.sub(rf"\\text\s*{_NESTED}", r" \1 ", flat).replace(r"\Omega", "ohm ").replace("·", "*")
+    unit = product(re.sub(r"\\mu\s*", "µ", flat))
+    return text if not unit or flat.strip() in _IN_PRODUCT else rf"{found['body']}\text{{ {unit}}}"
 
 
 def amount(text: str) -> tuple[str, str] | None:
@@ -192,30 +108,6 @@ def amount(text: str) -> tuple[str, str] | None:
     return str(whole), small + TWO_UNITS
 
 
-def conversion(unit: str, other: str) -> Fraction | None:
-    """Factor that converts values in `unit` to values in `other`; None if they measure different quantities.
-
-    >>> str(conversion("m^2", "cm^2")), str(conversion("km/h", "m/s")), conversion("m", "s")
-    ('10000', '5/18', None)
-    """
-    one, two = _size(unit), _size(other)
-    return one[1] / two[1] if one is not None and two is not None and one[0] == two[0] else None
-
-
-def _size(unit: str) -> tuple[str, Fraction] | None:
-    """Quantity that a unit measures, and its size in the base unit; None for an unknown unit."""
-    above, _, below = unit.removesuffix(TWO_UNITS).partition("/")
-    kinds, size = [], Fraction(1)
-    for part, sign in ((above, 1), *([(below, -1)] if below else [])):
-        name, _, power = part.partition("^")
-        if name not in _SIZES or not re.fullmatch("-?[0-9]?", power):
-            return None
-        kind, of_one = _SIZES[name]
-        kinds.append(f"{kind}^{power or 1}")
-        size *= of_one ** (sign * int(power or 1))
-    return "/".join(kinds), size
-
-
 def without_unit(text: str) -> tuple[str, str]:
     r"""Split a text into the part without its unit, and the unit: its canonical name with its power, "" if it has none
     or is unknown.
@@ -232,6 +124,8 @@ def without_unit(text: str) -> tuple[str, str]:
     found = _PLAIN.match(text)
     if found is not None and _are_unit(found["words"], bool(found["space"])):
         return found["body"].strip(), _unit(found["words"], found["power"])
+    if (found := _PLAIN_PRODUCT.match(text) if " " in text else None) is not None and (unit := product(found["unit"])):
+        return found["body"].strip(), unit
     return text, ""
 
 
@@ -246,33 +140,25 @@ def _are_unit(words: str, apart: bool) -> bool:
         return False
     if _CLOSE_SYMBOL.fullmatch(raw[0]) and all(map(_SYMBOL.fullmatch, raw)):
         return True
-    if all(part in KNOWN or part in _POWERS or part in ("per", "of") for part in parts):
+    if all(part in KNOWN or part in POWERS or part in ("per", "of") for part in parts):
         return apart or len(words) > 1
-    short = (*_POWERS, *KNOWN, "per", "of", "the", "in")
-    return apart and all(len(one) >= 4 or one.lower() in short or _SYMBOL.fullmatch(one) for one in raw)
+    short = (*POWERS, *KNOWN, "per", "of", "the", "in")
+    return apart and all(
+        len(one) >= 4 or one.lower() in short or _SYMBOL.fullmatch(one) or (len(one) > 2 and unit_named(one))
+        for one in raw
+    )
 
 
 def _unit(words: str, power: str | None) -> str:
-    if "*" in words or "^" in words:  # a product (see `united`)
-        return words.strip()
-    above, _, below = re.sub(r"\s+per\s+", "/", words.strip(" .")).partition("/")
-    if not below:
-        return _named(above, power)
-    names = _named(above, None), _named(below, power)
-    return "/".join(names) if all(names) else ""
-
-
-def _name(part: str) -> str:
-    """Canonical name of a unit; "" if it is unknown. Known names match in any case, symbols of two or more letters only
-    in their own case."""
-    return KNOWN.get(part.lower(), part if len(part) > 1 and _SYMBOL.fullmatch(part) else "")
-
-
-def _named(words: str, power: str | None) -> str:
-    parts = [part for part in re.split(r"[\s.]+", words) if part]
-    for part in parts:
-        power = power or _POWERS.get(part.lower())
-    names = [named for part in parts if (named := _name(part))]
-    if len(names) != 1 or len(parts) > 2:
+    """Canonical name of a unit: of all words, if they are one; else of the first word, if it alone is a unit."""
+    words = words.strip(" .")
+    if words.startswith(UNCLEAR):  # see `united`
+        return words
+    if words in _IN_PRODUCT:
         return ""
-    return f"{names[0]}^{power}" if power and power != "1" else names[0]
+    if unit := product(_INCHES.sub(r"\1inch", words), power):
+        return unit
+    first, *others = re.split(r"[\s./]+", words)
+    if len(others) == 1 and not unit_named(first):
+        first, others = others[0], []
+    return product(first, power) if not any(map(unit_named, others)) and first not in _IN_PRODUCT else ""
