@@ -10,6 +10,7 @@ docs/how_to/rewards.md defines which answers are right, with reasons.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 from stretto_verify.math.compare.comparison import is_product, same
@@ -48,6 +49,13 @@ _ONLY_SUBJECT = re.compile(  # of a question that has one
     r"relation|result|sequence|series|set|statement|solution|system|theorem|triangle)s?)\s+(?:is|are|will|must|would|"
     r"should)\b",
     re.IGNORECASE,
+)
+_BASES = {
+    **{"binary": "2", "ternary": "3", "octal": "8", "hexadecimal": "16", "two": "2", "three": "3", "four": "4"},
+    **{"five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "twelve": "12", "sixteen": "16"},
+}
+_BASE = re.compile(
+    r"\b(?:base[\s$-]{0,3}([0-9]{1,2}|[a-z]{3,7})|(binary|ternary|octal|hexadecimal))\b", re.IGNORECASE
 )
 _COMMA = re.compile(  # three digits are a thousand
     r"([^0-9,()\[\]]*[0-9]+),((?:[0-9]{1,2}|[0-9]{4,})[^0-9,()\[\]]*)"
@@ -136,6 +144,7 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         return False
     if prompt and _is_written_back(expected, given, found, prompt):
         return False
+    found = _in_base_of(prompt, found) if prompt and found is not None else found
     told = in_prose(given.text) if isinstance(expected, Scalar) and _is_worded(found) else None
     if told is not None:
         return bool(told.text) and judged(gold, told, prompt)
@@ -155,6 +164,16 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         return accepts(_shown(gold), _shown(given))
     except Unreadable as error:
         raise Undecided(str(error)) from None
+
+
+def _in_base_of(prompt: str, found: Node) -> Node:
+    """The structure without the base of its number, if the question asks for that base."""
+    if isinstance(found, Relation):
+        return replace(found, sides=(*found.sides[:-1], _in_base_of(prompt, found.sides[-1])))
+    if not isinstance(found, Scalar) or not found.unit.startswith("base "):
+        return found
+    named = {_BASES.get(one.lower(), one) for pair in _BASE.findall(prompt) for one in pair if one}
+    return replace(found, unit="") if found.unit.removeprefix("base ") in named else found
 
 
 def _same_statement(gold: str, given: str) -> Opinion:

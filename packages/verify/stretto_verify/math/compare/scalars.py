@@ -29,7 +29,7 @@ def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
     """Whether two scalars are equal; None if that is unknown.
 
     If both have a unit, the answer is converted. If only one has a unit, it is ignored, with two exceptions: degrees
-    are converted if the other scalar is an expression in pi, and an amount in two units ("5 feet 3 inches") differs
+    are converted if the other scalar is a multiple of pi, and an amount in two units ("5 feet 3 inches") differs
     from a number without a unit. If only one has a scaling word ("percent", "million"), two readings are tried: the
     word as a factor, and the word as a unit that the question has given.
     """
@@ -40,14 +40,24 @@ def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
         ratio = conversion(answer.unit, gold.unit)
         return ratio is not None and _same_latex(gold.latex, answer.latex, _factor(ratio * answer.scale / gold.scale))
     if "degree" in (gold.unit, answer.unit) and gold.unit != answer.unit:
-        (_, turned), (_, other) = sorted([(gold.unit, gold.latex), (answer.unit, answer.latex)], reverse=True)
-        if r"\pi" in other and r"\pi" not in turned:
+        turned, other = (gold.latex, answer.latex) if gold.unit == "degree" else (answer.latex, gold.latex)
+        if r"\pi" in other and _is_multiple_of_pi(other):
             return _same_latex(turned, other, 180 / sympy.pi)
+    if answer.unit.startswith("base ") and answer.unit != "base 10" and not gold.unit:
+        return False  # a numeral without a base is decimal, unless the question says otherwise (`reward.judged`)
     scales = gold.scale, answer.scale
     factors = [answer.scale / gold.scale]
     if scales[0] != scales[1] and 1 in scales:
         factors.append(Fraction(1))
     return any_of(_same_latex(gold.latex, answer.latex, _factor(factor)) for factor in factors)
+
+
+def _is_multiple_of_pi(latex: str) -> bool:
+    """Whether a value without a unit is an angle in radians: π/3, but not 180/π."""
+    try:
+        return not (expression(latex) / sympy.pi).has(sympy.pi)
+    except Unreadable:
+        return True
 
 
 def _factor(exact: Fraction) -> sympy.Rational:

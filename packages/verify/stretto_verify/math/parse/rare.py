@@ -38,7 +38,7 @@ _REPLACED: Final = tuple(
         ),
         (r"_\s*\{\s*(?:\(([0-9]{1,2})\)|\\(?:text|mathrm)\s*\{\s*base\s*\}\s*([0-9]{1,2}))\s*\}", r"_{\1\2}"),
         (
-            r"(?<=[0-9A-F])\s*(?:\\(?:text|mathrm)\s*\{)?\s*\(?\s*(?:in\s+)?base[\s}]+([0-9]{1,2}|two|eight|ten)\)?\s*\}?\s*$",
+            r"(?<=[0-9A-F])\s*(?:\\(?:text|mathrm)\s*\{)?\s*\(?\s*(?:in\s+)?base[\s}]+([0-9]{1,2}|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\)?\s*\}?\s*$",
             r"_{\1}",
         ),
         (

@@ -10,6 +10,7 @@ import re
 from fractions import Fraction
 from typing import Final
 
+from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.measures import KNOWN, POWERS, TWO_UNITS, UNCLEAR, conversion, product, unit_named
 
 #: Words after a number that scale it.
@@ -66,11 +67,10 @@ _PLAIN = re.compile(
     r"(?:(?:\^\s*\{?|(?<=[A-Za-z]))(?P<power>[23])\}?)?$",
     re.DOTALL,
 )
-_CIRCLE = re.compile(r"^(?P<body>[^\\]*[0-9})])\s*\^\s*\{?\\circ\s*\}?\s*(?P<scale>[CF]?)$")
+_CIRCLE = re.compile(r"^(?P<body>(?!.*\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])).*\S)\s*\^\s*\{?\\circ\s*\}?\s*(?P<scale>[CF]?)$")
 _BASE = re.compile(
-    r"^(?P<open>\()?(?P<body>-?[0-9A-Z]*[0-9][0-9A-Z]*)(?(open)\)|)_\{?(?:\\text\{)?(?P<base>[0-9]{1,2}|two|eight|ten)\}*$"
+    r"^(?P<open>\()?(?P<body>-?[0-9A-Z]*[0-9][0-9A-Z]*)(?(open)\)|)_\{?(?:\\text\{)?(?P<base>[0-9]{1,2}|[a-z]{3,7})\}*$"
 )  # 101_2
-_BASE_WORDS: Final = {"two": "2", "eight": "8", "ten": "10"}
 _DENIED = re.compile(
     r"\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial)\b",
     re.IGNORECASE,
@@ -116,7 +116,8 @@ def without_unit(text: str) -> tuple[str, str]:
     (('15', 'cm^2'), ('90', 'degree'), ('5', ''), ('3x', ''))
     """
     if (based := _BASE.match(text)) is not None:
-        return based["body"], f"base {_BASE_WORDS.get(based['base'], based['base'])}"
+        base = based["base"] if based["base"].isdigit() else counted(based["base"])
+        return (text, "") if base is None else (based["body"], f"base {base}")
     if (circle := _CIRCLE.match(text)) is not None:
         return circle["body"].strip(), f"degree {circle['scale']}".strip()
     if (found := _IN_TEXT.match(text)) is not None and not _DENIED.search(found["words"]):
