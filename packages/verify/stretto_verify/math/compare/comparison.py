@@ -280,7 +280,10 @@ def _differ_in_ends(one: Listing, other: Listing) -> bool:
 
 
 def _same_part(gold: Node, answer: Node) -> Opinion:
-    """Whether two items of lists are the same. If the item is a choice with its content, only its letter counts."""
+    """Whether two items of lists are the same. If the item is a choice with its content, only its letter counts. The
+    set of a member is not the member."""
+    if isinstance(answer, Listing) and answer.opening == "{" and not isinstance(gold, Listing | Union | Matrix | Words):
+        return False
     return same(gold, Words(answer.letter) if isinstance(answer, Letter) else answer)
 
 

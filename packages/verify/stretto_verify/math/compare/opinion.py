@@ -29,12 +29,12 @@ _FUNCTIONS = (
     "frac|sqrt|pi|theta|alpha|beta|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp|binom"
 )
 _UNDERSTOOD = re.compile(
-    r"(?:[\s0-9a-zA-Z.,+\-*/^=<>\[\])|!%$'&:}]|\((?!\s*\))|\{(?!\s*\})|(?<![0-9}])(?<![0-9}]\s)_|\\[%}\\]|\\\{(?!\s*\\\})"
+    r"(?:[\s0-9a-zA-Z.,+\-*/^=<>\[\])|!%$&:}]|(?<=[a-zA-Z])'|\((?!\s*\))|\{(?!\s*\})|(?<![0-9}])(?<![0-9}]\s)_|\\[%}\\]|\\\{(?!\s*\\\})"
     rf"|\\(?:{_FUNCTIONS}|infty|cup|le|ge|neq|begin|end|text|emptyset|mathbb|[lr]floor|[lr]ceil)(?![a-zA-Z])"
     r"|\\(?:cdot|times)(?![a-zA-Z]|\s*\\)|\\in(?=\s*[\[({\\])|\^\s*\{?\\circ|(?<=\\mathbb\{R\})\s*\\setminus(?=\s*\\\{))*"
 )
 _TRUNCATED = re.compile(
-    r"\\[lc]?dots|\.\.\.|…|[0-9a-z]\s*:\s*[0-9a-z].*:|\\text\{[^{}]*$|[-+*/^=<>]\s*\$?$"
+    r"\\[lc]?dots|\.\.\.|…|[0-9a-z]\s*:\s*[0-9a-z].*:|\\text\{[^{}]*$|(?:[-+*/^=<>]|\\(?:cdot|times|div|pm))\s*\$?$"
     r"|^(?!.*\\begin).*&|^[^|{]*\|[^|{]*(?:\|[^|]*\|[^|]*)*$"
 )
 

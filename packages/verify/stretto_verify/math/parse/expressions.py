@@ -21,6 +21,7 @@ _REPEATING = re.compile(
 _PRODUCT = re.compile(  # a product that the parser would read as a mixed number
     r"((?<![0-9.a-zA-Z_^{\\])[0-9]+(?:\.[0-9]+)?)\s*(?=\\binom|\(\s*\\frac)|(?<=\))\s*(?=\\frac)"
 )
+_PRIMED = re.compile(r"(?:_\{?([0-9a-zA-Z]+)\}?|(?<=[a-zA-Z]))('+)")
 _KEEP_CASE = ConversionConfig(lowercase_symbols=False)
 
 
@@ -70,6 +71,10 @@ def expression(latex: str) -> sympy.Basic:
     """
     if (plain := number(latex)) is not None:
         return sympy.Rational(plain.value.numerator, plain.value.denominator)
+    if "'" in latex:  # the parser would drop it
+        latex = _PRIMED.sub(lambda found: rf"_{{{found[1] or ''}{'prime' * len(found[2])}}}", latex)
+        if "'" in latex:
+            raise Unreadable(f"a prime in {latex[:60]!r} that belongs to no name")
     latex = _PRODUCT.sub(lambda factor: rf"{factor[1] or ''}\cdot ", latex)
     try:
         found = latex2sympy(latex, is_real=None, conversion_config=_KEEP_CASE, normalization_config=None)

@@ -42,6 +42,7 @@ _ALL_BUT = re.compile(
     re.IGNORECASE,
 )
 _PROPORTION = re.compile(r"([0-9]+(?:\.[0-9]+)?) to ([0-9]+(?:\.[0-9]+)?)")
+_DATE = re.compile(r"[12][0-9]{3}-(?:0[1-9]|1[0-2])-[0-3][0-9]")  # 2020-01-05; no difference is written so
 _OUT_OF = re.compile(r"([0-9]{1,9}) out of (?:every )?([1-9][0-9]{0,8})")
 _SPELT = re.compile(r"\s*(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]+(?:[ -]+[A-Za-z]+)*)\s*\}?[\s.]*")
 
@@ -64,7 +65,7 @@ def phrase(text: str) -> Node | None:
         return Listing("[" if is_closed else "(", ")", (Scalar("0"), Scalar(r"\infty")))
     if (told := amount(bare)) is not None:
         return Scalar(told[0], unit=told[1], beside=(bare,))
-    if SPOKEN.fullmatch(bare):
+    if SPOKEN.fullmatch(bare) or _DATE.fullmatch(bare):
         return Words(text)
     if (parts := _PROPORTION.fullmatch(bare)) is not None:
         return Ratio(tuple(map(Scalar, parts.groups())))

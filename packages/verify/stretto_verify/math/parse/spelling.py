@@ -404,6 +404,8 @@ def unwrapped(text: str) -> str:
         text = _MARK.sub(" ", text)
     for mark in ("**", "__"):
         text = text.removeprefix(mark).removesuffix(mark)
+    if len(text) > 2 and text[0] in "'*" and text[0] == text[-1] and text.count(text[0]) == 2:
+        text = text[1:-1]
     return _trimmed(text.replace("$$", " "))
 
 

@@ -68,6 +68,7 @@ _PLAIN = re.compile(
     re.DOTALL,
 )
 _CIRCLE = re.compile(r"^(?P<body>(?!.*\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])).*\S)\s*\^\s*\{?\\circ\s*\}?\s*(?P<scale>[CF]?)$")
+_PRIMED = re.compile(r"^(?P<body>.*[0-9])\s*(?P<marks>'{1,2})$")  # minutes, or feet
 _BASE = re.compile(
     r"^(?P<open>\()?(?P<body>-?[0-9A-Z]*[0-9][0-9A-Z]*)(?(open)\)|)_\{?(?:\\text\{)?(?P<base>[0-9]{1,2}|[a-z]{3,7})\}*$"
 )  # 101_2
@@ -120,6 +121,8 @@ def without_unit(text: str) -> tuple[str, str]:
         return (text, "") if base is None else (based["body"], f"base {base}")
     if (circle := _CIRCLE.match(text)) is not None:
         return circle["body"].strip(), f"degree {circle['scale']}".strip()
+    if text.endswith("'") and (primed := _PRIMED.match(text)) is not None:
+        return primed["body"], UNCLEAR + primed["marks"]
     if (found := _IN_TEXT.match(text)) is not None and not _DENIED.search(found["words"]):
         return found["body"].strip(), _unit(found["words"], found["power"])
     found = _PLAIN.match(text)
