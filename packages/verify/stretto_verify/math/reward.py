@@ -18,7 +18,7 @@ from stretto_verify.math.compare.equality import same_value
 from stretto_verify.math.compare.naming import is_naming, name
 from stretto_verify.math.compare.opinion import accepts, parsed_whole
 from stretto_verify.math.compare.scalars import Opinion
-from stretto_verify.math.extract.boxes import is_open
+from stretto_verify.math.extract.denials import is_open
 from stretto_verify.math.extract.final import FinalAnswer, final_answer, in_prose, stated, without_frame
 from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
 from stretto_verify.math.parse.expressions import expression

@@ -19,7 +19,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stretto_verify.math.extract.boxes import boxed, denied, is_denying, is_sentence, last_box
+from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box
+from stretto_verify.math.extract.denials import denied, is_denying
 from stretto_verify.math.extract.terms import in_digits, terms, unquoted
 from stretto_verify.math.limits import LONGEST_TAIL
 from stretto_verify.math.parse.forms import undeclared
@@ -87,7 +88,7 @@ _NEXT_CHOICE = re.compile(  # another answer behind a choice, unless a sentence 
 )
 _REASONED = re.compile(r"(yes|no|true|false)\b\W{0,3}(?:since|because|as|given|due to)\b[^\\\n]*", re.IGNORECASE)
 _CORRECTED = re.compile(  # "The answer is 42. No, 43."
-    r"[.!?;}\n]\s{0,8}(?:no|wait|actually|sorry|oops|correction)\b[,.:!]?\s{1,8}(?:[^.\n0-9$\\]{0,60}[:,]\s{0,8})?"
+    r"[.!?;}\n]\s{0,8}(?:no|wait|actually|sorry|oops|correction|(?:just )?kidding|scratch that)\b[,.:!]?\s{1,8}(?:[^.\n0-9$\\]{0,60}[:,]\s{0,8})?"
     r"(?:(?:it|that|the answer)(?:'s|\s(?:is|was|should be|must be))\s{1,8})?"
     r"(?P<piece>\$[^$\n]{1,80}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?)[.!]?\s*$",
     re.IGNORECASE,

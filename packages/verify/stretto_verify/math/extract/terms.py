@@ -28,6 +28,7 @@ _ANSWER = re.compile(r'"(?:final[ _])?answer"\s*:\s*"((?:[^"\\\n]|\\.)*)"', re.I
 
 _DIGIT = re.compile(r"(?![0-9])\d")
 _MARKS = str.maketrans("٫٬⁄", ".,/")
+_NEGATIVE = re.compile(r"(?<![胜勝正])(?:[负負]|マイナス|마이너스)\s?(?=[0-9])")
 _VULGAR = re.compile(r"(?<![^\s(:=$*-])([0-9]{0,9})([½⅓⅔¼¾⅕-⅞])(?![A-Za-z0-9π(√^²³])")  # not in ½π, √½
 
 
@@ -36,7 +37,8 @@ def in_digits(text: str) -> str:
     if text.isascii():
         return text
     text = _VULGAR.sub(lambda found: f"{found[1]} {normalize('NFKC', found[2])}".strip(), text)
-    return _DIGIT.sub(lambda found: str(int(found[0])), text.translate(_MARKS))
+    text = _DIGIT.sub(lambda found: str(int(found[0])), text.translate(_MARKS))
+    return _NEGATIVE.sub("-", text)
 
 
 def unquoted(text: str) -> str:

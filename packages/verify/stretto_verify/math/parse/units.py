@@ -73,7 +73,7 @@ _BASE = re.compile(
     r"^(?P<open>\()?(?P<body>-?[0-9A-Z]*[0-9][0-9A-Z]*)(?(open)\)|)_\{?(?:\\text\{)?(?P<base>[0-9]{1,2}|[a-z]{3,7})\}*$"
 )  # 101_2
 _DENIED = re.compile(
-    r"\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial)\b",
+    r"\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial|fails?|excluded)\b",
     re.IGNORECASE,
 )
 

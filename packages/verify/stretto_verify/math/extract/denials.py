@@ -1,0 +1,99 @@
+"""Denials in prose: "not 42", "42 is wrong", "more than 42", "twice 42"; in other languages, "no es 42", "42 ではない".
+
+A reading may pass over words, but not over one that denies. Words of denial are few in each language, and stand close to
+what they deny: before it ("no es 42") or behind it ("42 değil").
+"""
+
+from __future__ import annotations
+
+import re
+
+_TURN = (  # words that end the scope of a denial
+    r"\b(?:but|so|hence|thus|therefore|then|giving|which gives|sino|pero|y|mais|donc|et|sondern|aber|also|und|quindi|mas"
+    r"|maar|utan|men|ale|lecz|ama|tetapi|melainkan|mà|hanem|vaan|но|а|и|поэтому|значит|αλλά|بل|אלא)\b"
+)
+#: Words of languages with Latin letters; those that mean something else in English stand with a verb.
+_FOREIGN = (
+    r"non|pas|jamais|nicht|kein(?:e[nrms]?)?|keinesfalls|keineswegs|niemals|no (?:es|son|era|fue|ser[íi]a?|puede ser|vale)"
+    r"|nunca|tampoco|não|niet|geen|nooit|inte|aldrig|ikke|aldri|nie|není|nejsou|nikdy|nu (?:este|e|sunt)|nem|ei ole"
+    r"|bukan(?:lah)?|tidak|không"
+)
+_DENIED_BEFORE = re.compile(
+    rf"(?:\b(?:not|{_FOREIGN})\b(?!-)|n't\b|\bnever\b|\bneither\b|\bnor\b|\bcannot be\b|\brather than\b"
+    r"|\binstead of\b|\\neq?|≠|!=|\bby no means\b|\bno way\b"
+    r"|(?<!no )\bdoubt\b|\bimpossible\b|\bunlikely\b|\bhardly\b|\b(?:any|every)thing but\b|\bexcept\b|\bother than\b"
+    r"|\bfar from\b)"
+    rf"(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$",
+    re.IGNORECASE,
+)
+_DENIED_BEFORE_ELSEWHERE = re.compile(  # in other scripts
+    r"(?:\b(?:не|ни|ні|није|никогда|ніколи|нельзя|δεν|όχι|ليس|ليست|لا|ليسا|לא|אינ[הו]|איננ[הו])\b|ไม่)"
+    rf"(?:(?!{_TURN})[^.,;:\n!?0-9$،؛]){{0,24}}\$?$"
+    r"|(?:不(?:可能|应该?|應該?|会|會|能|再|会?应该?)?(?:是|为|為|等于|等於|得|选|選|对|對)|[并並绝絕而]?非|≠)[\s(（$\\*{“「\"'択择擇项項:：]{0,6}$"
+)
+_LABELLED = re.compile(  # "This is not the final answer: 42"
+    r"(?:\b(?:not|never|wrong|false|incorrect)|n't)\b[^.,;:\n!?0-9$]{0,30}\banswer\b[^.,;:\n!?0-9$]{0,10}[:：]\s*[$(*]{0,3}$",
+    re.IGNORECASE,
+)
+_BESIDE = re.compile(  # the answer is another number, described by this one
+    r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than"
+    r"|exceed(?:s|ing)?"
+    r"|without|exclud(?:e[sd]?|ing)|differ(?:s|ent)? from|unequal to|menos|moins|минус"
+    r"|below|above|beyond|close to|nearly|almost|twice|double|triple|half(?: of)?|thrice|divisible by"
+    r"|(?:square|cube|square root|cube root|root|sqrt|opposite|reciprocal|negative|inverse|double|half|multiple"
+    r"|log|logarithm|ln|sine?|cosine|tangent|factorial|floor|ceiling|derivative|integral|absolute value"
+    r"|third|quarter|fifth|tenth|digits?|divisors?|factors?|power|remainder) of)"
+    r"\s*[$(*{\\]{0,3}\s*$",
+    re.IGNORECASE,
+)
+_OPEN = r"(?:or|and) (?:more|less|greater|fewer|larger|smaller|bigger|higher|lower|above|below|beyond|up|over)"
+_OPEN_BEHIND = re.compile(rf"{_OPEN}\W*$", re.IGNORECASE)
+_DENIED_AFTER = re.compile(
+    r"^[\s$.)}*]{0,3}\s*(?:isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
+    r"|(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible|too)\b"
+    r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b|(?:is|was) (?:ruled out|excluded|no answer)"
+    r"|would be (?:a mistake|wrong|incorrect)|\?\s*not\b"
+    rf"|\s(?:squared|cubed|factorial|less (?:one|[0-9])|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
+    re.IGNORECASE,
+)
+#: "42 no es …", "42 ist falsch", "42 değil"
+_DENIED_AFTER_ELSEWHERE = re.compile(
+    r"^[\s$.)}*\"”」]{0,3}\s*(?:(?:ist|es|est|é|è|är|er|je|jest|este|to|là|adalah)\s+(?:nicht|kein\w*|falsch|no|non|não|niet|inte|ikke|nie"
+    r"|fals[oaeă]?\b|incorrect\w*|faux|fausse|errad[oa]|errat[oa]|sbagliat[oa]|fel\b|forkert|feil|fout|onjuist|błędn\w*|špatn\w*"
+    r"|yanlış|salah|sai\b|greșit\w*)|(?:no|non|não|nu|nem|ei|n'est|is niet|není|nie jest|bukan|không)\s+(?:es|son|è|é|este|ole|pas|la|phải)\b"
+    r"|není\b|nem\b|değil|yanlış|bukan\b"
+    r"|[—–-]?\s*(?:это\s+)?(?:не\b|неверн|неправильн|ошибочн|ні\b|невірн)"
+    r"|نیست|ليس|خطأ|غلط|नहीं|गलत|לא\b|שגוי"
+    r"|(?:は|が)?\s*(?:では|じゃ|で)(?:ない|ありません|なく)|(?:は|が)\s*(?:間違|誤り|違|不正解)|とは?異なる|以外"
+    r"|(?:가|이|은|는)?\s*(?:아니|아닙|아님|아닌|틀[렸린])"
+    r"|[是这這个個答案，,\s]{0,6}(?:不是|不对|不對|不正[确確]|不成立|不符|[错錯]|并不|並不|以外|除外|是不))",
+    re.IGNORECASE,
+)
+_DENYING_ELSEWHERE = re.compile(
+    rf"\b(?:{_FOREIGN})\b|\b(?:не|ни|ні|није|δεν|όχι|ليس|ليست|לא|אינ[הו])\b|नहीं"
+    r"|(?:不(?:可能|应该?|應該?|会|會|能)?(?:是|为|為|等于|等於|选|選)|[并並绝絕]非)[择擇项項:：\s]{0,3}$",
+    re.IGNORECASE,
+)
+_DENYING = re.compile(r"\b(?:not|never|doubt|impossible|unlikely|wrong|incorrect|false)\b|n't\b", re.IGNORECASE)
+_SEEN = 60, 40  # characters before and after that are searched
+
+
+def denied(text: str, start: int, end: int) -> bool:
+    """Whether the text denies that its part from `start` to `end` is the answer, or only uses it to describe another
+    number."""
+    before, after = text[max(0, start - _SEEN[0]) : start], text[end : end + _SEEN[1]]
+    if any(form.search(before) for form in (_DENIED_BEFORE, _LABELLED, _BESIDE)) or _DENIED_AFTER.search(after):
+        return True
+    return _DENIED_AFTER_ELSEWHERE.search(after) is not None or (
+        not before.isascii() and _DENIED_BEFORE_ELSEWHERE.search(before) is not None
+    )
+
+
+def is_open(answer: str) -> bool:
+    """Whether an answer is a range with an open end: "42 or more"."""
+    return _OPEN_BEHIND.search(answer) is not None
+
+
+def is_denying(words: str) -> bool:
+    """Whether the words that introduce an answer deny it: "the answer is not", "I doubt that the answer is"."""
+    return _DENYING.search(words) is not None or _DENYING_ELSEWHERE.search(words) is not None
