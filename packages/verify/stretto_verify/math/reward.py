@@ -20,6 +20,7 @@ from stretto_verify.math.compare.opinion import accepts, parsed_whole
 from stretto_verify.math.compare.scalars import Opinion
 from stretto_verify.math.extract.denials import is_open
 from stretto_verify.math.extract.final import FinalAnswer, final_answer, in_prose, stated, without_frame
+from stretto_verify.math.extract.subjects import is_of_another, subject
 from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
 from stretto_verify.math.parse.expressions import expression
 from stretto_verify.math.parse.forms import undeclared
@@ -77,7 +78,11 @@ def math(prompt: str, completion: str, answer: str) -> bool:
     try:
         with limited_time():
             given = final_answer(without_frame(completion.replace("’", "'"), prompt.replace("’", "'")))
-            return given is not None and bool(given.text.strip()) and judged(expected, given, prompt)
+            if given is None or not given.text.strip():
+                return False
+            if (named := subject(answer)) and is_of_another(named, completion, given.text):
+                return False
+            return judged(expected, given, prompt)
     except (TooLong, Undecided):
         return not gold(prompt, completion, answer)  # raises Undecided if the gold answer is at fault
 

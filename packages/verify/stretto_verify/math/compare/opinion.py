@@ -48,9 +48,9 @@ def accepts(gold: str, answer: str) -> bool:
     """
     if not {*_WORD.findall(answer)} <= {*_WORD.findall(gold)}:
         return False  # a result read from a word that the gold answer lacks is not in the gold answer
+    one, other = parsed_whole(gold), parsed(answer)
     if gold.count("'") != answer.count("'"):
         return False  # math-verify drops primes
-    one, other = parsed_whole(gold), parsed(answer)
     if not verify(one, other, timeout_seconds=None) or not same_parsed(one[0], other[0]):
         return False
     return all(_is_read(part, answer, other[0]) for part in _PART.finditer(answer))

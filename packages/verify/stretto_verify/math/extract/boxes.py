@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from stretto_verify.math.extract.denials import denied
+from stretto_verify.math.extract.glued import with_glued
 from stretto_verify.math.parse.structure import says_nothing
 
 _BOX = re.compile(r"(?:\\(?:boxed|fbox|framebox)\s*|(?<![A-Za-z\\])boxed)(?=\{)")
@@ -62,6 +63,8 @@ def boxed(text: str) -> str | None:
             break
         kept.insert(0, box)
     contents = [_inner(box.content) for box in kept]
+    if len(kept) == 1:
+        return with_glued(contents[0], text[: kept[0].start], text[kept[0].end :])
     return ",".join(dict.fromkeys(contents))
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box
 from stretto_verify.math.extract.denials import denied, is_denying
+from stretto_verify.math.extract.subjects import is_named
 from stretto_verify.math.extract.terms import in_digits, terms, unquoted
 from stretto_verify.math.limits import LONGEST_TAIL
 from stretto_verify.math.parse.forms import undeclared
@@ -249,10 +250,12 @@ def _whole(text: str) -> FinalAnswer | None:
 
 
 def stated(text: str) -> str | None:
-    """Predicate of a short sentence ("true" in "The statement is true."); None if it is negated, or there is no single
-    predicate."""
+    """Predicate of a short sentence ("true" in "The statement is true."); None if it is negated, there is no single
+    predicate, or its subject has a name."""
     found = _STATEMENT.fullmatch(text)
     if found is None or len(_STATES.findall(text)) > 1 or is_denying(text) or _NEGATED.search(found["subject"]):
+        return None
+    if is_named(found["subject"]):  # "Alice is taller" says who is
         return None
     return found["said"] if says_nothing(found["subject"]) else None
 

@@ -1,0 +1,133 @@
+r"""What is written beside a box and belongs to it: ``\boxed{12}\pi`` is 12π, ``-\boxed{12}`` is -12, ``\boxed{12}`` cm
+is 12 cm.
+
+A box marks the answer, but it is not the whole of it where a sign, a digit or a unit continues its formula. An equation
+before it does not: ``x = \boxed{12}`` is 12.
+"""
+
+from __future__ import annotations
+
+import re
+
+from stretto_verify.math.parse.measures import KNOWN, product
+from stretto_verify.math.parse.units import MAGNITUDES
+
+_OPERATOR = r"\\(?:cdot|times|div|pm|mp)(?![a-zA-Z])"
+_FUNCTION = r"\\(?:pi|sqrt|[dtc]?frac|binom|ln|log|sin|cos|tan|theta)(?![a-zA-Z])"
+_BEFORE = re.compile(  # within a formula
+    rf"(?:[0-9]|(?<![-:>])[-−]\s*|[+/^_]\s*|(?<!\*)\*\s*|{_OPERATOR}\s*|\\(?:sqrt|[dtc]?frac\s*\{{[^{{}}]*\}})\s*"
+    r"|(?:\\[dtc]?frac|\\sqrt(?:\[[0-9]\])?|[\^_])\s*(?:\{[^{}]*\}\s*)?\{[^{}]*)$"
+)
+_BEHIND = re.compile(
+    rf"\s*(?:\^|_(?=[0-9a-zA-Z{{])|\\?%|[+/](?=\s*[0-9a-zA-Z\\({{])|\*(?!\*)(?=\s*[0-9a-zA-Z\\({{])|-(?=\s*[0-9a-zA-Z\\({{])"
+    rf"|{_OPERATOR}|{_FUNCTION}|[×·÷±])|[0-9]|[.,:][0-9]|[a-zA-Z](?![a-zA-Z])"
+)
+_MARK_BEHIND = re.compile(r"\s*(?:!|')")  # in dollar signs only: elsewhere an exclamation, a quotation
+_BEFORE_IN_PROSE = re.compile(r"(?:(?<![0-9.,])[0-9]{1,9}|(?<![\w:>-])[-−])$")
+_BEHIND_IN_PROSE = re.compile(
+    rf"[0-9]|[.,:][0-9]|\^|_[0-9{{]|/[0-9]|(?:\s*(?:×|\\times(?![a-z])))\s*10|{_FUNCTION}|[a-z](?![a-zA-Z'])"
+)
+_OPENING = re.compile(r"\$|(?<!\\)\\[(\[]|\n")
+_CLOSING = re.compile(r"\$|(?<!\\)\\[)\]]|\n")
+_PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+_NO_WORD = re.compile(r"\\(?:text|mathrm|textbf|begin|end|color|textcolor)\s*\{[^{}]*\}|\\[a-zA-Z]+")
+_SIDE_BEFORE = re.compile(
+    r"=|<|>|\\(?:le|ge|leq|geq|neq|ne|approx|equiv|in|to|implies|Rightarrow|rightarrow|iff|therefore|quad|qquad|text\{[^{}]*\})"
+    r"(?![a-zA-Z])|&|\\\\|[,;:]\s|⇒|→"
+)
+_SIDE_BEHIND = re.compile(
+    r"=|<|>|\\(?:le|ge|leq|geq|neq|ne|approx|equiv|implies|Rightarrow|quad|qquad|text|mathrm|tag|pmod|blacksquare)(?![a-zA-Z])|&"
+    r"|\\\\|;|,(?![0-9])|\.(?![0-9])|≈|⇒|→"
+)
+_ATOM = re.compile(r"[0-9.,]+|[a-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})*")
+_OR = re.compile(r"\$?\s+or\s+\$?(-?[0-9][0-9./]*)\$?(?=[\s.,;:]|$)")
+_LIST_NUMBER = re.compile(r"\s*(?:[0-9]+[.)]|[-*+•]\s)\s*")
+_UNIT = re.compile(
+    r"[\s$~]*(?:\\[,;: ]\s*)*(?:\\(?:text|mathrm|rm|mbox)\s*\{~?\s*(?P<text>[^{}]*)\}(?P<power>\^\{?-?[1-9]\}?)?"
+    r"|(?P<words>[a-zA-Z]{2,}(?: [a-zA-Z]+){0,3}))"
+)
+
+
+def with_glued(content: str, before: str, after: str) -> str:
+    r"""The content of a box together with what belongs to it of the text before and after the box.
+
+    >>> with_glued("12", "so it is $", r"\pi$."), with_glued("12", "$x = ", "$, which is 3 more."), with_glued("5", "", " cm")
+    ('12\\pi', '12', '5\\text{ cm}')
+    """
+    left, opened = _segment_before(before)
+    right, closed = _segment_behind(after)
+    if _PLAIN_WORD.search(_NO_WORD.sub(" ", f"{left} | {right}")):
+        glued = _in_prose(content, left, right)
+    else:
+        glued = _in_formula(content, left, right, is_marked=opened and closed)
+    if glued is not None:
+        return glued
+    if (other := _OR.match(after)) is not None:
+        return f"{content}, {other[1]}"
+    return _with_unit(content, after)
+
+
+def _segment_before(before: str) -> tuple[str, bool]:
+    """The text from the last sign that may open a formula, and whether there is one."""
+    found = [one for one in _OPENING.finditer(before, max(0, len(before) - 200))]
+    return (before[found[-1].end() :], found[-1][0] != "\n") if found else (before[-200:], False)
+
+
+def _segment_behind(after: str) -> tuple[str, bool]:
+    found = _CLOSING.search(after, 0, 200)
+    return (after[: found.start()], found[0] != "\n") if found is not None else (after[:200], False)
+
+
+def _in_prose(content: str, left: str, right: str) -> str | None:
+    before = _BEFORE_IN_PROSE.search(left)
+    behind = _BEHIND_IN_PROSE.match(right)
+    if behind is not None and right[behind.start()].isalpha() and not content[-1:].isdigit():
+        behind = None
+    if before is None and behind is None:
+        return None
+    tail = "" if behind is None else right[: behind.end()] + right[behind.end() :].split(" ")[0].rstrip(".,;:!?*)")
+    return f"{before[0] if before is not None else ''}{_atom(content)}{tail}"
+
+
+def _in_formula(content: str, left: str, right: str, *, is_marked: bool) -> str | None:
+    """The side of the formula in which the box stands; None if the box is the whole side."""
+    cut = [one.end() for one in _SIDE_BEFORE.finditer(left)]
+    left = left[cut[-1] :] if cut else left
+    opened = left.count("(") - left.count(")")
+    if opened > 0 and is_marked and (closing := _closing(right, opened)) is not None:
+        return None if not right[:closing].strip(" )\\") else f"{left}{_atom(content)}{right[:closing]}"
+    before = None if _LIST_NUMBER.fullmatch(left) else _BEFORE.search(left)
+    behind = _BEHIND.match(right) or (_MARK_BEHIND.match(right) if is_marked else None)
+    if before is None and behind is None:
+        return None
+    end = _SIDE_BEHIND.search(right)
+    return f"{left}{_atom(content)}{right[: end.start()] if end is not None else right}"
+
+
+def _closing(right: str, level: int) -> int | None:
+    for at, letter in enumerate(right):
+        level += (letter == "(") - (letter == ")")
+        if level == 0:
+            return at + 1
+    return None
+
+
+def _atom(content: str) -> str:
+    return content if _ATOM.fullmatch(content) else f"({content})"
+
+
+def _with_unit(content: str, after: str) -> str:
+    found = _UNIT.match(after)
+    if found is None or not content[-1:].isdigit():
+        return content
+    if found["words"] is None:
+        is_unit = bool(product(found["text"], "2" if found["power"] else None))
+        return rf"{content}\text{{ {found['text'].strip()}}}{found['power'] or ''}" if is_unit else content
+    words = found["words"].split(" ")
+    for count in range(len(words), 0, -1):
+        told = " ".join(words[:count])
+        if told in MAGNITUDES:
+            return f"{content} {told}"
+        if told.lower() in KNOWN or (count > 1 and words[0].lower() != "in" and product(told)):
+            return rf"{content}\text{{ {told}}}"
+    return content
