@@ -136,11 +136,12 @@ class Broadcast:
         """Prepare transfers to the server `engine`; `open` connects to it. `post` sends an HTTP request to the server.
 
         Args:
-        host: address of this machine at which the server can reach it.
-        ranks: number of the server's ranks (tensor times data parallel size).
-        seconds: time limit of a join, of each request and of each broadcast.
-        backend: "gloo" for tensors on the CPU, "nccl" for a GPU.
-        device: device from which the tensors are sent."""
+            host: address of this machine at which the server can reach it.
+            ranks: number of the server's ranks (tensor times data parallel size).
+            seconds: time limit of a join, of each request and of each broadcast.
+            backend: "gloo" for tensors on the CPU, "nccl" for a GPU.
+            device: device from which the tensors are sent.
+        """
         self.engine = engine
         self._post, self._orders, self._seconds = post, orders, seconds
         self._host, self._world_size, self._name = host, ranks + 1, orders.group

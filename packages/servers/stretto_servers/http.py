@@ -29,10 +29,11 @@ class JsonServer:
         """Create a client of the server at `address`; nothing is sent yet.
 
         Args:
-        name: name of the server in errors.
-        address: ``host:port``.
-        seconds: longest wait for a reply.
-        token_seconds: longest wait for the next tokens of a stream."""
+            name: name of the server in errors.
+            address: ``host:port``.
+            seconds: longest wait for a reply.
+            token_seconds: longest wait for the next tokens of a stream.
+        """
         self.name = name
         self._owner = f"the adapter of {name}"
         self._seconds, self._token_seconds = seconds, token_seconds

@@ -76,17 +76,18 @@ class Mirror:
         """Prepare pulls into `folder`, which is created.
 
         Args:
-        source: ``host:port`` of the weights server; `key`: its bearer token.
-        run: the run's name; ValueError if it is not a name of a run.
-        folder: the local mailbox, in which versions are written.
-        tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; None if the server has none.
-        delta: whether a delta from a local version is requested instead of the whole version: "auto" uses the faster
-            of the two, by its own measurements; "always" requests one whenever there is a local version.
-        patience: seconds without a new byte, over all attempts, after which the server counts as lost.
-        seconds: a pull ends after this many seconds without a byte received or checked; its total time is not
-            limited.
-        part_size: a file larger than this many bytes is transferred in parts, over several connections at once.
-        beside: returns the mailboxes of other mirrors on this machine, which may have a version already."""
+            source: ``host:port`` of the weights server; `key`: its bearer token.
+            run: the run's name; ValueError if it is not a name of a run.
+            folder: the local mailbox, in which versions are written.
+            tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; None if the server has none.
+            delta: whether a delta from a local version is requested instead of the whole version: "auto" uses the
+                faster of the two, by its own measurements; "always" requests one whenever there is a local version.
+            patience: seconds without a new byte, over all attempts, after which the server counts as lost.
+            seconds: a pull ends after this many seconds without a byte received or checked; its total time is not
+                limited.
+            part_size: a file larger than this many bytes is transferred in parts, over several connections at once.
+            beside: returns the mailboxes of other mirrors on this machine, which may have a version already.
+        """
         prefix(run)
         self.source, self.folder, self._key, self._run = source, folder, key, run
         self._tls = tls_context(tls) if tls is not None else None

@@ -137,7 +137,8 @@ class Match(enum.Enum):
 
 
 def compare(one: Message, other: Message) -> Match:
-    """Compare a sampled message with the one that a client sends back.
+    """Compare a sampled message with the one that a client sends back: EQUAL, EQUAL_AS_JSON if only the texts of call
+    arguments differ, or DIFFERENT.
 
     All fields count, also ids of calls and names of authors. A message without its reasoning is DIFFERENT.
     """

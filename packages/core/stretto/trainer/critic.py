@@ -68,7 +68,8 @@ class Critic(Optimizer):
         return score_tokens(batch, capacity, self.device, self.values, self._continues, self.ranks)
 
     def _continues(self, path: PathTokens) -> bool:
-        """Whether the state after the path's last token has a value."""
+        """Whether the state after the path's last token has a value: for truncated paths, with ``truncated =
+        "bootstrap"``."""
         return path.stop_reason is StopReason.LENGTH and self._truncated == "bootstrap"
 
     def fit(self, part: Minibatch, step: int, *, version: int) -> tuple[Tensor, OptimizerStep]:

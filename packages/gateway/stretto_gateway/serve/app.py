@@ -94,9 +94,10 @@ class ServeApp(ChatServer):
         """Serve the requests of every dialect with `engine`.
 
         Args:
-        tokens: application with the engine's own interface (MessagePack).
-        api_key: key that is required for all paths but /health; "" for none.
-        names: names of this server; requests with another ``Host`` are refused. None allows every name."""
+            tokens: application with the engine's own interface (MessagePack).
+            api_key: key that is required for all paths but /health; "" for none.
+            names: names of this server; requests with another ``Host`` are refused. None allows every name.
+        """
         conversations: list[Dialect] = [ChatDialect(strict=True), ResponsesDialect(), MessagesDialect()]
         super().__init__(model, [*conversations, CompletionsDialect(), TokenIdsDialect()], names)
         self._engine, self._tokens, self._api_key = engine, tokens, api_key.encode()

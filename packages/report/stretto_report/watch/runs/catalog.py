@@ -51,9 +51,10 @@ class Catalog:
         """Prepare the search for runs in the folders `roots`; nothing is read yet.
 
         Args:
-        cache: folder for caches of what was read; None: in the user's cache folder.
-        most_runs: most runs that are shown; if there are more, the newest.
-        most_held: most bytes of the tables of all open runs together."""
+            cache: folder for caches of what was read; None: in the user's cache folder.
+            most_runs: most runs that are shown; if there are more, the newest.
+            most_held: most bytes of the tables of all open runs together.
+        """
         self._roots = [root.resolve() for root in roots]
         self._cache = cache or cache_folder() / "watch"
         self._most_runs, self._most_held = most_runs, most_held
