@@ -36,7 +36,7 @@ def loop(function: Any) -> Any:
 
 @inlined
 def load(address: Any, at: Any, row: Any, half: Any) -> None:
-    """Read numbers from index `at` on into `row`."""
+    """Fill `row` (float32) with the numbers from index `at` on; `half`: they are bfloat16."""
     count = U(len(row))
     if half:
         numbers = halves(address, at + count)
@@ -50,7 +50,7 @@ def load(address: Any, at: Any, row: Any, half: Any) -> None:
 
 @inlined
 def store(address: Any, at: Any, row: Any, half: Any) -> None:
-    """Write `row` from index `at` on."""
+    """Write `row` (float32) from index `at` on; `half`: rounded to bfloat16."""
     count = U(len(row))
     if half:
         numbers = halves(address, at + count)
@@ -82,8 +82,8 @@ def _norm(
     first: Any, end: Any, part: Any, x: Any, added: Any, total: Any, weight: Any, out: Any, width: Any, eps: Any,
     half: Any,
 ) -> None:  # fmt: skip
-    """Write x + added to `total`, and the norm of the sum to `out`. `added` 0: write only the norm of x. `weight` 0:
-    write only the sum."""
+    """Write x + added to `total`, and the norm of the sum to `out`, for a thread's rows (`over`). `added` 0: write only
+    the norm of x. `weight` 0: write only the sum."""
     weights = floats(weight, width)
     row, more = np.empty(width, np.float32), np.empty(width, np.float32)
     for t in range(U(first), U(end)):
@@ -106,8 +106,9 @@ def _norm_back(
     first: Any, end: Any, part: Any, x: Any, weight: Any, gradient: Any, beside: Any, sums: Any, out: Any, copy: Any,
     width: Any, eps: Any, half: Any,
 ) -> None:  # fmt: skip
-    """Write the gradient of x, computed from that of x's norm, plus `beside` (0: nothing) to `out`. `copy`: gets the
-    result in the dtype of computation; 0: none."""
+    """Write the gradient of x, computed from that of x's norm, plus `beside` (0: nothing) to `out`, for a thread's rows
+    (`over`), and add the gradient of the weight to row `part` of `sums`. `copy`: gets the result in the dtype of
+    computation; 0: none."""
     weights = floats(weight, width)
     summed = floats(sums + 4 * part * width, width)
     row, back, more = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
@@ -130,7 +131,8 @@ def _heads(
     first: Any, end: Any, part: Any, x: Any, begin: Any, stride: Any, weight: Any, cos: Any, sin: Any, out: Any,
     heads: Any, width: Any, eps: Any, half: Any,
 ) -> None:  # fmt: skip
-    """Norm and rotate heads that start at column `begin` of rows of `stride` numbers. `weight` 0: no norm."""
+    """Norm and rotate a thread's rows (`over`) of heads, which start at column `begin` of rows of `stride` numbers.
+    `weight` 0: no norm."""
     weights = floats(weight, width)
     coss, sins = np.empty(width, np.float32), np.empty(width, np.float32)
     head, turned = np.empty(width, np.float32), np.empty(width, np.float32)
@@ -152,7 +154,8 @@ def _heads_back(
     first: Any, end: Any, part: Any, x: Any, begin: Any, stride: Any, weight: Any, cos: Any, sin: Any, gradient: Any,
     sums: Any, out: Any, heads: Any, width: Any, eps: Any, half: Any,
 ) -> None:  # fmt: skip
-    """Gradient of the columns of x from the gradient of the heads; written to `out`, which is laid out as x."""
+    """Write the gradient of the columns of x, computed from that of the heads, to `out`, which is laid out as x, for a
+    thread's rows (`over`). With a weight (not 0), add its gradient to row `part` of `sums`."""
     weights, middle = floats(weight, width), U(width // 2)
     summed = floats(sums + 4 * part * width, width)
     coss, sins = np.empty(width, np.float32), np.empty(width, np.float32)
@@ -188,7 +191,8 @@ def _gate(first: Any, end: Any, part: Any, both: Any, out: Any, width: Any, half
 def _gate_back(
     first: Any, end: Any, part: Any, both: Any, gradient: Any, out: Any, backs: Any, width: Any, half: Any
 ) -> None:
-    """Gradient of gate and up, side by side in `backs`; the gate's result once more in `out`."""
+    """Write the gradient of gate and up, side by side, to `backs`, and the gate's result once more to `out`, for a
+    thread's rows (`over`)."""
     asked, up, back = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     for t in range(U(first), U(end)):
         at = t * U(width)
