@@ -114,7 +114,7 @@ class Ledger:
             raise StoreError(f"{path}: cannot be read: {error}") from error
 
     def _read_back(self) -> None:
-        """Restore live rows, counts and keys from the file."""
+        """Restore live rows, counts and keys from the file. Raises StoreError if a row is damaged."""
         for group_id, *columns in self._query(_LIVE):
             row = LiveRow.restored(tuple(columns))
             self._live[trajectory_id(group_id, row.member)] = row
@@ -134,7 +134,11 @@ class Ledger:
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
         """Record that a group of `members` trajectories is in flight, admitted at `admitted_version`, as ``group_id/0``
-        to ``group_id/{members - 1}``."""
+        to ``group_id/{members - 1}``.
+
+        Raises:
+            StoreError: the group was issued before.
+        """
         key = self._next_key
         if trajectory_id(group_id, 0) in self._live:
             raise StoreError(f"{self._path}: group {group_id} was issued before")
@@ -150,7 +154,8 @@ class Ledger:
         self._flush_if_due()
 
     def buffer(self, group: Group) -> None:
-        """Record that the trajectories of `group` are judged and wait to be trained on."""
+        """Record that the trajectories of `group` are judged and wait to be trained on. Raises StoreError if one is not
+        in flight."""
         for trajectory in group.trajectories:
             self._move(trajectory.id, State.BUFFERED, "", trajectory)
 
@@ -161,6 +166,9 @@ class Ledger:
             state: filtered, expired or failed.
             reason: why, for readers of the run.
             trajectory: the judged trajectory; None if it has no completion.
+
+        Raises:
+            StoreError: `state` is another state, or the trajectory cannot enter it.
         """
         if state not in UNTRAINED:
             raise StoreError(f"trajectory {id} cannot be settled as {state}; only commit_batch trains")
@@ -168,7 +176,11 @@ class Ledger:
 
     def commit_batch(self, batch: Batch) -> None:
         """Record that the trainer trains on this batch, in step `batch.step`. On return, the batch and all earlier
-        changes are in the file."""
+        changes are in the file.
+
+        Raises:
+            StoreError: a trajectory is not buffered; nothing is recorded. Or the file cannot be written.
+        """
         step = step_columns(batch, time.time())
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         for trajectory in trajectories:
@@ -227,7 +239,11 @@ class Ledger:
 
     def end_call(self, id: str, number: int, reply: bytes) -> None:
         """Record the encoded `reply` to call `number` of the trajectory `id`. The call may have been begun by an
-        earlier process of the run."""
+        earlier process of the run.
+
+        Raises:
+            StoreError: the call was never begun, or has ended.
+        """
         row = self._row(id)
         if number not in row.open_calls:
             raise StoreError(f"{self._path}: call {number} of trajectory {id} was never begun, or has ended")
@@ -323,7 +339,11 @@ class Ledger:
     # Writing.
 
     def flush(self) -> None:
-        """Write all buffered changes in one transaction; does nothing if there are none."""
+        """Write all buffered changes in one transaction; does nothing if there are none.
+
+        Raises:
+            StoreError: the file is gone or cannot be written; so does every later call.
+        """
         if self._broken is not None:
             raise self._broken
         self._flushed = self._clock()

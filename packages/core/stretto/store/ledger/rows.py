@@ -191,7 +191,8 @@ class LiveRow:
 
 
 def _sampled(segments: Sequence[Segment]) -> tuple[int, int | None, int | None, int]:
-    """Return (number of sampled tokens, oldest version that sampled one, newest version, number of interruptions)."""
+    """Return (number of sampled tokens, oldest version that sampled one, newest version, number of interruptions). Both
+    versions are None if no token was sampled."""
     tokens = interrupted = 0
     oldest = newest = None
     for segment in segments:
