@@ -58,14 +58,9 @@ class SharedMemoryPublisher:
     """
 
     def __init__(self, run: str, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Create the folder, if it is missing.
-
-        `dtype`: dtype of published floating-point numbers; None: unchanged. If all engines compute in bfloat16,
-        publishing in bfloat16 halves the size and gives them the same weights.
-
-        Raises:
-            ValueError: the run name has characters other than letters, digits, "_" and ".".
-        """
+        """Create the folder, if it is missing. `dtype`: dtype of published floating-point numbers; None: unchanged. If
+        all engines compute in bfloat16, publishing in bfloat16 halves the size and gives them the same weights. Raises
+        ValueError if the run name has characters that `prefix` refuses."""
         self._run, self._folder, self._dtype = run, folder, dtype
         folder.mkdir(parents=True, exist_ok=True)
         prefix(run)

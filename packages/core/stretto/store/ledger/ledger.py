@@ -134,11 +134,7 @@ class Ledger:
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
         """Record that a group of `members` trajectories is in flight, admitted at `admitted_version`, as ``group_id/0``
-        to ``group_id/{members - 1}``.
-
-        Raises:
-            StoreError: the group was issued before.
-        """
+        to ``group_id/{members - 1}``. Raises StoreError if the group was issued before."""
         key = self._next_key
         if trajectory_id(group_id, 0) in self._live:
             raise StoreError(f"{self._path}: group {group_id} was issued before")
@@ -160,15 +156,12 @@ class Ledger:
             self._move(trajectory.id, State.BUFFERED, "", trajectory)
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
-        """Record that the trajectory `id` has ended untrained.
+        """Record that the trajectory `id` has ended untrained. Raises StoreError if it cannot enter `state`.
 
         Args:
             state: filtered, expired or failed.
             reason: why, for readers of the run.
             trajectory: the judged trajectory; None if it has no completion.
-
-        Raises:
-            StoreError: `state` is another state, or the trajectory cannot enter it.
         """
         if state not in UNTRAINED:
             raise StoreError(f"trajectory {id} cannot be settled as {state}; only commit_batch trains")
@@ -176,11 +169,7 @@ class Ledger:
 
     def commit_batch(self, batch: Batch) -> None:
         """Record that the trainer trains on this batch, in step `batch.step`. On return, the batch and all earlier
-        changes are in the file.
-
-        Raises:
-            StoreError: a trajectory is not buffered; nothing is recorded. Or the file cannot be written.
-        """
+        changes are in the file. Raises StoreError, with nothing recorded, if a trajectory is not buffered."""
         step = step_columns(batch, time.time())
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         for trajectory in trajectories:
@@ -238,12 +227,8 @@ class Ledger:
             self.flush()
 
     def end_call(self, id: str, number: int, reply: bytes) -> None:
-        """Record the encoded `reply` to call `number` of the trajectory `id`. The call may have been begun by an
-        earlier process of the run.
-
-        Raises:
-            StoreError: the call was never begun, or has ended.
-        """
+        """Record the encoded `reply` to call `number` of the trajectory `id`, which an earlier process of the run may
+        have begun. Raises StoreError if the call was never begun, or has ended."""
         row = self._row(id)
         if number not in row.open_calls:
             raise StoreError(f"{self._path}: call {number} of trajectory {id} was never begun, or has ended")
@@ -339,11 +324,8 @@ class Ledger:
     # Writing.
 
     def flush(self) -> None:
-        """Write all buffered changes in one transaction; does nothing if there are none.
-
-        Raises:
-            StoreError: the file is gone or cannot be written; so does every later call.
-        """
+        """Write all buffered changes in one transaction; does nothing if there are none. Raises StoreError if the file
+        is gone or cannot be written."""
         if self._broken is not None:
             raise self._broken
         self._flushed = self._clock()
