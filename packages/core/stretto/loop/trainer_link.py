@@ -128,7 +128,8 @@ class TrainerLink:
         """Set two callbacks.
 
         Args:
-            published: called with the canary of each published version; after a replacement of the trainer once more.
+            published: called with the canary of each published version (None: it has none); after a replacement of the
+                trainer once more.
             agreed: called after each step with the comparisons of recomputed and sampled log-probabilities by engine.
         """
         self._canary_published, self._canary_agreed = published, agreed

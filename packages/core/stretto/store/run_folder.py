@@ -200,7 +200,8 @@ def _refused(folder: Path, found: str, remedy: str) -> RunFolderError:
 
 
 def _runs_beside(folder: Path) -> str:
-    """Advice for a path without a run: the run folder beside it with the most similar name, or else the newest one."""
+    """Advice for a path without a run: names the run folder beside it, or in ``runs`` beside it, with a similar name,
+    or else the newest one, if there are any."""
     places = {folder.parent, folder.parent / "runs"}
     runs = {path.parent.name: path.parent for place in places for path in place.glob("*/ledger.sqlite")}
     if not runs:

@@ -63,8 +63,9 @@ class SearchSessions(msgspec.Struct, frozen=True):
     cursor: _SearchCursor | None = None
 
     def fits(self, id: str, name: str, metadata: Metadata, ended: str | None) -> bool:
-        """Whether a session matches the search, by its id, name, metadata and state. `ended`: how it ended; None while
-        it is open."""
+        """Whether a session matches the search: its id is the one searched for or its name has all searched words, it
+        has the searched metadata, and it is in one of the searched states. What the search leaves out is not compared.
+        `ended`: how the session ended; None while it is open."""
         named = self.display_name is not None and all(
             word in name.lower() for word in self.display_name.lower().split()
         )

@@ -151,7 +151,8 @@ def _write(builder: Any, numbers: Any, address: Any, half: bool) -> None:
 
 
 def _tiles(builder: Any, rows: Any, wanted: Any, *places: Any) -> None:
-    """Generate the code of all tiles, with branches that select one by `rows` and the kind `wanted`."""
+    """Generate the code of all tiles, with branches that select one by `rows` and the kind `wanted`. `rows` 0 selects
+    the tile of one row and `MANY` panels."""
     for kind in KINDS:
         with builder.if_then(builder.icmp_signed("==", wanted, _number(kind))):
             for number in range(ROWS + 1):

@@ -127,7 +127,7 @@ def _number(field: str, value: str) -> float:
 
 
 def parse_sort(text: str) -> tuple[str, bool]:
-    """Parse a sort order: the field, and whether it is descending.
+    """Parse a sort order, a field or ``-FIELD`` for a descending one; returns the field, and whether it is descending.
 
     Raises:
         RefusedRequest: there is no such field.
