@@ -49,7 +49,8 @@ def main(arguments: list[str]) -> int:
 
 
 def wire_to(address: str, spec: EngineSpec, config: EngineConfig) -> Make:
-    """Make the client of the server at `address` (``host:port``), with the deadlines of the spec."""
+    """Make the client of the server at `address` (``host:port``), with the deadlines of the spec; SGLang by broadcast
+    if the spec says so, else by `make_of`."""
     http = JsonServer(
         spec.name, address, seconds=max(_REPLY_SECONDS, spec.load_seconds), token_seconds=spec.token_seconds
     )

@@ -316,7 +316,9 @@ def _worst(known: History, history: History) -> Match:
 
 
 def _difference(known: History, history: History, at: int) -> str:
-    """Return the cause of a branch whose history first differs from a known one at message `at`."""
+    """Return the cause of a branch whose history first differs from a known one at message `at`: "compaction" (shorter,
+    or begun anew after several replies), "subagent", "reasoning_stripped", "arguments" (of calls) or
+    "history_rewritten"."""
     if at == len(history) or not any(message.role != "system" for message in known[:at]):
         replies = sum(message.role == "assistant" for message in known)
         return "compaction" if at and replies > 1 and len(history) < len(known) else "subagent"

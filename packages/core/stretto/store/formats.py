@@ -119,7 +119,8 @@ class Parquet:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for Arrow: a record becomes a dict, and a mapping a list of ``{"name": ..., "value": ...}``."""
+    """Convert a value for Arrow: a record becomes a dict, items of tuples are converted too, and a mapping becomes a
+    list of ``{"name": ..., "value": ...}``."""
     if isinstance(value, msgspec.Struct):
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):

@@ -37,7 +37,7 @@ class Instruction:
         return _WORDS[self.word].format(value, self.operand)
 
     def value(self, before: int, operand: int) -> int:
-        """Result of the step for the value `before`."""
+        """Result of the step (plus, minus, times, max or min with the operand) for the value `before`."""
         match self.word:
             case "plus":
                 return before + operand

@@ -307,7 +307,7 @@ class Models:
 
 
 def said(error: BaseException) -> str:
-    """Text of an error for the client."""
+    """Text of an error for the client: the message of an error of stretto or of the system, else type and message."""
     if isinstance(error, OSError):
         return described(error)
     return str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"

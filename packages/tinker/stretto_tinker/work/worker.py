@@ -215,7 +215,7 @@ class Worker:
 
     def _held(self) -> set[str]:
         """Models that may begin no request now, because another model waits for memory, which the requests under way
-        must free first."""
+        must free first; empty if none waits."""
         short, busy = self._models.get(self._short), busy_of(self._models)
         if short is None or short.next not in short.waiting or not busy:
             return set()

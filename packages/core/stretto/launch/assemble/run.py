@@ -68,7 +68,8 @@ class StartState:
     early: str = ""  # why a run that is done has ended before its last step
 
     def sentences(self) -> list[str]:
-        """Log lines about the starting point."""
+        """Log lines about the starting point: why nothing is left to do; or which checkpoints are broken, what has
+        changed, and where the run continues. Empty for a new run."""
         if self.early:
             done = f"the run has ended early, after {self.version:,} steps: {self.early}"
             return [f"{done}; nothing is left to do; other settings of [evaluation] continue it"]

@@ -202,8 +202,8 @@ def _written(folder: Path) -> int:
 
 
 def _width(wanted: str, own: str) -> int:
-    """Return the bytes per number in saved policies. `wanted`: `trainer.save_dtype`; `own`: dtype of the model
-    folder."""
+    """Return the bytes per number in saved policies: 2 for bfloat16 and float16, otherwise 4. `wanted`:
+    `trainer.save_dtype`; `own`: dtype of the model folder, used for "model"."""
     return 2 if (own if wanted == "model" else wanted) in ("bfloat16", "float16") else 4
 
 

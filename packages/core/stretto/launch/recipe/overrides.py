@@ -67,7 +67,7 @@ def _keys(overrides: Overrides) -> Iterator[str]:
 
 def as_parsed(value: Any) -> Any:
     """Convert a Python value to the form that a parsed TOML file has. A section becomes a dict of the keys that were
-    given, a `Path` a text."""
+    given, a `Path` a text; other values stay."""
     match value:
         case BaseModel():
             return value.model_dump(mode="python", exclude_unset=True)

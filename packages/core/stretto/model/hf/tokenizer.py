@@ -74,7 +74,8 @@ class TextGuard:
                     yield begin
 
     def tree(self, value: Any) -> Any:
-        """Guard all strings in nested lists and mappings, including keys; returns a copy."""
+        """Guard all strings in nested lists and mappings, including keys; returns a copy. Other values, and harmless
+        values of the template's own fields, stay."""
         match value:
             case str():
                 return self.text(value)

@@ -144,7 +144,8 @@ class TrainerRole:
         return self._trainer.version
 
     def carry_out(self, order: Train | Publish | SaveCheckpoint | SavePolicy) -> FromTrainer:
-        """Carry out an order and return the reply. All ranks must get the same orders in the same order."""
+        """Carry out an order and return the reply: `Trained`, `Copied` or `PolicySaved`. All ranks must get the same
+        orders in the same order."""
         match order:
             case Train():
                 with self._memory_named(f"in step {order.batch.step}"):
