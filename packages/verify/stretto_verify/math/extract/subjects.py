@@ -19,7 +19,7 @@ _LEAD = re.compile(
     r"^[\W_]*(?:(?:so|thus|hence|therefore|then|and|finally|now)\b[,:]?\s+)*(?:(?:the )?(?:final )?answer(?: is)?\s*[:：]?\s+)?",
     re.IGNORECASE,
 )
-_MARKUP = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}|[$*]")
+_MARKUP = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}|<[^<>]*>|[$*]")
 _SENTENCES = re.compile(r"(?<=[.!?])\s+|\n+")
 _NO_NAMES = frozenset(  # words that begin a sentence
     "the a an it this that these those he she they we i you there here answer final total so thus hence therefore then his "
@@ -46,7 +46,7 @@ def is_of_another(name: str, completion: str, given: str) -> bool:
         return True
     for sentence in reversed(_SENTENCES.split(completion)):
         if given.strip() and given.strip() in sentence:
-            return r"\boxed" not in sentence and _name(sentence.rpartition(">")[2] or sentence, _STATED) not in ("", name)
+            return r"\boxed" not in sentence and _name(sentence, _STATED) not in ("", name)
     return False
 
 

@@ -11,13 +11,13 @@ from typing import Final
 
 _SIGNS = re.compile(
     r"\\(?:bigcup|[lr]brack|[lr]paren|sfrac|nicefrac|surd|root|[ij]math|cr(?![a-z])|check|black|square|Box|qed|mathrm|mathsf"
-    r"|text|approx)|[✓✔∎□■]|base|ption|hoice|nswer:|floor|_\{1,|_\{\(|[A-J]\)\s*$"
+    r"|text|approx)|[✓✔✅∎□■]|base|ption|hoice|nswer:|floor|_\{1,|_\{\(|[A-J]\)\s*$"
 )
 _BRACKETS: Final = {"lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")"}
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"(?:\\(?:checkmark|blacksquare|square|Box|qed)(?![a-zA-Z])|[✓✔∎□■])\s*$", ""),
+        (r"(?:\\(?:checkmark|blacksquare|square|Box|qed)(?![a-zA-Z])|[✓✔✅∎□■])\s*$", ""),
         (r"\\(?:text|mathrm)\s*\{\s*(?:only|\(?in (?:interval|set) notation\)?)\s*\}\s*$", ""),
         (r"\\bigcup(?![a-zA-Z])", r"\\cup "),
         (r"\\[lr](?:brack|paren)(?![a-zA-Z])\s*", lambda found: _BRACKETS[found[0].strip()[1:]]),
