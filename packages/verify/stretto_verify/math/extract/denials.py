@@ -19,12 +19,19 @@ _FOREIGN = (
     r"|bukan(?:lah)?|tidak|không"
 )
 _DENIED_BEFORE = re.compile(
-    rf"(?:\b(?:not|{_FOREIGN})\b(?!-)|n't\b|\bnever\b|\bneither\b|\bnor\b|\bcannot be\b|\brather than\b"
+    r"(?:\b(?:not|non|pas|nicht)\b(?!-)|n't\b|\bnever\b|\bneither\b|\bnor\b|\bcannot be\b|\brather than\b"
     r"|\binstead of\b|\\neq?|≠|!=|\bby no means\b|\bno way\b"
     r"|(?<!no )\bdoubt\b|\bimpossible\b|\bunlikely\b|\bhardly\b|\b(?:any|every)thing but\b|\bexcept\b|\bother than\b"
     r"|\bfar from\b)"
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$",
     re.IGNORECASE,
+)
+_DENIED_BEFORE_ABROAD = re.compile(
+    rf"\b(?:{_FOREIGN})\b(?!-)(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$", re.IGNORECASE
+)
+_FIRST_WORDS = frozenset(
+    "jamais kein keine keinen keiner keines keinem keinesfalls keineswegs niemals no nunca tampoco não niet geen nooit inte "
+    "aldrig ikke aldri nie není nejsou nikdy nu nem ei bukan bukanlah tidak không".split()
 )
 _DENIED_BEFORE_ELSEWHERE = re.compile(  # in other scripts
     r"(?:\b(?:не|ни|ні|није|никогда|ніколи|нельзя|δεν|όχι|ليس|ليست|لا|ليسا|לא|אינ[הו]|איננ[הו])\b|ไม่)"
@@ -79,6 +86,7 @@ _DENYING_ELSEWHERE = re.compile(
     re.IGNORECASE,
 )
 _DENYING = re.compile(r"\b(?:not|never|doubt|impossible|unlikely|wrong|incorrect|false)\b|n't\b", re.IGNORECASE)
+_SIGNS = " \n\t$.)}*"
 _SEEN = 60, 40  # characters before and after that are searched
 
 
@@ -88,9 +96,11 @@ def denied(text: str, start: int, end: int) -> bool:
     before, after = text[max(0, start - _SEEN[0]) : start], text[end : end + _SEEN[1]]
     if any(form.search(before) for form in (_DENIED_BEFORE, _LABELLED, _BESIDE)) or _DENIED_AFTER.search(after):
         return True
-    return _DENIED_AFTER_ELSEWHERE.search(after) is not None or (
-        not before.isascii() and _DENIED_BEFORE_ELSEWHERE.search(before) is not None
-    )
+    if not _FIRST_WORDS.isdisjoint(before.lower().split()) and _DENIED_BEFORE_ABROAD.search(before) is not None:
+        return True
+    if after.strip(_SIGNS) and _DENIED_AFTER_ELSEWHERE.search(after) is not None:
+        return True
+    return not before.isascii() and _DENIED_BEFORE_ELSEWHERE.search(before) is not None
 
 
 def is_open(answer: str) -> bool:

@@ -27,6 +27,8 @@ _BEFORE_IN_PROSE = re.compile(r"(?:(?<![0-9.,])[0-9]{1,9}|(?<![\w:>-])[-−])$")
 _BEHIND_IN_PROSE = re.compile(
     rf"[0-9]|[.,:][0-9]|\^|_[0-9{{]|/[0-9]|(?:\s*(?:×|\\times(?![a-z])))\s*10|{_FUNCTION}|[a-z](?![a-zA-Z'])"
 )
+_STARTS = ("", "$", "\n")  # beside most boxes: nothing belongs to them
+_ENDS = re.compile(r"(?:[$.*]|\\[\])])*\s*(?:$|\n)")
 _OPENING = re.compile(r"\$|(?<!\\)\\[(\[]|\n")
 _CLOSING = re.compile(r"\$|(?<!\\)\\[)\]]|\n")
 _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
@@ -54,6 +56,8 @@ def with_glued(content: str, before: str, after: str) -> str:
     >>> with_glued("12", "so it is $", r"\pi$."), with_glued("12", "$x = ", "$, which is 3 more."), with_glued("5", "", " cm")
     ('12\\pi', '12', '5\\text{ cm}')
     """
+    if before[-1:] in _STARTS and _ENDS.match(after) is not None:
+        return content
     left, opened = _segment_before(before)
     right, closed = _segment_behind(after)
     if _PLAIN_WORD.search(_NO_WORD.sub(" ", f"{left} | {right}")):
