@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto_verify.math.compare.comparison import same_time
+from stretto_verify.math.parse.measures import conversion
 from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.reading import read
-from stretto_verify.math.parse.measures import conversion
 from stretto_verify.math.parse.units import amount, without_unit
 from tests.verify.math.judged import right
 

@@ -53,7 +53,9 @@ UNITS: Mapping[str, tuple[str, Fraction, Mapping[str, int]]] = {
 }
 Powers = dict[str, int]
 #: Up to three units, each with a power.
-powers = st.dictionaries(st.sampled_from([*UNITS]), st.sampled_from([1, 1, 1, 2, 3, -1, -1, -2]), min_size=1, max_size=3)
+powers = st.dictionaries(
+    st.sampled_from([*UNITS]), st.sampled_from([1, 1, 1, 2, 3, -1, -1, -2]), min_size=1, max_size=3
+)
 chances = st.randoms(use_true_random=False)
 
 
@@ -93,7 +95,9 @@ def plural(name: str) -> str:
 
 @settings(max_examples=60)
 @given(st.integers(2, 999), powers, chances)
-def test_an_amount_is_right_in_every_spelling_of_its_unit_and_without_it(number: int, unit: Powers, chance: object) -> None:
+def test_an_amount_is_right_in_every_spelling_of_its_unit_and_without_it(
+    number: int, unit: Powers, chance: object
+) -> None:
     told = spellings(unit)
     gold = f"{number}{chance.choice(told)}"  # type: ignore[attr-defined]
     assert [text for text in told if not right(gold, boxed(f"{number}{text}"))] == []

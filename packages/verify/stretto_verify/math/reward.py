@@ -52,12 +52,22 @@ _ONLY_SUBJECT = re.compile(  # of a question that has one
     re.IGNORECASE,
 )
 _BASES = {
-    **{"binary": "2", "ternary": "3", "octal": "8", "hexadecimal": "16", "two": "2", "three": "3", "four": "4"},
-    **{"five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "twelve": "12", "sixteen": "16"},
+    "binary": "2",
+    "ternary": "3",
+    "octal": "8",
+    "hexadecimal": "16",
+    "two": "2",
+    "three": "3",
+    "four": "4",
+    "five": "5",
+    "six": "6",
+    "seven": "7",
+    "eight": "8",
+    "nine": "9",
+    "twelve": "12",
+    "sixteen": "16",
 }
-_BASE = re.compile(
-    r"\b(?:base[\s$-]{0,3}([0-9]{1,2}|[a-z]{3,7})|(binary|ternary|octal|hexadecimal))\b", re.IGNORECASE
-)
+_BASE = re.compile(r"\b(?:base[\s$-]{0,3}([0-9]{1,2}|[a-z]{3,7})|(binary|ternary|octal|hexadecimal))\b", re.IGNORECASE)
 _COMMA = re.compile(  # three digits are a thousand
     r"([^0-9,()\[\]]*[0-9]+),((?:[0-9]{1,2}|[0-9]{4,})[^0-9,()\[\]]*)"
 )

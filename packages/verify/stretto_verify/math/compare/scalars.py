@@ -13,8 +13,8 @@ import sympy
 
 from stretto_verify.math.compare.equality import same_value, within
 from stretto_verify.math.parse.expressions import Number, expression, number
-from stretto_verify.math.parse.structure import Scalar, Unreadable
 from stretto_verify.math.parse.measures import TWO_UNITS, conversion
+from stretto_verify.math.parse.structure import Scalar, Unreadable
 
 Opinion = bool | None
 

@@ -1,7 +1,7 @@
-"""Denials in prose: "not 42", "42 is wrong", "more than 42", "twice 42"; in other languages, "no es 42", "42 ではない".
+"""Denials in prose: "not 42", "42 is wrong", "more than 42", "twice 42"; and abroad, "no es 42", "42 ではない".
 
-A reading may pass over words, but not over one that denies. Words of denial are few in each language, and stand close to
-what they deny: before it ("no es 42") or behind it ("42 değil").
+A reading may pass over words, but not over one that denies. Words of denial are few in each language, and stand close
+to what they deny: before it ("no es 42") or behind it ("42 değil").
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 
 _TURN = (  # words that end the scope of a denial
-    r"\b(?:but|so|hence|thus|therefore|then|giving|which gives|sino|pero|y|mais|donc|et|sondern|aber|also|und|quindi|mas"
+    r"\b(?:but|so|hence|thus|therefore|then|giving|which gives|sino|pero|y|mais|donc|et|sondern|aber|also|und"
+    r"|quindi|mas"
     r"|maar|utan|men|ale|lecz|ama|tetapi|melainkan|mà|hanem|vaan|но|а|и|поэтому|значит|αλλά|بل|אלא)\b"
 )
 #: Words of languages with Latin letters; those that mean something else in English stand with a verb.
 _FOREIGN = (
-    r"non|pas|jamais|nicht|kein(?:e[nrms]?)?|keinesfalls|keineswegs|niemals|no (?:es|son|era|fue|ser[íi]a?|puede ser|vale)"
+    r"non|pas|jamais|nicht|kein(?:e[nrms]?)?|keinesfalls|keineswegs|niemals|no (?:es|son|era|fue|ser[íi]a?"
+    r"|puede ser|vale)"
     r"|nunca|tampoco|não|niet|geen|nooit|inte|aldrig|ikke|aldri|nie|není|nejsou|nikdy|nu (?:este|e|sunt)|nem|ei ole"
     r"|bukan(?:lah)?|tidak|không"
 )
@@ -26,20 +28,20 @@ _DENIED_BEFORE = re.compile(
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$",
     re.IGNORECASE,
 )
-_DENIED_BEFORE_ABROAD = re.compile(
-    rf"\b(?:{_FOREIGN})\b(?!-)(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$", re.IGNORECASE
-)
-_FIRST_WORDS = frozenset(
-    "jamais kein keine keinen keiner keines keinem keinesfalls keineswegs niemals no nunca tampoco não niet geen nooit inte "
-    "aldrig ikke aldri nie není nejsou nikdy nu nem ei bukan bukanlah tidak không".split()
-)
+_DENIED_BEFORE_ABROAD = re.compile(rf"\b(?:{_FOREIGN})\b(?!-)(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$", re.IGNORECASE)
+_FIRST_WORDS_TEXT = """
+jamais kein keine keinen keiner keines keinem keinesfalls keineswegs niemals no nunca tampoco não niet geen
+nooit inte aldrig ikke aldri nie není nejsou nikdy nu nem ei bukan bukanlah tidak không
+"""
+_FIRST_WORDS = frozenset(_FIRST_WORDS_TEXT.split())
 _DENIED_BEFORE_ELSEWHERE = re.compile(  # in other scripts
     r"(?:\b(?:не|ни|ні|није|никогда|ніколи|нельзя|δεν|όχι|ليس|ليست|لا|ليسا|לא|אינ[הו]|איננ[הו])\b|ไม่)"
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$،؛]){{0,24}}\$?$"
     r"|(?:不(?:可能|应该?|應該?|会|會|能|再|会?应该?)?(?:是|为|為|等于|等於|得|选|選|对|對)|[并並绝絕而]?非|≠)[\s(（$\\*{“「\"'択择擇项項:：]{0,6}$"
 )
 _LABELLED = re.compile(  # "This is not the final answer: 42"
-    r"(?:\b(?:not|never|wrong|false|incorrect)|n't)\b[^.,;:\n!?0-9$]{0,30}\banswer\b[^.,;:\n!?0-9$]{0,10}[:：]\s*[$(*]{0,3}$",
+    r"(?:\b(?:not|never|wrong|false|incorrect)"
+    r"|n't)\b[^.,;:\n!?0-9$]{0,30}\banswer\b[^.,;:\n!?0-9$]{0,10}[:：]\s*[$(*]{0,3}$",
     re.IGNORECASE,
 )
 _BESIDE = re.compile(  # the answer is another number, described by this one
@@ -56,22 +58,28 @@ _BESIDE = re.compile(  # the answer is another number, described by this one
 _OPEN = r"(?:or|and) (?:more|less|greater|fewer|larger|smaller|bigger|higher|lower|above|below|beyond|up|over)"
 _OPEN_BEHIND = re.compile(rf"{_OPEN}\W*$", re.IGNORECASE)
 _NUMBER_WORD = (
-    r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen"
+    r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen"
+    r"|seventeen|eighteen"
     r"|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|a hundred|a half)\b"
 )
 _DENIED_AFTER = re.compile(
     r"^[\s$.)}*]{0,3}\s*(?:isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
     r"|(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible|too)\b"
-    r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b|(?:is|was) (?:ruled out|excluded|no answer)"
+    r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b|(?:is|was) (?:ruled out|excluded"
+    r"|no answer)"
     r"|would be (?:a mistake|wrong|incorrect)|\?\s*not\b"
-    rf"|\s(?:squared|cubed|factorial|less (?:one|[0-9])|(?:more|less) than [0-9]|(?:or|plus|minus|times) {_NUMBER_WORD}|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
+    rf"|\s(?:squared|cubed|factorial|less (?:one|[0-9])|(?:more|less) than [0-9]|(?:or|plus|minus"
+    rf"|times) {_NUMBER_WORD}|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
     re.IGNORECASE,
 )
 #: "42 no es …", "42 ist falsch", "42 değil"
 _DENIED_AFTER_ELSEWHERE = re.compile(
-    r"^[\s$.)}*\"”」]{0,3}\s*(?:(?:ist|es|est|é|è|är|er|je|jest|este|to|là|adalah)\s+(?:nicht|kein\w*|falsch|no|non|não|niet|inte|ikke|nie"
-    r"|fals[oaeă]?\b|incorrect\w*|faux|fausse|errad[oa]|errat[oa]|sbagliat[oa]|fel\b|forkert|feil|fout|onjuist|błędn\w*|špatn\w*"
-    r"|yanlış|salah|sai\b|greșit\w*)|(?:no|non|não|nu|nem|ei|n'est|is niet|není|nie jest|bukan|không)\s+(?:es|son|è|é|este|ole|pas|la|phải)\b"
+    r"^[\s$.)}*\"”」]{0,3}\s*(?:(?:ist|es|est|é|è|är|er|je|jest|este|to|là|adalah)\s+(?:nicht|kein\w*|falsch|no"
+    r"|non|não|niet|inte|ikke|nie"
+    r"|fals[oaeă]?\b|incorrect\w*|faux|fausse|errad[oa]|errat[oa]|sbagliat[oa]|fel\b|forkert|feil|fout|onjuist"
+    r"|błędn\w*|špatn\w*"
+    r"|yanlış|salah|sai\b|greșit\w*)|(?:no|non|não|nu|nem|ei|n'est|is niet|není|nie jest|bukan|không)\s+(?:es|son"
+    r"|è|é|este|ole|pas|la|phải)\b"
     r"|není\b|nem\b|değil|yanlış|bukan\b"
     r"|[—–-]?\s*(?:это\s+)?(?:не\b|неверн|неправильн|ошибочн|ні\b|невірн)"
     r"|نیست|ليس|خطأ|غلط|नहीं|गलत|לא\b|שגוי"

@@ -72,7 +72,9 @@ _ANSWER = re.compile(
 _CHOICE = r"(?:(?:option|choice)\s+)?\(?(?P<{}>[A-J])\)?"
 _HEDGE = r"(?:perhaps|maybe|probably|presumably|surely|clearly|I (?:think|believe|guess)(?: that)?)"
 _CHOSEN = re.compile(
-    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+|it(?:'s|\s+is)\s+|not\s+\(?[A-J]\)?,?\s+but\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)"
+    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+|it(?:'s|\s+is)\s+"
+    rf"|not\s+\(?[A-J]\)?,?\s+but\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct"
+    rf"|right)"
     rf"(?:\s+(?:answer|option|choice|one))?"
     rf"|I(?:(?:\s+would|\s+will|'d|'ll)\s+|\s+)(?:choose|pick|select|go with)\s+{_CHOICE.format('c')})[.!。]?\s*$",
     re.IGNORECASE,
@@ -89,7 +91,8 @@ _NEXT_CHOICE = re.compile(  # another answer behind a choice, unless a sentence 
 )
 _REASONED = re.compile(r"(yes|no|true|false)\b\W{0,3}(?:since|because|as|given|due to)\b[^\\\n]*", re.IGNORECASE)
 _CORRECTED = re.compile(  # "The answer is 42. No, 43."
-    r"[.!?;}\n]\s{0,8}(?:no|wait|actually|sorry|oops|correction|(?:just )?kidding|scratch that)\b[,.:!]?\s{1,8}(?:[^.\n0-9$\\]{0,60}[:,]\s{0,8})?"
+    r"[.!?;}\n]\s{0,8}(?:no|wait|actually|sorry|oops|correction|(?:just )?kidding"
+    r"|scratch that)\b[,.:!]?\s{1,8}(?:[^.\n0-9$\\]{0,60}[:,]\s{0,8})?"
     r"(?:(?:it|that|the answer)(?:'s|\s(?:is|was|should be|must be))\s{1,8})?"
     r"(?P<piece>\$[^$\n]{1,80}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?)[.!]?\s*$",
     re.IGNORECASE,
@@ -141,9 +144,8 @@ _DOLLAR = re.compile(r"\\(?:textdollar(?![a-zA-Z])\s*(?:\{\})?|\$)(?:\s+(?=[0-9]
 _IN_WORDS = re.compile(r"\\text(?:bf|it|rm|sf|tt|normal)?\s*\{([^{}]*)\}")
 _WORD_OR_NUMBER = r"(?:(?:a|[A-Za-z]{2,})[.,]?|\\?\$?[0-9][0-9.,/]*(?:\\?%)?)"
 _WORDS_AND_NUMBERS = re.compile(rf"{_WORD_OR_NUMBER}(?: {_WORD_OR_NUMBER})*")
-_LONGEST_WHOLE = 300
+_LONGEST_WHOLE, _MOST_ITEMS = 300, 12  # characters; items of a list
 _ITEMS = re.compile(r"[,;]|\bor\b|\band\b")
-_MOST_ITEMS = 12
 _FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:[ ,]+[A-Za-z'-]+){0,5}[.!]?")
 _STATEMENT = re.compile(
     r"(?P<subject>[A-Za-z ,'-]*?)\b(?:is|are|(?:will|must|would|should) be)\s+"
@@ -164,10 +166,12 @@ _NOTATION = re.compile(
 )
 _SHORT_WORDS = re.compile(
     r"is|it|of|the|at|to|we|so|if|no|by|an|as|be|do|he|in|me|my|up|us|but|not|for|get|has|was|are|had|his|her|him|its"
-    r"|our|out|who|why|how|all|any|can|did|now|own|per|she|too|use|via|yes|you|am|pm|go|oh|ok|let|say|see|two|one|six|ten|got|may|new|old|off|put|run|try|yet|few|buy|pay|add|end|way|won|saw"
+    r"|our|out|who|why|how|all|any|can|did|now|own|per|she|too|use|via|yes|you|am|pm|go|oh|ok|let|say|see|two|one"
+    r"|six|ten|got|may|new|old|off|put|run|try|yet|few|buy|pay|add|end|way|won|saw"
 )
 _WHOLE_WORDS = re.compile(
-    r"(?<=[0-9)])or(?=[A-Za-z(])|(?<![A-Za-z\\])(?:and|or|pi|sqrt|exp|log|ln|sin|cos|tan|arcsin|arccos|arctan|inf|infinity|frac|in|mod|abs|minus|negative|to)(?![A-Za-z])"
+    r"(?<=[0-9)])or(?=[A-Za-z(])"
+    r"|(?<![A-Za-z\\])(?:and|or|pi|sqrt|exp|log|ln|sin|cos|tan|arcsin|arccos|arctan|inf|infinity|frac|in|mod|abs|minus|negative|to)(?![A-Za-z])"
 )
 
 

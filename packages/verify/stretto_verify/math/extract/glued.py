@@ -53,7 +53,7 @@ _UNIT = re.compile(
 def with_glued(content: str, before: str, after: str) -> str:
     r"""The content of a box together with what belongs to it of the text before and after the box.
 
-    >>> with_glued("12", "so it is $", r"\pi$."), with_glued("12", "$x = ", "$, which is 3 more."), with_glued("5", "", " cm")
+    >>> with_glued("12", "so it is $", r"\pi$."), with_glued("12", "$x = ", "$, 3 more."), with_glued("5", "", " cm")
     ('12\\pi', '12', '5\\text{ cm}')
     """
     if before[-1:] in _STARTS and _ENDS.match(after) is not None:
@@ -73,7 +73,7 @@ def with_glued(content: str, before: str, after: str) -> str:
 
 def _segment_before(before: str) -> tuple[str, bool]:
     """The text from the last sign that may open a formula, and whether there is one."""
-    found = [one for one in _OPENING.finditer(before, max(0, len(before) - 200))]
+    found = list(_OPENING.finditer(before, max(0, len(before) - 200)))
     return (before[found[-1].end() :], found[-1][0] != "\n") if found else (before[-200:], False)
 
 

@@ -9,25 +9,28 @@ import re
 from functools import lru_cache
 
 _VERBS = (
-    r"is|are|was|were|has|have|had|gets?|got|needs?|pays?|paid|wins?|won|earns?|earned|owes?|sold|sells?|buys?|bought|makes?"
+    r"is|are|was|were|has|have|had|gets?|got|needs?|pays?|paid|wins?|won|earns?|earned|owes?|sold|sells?|buys?"
+    r"|bought|makes?"
     r"|made|scored|receives?|received|weighs?|costs?|takes?|took|ate|eats?"
 )
-_NAMED = rf"(?P<name>[A-Z][a-z]+(?: [A-Z][a-z]*)*|[a-z])(?:'s(?: [a-z]+){{1,4}})?"
+_NAMED = r"(?P<name>[A-Z][a-z]+(?: [A-Z][a-z]*)*|[a-z])(?:'s(?: [a-z]+){1,4})?"
 _STATEMENT = re.compile(rf"{_NAMED}\s+(?:{_VERBS})\b")
 _STATED = re.compile(rf"{_NAMED}\s*(?:\s(?:{_VERBS})\b|=|:)")
 _LEAD = re.compile(
-    r"^[\W_]*(?:(?:so|thus|hence|therefore|then|and|finally|now)\b[,:]?\s+)*(?:(?:the )?(?:final )?answer(?: is)?\s*[:：]?\s+)?",
+    r"^[\W_]*(?:(?:so|thus|hence|therefore|then|and|finally"
+    r"|now)\b[,:]?\s+)*(?:(?:the )?(?:final )?answer(?: is)?\s*[:：]?\s+)?",
     re.IGNORECASE,
 )
 _MARKUP = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}|<[^<>]*>|[$*]")
 _SENTENCES = re.compile(r"(?<=[.!?])\s+|\n+")
-_NO_NAMES = frozenset(  # words that begin a sentence
-    "the a an it this that these those he she they we i you there here answer final total so thus hence therefore then his "
-    "her their our my your its each every all both some in on at by for since because as if when where what which who how "
-    "let yes no true false option choice solution result value number sum difference product quotient area perimeter "
-    "volume length width height distance time speed cost price profit probability ratio average mean maximum minimum "
-    "step case question problem one two three".split()
-)
+_NO_NAMES_TEXT = """
+the a an it this that these those he she they we i you there here answer final total so thus hence therefore
+then his her their our my your its each every all both some in on at by for since because as if when where what
+which who how let yes no true false option choice solution result value number sum difference product quotient
+area perimeter volume length width height distance time speed cost price profit probability ratio average mean
+maximum minimum step case question problem one two three
+"""
+_NO_NAMES = frozenset(_NO_NAMES_TEXT.split())
 
 
 @lru_cache(maxsize=1 << 12)

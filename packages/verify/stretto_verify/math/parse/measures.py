@@ -55,34 +55,103 @@ _SPELLINGS: Final = {
 KNOWN: Final = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 #: Size of each unit, as a number and the units that it is measured in; those that are not here measure themselves.
 _SIZES: Final[Mapping[str, tuple[str, str]]] = {
-    **{"l": ("1/1000", "m^3"), "min": ("60", "s"), "h": ("3600", "s"), "d": ("86400", "s"), "week": ("604800", "s")},
-    **{"ft": ("12", "in"), "yd": ("36", "in"), "mi": ("63360", "in"), "lb": ("16", "oz"), "yr": ("12", "month")},
-    **{"decade": ("120", "month"), "century": ("1200", "month"), "dollar": ("100", "cent"), "Hz": ("1", "1/s")},
-    **{"N": ("1000", "g*m/s^2"), "J": ("1000", "g*m^2/s^2"), "W": ("1000", "g*m^2/s^3"), "Pa": ("1000", "g/m/s^2")},
-    **{"V": ("1000", "g*m^2/A/s^3"), "ohm": ("1000", "g*m^2/A^2/s^3"), "C": ("1", "A*s"), "Wh": ("3600000", "g*m^2/s^2")},
-    **{"F": ("1/1000", "A^2*s^4/g/m^2"), "T": ("1000", "g/A/s^2"), "B": ("8", "bit"), "bar": ("100000000", "g/m/s^2")},
+    "l": ("1/1000", "m^3"),
+    "min": ("60", "s"),
+    "h": ("3600", "s"),
+    "d": ("86400", "s"),
+    "week": ("604800", "s"),
+    "ft": ("12", "in"),
+    "yd": ("36", "in"),
+    "mi": ("63360", "in"),
+    "lb": ("16", "oz"),
+    "yr": ("12", "month"),
+    "decade": ("120", "month"),
+    "century": ("1200", "month"),
+    "dollar": ("100", "cent"),
+    "Hz": ("1", "1/s"),
+    "N": ("1000", "g*m/s^2"),
+    "J": ("1000", "g*m^2/s^2"),
+    "W": ("1000", "g*m^2/s^3"),
+    "Pa": ("1000", "g/m/s^2"),
+    "V": ("1000", "g*m^2/A/s^3"),
+    "ohm": ("1000", "g*m^2/A^2/s^3"),
+    "C": ("1", "A*s"),
+    "Wh": ("3600000", "g*m^2/s^2"),
+    "F": ("1/1000", "A^2*s^4/g/m^2"),
+    "T": ("1000", "g/A/s^2"),
+    "B": ("8", "bit"),
+    "bar": ("100000000", "g/m/s^2"),
 }
 _PREFIXES: Final = {
-    **{"": 0, "T": 12, "G": 9, "M": 6, "k": 3, "d": -1, "c": -2, "m": -3, "µ": -6, "u": -6, "n": -9, "p": -12},
+    "": 0,
+    "T": 12,
+    "G": 9,
+    "M": 6,
+    "k": 3,
+    "d": -1,
+    "c": -2,
+    "m": -3,
+    "µ": -6,
+    "u": -6,
+    "n": -9,
+    "p": -12,
 }
 _PREFIX_WORDS: Final = {
-    **{"tera": "T", "giga": "G", "mega": "M", "kilo": "k", "deci": "d", "centi": "c", "milli": "m", "micro": "µ"},
-    **{"nano": "n", "pico": "p"},
+    "tera": "T",
+    "giga": "G",
+    "mega": "M",
+    "kilo": "k",
+    "deci": "d",
+    "centi": "c",
+    "milli": "m",
+    "micro": "µ",
+    "nano": "n",
+    "pico": "p",
 }
+_METRIC_SYMBOLS: Final = "m g s A K N J W C V F T H mol Hz Pa Wb eV cal Wh bar B VA Gy Bq lm lx cd"
 #: Symbols that take a prefix, and the canonical name of each.
 _METRIC: Final = {
-    **{symbol: symbol for symbol in "m g s A K N J W C V F T H mol Hz Pa Wb eV cal Wh bar B VA Gy Bq lm lx cd".split()},
-    **{"L": "l", "l": "l", "Ω": "ohm", "ohm": "ohm", "b": "bit", "Ws": "J", "VA": "VA"},
+    **{symbol: symbol for symbol in _METRIC_SYMBOLS.split()},
+    "L": "l",
+    "l": "l",
+    "Ω": "ohm",
+    "ohm": "ohm",
+    "b": "bit",
+    "Ws": "J",
+    "VA": "VA",
 }
 _METRIC_WORDS: Final = {
-    **{"meter": "m", "metre": "m", "gram": "g", "second": "s", "ampere": "A", "amp": "A", "kelvin": "K", "mole": "mol"},
-    **{"newton": "N", "joule": "J", "watt": "W", "coulomb": "C", "volt": "V", "farad": "F", "tesla": "T", "henry": "H"},
-    **{"pascal": "Pa", "hertz": "Hz", "liter": "l", "litre": "l", "ohm": "ohm", "calorie": "cal", "byte": "B"},
-    **{"bit": "bit", "electronvolt": "eV", "watthour": "Wh", "weber": "Wb"},
+    "meter": "m",
+    "metre": "m",
+    "gram": "g",
+    "second": "s",
+    "ampere": "A",
+    "amp": "A",
+    "kelvin": "K",
+    "mole": "mol",
+    "newton": "N",
+    "joule": "J",
+    "watt": "W",
+    "coulomb": "C",
+    "volt": "V",
+    "farad": "F",
+    "tesla": "T",
+    "henry": "H",
+    "pascal": "Pa",
+    "hertz": "Hz",
+    "liter": "l",
+    "litre": "l",
+    "ohm": "ohm",
+    "calorie": "cal",
+    "byte": "B",
+    "bit": "bit",
+    "electronvolt": "eV",
+    "watthour": "Wh",
+    "weber": "Wb",
 }
-_OTHER: Final = frozenset("atm rpm psi dB KiB MiB GiB TiB mmHg".split())
+_OTHER: Final = frozenset(["atm", "rpm", "psi", "dB", "KiB", "MiB", "GiB", "TiB", "mmHg"])
 #: Words in front of a unit that make it another one: nautical miles.
-_OF_ANOTHER: Final = frozenset("nautical light fluid troy metric imperial".split())
+_OF_ANOTHER: Final = frozenset(["nautical", "light", "fluid", "troy", "metric", "imperial"])
 #: Words for powers of the unit beside them.
 POWERS: Final = {"sq": 2, "square": 2, "squared": 2, "cu": 3, "cubic": 3, "cubed": 3}
 _BEHIND: Final = frozenset(("squared", "cubed"))
@@ -92,7 +161,9 @@ TWO_UNITS: Final = " and more"
 #: First sign of a unit whose factors have two readings: it is equal to itself alone.
 UNCLEAR: Final = "?"
 
-_FACTOR: Final = re.compile(r"\s*(?:([*/-])|\bper\b)?\s*(\()?\s*([A-Za-zµΩ]+)\.?(?:\s*\^\s*\{?\s*(-?[1-9])\s*\}?)?\s*(\))?")
+_FACTOR: Final = re.compile(
+    r"\s*(?:([*/-])|\bper\b)?\s*(\()?\s*([A-Za-zµΩ]+)\.?(?:\s*\^\s*\{?\s*(-?[1-9])\s*\}?)?\s*(\))?"
+)
 
 _JOINED: Final = re.compile(r"[*/^-]")
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from stretto_verify.math.parse.expressions import number
+from stretto_verify.math.parse.measures import KNOWN
 from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.structure import Dots, Listing, Node, Ratio, Scalar, Union, Words
-from stretto_verify.math.parse.measures import KNOWN
 from stretto_verify.math.parse.units import SPOKEN, amount
 
 _INTO_WORDS = re.compile(r"\\text\{([^{}]*)\}")

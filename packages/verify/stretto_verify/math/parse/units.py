@@ -10,8 +10,8 @@ import re
 from fractions import Fraction
 from typing import Final
 
-from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.measures import KNOWN, POWERS, TWO_UNITS, UNCLEAR, conversion, product, unit_named
+from stretto_verify.math.parse.numerals import counted
 
 #: Words after a number that scale it.
 MAGNITUDES: Final = {
@@ -67,14 +67,18 @@ _PLAIN = re.compile(
     r"(?:(?:\^\s*\{?|(?<=[A-Za-z]))(?P<power>[23])\}?)?$",
     re.DOTALL,
 )
-_CIRCLE = re.compile(r"^(?P<body>(?!.*\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])).*\S)\s*\^\s*\{?\\circ\s*\}?\s*(?P<scale>[CF]?)$")
+_CIRCLE = re.compile(
+    r"^(?P<body>(?!.*\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])).*\S)\s*\^\s*\{?\\circ\s*\}?\s*(?P<scale>[CF]?)$"
+)
 _PRIMED = re.compile(r"^(?P<body>.*[0-9])\s*(?P<marks>'{1,2})$")  # minutes, or feet
 _BASE = re.compile(
     r"^(?P<open>\()?(?P<body>-?[0-9A-Z]*[0-9][0-9A-Z]*)(?(open)\)|)_\{?(?:\\text\{)?(?P<base>[0-9]{1,2}|[a-z]{3,7})\}*$"
 )  # 101_2
 _DENIED = re.compile(
-    r"\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial|fails?|excluded|below|halves"
-    r"|(?:and|or) (?:an? )?(?:half|third|quarter|one|two|three|four|five|six|seven|eight|nine|ten|twenty|thirty|forty))\b",
+    r"\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial"
+    r"|fails?|excluded|below|halves"
+    r"|(?:and|or) (?:an? )?(?:half|third|quarter|one|two|three|four|five|six|seven|eight|nine|ten|twenty|thirty"
+    r"|forty))\b",
     re.IGNORECASE,
 )
 
