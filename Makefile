@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verify core-learning core-rest test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
+.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify core-learning core-rest test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -65,18 +65,18 @@ tests-again: .venv/ready-test  ## those that failed in `make tests`, alone; an e
 PYTEST := $(RUN) pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The rooms of each package; tests/ mirrors them.
-core := core conversation doors engine loop measures model processes rewards rollout store trainer verbs weights worlds
+core := core conversation doors engine loop measures model processes rewards rollout store trainer weights worlds
 report := audit dashboard outlets watch
 foresight := planner simulator
 
-test-report test-gateway test-servers test-cluster test-foresight test-verify: test-%: .venv/ready-test  ## the tests of packages/% alone
+test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify: test-%: .venv/ready-test  ## the tests of packages/% alone
 	$(PYTEST) $(addprefix tests/,$(or $($*),$*)) packages/$*
 
 # Of the core, which takes as long as all others, in two processes: a worker of xdist collects all.
 test-core: .venv/ready-test  ## the tests of packages/core alone
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target core-learning core-rest
 
-learning := trainer verbs processes rewards
+learning := trainer processes rewards
 core-learning core-rest: core-%:
 	$(RUN) pytest -o cache_dir=.cache/pytest/core-$* $(CORE_$*)
 

@@ -18,6 +18,8 @@ from pathlib import Path
 PACKAGE = "stretto"  # the core, which imports as this
 #: Packages whose folders are rooms; each other one, such as `stretto_gateway`, is one room, named `gateway`.
 OF_ROOMS = frozenset({PACKAGE, "stretto_app", "stretto_report", "stretto_foresight"})
+#: Packages with names of `import stretto`, which are loaded when they are asked for.
+ON_DEMAND = frozenset({"stretto_verbs"})
 NAMES_OF_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"})
 HEAVY = ("torch", "transformers")
 CORE_MAY_IMPORT = frozenset({"msgspec", "numpy", "xxhash"})
@@ -387,8 +389,8 @@ def undeclared(package: Path, dependencies: list[str]) -> list[str]:
         for found in imports(package)
         if found.third_party
         and found.third_party.lower() not in declared
-        # The door of `import stretto` names what the application offers; it says so where that is not installed.
-        and (found.room or found.third_party != "stretto_app")
+        # The door of `import stretto` names what they offer, and says so where one is not installed.
+        and (found.room or found.third_party not in ON_DEMAND)
     ]
 
 

@@ -22,9 +22,12 @@ SECONDS = 3600
 
 IMPORTS = """
 import importlib, pkgutil, sys
-import stretto
+import stretto, stretto_verbs
 broken = []
-for module in pkgutil.walk_packages(stretto.__path__, "stretto."):
+for module in [
+    *pkgutil.walk_packages(stretto.__path__, "stretto."),
+    *pkgutil.walk_packages(stretto_verbs.__path__, "stretto_verbs."),
+]:
     if module.name.endswith("__main__"):
         continue
     try:

@@ -1,7 +1,8 @@
 """Packages can be installed one by one.
 
 - The core, with verify and nothing else of stretto, trains recipes/arithmetic.toml.
-- What asks for a package that is missing is refused before anything starts, with the key and the extra to install.
+- What asks for a package that is missing is refused before anything starts, with the key and the extra to install; a
+  name of `import stretto`, when it is imported.
 - A package of another version than the core's is refused by name, with both versions.
 - Every package has the version of the core, and depends on others of exactly this version."""
 
@@ -52,7 +53,7 @@ from stretto.doors.loading import check_packages
 run = stretto.train({str(ARITHMETIC)!r}, run_dir="run", **{SMALL!r})
 steps = [step.step for step in run]
 run.wait()
-others = ("app", "report", "gateway", "servers", "cluster", "foresight")
+others = ("app", "report", "gateway", "servers", "cluster", "foresight", "tinker", "verbs")
 try:
     check_packages("engine.kind", "stretto_servers")
 except stretto.RecipeError as error:
@@ -88,6 +89,13 @@ def test_the_core_alone_trains_the_recipe_of_the_demo(core_alone: Path, tmp_path
     assert steps == [1, 2]
     assert others == []
     assert "needs stretto-servers, which is not installed; pip install 'stretto[servers]'" in refused
+
+
+def test_a_name_of_a_package_that_is_missing_says_how_to_install_it(core_alone: Path, tmp_path: Path) -> None:
+    done = ask(core_alone, tmp_path, "-c", "from stretto import RecipeError\nfrom stretto import Trainer")
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: stretto.Trainer is part of stretto-verbs; install it: pip install stretto"
+    )
 
 
 def test_the_command_of_the_core_alone_says_how_to_install_the_application(core_alone: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 import stretto
 from stretto.core.errors import EngineLost, TornPublication
-from stretto.verbs.background import background
+from stretto_verbs.background import background
 from tests.launch.running import wait_until
 from tests.verbs.plain import plain_model
 

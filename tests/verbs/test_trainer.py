@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import stretto
 from stretto.store.lock import is_held
-from stretto.verbs.models import merged
+from stretto_verbs.models import merged
 from tests.verbs.plain import plain_logprobs, plain_model
 
 

@@ -23,8 +23,8 @@ import torch
 
 import stretto
 from stretto.store.lock import is_held
-from stretto.verbs import role
-from stretto.verbs.trainer_apart import CallResult, TrainerApart
+from stretto_verbs import role
+from stretto_verbs.trainer_apart import CallResult, TrainerApart
 from tests.verbs.conftest import warmed
 from tests.verbs.losses import likelihood
 
@@ -175,7 +175,7 @@ def test_a_call_that_was_interrupted_within_a_message_ends_the_trainer(
     warm: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("stretto.verbs.background._QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("stretto_verbs.background._QUIET_SECONDS", 0.0)
 
     with stretto.Trainer.apart(folder) as trainer:
         [pid] = trainer.pids
@@ -183,7 +183,7 @@ def test_a_call_that_was_interrupted_within_a_message_ends_the_trainer(
             f"Trainer.apart: still starting; what it says is in {trainer._log}"
         ]
         with monkeypatch.context() as patched:
-            patched.setattr("stretto.verbs.trainer_apart.receive", interrupted)
+            patched.setattr("stretto_verbs.trainer_apart.receive", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 trainer.forward(data)
         with pytest.raises(stretto.StrettoError, match="interrupted within a message"):

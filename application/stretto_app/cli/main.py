@@ -298,7 +298,7 @@ def tinker(
 
     Programs find it by TINKER_BASE_URL. What was acknowledged survives a kill: start it again on the same folder.
     """
-    check_packages("stretto tinker", "stretto_tinker")
+    check_packages("stretto tinker", "stretto_tinker", "stretto_verbs")
     refuse_model(model)
     with importing():
         from stretto_app.extensions.commands.tinker import tinker

@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from stretto.loop.records.evaluation import Evaluation
     from stretto.rollout.controller import Ticket
     from stretto.store.series.metrics import EvaluationLine, StepMetrics
-    from stretto.verbs.completion import TextCompletion
-    from stretto.verbs.datum import Datum, Forward
-    from stretto.verbs.engine import LocalEngine as Engine
-    from stretto.verbs.ledger import FolderLedger as Ledger
-    from stretto.verbs.models import PolicyWeights as Weights
-    from stretto.verbs.models import SharedModel
-    from stretto.verbs.scheduler import GroupScheduler as Scheduler
-    from stretto.verbs.small_model import build_model
-    from stretto.verbs.trainer import LocalTrainer as Trainer
     from stretto.worlds.workflows.conversation import Conversation, Workflow
     from stretto.worlds.workflows.task import Reward, TurnReply, WorkflowTask
+    from stretto_verbs.completion import TextCompletion
+    from stretto_verbs.datum import Datum, Forward
+    from stretto_verbs.engine import LocalEngine as Engine
+    from stretto_verbs.ledger import FolderLedger as Ledger
+    from stretto_verbs.models import PolicyWeights as Weights
+    from stretto_verbs.models import SharedModel
+    from stretto_verbs.scheduler import GroupScheduler as Scheduler
+    from stretto_verbs.small_model import build_model
+    from stretto_verbs.trainer import LocalTrainer as Trainer
 
 __version__ = "0.1.0"
 
@@ -93,12 +93,12 @@ _CONVERSATION, _TASK = "stretto.worlds.workflows.conversation", "stretto.worlds.
 _ORIGINS = {
     "Conversation": _CONVERSATION,
     "DataError": _ERRORS,
-    "Datum": "stretto.verbs.datum",
-    "Engine": "stretto.verbs.engine:LocalEngine",
+    "Datum": "stretto_verbs.datum",
+    "Engine": "stretto_verbs.engine:LocalEngine",
     "Evaluation": "stretto.loop.records.evaluation",
     "EvaluationLine": "stretto.store.series.metrics",
-    "Forward": "stretto.verbs.datum",
-    "Ledger": "stretto.verbs.ledger:FolderLedger",
+    "Forward": "stretto_verbs.datum",
+    "Ledger": "stretto_verbs.ledger:FolderLedger",
     "ModelFolderError": _ERRORS,
     "Recipe": "stretto.launch.recipe.recipe",
     "RecipeError": _ERRORS,
@@ -109,21 +109,21 @@ _ORIGINS = {
     "RoleError": _ERRORS,
     "Run": "stretto.api.run",
     "RunFolderError": _ERRORS,
-    "Scheduler": "stretto.verbs.scheduler:GroupScheduler",
-    "SharedModel": "stretto.verbs.models",
+    "Scheduler": "stretto_verbs.scheduler:GroupScheduler",
+    "SharedModel": "stretto_verbs.models",
     "StepMetrics": "stretto.store.series.metrics",
     "StoreError": _ERRORS,
     "StrettoError": _ERRORS,
-    "TextCompletion": "stretto.verbs.completion",
+    "TextCompletion": "stretto_verbs.completion",
     "Ticket": "stretto.rollout.controller",
-    "Trainer": "stretto.verbs.trainer:LocalTrainer",
+    "Trainer": "stretto_verbs.trainer:LocalTrainer",
     "TurnReply": _TASK,
     "UserError": _ERRORS,
-    "Weights": "stretto.verbs.models:PolicyWeights",
+    "Weights": "stretto_verbs.models:PolicyWeights",
     "Workflow": _CONVERSATION,
     "WorkflowError": _ERRORS,
     "WorkflowTask": _TASK,
-    "build_model": "stretto.verbs.small_model",
+    "build_model": "stretto_verbs.small_model",
     "evaluate": "stretto.api.training",
     "open_run": "stretto.api.run",
     "sections": "stretto.api.sections:",
@@ -135,8 +135,9 @@ def __getattr__(name: str) -> object:
     if name not in _ORIGINS:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
     module, colon, inner = _ORIGINS[name].partition(":")
-    if module.startswith("stretto_app.") and not find_spec("stretto_app"):
-        raise ImportError(f"stretto.{name} is part of the application; install it: pip install stretto")
+    package = module.partition(".")[0]
+    if package != __name__ and not find_spec(package):
+        raise ImportError(f"stretto.{name} is part of {package.replace('_', '-')}; install it: pip install stretto")
     found = import_module(module)
     return getattr(found, inner or name) if inner or not colon else found
 

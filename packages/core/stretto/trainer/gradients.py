@@ -1,5 +1,5 @@
 """The gradient of a loss, accumulated micro-batch by micro-batch. Used by the trainer of a recipe and by the verbs of
-the Python API (`stretto.verbs`).
+the Python API (`stretto_verbs`).
 
 Axes: N loss token, M scored token (a token whose log-probability is wanted, in the loss or not).
 """

@@ -21,7 +21,6 @@ from stretto.model.hf.layers import linear_layers
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import check_policy
 from stretto.trainer.config import LoraConfig
-from stretto.verbs.models import SharedModel
 from stretto_tinker.compute.files import (
     ALPHA,
     POLICY,
@@ -35,6 +34,7 @@ from stretto_tinker.compute.files import (
 from stretto_tinker.compute.learner import Learner
 from stretto_tinker.compute.sampler import Sampler
 from stretto_tinker.wire.bodies import Lora
+from stretto_verbs.models import SharedModel
 
 _MOST_RANK = 1_024
 #: Float32 numbers of a trained weight: itself, two moments, the accumulated gradient, and that of the present request.

@@ -17,7 +17,7 @@ from stretto.trainer.batch.samples import Sample, scored_of
 from stretto.trainer.objective.aggregation import Aggregation
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import Learner
-from stretto.verbs.arguments import plain
+from stretto_verbs.arguments import plain
 
 #: Maximum likelihood: needs only tokens and their weights.
 CROSS_ENTROPY = "cross_entropy"

@@ -13,8 +13,8 @@ import numpy as np
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Batch
 from stretto.trainer.batch.samples import Sample
-from stretto.verbs.arguments import plain
-from stretto.verbs.completion import mark_on
+from stretto_verbs.arguments import plain
+from stretto_verbs.completion import mark_on
 
 #: A number for each of the T positions, or a row of K numbers: one for each target of the position.
 Targets = tuple[int, ...] | tuple[tuple[int, ...], ...]

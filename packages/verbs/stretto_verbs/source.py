@@ -27,10 +27,10 @@ from stretto.loop.engines.in_flight import Engines, InFlight
 from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.skeleton import skeleton
-from stretto.verbs.background import background, told_if_slow
-from stretto.verbs.models import PolicyWeights, merged
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher, digest_of_tensor
+from stretto_verbs.background import background, told_if_slow
+from stretto_verbs.models import PolicyWeights, merged
 
 
 class SourceHere:

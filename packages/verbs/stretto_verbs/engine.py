@@ -26,7 +26,7 @@ from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rollout.controller import Ticket
 from stretto.trainer.config import LoraConfig
-from stretto.verbs.arguments import (
+from stretto_verbs.arguments import (
     COUNT,
     LIST,
     MOST_TOKENS,
@@ -40,11 +40,11 @@ from stretto.verbs.arguments import (
     prompt_of,
     prompts_of,
 )
-from stretto.verbs.background import background
-from stretto.verbs.completion import TextCompletion, mark_of
-from stretto.verbs.ledger import FolderLedger, TicketsInFlight, turn_seeds
-from stretto.verbs.models import MODEL, Lora, PolicyWeights, SharedModel, lora_of
-from stretto.verbs.source import SourceApart, SourceHere
+from stretto_verbs.background import background
+from stretto_verbs.completion import TextCompletion, mark_of
+from stretto_verbs.ledger import FolderLedger, TicketsInFlight, turn_seeds
+from stretto_verbs.models import MODEL, Lora, PolicyWeights, SharedModel, lora_of
+from stretto_verbs.source import SourceApart, SourceHere
 
 _END_SECONDS = 7.0
 _LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none

@@ -23,8 +23,8 @@ from stretto.model.kernels.matmul import TRAINING, OneDnnLinear, use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import LoraConfig
 from stretto.trainer.parallel.lora import adapt
-from stretto.verbs.arguments import FOLDER, ArgumentKind, check
 from stretto.weights.mailbox import LORA_A, LORA_B
+from stretto_verbs.arguments import FOLDER, ArgumentKind, check
 
 #: Setting of LoRA adapters: their rank, or all settings; None: no adapters.
 Lora = int | LoraConfig | dict[str, Any] | None

@@ -35,9 +35,9 @@ from stretto.trainer.parallel.adapters import adapted_layers, adapter_parameters
 from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters
-from stretto.verbs.arguments import FOLDER, ArgumentKind, check, instance, optimizer_of, sampling_of
-from stretto.verbs.completion import mark_of
-from stretto.verbs.datum import (
+from stretto_verbs.arguments import FOLDER, ArgumentKind, check, instance, optimizer_of, sampling_of
+from stretto_verbs.completion import mark_of
+from stretto_verbs.datum import (
     Data,
     Forward,
     check_batch,
@@ -48,7 +48,7 @@ from stretto.verbs.datum import (
     rewards_of,
     sample_of,
 )
-from stretto.verbs.loss import (
+from stretto_verbs.loss import (
     CROSS_ENTROPY,
     Loss,
     Wanted,
@@ -60,9 +60,9 @@ from stretto.verbs.loss import (
     own_gradient,
     wanted,
 )
-from stretto.verbs.models import MODEL, Lora, PolicyWeights, SharedModel, check_targets, lora_of
-from stretto.verbs.small_model import replacing
-from stretto.verbs.trainer_apart import TrainerApart
+from stretto_verbs.models import MODEL, Lora, PolicyWeights, SharedModel, check_targets, lora_of
+from stretto_verbs.small_model import replacing
+from stretto_verbs.trainer_apart import TrainerApart
 
 _LOSS = ArgumentKind(
     "the name of a loss, a dict with its kind and numbers, or a function",

@@ -1,4 +1,4 @@
-"""The process of `Trainer.apart`: ``python -m stretto.verbs.role ARGUMENTS``, with `TrainerArguments` as JSON."""
+"""The process of `Trainer.apart`: ``python -m stretto_verbs.role ARGUMENTS``, with `TrainerArguments` as JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch
 from stretto.core.errors import Problem, RecipeError, StrettoError
 from stretto.processes.heartbeat import begin_role
 from stretto.trainer.gradients import Gradient
-from stretto.verbs.models import PolicyWeights
-from stretto.verbs.trainer import LocalTrainer
-from stretto.verbs.trainer_apart import UNDO, TrainerArguments, TrainerCall, receive, send
+from stretto_verbs.models import PolicyWeights
+from stretto_verbs.trainer import LocalTrainer
+from stretto_verbs.trainer_apart import UNDO, TrainerArguments, TrainerCall, receive, send
 
 
 def serve(connection: Connection) -> None:

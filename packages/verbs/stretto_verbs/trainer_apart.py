@@ -32,10 +32,10 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.role import RoleProcess
 from stretto.trainer.optimizer import OptimizerStep
-from stretto.verbs.arguments import FOLDER, check
-from stretto.verbs.background import background, told_if_slow
-from stretto.verbs.datum import Data, Forward, listed
-from stretto.verbs.models import PolicyWeights
+from stretto_verbs.arguments import FOLDER, check
+from stretto_verbs.background import background, told_if_slow
+from stretto_verbs.datum import Data, Forward, listed
+from stretto_verbs.models import PolicyWeights
 
 #: (number of the call, name of the method, pickled positional and keyword arguments).
 TrainerCall = tuple[int, str, bytes]
@@ -65,7 +65,7 @@ def receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())
 
 
-_NAME, _ROLE = "trainer", "stretto.verbs.role"
+_NAME, _ROLE = "trainer", "stretto_verbs.role"
 _GRACE_SECONDS = 1.0
 
 

@@ -31,9 +31,9 @@ from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import CONTROLLER, Controller, ControllerState, Ticket
 from stretto.rollout.pacing import pacing_of
 from stretto.rollout.prompts import PromptStream
-from stretto.verbs.arguments import LIST, PROMPTS, TOKENIZER, VERSION, WHOLE, Asked, check, instance, plain, prompt_of
-from stretto.verbs.completion import AS_RETURNED, TextCompletion, check_numbers, mark_of, marked
-from stretto.verbs.ledger import FolderLedger
+from stretto_verbs.arguments import LIST, PROMPTS, TOKENIZER, VERSION, WHOLE, Asked, check, instance, plain, prompt_of
+from stretto_verbs.completion import AS_RETURNED, TextCompletion, check_numbers, mark_of, marked
+from stretto_verbs.ledger import FolderLedger
 
 if TYPE_CHECKING:  # the import loads transformers, which token ids do not need
     from stretto.model.hf.tokenizer import Tokenizer

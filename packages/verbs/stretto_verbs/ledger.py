@@ -29,7 +29,7 @@ from stretto.store.config import StoreConfig
 from stretto.store.ending import ENDING, Ending
 from stretto.store.ledger.ledger import Ledger, Value
 from stretto.store.ledger.reading import UnfinishedGroup, read_batches, read_unfinished
-from stretto.verbs.arguments import FOLDER, check
+from stretto_verbs.arguments import FOLDER, check
 
 _KEEP_SECONDS = 1.0
 
