@@ -19,7 +19,7 @@ PACKAGE = "stretto"  # the core, which imports as this
 #: Packages whose folders are rooms; each other one, such as `stretto_gateway`, is one room, named `gateway`.
 OF_ROOMS = frozenset({PACKAGE, "stretto_app", "stretto_report", "stretto_foresight"})
 #: Packages with names of `import stretto`, which are loaded when they are asked for.
-ON_DEMAND = frozenset({"stretto_verbs"})
+ON_DEMAND = frozenset({"stretto_verbs", "stretto_workflows"})
 NAMES_OF_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"})
 HEAVY = ("torch", "transformers")
 CORE_MAY_IMPORT = frozenset({"msgspec", "numpy", "xxhash"})

@@ -22,12 +22,10 @@ SECONDS = 3600
 
 IMPORTS = """
 import importlib, pkgutil, sys
-import stretto, stretto_verbs
+import stretto, stretto_verbs, stretto_workflows
 broken = []
-for module in [
-    *pkgutil.walk_packages(stretto.__path__, "stretto."),
-    *pkgutil.walk_packages(stretto_verbs.__path__, "stretto_verbs."),
-]:
+packages = [(one.__path__, f"{one.__name__}.") for one in (stretto, stretto_verbs, stretto_workflows)]
+for module in (module for package in packages for module in pkgutil.walk_packages(*package)):
     if module.name.endswith("__main__"):
         continue
     try:

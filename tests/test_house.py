@@ -259,6 +259,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {
         ("rewards/web.py", "import requests.adapters\n", "imports requests, which is no dependency"),
         ("core/up.py", "from stretto_report import check\n", "imports stretto_report, which is no dependency"),
         ("core/up.py", "from stretto_verbs import loss\n", "imports stretto_verbs, which is no dependency"),
+        ("core/up.py", "from stretto_workflows import pool\n", "imports stretto_workflows, which is no dependency"),
     ],
     "too_long": [
         ("rewards/long.py", "\n" * 481, "rewards/long.py: 481 lines"),

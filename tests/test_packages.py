@@ -53,7 +53,7 @@ from stretto.doors.loading import check_packages
 run = stretto.train({str(ARITHMETIC)!r}, run_dir="run", **{SMALL!r})
 steps = [step.step for step in run]
 run.wait()
-others = ("app", "report", "gateway", "servers", "cluster", "foresight", "tinker", "verbs")
+others = ("app", "report", "gateway", "servers", "cluster", "foresight", "tinker", "verbs", "workflows")
 try:
     check_packages("engine.kind", "stretto_servers")
 except stretto.RecipeError as error:
@@ -119,6 +119,7 @@ def test_a_missing_package_is_refused_with_its_extra_and_another_version_with_bo
         'engine.kind="vllm"': ("engine.kind", "stretto-servers", "'stretto[servers]'"),
         'cluster.listen="127.0.0.1:0"': ("cluster", "stretto and stretto-cluster", "'stretto[cluster]'"),
         'logging.to="tensorboard"': ("logging.to", "stretto-report", "stretto"),
+        'workflow={function="multi_turn"}': ("workflow.function", "stretto-workflows", "stretto"),
         'workflow={kind="agent"}': ("workflow.kind", "stretto and stretto-gateway", "'stretto[gateway]'"),
     }
     ours = {"stretto", "stretto_verify"}

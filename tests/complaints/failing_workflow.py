@@ -6,7 +6,7 @@ import sys
 import tempfile
 
 import stretto
-from stretto.worlds.workflows.built_in.tools import PythonTool
+from stretto_workflows.built_in.tools import PythonTool
 
 #: Leaves a process of its own behind, and a file; and never ends by itself.
 PROGRAM = """

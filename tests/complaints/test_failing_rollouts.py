@@ -17,11 +17,11 @@ from stretto.conversation.session import MemoryRecord, Session
 from stretto.core.records import Outcome, State
 from stretto.processes.tree import descendants
 from stretto.rollout.controller import Controller
-from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.pool import QuestionDetails, WorkflowGroups, WorkflowPool
+from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig
+from stretto_workflows.pool import WorkflowGroups, WorkflowPool
 from tests.launch.running import children
 from tests.rollout.test_controller import controller
-from tests.worlds.workflows.benches import Bench
+from tests.workflows.benches import Bench
 
 HERE = Path(__file__).parent
 MEMBERS, TOGETHER = 10, 10

@@ -36,14 +36,14 @@ from stretto.rollout.controller import Ticket
 from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.worlds.single_turn import SingleTurn
-from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.exchange import Services
-from stretto.worlds.workflows.pool import QuestionDetails, WorkflowGroups, WorkflowPool
-from stretto.worlds.workflows.rendering import PlainRendering
+from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig
+from stretto_workflows.exchange import Services
+from stretto_workflows.pool import WorkflowGroups, WorkflowPool
+from stretto_workflows.rendering import PlainRendering
 from tests.rewards.replying import serving
 from tests.rollout.test_controller import answers, controller
 from tests.trainer.test_estimators import FIRST_OF_EACH
-from tests.worlds.workflows.benches import decode, encode, score, verdict
+from tests.workflows.benches import decode, encode, score, verdict
 
 MEMBERS = 8
 OTHER = [1.0, *[0.0] * (MEMBERS - 1)]  # the rewards of another group of the batch, of which no member fails

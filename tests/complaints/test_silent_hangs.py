@@ -89,7 +89,7 @@ def test_whichever_process_is_stopped_and_in_the_last_evaluation_too_the_run_end
     with laboratory.train(run_dir, *settings, recipe=recipe) as command:
         wait_for_step(command, 1)
         hold.touch()
-        (workflow,) = command.processes("stretto.worlds.workflows.worker")
+        (workflow,) = command.processes("stretto_workflows.worker")
         os.kill(workflow, signal.SIGSTOP)
         wait_for_words(command, run_dir, "the held-out accuracy of the last version")
         for role in ("engine", "trainer", "rewards"):

@@ -29,8 +29,8 @@ from stretto.launch.assemble.roles import mailbox_name
 from stretto.processes import fork_server_role
 from stretto.store.inspection import Inspection, inspect_run
 from stretto.store.run_folder import RunFolder
-from stretto.worlds.workflows.pool import WorkflowPool
 from stretto_app.cli.main import main
+from stretto_workflows.pool import WorkflowPool
 from tests.launch.warm import (
     MARK,
     WarmCommand,
@@ -50,7 +50,7 @@ MODULES = {
     "supervised": "stretto.trainer.roles.supervised",
     "fork server": "stretto.processes.fork_server_role",
     "rewards": "stretto.rewards.service.worker",
-    "workflow": "stretto.worlds.workflows.worker",
+    "workflow": "stretto_workflows.worker",
     "outlet": "stretto_report.outlets.role",
 }
 _PATIENCE = 100.0

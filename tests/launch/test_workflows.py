@@ -32,7 +32,7 @@ from tests.launch.running import (
     wait_for_step,
     with_sections,
 )
-from tests.worlds.workflows.users_own import Asks
+from tests.workflows.users_own import Asks
 
 _TURNS = 4
 STEPS = 10
@@ -42,7 +42,7 @@ def recipe_of(folder: Path, *further: str) -> Path:
     """Four turns of sixteen tokens and less, with a call between them that notes its name in a file."""
     section = f"""
 [workflow]
-function = "tests.worlds.workflows.users_own:Asks"
+function = "tests.workflows.users_own:Asks"
 path = "{ROOT}"
 max_failed = 1.0
 
@@ -107,7 +107,7 @@ def test_a_run_learns_what_its_workflow_rewards(laboratory: Laboratory, tmp_path
     recipe = recipe_of(tmp_path).read_text().partition("[workflow]")[0]
     section = f"""
 [workflow]
-function = "tests.worlds.workflows.users_own:Counts"
+function = "tests.workflows.users_own:Counts"
 path = "{ROOT}"
 
 [sampling]
@@ -172,7 +172,7 @@ def test_a_workflow_in_rounds_is_refused(laboratory: Laboratory, tmp_path: Path)
 
 
 def test_a_workflow_that_is_not_there_is_refused_before_the_run(laboratory: Laboratory, tmp_path: Path) -> None:
-    module = "tests.worlds.workflows.users_own"
+    module = "tests.workflows.users_own"
     for value, message in (
         ("multiturn", "no built-in workflow is called 'multiturn'; did you mean 'multi_turn'?"),
         (f"{module}:Ask", f"{module!r} has no 'Ask'; did you mean 'Asks'?"),
@@ -185,4 +185,4 @@ def test_a_workflow_that_is_not_there_is_refused_before_the_run(laboratory: Labo
 def test_a_workflow_may_be_given_as_its_class() -> None:
     chosen = load_recipe(TINY, {"workflow": Asks}).workflow
     assert chosen is not None
-    assert (chosen.function, chosen.path) == ("tests.worlds.workflows.users_own:Asks", str(ROOT))
+    assert (chosen.function, chosen.path) == ("tests.workflows.users_own:Asks", str(ROOT))

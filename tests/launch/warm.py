@@ -60,7 +60,7 @@ _COMMANDS += (
     "stretto.api.run_process",
     "stretto_app.extensions.commands.serve",
     "stretto_app.extensions.commands.gateway",
-    "stretto.worlds.workflows.worker",
+    "stretto_workflows.worker",
 )
 KNOWN = "tests.launch.rewards_for_tests:length"  # of tiny.toml
 _MOST_DESCRIPTORS = 1 << 20

@@ -16,9 +16,9 @@ import msgspec
 from stretto.core.records import Completion, Outcome, Prompt, Segment, StopReason, Verdict
 from stretto.worlds.single_turn import judge
 from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.exchange import Exchange
-from stretto.worlds.workflows.wire import OrderDone, ScoreOrder, TurnOrder
-from tests.worlds.workflows.benches import PROMPT, Bench, asks, encode
+from stretto_workflows.exchange import Exchange
+from stretto_workflows.wire import OrderDone, ScoreOrder, TurnOrder
+from tests.workflows.benches import PROMPT, Bench, asks, encode
 
 THINKING = msgspec.structs.replace(PROMPT, opens="<think>")
 RIGHT = Verdict(Outcome.RIGHT, 1.0)
@@ -71,7 +71,7 @@ def scored(exchange: Exchange, order: TurnOrder) -> str:
 
 def test_a_workflow_shows_the_thought_in_which_a_turn_has_ended(tmp_path: Path) -> None:
     judge_of_it = Judge()
-    bench = Bench(WorkflowConfig(function="tests.worlds.workflows.users_own:one"), tmp_path / "log", score=judge_of_it)
+    bench = Bench(WorkflowConfig(function="tests.workflows.users_own:one"), tmp_path / "log", score=judge_of_it)
     chat = TurnOrder(0, 0, ({"role": "user", "content": "3+4="},), 0, -1, (), (), {}, "")
     for prompt, order, mark in ((PROMPT, chat, ""), (THINKING, chat, "<think>"), (THINKING, asks("3+4="), "")):
         exchange = bench.exchange(0)

@@ -31,8 +31,8 @@ from stretto_gateway.sessions.sessions import SessionTable
 
 
 class RunGateway:
-    """Gateway of a run whose trajectories come from agents. It has the methods of `WorkflowPool` by which a run starts
-    and ends it."""
+    """Gateway of a run whose trajectories come from agents. It has the methods by which a run starts and ends its
+    workflow."""
 
     def __init__(self, plan: Plan, config: AgentConfig, folder: RunFolder | None, say: Callable[[str], None]) -> None:
         """Prepare the gateway; `start` opens it. `folder`: the run folder, in which the gateway's address is written;
@@ -66,6 +66,10 @@ class RunGateway:
         if self._folder is not None:
             self._folder.gateway.unlink(missing_ok=True)
         await self._open.aclose()
+
+    @property
+    def pids(self) -> None:
+        """None: it works in the conductor's process."""
 
     @property
     def ended(self) -> int:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,6 @@ from stretto.store.files import identity
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.run_folder import RunFolder
 from stretto.weights.folder import SHARED, own, remove, remove_abandoned, shared_folder
-from stretto.worlds.workflows.pool import WorkflowPool
 
 _SOCKETS = ".sockets"  # file in the run folder with the path of the folder of its sockets
 _STOP_GRACE = 1.0
@@ -113,8 +112,8 @@ class Roles:
     def resident(self) -> dict[str, int]:
         """Return the resident memory in bytes by role, descendant processes included; for engines, as of the last
         poll."""
-        pids = {"trainer": self.trainer.process.pids, "rewards": self.rewards.pids}
-        if isinstance(self.workflows, WorkflowPool):
+        pids: dict[str, Sequence[int]] = {"trainer": self.trainer.process.pids, "rewards": self.rewards.pids}
+        if self.workflows is not None and self.workflows.pids is not None:
             pids["workflow"] = self.workflows.pids
         found = {role: sum(map(resident_bytes, theirs)) for role, theirs in pids.items()}
         return self.engines.resident() | found | {"conductor": own_resident_bytes()}

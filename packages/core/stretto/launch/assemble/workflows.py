@@ -1,4 +1,5 @@
-"""Assembling the workflow of a run and of its evaluations: worker processes, or a gateway for agents."""
+"""Assembling the workflow of a run and of its evaluations, which a package beside the core has: worker processes, or a
+gateway for agents."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from stretto.conversation.session import Session
 from stretto.core.engine import Generate
 from stretto.core.records import Completion, Prompt, Trajectory, Verdict
 from stretto.doors.loading import from_package
-from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.extensions import AgentConfig
 from stretto.loop.engines.sessions import TrajectorySessions, sessions_of_evaluation
@@ -21,9 +21,7 @@ from stretto.rewards.service.wire import Worth
 from stretto.rollout.controller import Ticket
 from stretto.store.run_folder import RunFolder
 from stretto.worlds.single_turn import Score
-from stretto.worlds.workflows.exchange import Services
-from stretto.worlds.workflows.pool import WorkflowGroups, WorkflowPool
-from stretto.worlds.workflows.rendering import PlainRendering, TemplateRendering
+from stretto.worlds.workflows.config import PLACE
 
 
 class Conversations(Protocol):
@@ -36,22 +34,23 @@ class Conversations(Protocol):
         """Generate and judge one trajectory of an evaluation, with this id and seed."""
 
 
-class AgentGateway(Protocol):
-    """Serves a run's policy to agents (`stretto_app.extensions.agents.RunGateway`)."""
+class Conversing(Protocol):
+    """Runs workflows (`stretto_workflows.run.RunWorkflows`), or serves a run's policy to agents
+    (`stretto_app.extensions.agents.RunGateway`); must be started and closed."""
 
     @property
     def ended(self) -> int:
         """Number of trajectories that have ended; the watchdog takes it as progress."""
+
+    @property
+    def pids(self) -> Sequence[int] | None:
+        """Process ids of its workers; None: it works in the conductor's process."""
 
     async def start(self) -> None: ...
     async def close(self) -> None: ...
     def groups(
         self, open_session: Callable[[str, Tokens, int], Session], score: Score, verdict: Callable[[float], Verdict]
     ) -> Conversations: ...
-
-
-#: Runs workflows, or serves agents; must be started and closed.
-Conversing = WorkflowPool | AgentGateway
 
 
 def workflow_pool(
@@ -66,14 +65,15 @@ def workflow_pool(
         folder: run folder; None: an evaluation without a run.
     """
     config = plan.recipe.workflow
-    if isinstance(config, AgentConfig):
-        gateway = from_package("stretto_app.extensions.agents:RunGateway", "workflow.kind", "stretto_gateway")
-        agents: AgentGateway = gateway(plan, config, folder, say)
-        return agents
     if config is None:
         return None
-    run = "" if folder is None else folder.mark
-    return WorkflowPool(config, log, hung=plan.recipe.deadlines.hung, say=say, run=run)
+    made: Conversing
+    if isinstance(config, AgentConfig):
+        gateway = from_package("stretto_app.extensions.agents:RunGateway", "workflow.kind", "stretto_gateway")
+        made = gateway(plan, config, folder, say)
+    else:
+        made = from_package("stretto_workflows.run:RunWorkflows", PLACE)(plan, config, log, folder, say)
+    return made
 
 
 def workflow_groups(plan: Plan, pool: Conversing, sessions: TrajectorySessions, score: Score) -> Conversations:
@@ -84,9 +84,7 @@ def workflow_groups(plan: Plan, pool: Conversing, sessions: TrajectorySessions, 
         sessions: opens the session of each trajectory.
         score: judges completions.
     """
-    if not isinstance(pool, WorkflowPool):
-        return pool.groups(sessions.open, score, _verdict_of(plan))
-    return WorkflowGroups(pool, sessions.open, plan.details, _services(plan, pool, score))
+    return pool.groups(sessions.open, score, _verdict_of(plan))
 
 
 def conversing(
@@ -106,24 +104,7 @@ def conversing(
     """
     if pool is None:
         return None
-    opened = sessions_of_evaluation(generate, count)
-    if not isinstance(pool, WorkflowPool):
-        return pool.groups(opened, score, _verdict_of(plan)).member
-    return WorkflowGroups(pool, opened, plan.details, _services(plan, pool, score)).member
-
-
-def _services(plan: Plan, pool: WorkflowPool, score: Score) -> Services:
-    tokenizer = plan.tokenizer
-    return Services(
-        score,
-        tokenizer.decode,
-        PlainRendering(lambda text: tokenizer.encode_content(text) if text else ()),
-        TemplateRendering(tokenizer) if tokenizer.has_chat_template else None,
-        plan.sampling,
-        longest_prompt_allowed(plan.recipe, plan.base) + plan.sampling.max_tokens,
-        _verdict_of(plan),
-        pool.config,
-    )
+    return pool.groups(sessions_of_evaluation(generate, count), score, _verdict_of(plan)).member
 
 
 def _verdict_of(plan: Plan) -> Callable[[float], Verdict]:

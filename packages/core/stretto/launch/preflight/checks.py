@@ -42,10 +42,8 @@ from stretto.rewards.service.pool import check_reward
 from stretto.rollout.config import RolloutConfig
 from stretto.trainer.config import OptimizerConfig
 from stretto.weights.config import ChosenMedium, Route, choose
-from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.loading import PLACE as WORKFLOW
-from stretto.worlds.workflows.pool import check_workflow
-from stretto.worlds.workflows.wire import WorkflowReady
+from stretto.worlds.workflows.config import PLACE as WORKFLOW
+from stretto.worlds.workflows.config import WorkflowConfig, WorkflowReady
 
 #: Environment variable with GPUs for `--dry-run` to assume, as COUNTxGIB or COUNTxGIB@DRIVER: "8x80", "2x80,1x24".
 ASSUMED = "STRETTO_GPUS"
@@ -132,11 +130,14 @@ def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
 
     Raises:
         WorkflowError: it cannot be loaded.
+        RecipeError: the package of workflows is missing.
     """
+    check_workflow = from_package("stretto_workflows.pool:check_workflow", WORKFLOW)
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         log = Path(folder) / "workflow.txt"
         try:
-            return asyncio.run(check_workflow(config, log))
+            needs: WorkflowReady = asyncio.run(check_workflow(config, log))
+            return needs
         except RoleError as error:
             if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
                 raise

@@ -56,9 +56,7 @@ from stretto.rollout.prompts import PromptSource
 from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.task import DatasetTask
-from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.pool import QuestionDetails
-from stretto.worlds.workflows.wire import WorkflowReady
+from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig, WorkflowReady
 from stretto_verify.thoughts import PIECES
 
 

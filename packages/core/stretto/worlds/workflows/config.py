@@ -1,10 +1,18 @@
-"""The settings of workflows."""
+"""What a run without workflows knows of them: their settings, requirements and questions."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
+
+from stretto.core.records import Prompt, Record
+from stretto.worlds.workflows.task import ChatMessage, WorkflowTask
+
+PLACE = "workflow.function"  #: recipe key, for messages
 
 
 class WorkflowConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
@@ -37,3 +45,34 @@ class WorkflowConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     )
     memory_gib: float = Field(16.0, ge=0.25, description="GiB of memory of one process")
     start_timeout: float = Field(60.0, gt=0, description="seconds a process may take to import the workflow")
+
+
+class WorkflowReady(Record, frozen=True, tag=True):
+    """Message that the workflow is loaded, with its requirements (attributes of `Workflow`)."""
+
+    needs_chat_template: str = ""
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class QuestionDetails:
+    """Data of questions for workflows, beside their prompts.
+
+    Attributes:
+        fields: further fields of each row (JSON object), by prompt text and gold answer.
+        chats: messages of questions that are chats, by prompt text and gold answer.
+    """
+
+    fields: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    chats: Mapping[tuple[str, str], Sequence[ChatMessage]] = field(default_factory=dict)
+
+    def is_chat(self, prompt: Prompt) -> bool:
+        """Whether the prompt was rendered by the chat template."""
+        return (prompt.text, prompt.answer) in self.chats
+
+    def task(self, prompt: Prompt, member: int, seed: int) -> WorkflowTask:
+        """Make the task of one member of the prompt's group; `seed` is the member's."""
+        key = (prompt.text, prompt.answer)
+        messages = tuple(self.chats.get(key) or ({"role": "user", "content": prompt.text},))
+        fields = json.loads(self.fields.get(key) or "{}")
+        return WorkflowTask(prompt.id, prompt.text, prompt.answer, messages, fields, seed, member)

@@ -12,9 +12,8 @@ process, where innocent ones finish. Meanwhile new trajectories use only workers
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
 
@@ -29,11 +28,10 @@ from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.processes.tree import kill_marked
 from stretto.rollout.controller import Ticket
 from stretto.rollout.failures import RecentFailures
-from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.exchange import Exchange, Services
-from stretto.worlds.workflows.task import ChatMessage, WorkflowTask
-from stretto.worlds.workflows.wire import RUN_MARK, MemberEnded, WorkflowReady
-from stretto.worlds.workflows.worker_process import WorkerLost, WorkflowProcess
+from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig, WorkflowReady
+from stretto_workflows.exchange import Exchange, Services
+from stretto_workflows.wire import RUN_MARK, MemberEnded
+from stretto_workflows.worker_process import WorkerLost, WorkflowProcess
 
 _LOSSES = 2  # deaths of its worker after which a trajectory runs again, each time alone; the next one fails it
 _RESTARTS, _RESTARTS_SECONDS = 64, 600.0
@@ -231,30 +229,6 @@ async def check_workflow(config: WorkflowConfig, log: Path) -> WorkflowReady:
     """
     async with WorkflowPool(config.model_copy(update={"workers": 1}), log) as pool:
         return pool.ready
-
-
-@dataclass(frozen=True)
-class QuestionDetails:
-    """Data of questions for workflows, beside their prompts.
-
-    Attributes:
-        fields: further fields of each row (JSON object), by prompt text and gold answer.
-        chats: messages of questions that are chats, by prompt text and gold answer.
-    """
-
-    fields: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    chats: Mapping[tuple[str, str], Sequence[ChatMessage]] = field(default_factory=dict)
-
-    def is_chat(self, prompt: Prompt) -> bool:
-        """Whether the prompt was rendered by the chat template."""
-        return (prompt.text, prompt.answer) in self.chats
-
-    def task(self, prompt: Prompt, member: int, seed: int) -> WorkflowTask:
-        """Make the task of one member of the prompt's group; `seed` is the member's."""
-        key = (prompt.text, prompt.answer)
-        messages = tuple(self.chats.get(key) or ({"role": "user", "content": prompt.text},))
-        fields = json.loads(self.fields.get(key) or "{}")
-        return WorkflowTask(prompt.id, prompt.text, prompt.answer, messages, fields, seed, member)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stretto.core.records import Record
+from stretto.worlds.workflows.config import WorkflowReady
 from stretto.worlds.workflows.task import TurnReply, WorkflowTask
 
 #: Most bytes of one message.
@@ -83,13 +84,6 @@ ToWorker = Begin | OrderDone | OrderRefused | RunCall | GiveUp
 
 
 # From the worker.
-
-
-class WorkflowReady(Record, frozen=True, tag=True):
-    """Message that the workflow is loaded, with its requirements (attributes of `Workflow`)."""
-
-    needs_chat_template: str = ""
-    words: tuple[str, ...] = ()
 
 
 class WorkflowRefused(Record, frozen=True, tag=True):

@@ -9,12 +9,11 @@ import msgspec
 
 from stretto.core.errors import Problem, RecipeError, WorkflowError, nearest
 from stretto.doors.loading import load
-from stretto.worlds.workflows.conversation import Workflow
-from stretto.worlds.workflows.wire import WorkflowReady
+from stretto.worlds.workflows.config import PLACE, WorkflowReady
+from stretto_workflows.conversation import Workflow
 
-PLACE = "workflow.function"
 _CONTRACT = "a workflow is a class with 'async def run(self, task, chat)', derived from stretto.Workflow"
-_ROOM = "stretto.worlds.workflows.built_in"
+_ROOM = "stretto_workflows.built_in"
 
 #: Built-in workflows: class by name.
 BUILT_IN = {

@@ -1,4 +1,4 @@
-"""Process that runs workflows: ``python -m stretto.worlds.workflows.worker SPEC``.
+"""Process that runs workflows: ``python -m stretto_workflows.worker SPEC``.
 
 Each trajectory has a thread with its own event loop, so that a trajectory that hangs does not block the others. Output
 of the workflow goes to the log. An exception of the workflow fails its trajectory, with the exception as the reason.
@@ -21,11 +21,11 @@ from stretto.core.states import why_no_reward
 from stretto.doors.loading import look_in
 from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.heartbeat import begin_role, bound_memory
-from stretto.worlds.workflows.conversation import Conversation, Workflow
-from stretto.worlds.workflows.loading import load_workflow, needs_of
-from stretto.worlds.workflows.orders import Orders
 from stretto.worlds.workflows.task import Reward, WorkflowTask
-from stretto.worlds.workflows.wire import (
+from stretto_workflows.conversation import Conversation, Workflow
+from stretto_workflows.loading import load_workflow, needs_of
+from stretto_workflows.orders import Orders
+from stretto_workflows.wire import (
     LARGEST_MESSAGE,
     Begin,
     GiveUp,
@@ -147,9 +147,13 @@ def _described(error: BaseException) -> str:
     except BaseException:
         text = "(its message cannot be shown)"
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [f" in {file}:{line}" for file, line in frames if not file.startswith("<") and "stretto/worlds" not in file]
+    own = [f" in {file}:{line}" for file, line in frames if not file.startswith("<") and not _is_ours(file)]
     kind = f"{type(error).__name__}{own[0] if own else ''}"
     return f"{kind}: {text}" if text else kind
+
+
+def _is_ours(file: str) -> bool:
+    return "stretto_workflows/" in file or "stretto/worlds" in file
 
 
 def serve(workflow: Workflow, end: RoleEnd[ToWorker]) -> None:

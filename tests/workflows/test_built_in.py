@@ -15,19 +15,19 @@ import pytest
 from stretto.conversation.forest import way_to
 from stretto.conversation.session import MemoryRecord, Session, TurnRequest
 from stretto.core.records import Prompt, Sampling, Segment, StopReason, Trajectory
-from stretto.worlds.workflows.built_in import tools
-from stretto.worlds.workflows.built_in.tools import PythonTool, Search, calculate
 from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.exchange import Exchange, Services
-from stretto.worlds.workflows.pool import WorkflowPool
-from stretto.worlds.workflows.rendering import PlainRendering, TemplateRendering
 from stretto.worlds.workflows.task import WorkflowTask
 from stretto_verify.sandbox.probe import probe
+from stretto_workflows.built_in import tools
+from stretto_workflows.built_in.tools import PythonTool, Search, calculate
+from stretto_workflows.exchange import Exchange, Services
+from stretto_workflows.pool import WorkflowPool
+from stretto_workflows.rendering import PlainRendering, TemplateRendering
 from tests.gateway.serving import ENDS, tokenizer_of
 from tests.launch.warm import session_server
-from tests.worlds.workflows.benches import score, verdict
+from tests.workflows.benches import score, verdict
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "workflows"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "workflows"
 TOKENIZER = tokenizer_of("qwen3")
 MESSAGES = ({"role": "user", "content": "3+4="},)
 

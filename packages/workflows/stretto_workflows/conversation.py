@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from stretto.core.records import NOTHING, PROMPT
-from stretto.worlds.workflows.orders import Orders
 from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnScore, WorkflowTask
+from stretto_workflows.orders import Orders
 
 
 class Workflow(abc.ABC):

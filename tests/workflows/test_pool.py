@@ -20,9 +20,9 @@ import pytest
 from stretto.conversation.session import TurnRequest
 from stretto.core.errors import RefusedRequest, RewardFunctionError, WorkflowError
 from stretto.core.records import Outcome
-from stretto.worlds.workflows.wire import RUN_MARK, CallOrder, MemberEnded
+from stretto_workflows.wire import RUN_MARK, CallOrder, MemberEnded
 from tests.launch.running import wait_until
-from tests.worlds.workflows.benches import PROMPT, Bench, asks, decode, lives, unusable
+from tests.workflows.benches import PROMPT, Bench, asks, decode, lives, unusable
 
 
 def test_turns_calls_and_given_tokens_make_one_linear_trajectory(bench: Callable[..., Bench], tmp_path: Path) -> None:

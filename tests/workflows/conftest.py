@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stretto.worlds.workflows.config import WorkflowConfig
-from tests.worlds.workflows.benches import OWN, Bench
+from tests.workflows.benches import OWN, Bench
 
 
 @pytest.fixture

@@ -15,16 +15,16 @@ from stretto.core.records import NOTHING, Outcome, Prompt, Sampling, Segment, St
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.worlds.single_turn import Score
 from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.exchange import Exchange, Services
-from stretto.worlds.workflows.pool import WorkflowPool
-from stretto.worlds.workflows.rendering import PlainRendering
 from stretto.worlds.workflows.task import WorkflowTask
-from stretto.worlds.workflows.wire import TurnOrder
+from stretto_workflows.exchange import Exchange, Services
+from stretto_workflows.pool import WorkflowPool
+from stretto_workflows.rendering import PlainRendering
+from stretto_workflows.wire import TurnOrder
 from tests.launch.warm import session_server
 
 ALPHABET = "0123456789+-="
 PROMPT = Prompt("17", tuple(ALPHABET.index(one) for one in "3+4="), "3+4=", "7")
-OWN = "tests.worlds.workflows.users_own"
+OWN = "tests.workflows.users_own"
 
 
 def encode(text: str) -> tuple[int, ...]:

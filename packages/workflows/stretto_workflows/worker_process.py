@@ -30,8 +30,9 @@ from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.tree import descendants, kill_marked
 from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.exchange import Exchange, Forged
-from stretto.worlds.workflows.wire import (
+from stretto_verify.sandbox.cgroups import remove_groups_of
+from stretto_workflows.exchange import Exchange, Forged
+from stretto_workflows.wire import (
     LARGEST_MESSAGE,
     MARK,
     RUN_MARK,
@@ -53,9 +54,8 @@ from stretto.worlds.workflows.wire import (
     WorkflowRefused,
     WorkflowSpec,
 )
-from stretto_verify.sandbox.cgroups import remove_groups_of
 
-ROLE = "stretto.worlds.workflows.worker"
+ROLE = "stretto_workflows.worker"
 _FROM_WORKER = msgspec.msgpack.Decoder(FromWorker)
 _MOST_AT_A_TIME = 256  # orders in progress of one trajectory; with more it fails
 _MOST_STRAYS = 10_000  # messages for trajectories that have ended

@@ -11,10 +11,10 @@ import pytest
 from stretto.core.errors import WorkflowError
 from stretto.core.records import Outcome
 from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.loading import load_workflow
-from tests.worlds.workflows.test_built_in import TOKENIZER, played, spelling
+from stretto_workflows.loading import load_workflow
+from tests.workflows.test_built_in import TOKENIZER, played, spelling
 
-WORLD = "tests.worlds.workflows.guessing:Guessing"
+WORLD = "tests.workflows.guessing:Guessing"
 
 
 def playing(**settings: Any) -> WorkflowConfig:

@@ -15,10 +15,10 @@ from stretto.core.records import NOTHING, PROMPT, Outcome, Prompt, Sampling, Sto
 from stretto.core.states import why_no_reward
 from stretto.worlds.single_turn import Detokenize, Score
 from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.rendering import Rendering
 from stretto.worlds.workflows.task import TurnReply, WorkflowTask
-from stretto.worlds.workflows.wire import CallOrder, MemberEnded, OrderDone, ScoreOrder, TurnOrder
 from stretto_verify.thoughts import with_opening
+from stretto_workflows.rendering import Rendering
+from stretto_workflows.wire import CallOrder, MemberEnded, OrderDone, ScoreOrder, TurnOrder
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from stretto.core.records import Outcome
 from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.exchange import Exchange
-from stretto.worlds.workflows.pool import WorkflowPool
-from stretto.worlds.workflows.wire import MemberEnded
-from stretto.worlds.workflows.worker_process import WorkerLost, WorkflowProcess
-from tests.worlds.workflows.benches import OWN, Bench, asks
+from stretto_workflows.exchange import Exchange
+from stretto_workflows.pool import WorkflowPool
+from stretto_workflows.wire import MemberEnded
+from stretto_workflows.worker_process import WorkerLost, WorkflowProcess
+from tests.workflows.benches import OWN, Bench, asks
 
 
 class SimulatedProcess(WorkflowProcess):
