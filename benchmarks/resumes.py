@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.report import Table, save
 from stretto.core.machine import cache_folder
-from stretto.launch.commands.replay import replay
+from stretto_app.extensions.commands.replay import replay
 from stretto_report.audit.check import check_run
 from stretto_report.audit.diff import diff_runs
 from tests.launch.running import TINY, Laboratory, steps_done, wait_for_step, wait_until

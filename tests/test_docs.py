@@ -30,11 +30,11 @@ from benchmarks.soak import summary as soak_summary
 from benchmarks.staleness import summary
 from benchmarks.summary import in_parts, learnt, page, pretrained, readme
 from benchmarks.tally import read
-from stretto.launch.recipe.table import recipe_table
 from stretto.store.inspection import Inspection
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.trainer.metrics import _NAMES as MEASURED
 from stretto_report.audit.laws import LAWS
+from tests.launch.reference import recipe_table
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -66,7 +66,7 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 def test_the_page_of_the_keys_is_what_the_configurations_say() -> None:
     page = text_of("reference/recipe.md")
-    assert page == recipe_table(), "python -m stretto.launch.recipe.table > docs/reference/recipe.md"
+    assert page == recipe_table(), "python -m tests.launch.reference > docs/reference/recipe.md"
     assert [line for line in page.splitlines() if line.endswith("|  |") and not line.startswith("| `kind` ")] == []
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 import tests.house_law as law
-from stretto.launch.recipe.preferences import load_preferences
 from stretto.launch.recipe.recipe import load_recipe
-from stretto.launch.recipe.table import recipe_table
 from stretto_app.cli.main import app
+from stretto_app.extensions.commands.preferences import load_preferences
+from tests.launch.reference import recipe_table
 
 ROOT = Path(__file__).parent.parent
 #: The application, whose pyproject.toml is that of the repository; the others have theirs in their folder.

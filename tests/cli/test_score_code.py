@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.core.errors import DataError
-from stretto.rewards import files
 from stretto_app.cli.main import app
+from stretto_app.extensions.commands import score as scoring
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import Report, probe
 from stretto_verify.sandbox.walls import Walls
@@ -35,7 +35,7 @@ def score(tmp_path: Path, *rows: object, options: tuple[str, ...] = ()) -> list[
 
 def test_the_options_are_those_of_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Path, SandboxConfig, int]] = []
-    monkeypatch.setattr(files, "print_scored_programs", lambda *given: asked.append(given))
+    monkeypatch.setattr(scoring, "print_scored_programs", lambda *given: asked.append(given))
     score(tmp_path)
     options = "--cold --workers 1 --seconds 3 --completion-seconds 9 --memory 64 --lowest-level B --unsafe"
     score(tmp_path, options=tuple(options.split()))
@@ -59,7 +59,7 @@ def test_lines_come_back_in_order_with_verdicts(tmp_path: Path, monkeypatch: pyt
         asked.append(config)
         return probe(config, [])
 
-    monkeypatch.setattr(files, "safe_walls", walls)
+    monkeypatch.setattr(scoring, "safe_walls", walls)
     rows = [
         {"id": 1, "completion": "```python\nprint(int(input()) ** 2)\n```", "tests": SQUARE},
         {"id": 2, "completion": "print(49)", "tests": SQUARE},

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 from stretto.core.errors import RunFolderError
 from stretto.core.records import Batch
-from stretto.launch.commands.replay import replay
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.folder import load_policy
@@ -29,6 +28,7 @@ from stretto.store.checkpoints import Checkpoints
 from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.series.tokens import tokens_file
 from stretto.trainer.trainer import Trainer
+from stretto_app.extensions.commands.replay import replay
 from stretto_report.audit.check import check_run
 from stretto_report.audit.diff import diff_runs
 from tests.faults.plain import train_plainly

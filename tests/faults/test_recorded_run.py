@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stretto.launch.commands.replay import replay
 from stretto.store.inspection import inspect_run
+from stretto_app.extensions.commands.replay import replay
 from stretto_report.audit.check import check_run
 from tests.launch.running import Laboratory, exported
 from tests.launch.warm import session_server

@@ -14,8 +14,6 @@ import torch
 
 from stretto.core.errors import DataError, ModelFolderError, RecipeError, RoleFailed, RunFolderError, StrettoError
 from stretto.core.events import SupervisedProgress
-from stretto.launch.commands.dpo import dpo
-from stretto.launch.recipe.preferences import load_preferences
 from stretto.launch.recipe.recipe import to_toml
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
@@ -24,6 +22,8 @@ from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.optimizer import UNCHANGED
+from stretto_app.extensions.commands.dpo import dpo
+from stretto_app.extensions.commands.preferences import load_preferences
 from tests.launch.warm import session_server
 from tests.tolerances import near, operations_of
 

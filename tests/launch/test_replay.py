@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from stretto.api.run import open_run
 from stretto.core.errors import RoleError, RunFolderError, StoreError
-from stretto.launch.commands.replay import replay
 from stretto.loop.recovery import seal_start
 from stretto.store.config import StoreConfig
 from stretto.store.inspection import inspect_run
@@ -27,6 +26,7 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog
 from stretto.store.totals import ENGINES, JUDGED, TOTALS, Judged, Membership, Totals
+from stretto_app.extensions.commands.replay import replay
 from stretto_report.audit.check import check_run
 from tests.launch import test_train
 from tests.launch.test_train import begin, flip_a_bit, record

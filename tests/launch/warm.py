@@ -55,7 +55,7 @@ _COMMANDS: tuple[str, ...] = (
 )
 _COMMANDS += ("stretto_report.dashboard.terminal.progress", "stretto.launch.commands.evaluate", "tests.launch.warm")
 _COMMANDS += ("stretto_app.cli.main", "tests.launch.heat", "stretto.trainer.roles.rank")
-_COMMANDS += ("stretto_app.extensions.commands.join", "stretto_cluster.agent", "stretto.launch.commands.replay")
+_COMMANDS += ("stretto_app.extensions.commands.join", "stretto_cluster.agent", "stretto_app.extensions.commands.replay")
 _COMMANDS += (
     "stretto.api.run_process",
     "stretto_app.extensions.commands.serve",

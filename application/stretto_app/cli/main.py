@@ -166,7 +166,7 @@ def dpo(
     """Train on the recipe's preference pairs (its [preferences]) by DPO, and write a Hugging Face folder."""
     with forking(refuse_preferences(recipe, overrides or [])) as spawner:
         with importing():
-            from stretto.launch.commands.dpo import dpo
+            from stretto_app.extensions.commands.dpo import dpo
             from stretto_report.dashboard.terminal.progress import open_display
 
         with open_display(0) as display:
@@ -374,7 +374,7 @@ def replay(
     refuse_run(run)
     with forking() as spawner:
         with importing():
-            from stretto.launch.commands.replay import replay
+            from stretto_app.extensions.commands.replay import replay
 
         replayed = replay(run, first, settings or [], out, spawner=spawner)
     print(replayed)

@@ -66,7 +66,7 @@ def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...
 
     refuse_file(recipe)
     with importing(), imports_of_roles():
-        from stretto.launch.recipe.preferences import load_preferences
+        from stretto_app.extensions.commands.preferences import load_preferences
 
         return load_preferences(recipe, overrides).model.modules()
 

@@ -22,7 +22,7 @@ def score_math(
 ) -> None:
     """Judge final answers in mathematics: each line has `gold` and `completion`, and gets `verdict` and `seconds`."""
     from stretto.rewards.config import RewardsConfig
-    from stretto.rewards.files import print_scored_answers
+    from stretto_app.extensions.commands.score import print_scored_answers
 
     print_scored_answers(file, RewardsConfig(function="math", workers=workers, timeout=timeout))
 
@@ -44,7 +44,7 @@ def score_code(
 ) -> None:
     """Run programs against tests: each line has `completion` and `tests`, and gets `verdict`, `passed`, `seconds` and
     `level`."""
-    from stretto.rewards.files import print_scored_programs
+    from stretto_app.extensions.commands.score import print_scored_programs
     from stretto_verify.sandbox.config import SandboxConfig
 
     config = SandboxConfig(

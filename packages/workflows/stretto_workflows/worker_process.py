@@ -29,7 +29,7 @@ from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.tree import descendants, kill_marked
-from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.config import WorkflowConfig, WorkflowReady
 from stretto_verify.sandbox.cgroups import remove_groups_of
 from stretto_workflows.exchange import Exchange, Forged
 from stretto_workflows.wire import (
@@ -50,7 +50,6 @@ from stretto_workflows.wire import (
     ScoreOrder,
     ToWorker,
     TurnOrder,
-    WorkflowReady,
     WorkflowRefused,
     WorkflowSpec,
 )

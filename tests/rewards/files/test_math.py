@@ -13,7 +13,7 @@ import pytest
 
 from stretto.core.errors import DataError
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.files import MathLine, print_scored_answers, read_lines
+from stretto_app.extensions.commands.score import MathLine, print_scored_answers, read_lines
 
 CONFIG = RewardsConfig(function="math", workers=1)
 

@@ -1,4 +1,4 @@
-"""`stretto dpo`: trains a policy on preference pairs, by a recipe of its own (`launch.recipe.preferences`)."""
+"""`stretto dpo`: trains a policy on preference pairs, by a recipe of its own (`extensions.commands.preferences`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from stretto.launch.preflight.checks import check_devices, check_kind, check_voc
 from stretto.launch.preflight.devices import seat_of_supervised
 from stretto.launch.preflight.encoding import encode_preferences
 from stretto.launch.preflight.paths import check_data_files
-from stretto.launch.recipe.preferences import PreferenceRecipe, load_preferences
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.config import PreferenceConfig
 from stretto.trainer.messages import Preferences
 from stretto.worlds.data.dataset import Fields, read_pairs
+from stretto_app.extensions.commands.preferences import PreferenceRecipe, load_preferences
 
 
 def dpo(

@@ -1,4 +1,4 @@
-"""Generates the page of all recipe keys: ``python -m stretto.launch.recipe.table > docs/reference/recipe.md``.
+"""Generates the page of all recipe keys: ``python -m tests.launch.reference > docs/reference/recipe.md``.
 
 The page is made from the JSON schemas of the configuration classes, so it cannot differ from them.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from stretto.launch.recipe.preferences import PreferenceRecipe
 from stretto.launch.recipe.recipe import Recipe
+from stretto_app.extensions.commands.preferences import PreferenceRecipe
 
 Schema = Mapping[str, Any]
 
@@ -18,7 +18,7 @@ _HEAD = """# Every key of a recipe
 A recipe is one TOML file; `stretto train --dry-run RECIPE.toml` checks it, and every key can be set on the command line
 as `section.key=value`. A key without a default must be given; `–`: left out by default; `″`: as above. Built models and
 warm starts are kept for later runs in the folder `STRETTO_CACHE`, by default `~/.cache/stretto`. The code makes this
-page (`python -m stretto.launch.recipe.table`).
+page (`python -m tests.launch.reference`).
 """
 _PREFERENCES = """
 # Recipes of `stretto dpo`
