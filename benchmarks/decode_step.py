@@ -34,7 +34,7 @@ from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode import steps as decode_steps
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import load_policy
-from stretto.model.kernels.decode_attention import ragged_attention
+from stretto_kernels.decode_attention import ragged_attention
 
 ROWS, LENGTH, STEPS, PROFILED = 64, 160, 60, 20  # no row changes its bucket in these steps
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}

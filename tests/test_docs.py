@@ -232,7 +232,7 @@ def test_every_page_is_in_one_of_the_four_parts() -> None:
 
 @pytest.mark.parametrize("package", sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir()))
 def test_every_package_has_its_page_which_its_readme_links(package: str) -> None:
-    page = "explanation/flow.md" if package == "core" else f"how_to/{package}.md"
+    page = "explanation/flow.md" if package in ("core", "kernels") else f"how_to/{package}.md"
     assert f"](../../docs/{page})" in (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
     assert f"]({page})" in text_of("index.md")
 

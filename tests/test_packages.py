@@ -1,6 +1,6 @@
 """Packages can be installed one by one.
 
-- The core, with verify and nothing else of stretto, trains recipes/arithmetic.toml.
+- The core, with kernels and verify and nothing else of stretto, trains recipes/arithmetic.toml.
 - What asks for a package that is missing is refused before anything starts, with the key and the extra to install; a
   name of `import stretto`, when it is imported.
 - A package of another version than the core's is refused by name, with both versions.
@@ -64,12 +64,12 @@ print(json.dumps([steps, [name for name in others if importlib.util.find_spec(f"
 
 @pytest.fixture(scope="module")
 def core_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that has core, verify and what others have made, and no more of stretto."""
+    """The interpreter of an environment that has core, kernels, verify, what others have made, and no more of stretto."""
     folder = tmp_path_factory.mktemp("core-alone")
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     others = Path(torch.__file__).parents[1]  # read from a .pth file, its own .pth files add nothing
-    found = [ROOT / "packages" / "core", ROOT / "packages" / "verify", others]
+    found = [ROOT / "packages" / "core", ROOT / "packages" / "kernels", ROOT / "packages" / "verify", others]
     (site / "packages.pth").write_text("".join(f"{path}\n" for path in found))
     return folder / "bin" / "python"
 
@@ -122,7 +122,7 @@ def test_a_missing_package_is_refused_with_its_extra_and_another_version_with_bo
         'workflow={function="multi_turn"}': ("workflow.function", "stretto-workflows", "stretto"),
         'workflow={kind="agent"}': ("workflow.kind", "stretto and stretto-gateway", "'stretto[gateway]'"),
     }
-    ours = {"stretto", "stretto_verify"}
+    ours = {"stretto", "stretto_kernels", "stretto_verify"}
     monkeypatch.setattr(loading, "find_spec", lambda name: find_spec(name) if name in ours else None)
     for override, (place, package, brought_by) in asked.items():
         refused = told(override)

@@ -31,8 +31,8 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.native import engine as native
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
-from stretto.model.kernels.compiled import AVAILABLE
 from stretto.model.kernels.matmul import use_onednn
+from stretto_kernels.compiled import AVAILABLE
 from tests.engine.answering import (
     EOS,
     assert_each_token_follows_its_version,

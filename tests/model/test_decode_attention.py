@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.model.attention_support import Rule
-from stretto.model.kernels import compiled
-from stretto.model.kernels.decode_attention import ragged_attention
+from stretto_kernels import compiled
+from stretto_kernels.decode_attention import ragged_attention
+from stretto_kernels.rule import Rule
 from tests.tolerances import assert_close, near
 
 _SHOWN_BITS = """
 import hashlib, os
 import numpy as np, torch
-from stretto.model.attention_support import Rule
-from stretto.model.kernels.decode_attention import ragged_attention
+from stretto_kernels.rule import Rule
+from stretto_kernels.decode_attention import ragged_attention
 from stretto.model.kernels.draw import draw
-from stretto.model.kernels.fused import gate, norm, norm_of_sum, rotate
+from stretto_kernels.fused import gate, norm, norm_of_sum, rotate
 
 def show():
     torch.manual_seed(1)

@@ -20,16 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.records import Sampling
-from stretto.model.attention_support import Rule
 from stretto.model.hf.layers import checkpoint_activations, decoder_layers
-from stretto.model.kernels.compiled import AVAILABLE
-from stretto.model.packed import loops, short
+from stretto.model.packed import short
 from stretto.model.packed.attention import PACKED_ATTENTION, bucketed
 from stretto.model.packed.layer import fuse_layers
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens, token_logprobs
 from stretto.model.packed.short import short_attention
 from stretto.trainer.config import LoraConfig
 from stretto.trainer.parallel.lora import adapt
+from stretto_kernels import layer_loops as loops
+from stretto_kernels.compiled import AVAILABLE
+from stretto_kernels.rule import Rule
 from tests.model.families import FAMILIES, VOCABULARY, Family, config
 from tests.tolerances import LOGITS, assert_close, operations_of, rounding
 

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.errors import ModelFolderError
-from stretto.model.attention_support import Rule
 from stretto.model.layout import Packing, pack
 from stretto.model.packed import attention
 from stretto.model.packed.attention import PACKED_ATTENTION, _flash_takes, _in_bucket, _shares_heads, packed_attention
+from stretto_kernels.rule import Rule
 from tests.model.families import FAMILIES, VOCABULARY, Family, config
 from tests.tolerances import assert_close, operations_of
 

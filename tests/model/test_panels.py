@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from stretto.model.kernels.compiled import AVAILABLE
-from stretto.model.kernels.panels import WIDE, in_panels, multiply_panels
+from stretto_kernels.compiled import AVAILABLE
+from stretto_kernels.panels import WIDE, in_panels, multiply_panels
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="numba is not installed")

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 
 from stretto.model import trace as tracing
 from stretto.model.decode.policy import Context, DecodePolicy
-from stretto.model.kernels.compiled import AVAILABLE
 from stretto.model.kernels.matmul import Chooser, KernelChoice, Name, Shape, use_onednn
 from stretto.model.trace import Forward, trace
+from stretto_kernels.compiled import AVAILABLE
 from tests.model.choosing import always
 from tests.model.families import VOCABULARY, Family
 from tests.model.test_trace import OPERATIONS, QWEN, both, model, two_steps
@@ -197,15 +197,13 @@ def test_a_trace_with_another_call_is_no_program(family: Family) -> None:
 def test_a_loop_is_compiled_anew_when_a_function_that_it_inlines_has_changed(tmp_path: Path) -> None:
     inner, outer = tmp_path / "inner.py", tmp_path / "outer.py"
     outer.write_text(
-        "from inner import times\nfrom stretto.model.kernels.compiled import compiled\n"
+        "from inner import times\nfrom stretto_kernels.compiled import compiled\n"
         "@compiled\ndef loop(x): return times(x)\n"
         "print(loop(7), sum(loop.stats.cache_hits.values()))\n"
     )
 
     def told(factor: int) -> str:
-        inner.write_text(
-            f"from stretto.model.kernels.compiled import inlined\n@inlined\ndef times(x): return x * {factor}\n"
-        )
+        inner.write_text(f"from stretto_kernels.compiled import inlined\n@inlined\ndef times(x): return x * {factor}\n")
         environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
         return subprocess.run(
             [sys.executable, outer], env=environment, check=True, capture_output=True, text=True, timeout=100
@@ -221,7 +219,7 @@ def test_a_loop_is_compiled_anew_if_a_process_ended_while_it_saved_the_loop(tmp_
     def write(factor: int) -> None:
         program.write_text(
             "import os, sys\nfrom numba.core.caching import IndexDataCacheFile as Files\n"
-            "from stretto.model.kernels.compiled import compiled\n"
+            "from stretto_kernels.compiled import compiled\n"
             "left, write = [None] * int(sys.argv[1]), Files._open_for_write\n"
             "Files._open_for_write = lambda *to: write(*to) if left and not left.pop() else os._exit(0)\n"
             f"@compiled\ndef loop(x): return x * {factor}\n"

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.model.attention_support import Rule
 from stretto.model.decode.steps import Dense, Ragged, Reading, attention_window, reading
-from stretto.model.kernels.compiled import AVAILABLE
+from stretto_kernels.compiled import AVAILABLE
+from stretto_kernels.rule import Rule
 from tests.tolerances import assert_close
 
 CPU, SLOT = torch.device("cpu"), 40

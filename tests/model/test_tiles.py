@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.model.attention_support import Rule
 from stretto.model.decode import slot_tables
 from stretto.model.decode.length_buckets import CacheLayout
 from stretto.model.decode.slot_tables import cut, read_seconds, slots_of
 from stretto.model.kernels.triton_attention import TABLE, Tile, chosen, read_rows
+from stretto_kernels.rule import Rule
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")

@@ -21,7 +21,7 @@ from stretto.core.errors import Problem, RecipeError, nearest
 
 _CORE, _APPLICATION = "stretto", "stretto_app"
 #: Packages that `pip install stretto` installs; every other package is an extra.
-_ALWAYS = (_APPLICATION, "stretto_report", "stretto_verbs", "stretto_verify", "stretto_workflows")
+_ALWAYS = (_APPLICATION, "stretto_kernels", "stretto_report", "stretto_verbs", "stretto_verify", "stretto_workflows")
 
 
 def is_there(*packages: str) -> bool:

@@ -1,5 +1,5 @@
 """A traced forward of a decode step on the CPU, the counterpart of a CUDA graph. Sequences of small calls in it are
-replaced by fused loops (`model.kernels.fused`).
+replaced by fused loops (`stretto_kernels.fused`).
 
 For small models Python calls between matmuls take longer than the computation. So the torch calls of a transformers
 module are traced once, on a few tokens, and then run as one straight function::
@@ -44,11 +44,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
-from stretto.model.attention_support import Rule
-from stretto.model.kernels.compiled import computes
-from stretto.model.kernels.fused import gate, norm, norm_of_sum, rotate
 from stretto.model.kernels.matmul import Kernel, plain
 from stretto.model.kernels.program import program
+from stretto_kernels.compiled import computes
+from stretto_kernels.fused import gate, norm, norm_of_sum, rotate
+from stretto_kernels.rule import Rule
 
 log = logging.getLogger(__name__)
 

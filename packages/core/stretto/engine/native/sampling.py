@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from stretto.core.records import Likeliest, Sampling
-from stretto.model.kernels.compiled import compiled, computes, inlined
 from stretto.model.kernels.draw import DRAWS, draw, draw_on_device
 from stretto.model.truncation import Truncation, truncate
+from stretto_kernels.compiled import compiled, computes, inlined
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)

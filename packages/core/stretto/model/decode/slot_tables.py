@@ -37,7 +37,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stretto.model.attention_support import Rule
 from stretto.model.decode.cuda_graphs import Capture, CudaCapture, Graphs, Inputs, captured_size
 from stretto.model.decode.length_buckets import Bucket, CacheLayout
 from stretto.model.decode.steps import DecodeStep, StepPlan, written_tokens
@@ -53,6 +52,7 @@ from stretto.model.kernels.triton_attention import (
 )
 from stretto.model.layout import Packing
 from stretto.model.trace import Forward
+from stretto_kernels.rule import Rule
 
 Ints = npt.NDArray[np.int64]
 

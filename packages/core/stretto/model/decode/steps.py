@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from stretto.model.attention_support import Rule
 from stretto.model.decode.length_buckets import Bucket
-from stretto.model.kernels.compiled import computes
-from stretto.model.kernels.decode_attention import ragged_attention
 from stretto.model.layout import Packing
 from stretto.model.packed.attention import attend_packed, attention_by_products
 from stretto.model.trace import Attends
+from stretto_kernels.compiled import computes
+from stretto_kernels.decode_attention import ragged_attention
+from stretto_kernels.rule import Rule
 
 CACHED_ATTENTION = "stretto_cached"
 Ints = npt.NDArray[np.int64]

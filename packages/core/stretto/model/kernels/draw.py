@@ -35,8 +35,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stretto.model.kernels.compiled import F, U, compiled, exp, floats, inlined
 from stretto.model.truncation import Truncation
+from stretto_kernels.compiled import F, U, compiled, exp, floats, inlined
 
 _BLOCK = U(64)
 _LEAST = F(-87.0)  # exponents below count as zero, as for tokens that a filter removed

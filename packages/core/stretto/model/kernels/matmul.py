@@ -8,7 +8,7 @@ as with MKL.
     onednn     oneDNN, on the weight as it is
     columns    torch's matmul, on a column-major weight
     packed     oneDNN, on a copy of the weight in oneDNN's own layout
-    panels     the compiled loop of `kernels.panels`, on a copy of the weight in its layout
+    panels     the compiled loop of `stretto_kernels.panels`, on a copy of the weight in its layout
     widened    for bfloat16: torch's float32 matmul on a column-major float32 copy of the weight
 
 A measurement takes milliseconds per shape. Results are cached for the user by processor, cores, threads, torch version
@@ -42,8 +42,8 @@ from torch.nn import functional
 from stretto.core.errors import UNREADABLE
 from stretto.core.machine import cache_folder, cores, processor
 from stretto.core.records import Record
-from stretto.model.kernels.compiled import computes
-from stretto.model.kernels.panels import KINDS, PAIRED, in_panels, multiply_panels
+from stretto_kernels.compiled import computes
+from stretto_kernels.panels import KINDS, PAIRED, in_panels, multiply_panels
 
 log = logging.getLogger(__name__)
 

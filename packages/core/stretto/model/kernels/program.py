@@ -29,12 +29,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
-from stretto.model.attention_support import Rule
-from stretto.model.kernels.decode_attention import NO_CAP, NO_WINDOW
-from stretto.model.kernels.fused import gate, norm, norm_of_sum, rotate
 from stretto.model.kernels.matmul import Kernel
-from stretto.model.kernels.panels import kind_of
-from stretto.model.kernels.program_loop import (
+from stretto_kernels.decode_attention import NO_CAP, NO_WINDOW
+from stretto_kernels.fused import gate, norm, norm_of_sum, rotate
+from stretto_kernels.panels import kind_of
+from stretto_kernels.program_loop import (
     ATTEND,
     CALL,
     EMBED,
@@ -47,6 +46,7 @@ from stretto.model.kernels.program_loop import (
     TOKEN_IDS,
     run,
 )
+from stretto_kernels.rule import Rule
 
 _KEPT_BYTES = 64 << 20  # most memory for values that a program keeps between steps
 _FIRST_ANGLES = 256  # positions whose angles are computed at first

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from stretto.core.errors import UNREADABLE
 from stretto.core.records import Record
-from stretto.model.attention_support import Rule
 from stretto.model.kernels.matmul import locked
+from stretto_kernels.rule import Rule
 
 log = logging.getLogger(__name__)
 

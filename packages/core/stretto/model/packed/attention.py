@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from stretto.core.errors import ModelFolderError, Problem
-from stretto.model.attention_support import UNSUPPORTED, Rule
+from stretto.model.attention_support import UNSUPPORTED
 from stretto.model.layout import Packing
 from stretto.model.packed.part import Part
+from stretto_kernels.rule import Rule
 
 #: Name of the packed path in transformers (``config._attn_implementation``).
 PACKED_ATTENTION = "stretto_packed"

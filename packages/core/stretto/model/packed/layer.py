@@ -9,7 +9,7 @@
 
 `fuse_layers` gives this forward to the layers of Llama's shape (Llama, Mistral, Qwen), if it agrees with their own on
 made-up numbers. Parameters and modules stay the same. The residual stream is float32; under autocast the rest is
-bfloat16, with sums in float32. All operations between products are loops (`packed.loops`).
+bfloat16, with sums in float32. All operations between products are loops (`stretto_kernels.layer_loops`).
 
 Axes: T token, N width of the model, A all heads of a row, H head, D width of a head, I width of the gate.
 """
@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from stretto.model.attention_support import Rule, check_attention
+from stretto.model.attention_support import check_attention
 from stretto.model.hf.layers import decoder_layers
-from stretto.model.kernels.compiled import computes
 from stretto.model.kernels.matmul import OneDnnLinear, product
 from stretto.model.layout import pack
-from stretto.model.packed import loops
 from stretto.model.packed.attention import bucketed
 from stretto.model.packed.short import LONGEST, short_attention
+from stretto_kernels import layer_loops as loops
+from stretto_kernels.compiled import computes
+from stretto_kernels.rule import Rule
 
 _PROBED = (5, 3)  # lengths of the sequences on which a layer is compared
 

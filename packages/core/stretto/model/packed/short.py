@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.model.kernels.compiled import F, U, code, exp, floats, inlined, written
-from stretto.model.kernels.panels import LANES, WIDE
 from stretto.model.layout import Ints, Packing
-from stretto.model.packed.loops import is_half, load, loop, over, parts_of, store
+from stretto_kernels.compiled import F, U, code, exp, floats, inlined, written
+from stretto_kernels.layer_loops import is_half, load, loop, over, parts_of, store
+from stretto_kernels.panels import LANES, WIDE
 
 #: Longest sequence: its keys and values stay in a core's second cache.
 LONGEST = 512

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from stretto.model.kernels import decode_attention, fused, panels
-from stretto.model.kernels.compiled import body, compiled, halves, inlined, integers
+from stretto_kernels import decode_attention, fused, panels
+from stretto_kernels.compiled import body, compiled, halves, inlined, integers
 
 #: Operations of steps; CALL is done by Python.
 EMBED, NORM, ROTATE, GATE, MULTIPLY, ATTEND, CALL = range(7)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.model.kernels.compiled import (
+from stretto_kernels.compiled import (
     F,
     U,
     compiled,

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.model.kernels.compiled import AVAILABLE, F, U, compiled, exp, floats, halved, halves, inlined, widened
-from stretto.model.kernels.fused import inverse_norm, rotate_head
+from stretto_kernels.compiled import AVAILABLE, F, U, compiled, exp, floats, halved, halves, inlined, widened
+from stretto_kernels.fused import inverse_norm, rotate_head
 
 #: Numbers of a share at least; a thread's start takes as long as some ten thousand of them.
 _SHARE = 1 << 17

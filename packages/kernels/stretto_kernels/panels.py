@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.model.kernels.compiled import F, U, abilities, code, compiled, floats, halves, inlined, widened, written
+from stretto_kernels.compiled import F, U, abilities, code, compiled, floats, halves, inlined, widened, written
 
 #: Number of float32 numbers in a vector register.
 LANES = 16 if "+avx512f" in abilities() else 8

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stretto.model.attention_support import Rule
-from stretto.model.kernels.compiled import F, U, compiled, exp, floats, halved, halves, inlined, tanh, widened
+from stretto_kernels.compiled import F, U, compiled, exp, floats, halved, halves, inlined, tanh, widened
+from stretto_kernels.rule import Rule
 
 #: Values that stand for no window and for no soft cap.
 NO_WINDOW = np.iinfo(np.int64).max
