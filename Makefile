@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify test-workflows core-learning core-rest test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
+.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify test-workflows test-kernels core-learning core-rest test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -68,8 +68,9 @@ PYTEST := $(RUN) pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 core := core conversation doors engine loop measures model processes rewards rollout store trainer weights worlds
 report := audit dashboard outlets watch
 foresight := planner simulator
+kernels := model
 
-test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify test-workflows: test-%: .venv/ready-test  ## the tests of packages/% alone
+test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify test-workflows test-kernels: test-%: .venv/ready-test  ## the tests of packages/% alone
 	$(PYTEST) $(addprefix tests/,$(or $($*),$*)) packages/$*
 
 # Of the core, which takes as long as all others, in two processes: a worker of xdist collects all.
