@@ -22,9 +22,9 @@ SECONDS = 3600
 
 IMPORTS = """
 import importlib, pkgutil, sys
-import stretto, stretto_verbs, stretto_workflows
+import stretto, stretto_kernels, stretto_verbs, stretto_workflows
 broken = []
-packages = [(one.__path__, f"{one.__name__}.") for one in (stretto, stretto_verbs, stretto_workflows)]
+packages = [(one.__path__, f"{one.__name__}.") for one in (stretto, stretto_kernels, stretto_verbs, stretto_workflows)]
 for module in (module for package in packages for module in pkgutil.walk_packages(*package)):
     if module.name.endswith("__main__"):
         continue
