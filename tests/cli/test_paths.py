@@ -11,6 +11,7 @@ import pytest
 
 from stretto_app.cli import main as commands
 from tests.api.test_paths import paths_in
+from tests.launch.running import ROOT
 
 #: Words of each command whose first path is a recipe, a model, a run or a file to read.
 COMMANDS: dict[str, Callable[[str], list[str]]] = {
@@ -19,7 +20,7 @@ COMMANDS: dict[str, Callable[[str], list[str]]] = {
     "train --resume": lambda path: ["train", "--resume", path],
     "sft": lambda path: ["sft", path, "policy"],
     "dpo": lambda path: ["dpo", path, "policy"],
-    "eval": lambda path: ["eval", path, "--task", "recipe.toml"],
+    "eval": lambda path: ["eval", path, "--task", str(ROOT / "recipes" / "arithmetic.toml")],
     "serve": lambda path: ["serve", path],
     "gateway": lambda path: ["gateway", path],
     "tinker": lambda path: ["tinker", path],

@@ -338,16 +338,15 @@ class LocalTrainer:
             StoreError: no checkpoint is complete, or it belongs to another model or to other adapters.
         """
         check("load", folder=(folder, FOLDER))
-        place = Path(folder).expanduser() / _CHECKPOINTS
-        saved = Checkpoints(place)
+        saved = Checkpoints(place := Path(folder).expanduser() / _CHECKPOINTS)
         try:
             saved.take_back(locked=Path(os.path.realpath(place)) in self._held)
             found = saved.latest()
         except OSError as error:
             raise RunFolderError([Problem(str(folder), f"cannot be read: {described(error)}")]) from error
         if found is None:
-            remedy = "give a folder that `save` has written"
-            raise RunFolderError([Problem(str(folder), "holds nothing that a trainer has saved", remedy)])
+            told = "holds nothing that a trainer has saved", "give a folder that `save` has written"
+            raise RunFolderError([Problem(str(folder), *told)])
         self._published, self._stepped = checkpoint.load(found.path, self._learner), False
         self._learner.adamw.zero_grad(set_to_none=True)
         if not optimizer:
