@@ -65,7 +65,7 @@ class Worker:
         self._backlog = Backlog()
         self.computed = 0  # tokens computed in all lanes
         self._short, self._freed = "", False  # model that waits for memory; whether some was freed meanwhile
-        self._full = False  # whether an engine waits for memory: until others have freed it, they begin no request
+        self._full = False  # whether an engine waits for memory, and others begin no request
         self._leaving: dict[str, str] = {}  # models to retire once their requests are computed: `ended` of `_retire`
         self._cancelled: set[str] = set()  # ids of requests for samples to cancel after the turn
         self._orders: list[Callable[[], None]] = []  # functions of other threads, to call between two turns
@@ -210,10 +210,8 @@ class Worker:
         ready |= {lane: sampling.owners for lane, sampling in self._samplings.items() if not sampling.idle}
         begin = {} if self._again else beginning(self._asked, self._samplings, self._has_room)
         self._full = not all(map(self._has_room, begin))
-        for lane, owners in begin.items():
-            if not self._full or not lane.weights:
-                known = ready.setdefault(lane, [])
-                known += [owner for owner in owners if owner not in known]
+        for lane in [one for one in begin if not self._full or not one.weights]:
+            ready[lane] = list(dict.fromkeys((*ready.get(lane, ()), *begin[lane])))
         return ready
 
     def _has_room(self, lane: Lane) -> bool:
