@@ -5,9 +5,9 @@ matmul.
 
 The FLOPs of a step's matmuls (all linear layers, and the two of attention), divided by its time and by the rate of the
 fastest square matmul on this core (`benchmarks.flops.ceiling`), give the fraction of the ceiling. The time is split
-into matmuls, attention (the compiled loop, timed within the step, because alone it would find its data in the CPU's
-cache), other calls to torch, and the rest: the fused loops of norms, rotation, gates and sampling, Python, and the
-engine's work in numpy.
+into matmuls, attention, the fused loops of norms, rotation and gates, other calls to torch, and the rest: sampling,
+Python, and the engine's work in numpy. A step is one call of a compiled loop (`stretto.model.kernels.program`); to time
+its parts, further steps call the loop once for each part, in the same order. Shares are of CPU time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,10 @@ from benchmarks.shapes import SHAPES, make
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
-from stretto.model.decode import steps as decode_steps
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import load_policy
-from stretto_kernels.decode_attention import ragged_attention
+from stretto.model.kernels import program
+from stretto_kernels.program_loop import ATTEND, MULTIPLY, run
 
 ROWS, LENGTH, STEPS, PROFILED = 64, 160, 60, 20  # no row changes its bucket in these steps
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -44,10 +46,14 @@ _PRODUCTS = ("mm", "linear", "matmul")  # parts of the names of torch's products
 def measure(name: str, dtype: str, folder: Path) -> dict[str, Any]:
     """Measure one model in one dtype."""
     model = load_policy(make(name, folder), attention=CACHED_ATTENTION, dtype=dtype)
-    step, attention = _step_and_attention(running(model, dtype, STEPS))
+    engine = running(model, dtype, STEPS)
+    step, busy = (_milliseconds(engine, STEPS // 3, clock) for clock in (time.perf_counter, time.thread_time))
+    parts = _compiled_milliseconds(engine, STEPS // 3)
     products, others = _torch_milliseconds(running(model, dtype, PROFILED))
+    parts["products"] += products
     work, peak = operations(model), ceiling(KINDS[dtype])
-    rest = step - products - others - attention
+    parts["other calls to torch"] = others
+    parts["rest"] = busy - sum(parts.values())
     return {
         "model": name,
         "dtype": dtype,
@@ -56,12 +62,8 @@ def measure(name: str, dtype: str, folder: Path) -> dict[str, Any]:
         "ceiling_gflops": peak / 1e9,
         "gflops": work / step / 1e6,
         "fraction": work / (step / 1000) / peak,
-        "share": {name: ms / step for name, ms in _named(products, attention, others, rest)},
+        "share": {part: ms / busy for part, ms in parts.items()},
     }
-
-
-def _named(products: float, attention: float, others: float, rest: float) -> list[tuple[str, float]]:
-    return [("products", products), ("attention", attention), ("other calls to torch", others), ("rest", rest)]
 
 
 def running(model: PreTrainedModel, dtype: str, steps: int) -> NativeEngine:
@@ -75,29 +77,42 @@ def running(model: PreTrainedModel, dtype: str, steps: int) -> NativeEngine:
     return engine
 
 
-def _step_and_attention(engine: NativeEngine) -> tuple[float, float]:
-    """Median milliseconds of a step, and of its attention in all layers."""
-    spent, attend = 0.0, ragged_attention
+def _milliseconds(engine: NativeEngine, steps: int, clock: Callable[[], float]) -> float:
+    """Median milliseconds of a step by a clock."""
+    found = []
+    for _ in range(steps):
+        start = clock()
+        engine.step()
+        found.append(clock() - start)
+    return 1000 * statistics.median(found)
 
-    def timed(*asked: Any) -> torch.Tensor:
-        nonlocal spent
-        start = time.perf_counter()
-        try:
-            return attend(*asked)
-        finally:
-            spent += time.perf_counter() - start
 
-    setattr(decode_steps, attend.__name__, timed)
-    steps, attentions = [], []
+def _compiled_milliseconds(engine: NativeEngine, steps: int) -> dict[str, float]:
+    """Median CPU milliseconds of a step in the compiled loop, by part. The loop takes more than `ROWS` tokens through
+    its parts together, so each part computes what it computes in one call of all."""
+    spent = dict.fromkeys(("products", "attention", "norms, rotation, gates"), 0.0)
+    names = {MULTIPLY: "products", ATTEND: "attention"}
+
+    def timed(table: Any, at: Any, first: int, end: int, *rest: Any) -> None:
+        kinds = [names.get(int(table[number, 0]), "norms, rotation, gates") for number in range(first, end)]
+        for kind, numbers in groupby(range(first, end), lambda number: kinds[number - first]):
+            inside = list(numbers)
+            start = time.thread_time()
+            run(table, at, inside[0], inside[-1] + 1, *rest)
+            spent[kind] += time.thread_time() - start
+
+    setattr(program, run.__name__, timed)
+    found: list[dict[str, float]] = []
     try:
-        for _ in range(STEPS):
-            spent, start = 0.0, time.perf_counter()
+        for _ in range(steps):
+            spent.update(dict.fromkeys(spent, 0.0))
             engine.step()
-            steps.append(time.perf_counter() - start)
-            attentions.append(spent)
+            found.append(dict(spent))
     finally:
-        setattr(decode_steps, attend.__name__, attend)
-    return 1000 * statistics.median(steps), 1000 * statistics.median(attentions)
+        setattr(program, run.__name__, run)
+    if not any(one["attention"] for one in found):
+        raise SystemExit("the steps of this model are not of the compiled loop, whose parts are timed here")
+    return {part: 1000 * statistics.median(one[part] for one in found) for part in spent}
 
 
 def _torch_milliseconds(engine: NativeEngine) -> tuple[float, float]:

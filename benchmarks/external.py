@@ -47,7 +47,7 @@ from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_servers import sglang, vllm
 from stretto_servers.http import JsonServer
 from stretto_servers.make import Continuation, launch_of, make_of
-from stretto_servers.server import ServerProcess, free_port, until_ready
+from stretto_servers.server import ServerProcess, port_of, reserve_port, until_ready
 
 CONCURRENT, TOKENS, VOCABULARY = 64, 128, 1024
 START_SECONDS, REPLY_SECONDS = 600.0, 300.0
@@ -117,7 +117,8 @@ async def as_engine(engine: HttpEngine, asked: Sequence[tuple[int, ...]], turn: 
 @asynccontextmanager
 async def running(kind: str, python: Path, model: Path, interval: int) -> AsyncIterator[tuple[str, int]]:
     """Start a server for the block; yields its address and the pid of its root process."""
-    port = free_port()
+    reserved = reserve_port()
+    port = port_of(reserved)
     settings = {"kind": kind, "python": str(python), "slots": CONCURRENT, "cache_gib": 1.0}
     if interval:
         settings["arguments"] = ["--stream-interval", str(interval)]
@@ -130,6 +131,7 @@ async def running(kind: str, python: Path, model: Path, interval: int) -> AsyncI
     finally:
         await http.close()
         await process.stop()
+        reserved.close()
 
 
 @asynccontextmanager

@@ -53,7 +53,7 @@ from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto_servers.http import JsonServer
 from stretto_servers.make import Continuation, Make, launch_of, make_of
-from stretto_servers.server import ServerProcess, free_port, until_ready
+from stretto_servers.server import ServerProcess, port_of, reserve_port, until_ready
 from tests.tiny_policy import make_of_family
 
 RESULT = "logprob-distribution"
@@ -394,7 +394,7 @@ class Measuring:
     async def _start(self, kind: str, dtype: str, stack: AsyncExitStack) -> tuple[ServerProcess, Make]:
         settings = {"kind": kind, "python": str(Environment(kind).ensure()), "cache_gib": 0.5, "slots": 16}
         config = EngineConfig.model_validate(settings | {"dtype": dtype, "device": "cpu"})
-        port = free_port()
+        port = port_of(stack.enter_context(reserve_port()))
         process = await ServerProcess.start(kind, launch_of(config, str(self.folder.resolve()), port))
         stack.push_async_callback(process.stop)
         http = JsonServer(kind, f"127.0.0.1:{port}", seconds=_REPLY_SECONDS, token_seconds=_REPLY_SECONDS)

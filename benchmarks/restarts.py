@@ -30,7 +30,7 @@ import msgspec
 from benchmarks.report import RESULTS, Table, save
 from stretto.core.machine import cache_folder
 from stretto_report.audit.check import check_run
-from stretto_servers.server import free_port
+from stretto_servers.server import port_of, reserve_port
 from tests.launch.running import MODULES, TINY, Command, Laboratory, steps_done, wait_for_step, wait_until, with_no_fuss
 
 SETTINGS = (
@@ -123,8 +123,10 @@ def measured(resumes: int, times: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
         run_dir, laboratory = Path(root) / "run", Laboratory(Path(root), cache_folder())
         roles = each_replaced(laboratory, run_dir, SETTINGS, ROLES, times)
-        beside, port = Path(root) / "beside", f"logging.prometheus_port={free_port()}"
-        roles |= each_replaced(laboratory, beside, (*SETTINGS, *_WORKFLOW, port), WORKFLOW_ROLES, times)
+        beside = Path(root) / "beside"
+        with reserve_port() as reserved:
+            port = f"logging.prometheus_port={port_of(reserved)}"
+            roles |= each_replaced(laboratory, beside, (*SETTINGS, *_WORKFLOW, port), WORKFLOW_ROLES, times)
         whole = [resumed(laboratory, run_dir) for _ in range(resumes)]
         kept = check_run(run_dir).kept and check_run(beside).kept
     parts = {name: [cost["by_role"].get(name, 0.0) for cost in whole] for name in ("conductor", *MODULES)}

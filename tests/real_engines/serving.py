@@ -31,7 +31,7 @@ from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySub
 from stretto_servers.engine import ExternalEngine, Limits
 from stretto_servers.http import JsonServer
 from stretto_servers.make import Continuation, Launch, Make, launch_of, make_of
-from stretto_servers.server import ServerProcess, free_port, until_ready
+from stretto_servers.server import ServerProcess, port_of, reserve_port, until_ready
 from stretto_servers.staging import StagedWeights
 from tests.engine.answering import shaken
 
@@ -73,9 +73,9 @@ class RealServer:
         self._config = installed.config(**settings)
         self.dtype = self._config.dtype
         self.likeliest: list[tuple[int, ...]] = []
-        port = free_port()
-        self.address = f"127.0.0.1:{port}"
-        self._process = self.run(self._start(port))
+        self._reserved = reserve_port()
+        self.address = f"127.0.0.1:{port_of(self._reserved)}"
+        self._process = self.run(self._start(port_of(self._reserved)))
 
     async def _start(self, port: int) -> ServerProcess:
         launch = launch_of(self._config, str(self.policy), port)
@@ -132,6 +132,7 @@ class RealServer:
 
     def close(self) -> None:
         self.run(self._process.stop())
+        self._reserved.close()
         self._runner.close()
 
     def updated_amid(

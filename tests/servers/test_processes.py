@@ -1,13 +1,16 @@
 """Promises about a server's process: when its starter is gone, however that ended, nothing of the server is left; its
-exit code is told; a server that ends, or never answers, or falls silent, has a name and a deadline."""
+exit code is told; a server that ends, or never answers, or falls silent, has a name and a deadline; a port
+that is reserved for it is given to nobody else."""
 
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ import pytest
 from stretto.core.errors import DeadlineExceeded, RoleDied
 from stretto_servers import server as servers
 from stretto_servers.make import Launch
-from stretto_servers.server import GivenServer, ServerProcess, lost, until_ready
+from stretto_servers.server import GivenServer, ServerProcess, lost, port_of, reserve_port, until_ready
 from tests.servers.toy import ToyServer
 
 #: A server with a child of its own, as vLLM has; it writes both ids into a file.
@@ -177,3 +180,29 @@ def test_the_guard_needs_no_more_than_the_standard_library() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ)
     )
     assert told.stdout.split() == ["False", "False"]
+
+
+def test_a_reserved_port_is_given_to_nobody_else() -> None:
+    """Of 300 that are reserved, none is among 3,000 that others ask the system for, with SO_REUSEADDR and without."""
+    with ExitStack() as stack:
+        reserved = [port_of(stack.enter_context(reserve_port())) for _ in range(300)]
+        assert len(set(reserved)) == 300
+        for number in range(3_000):
+            with socket.socket() as other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, number % 2)
+                other.bind(("127.0.0.1", 0))
+                assert port_of(other) not in reserved
+
+
+async def test_a_server_listens_on_its_reserved_port_and_nobody_answers_there_before() -> None:
+    with reserve_port() as reserved:
+        port = port_of(reserved)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            assert await reader.read() == b""
+            writer.close()
+    with socket.socket() as other:  # it is given back
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))

@@ -1,7 +1,8 @@
-"""Promises of the adapter's process: the server that it starts does not get the key of its own clients, and the folder
-of a model that is served as it is stays as it was."""
+"""Promises of the adapter's process: the server that it starts does not get the key of its own clients, and has its
+port to itself; the folder of a model that is served as it is stays as it was."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,34 @@ async def test_a_server_does_not_inherit_the_key_of_its_adapter(
     assert "GIVEN=yes" in environment
     assert "a secret" not in environment
     assert ENGINE_KEY not in os.environ
+
+
+#: Binds a port as a stranger would, and tells what came of it.
+_STRANGER = """
+import socket, sys
+with socket.socket() as stranger:
+    try:
+        stranger.bind(("127.0.0.1", int(sys.argv[1])))
+        print("taken")
+    except OSError:
+        print("refused")
+"""
+
+
+class Besieged(Telling):
+    """A make whose port a stranger asks for before its server binds it."""
+
+    @staticmethod
+    def launch(config: EngineConfig, model: str, port: int) -> Launch:
+        words = (sys.executable, "-c", _STRANGER, str(port), f"{model}/stranger")
+        return Launch(("/bin/sh", "-c", '"$0" "$1" "$2" "$3" > "$4"; exit 3', *words), {})
+
+
+async def test_nobody_takes_the_port_of_a_server_before_it_listens(tmp_path: Path) -> None:
+    config = EngineConfig(kind="tests.servers.test_role:Besieged").model_dump_json()
+    with pytest.raises(RoleDied, match="ended with exit code 3"):
+        await play(EngineSpec("engine-0", "", str(tmp_path), "", "", config, 1, 0.0, scratch=str(tmp_path)))
+    assert (tmp_path / "stranger").read_text() == "refused\n"
 
 
 class Counting(ToyServer):

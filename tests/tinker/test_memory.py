@@ -1,5 +1,5 @@
-"""Memory: models in training have one budget, whatever their clients create; those that leave the memory come back bit
-for bit. What has ended holds none."""
+"""Memory: models in training have one budget, and the weights of samplers another, whatever their clients create; those
+that leave the memory come back bit for bit. What has ended holds none."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from stretto.engine.config import EngineConfig
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.files import Shape, read_optimizer, write_optimizer
 from stretto_tinker.compute.learner import Learner
-from stretto_tinker.compute.sampler import Wish
+from stretto_tinker.compute.sampler import Sampler, Wish
 from stretto_tinker.wire.bodies import Lora, SamplingParams
-from tests.tinker.speaking import NAME, Client, held, serving
+from stretto_tinker.work import turns
+from stretto_tinker.work.sampling import Engines, Lane
+from tests.tinker.speaking import NAME, Client, held, serving, tokens_of
 from tests.tinker.test_laws import leaves
 from tests.tinker.test_training import data_for
 
@@ -131,6 +133,73 @@ def test_a_step_names_the_request_that_failed_also_if_the_model_left_the_memory_
         assert leaves(server, id)
         told = client.result(client.step(id, 2))["error"]
         assert told.startswith(f"optim_step: forward_backward 1 before this step failed: {why}; ")
+
+
+@pytest.mark.parametrize("lora", [Lora(4), Lora(2, train_mlp=False), None])
+def test_a_sampler_needs_three_numbers_of_four_bytes_for_each_weight_of_its_own(
+    lora: Lora | None, backend: LocalBackend, tmp_path: Path
+) -> None:
+    learner = backend.create(Shape(lora))
+    learner.save(tmp_path)
+    trained = sum(one.numel() for one in learner._model.parameters() if one.requires_grad)
+    assert backend.memory_of_sampler(tmp_path) == 12 * trained
+
+
+_SAMPLERS, _ROUNDS = 5, 2
+
+
+def sampled_together(backend: LocalBackend, folder: Path) -> tuple[list[list[int]], int, int]:
+    """Tokens that clients sample at the same time, each from weights of its own; the most bytes of engines' weights in
+    memory; and the number of engines that were made or given other weights."""
+    most, made, of = 0, 0, Engines.of
+
+    def noted(engines: Engines, lane: Lane, folder: Path | None) -> Sampler:
+        nonlocal most, made
+        made += lane not in engines._engines
+        engine = of(engines, lane, folder)
+        assert engines._sizes.keys() == engines._engines.keys()
+        most = max(most, engines.weights)
+        return engine
+
+    with pytest.MonkeyPatch.context() as patch, serving(backend, folder) as (address, server):
+        patch.setattr(Engines, "of", noted)
+        patch.setattr(turns, "TURN_SECONDS", 0.0)  # a turn is one step, so all are under way at the same time
+        clients = [Client(address, f"tml-{at}") for at in range(_SAMPLERS)]
+        samplers = list[str]()
+        for at, client in enumerate(clients):
+            id = client.create(seed=at)
+            client.output(client.forward_backward(id, 1, data_for("cross_entropy", at)))
+            client.result(client.step(id, 2, learning_rate=0.1))
+            path = client.save(id, 3, "kept", "save_weights_for_sampler")["path"]
+            samplers.append(client.sampler(0, path))
+        found = list[list[int]]()
+        for turn in range(_ROUNDS):
+            with held(server):
+                asked = [
+                    client.sample(sampler, turn, [3, 4, 5], params={"max_tokens": 40, "seed": turn, "stop": []})
+                    for client, sampler in zip(clients, samplers, strict=True)
+                ]
+            for client, id in zip(clients, asked, strict=True):
+                [sequence] = client.sampled(id).sequences
+                found.append(tokens_of(sequence))
+    return found, most, made
+
+
+@pytest.mark.parametrize("room", [0, 2])
+def test_samplers_that_do_not_fit_together_sample_what_those_sample_that_do(
+    room: int, model: Path, tmp_path: Path
+) -> None:
+    """One that is larger than the budget has it alone."""
+    backend = backend_with(model, 1 << 30)
+    size = backend.memory_of(_SHAPE) // 5 * 3
+    wide, all_of_them, _ = sampled_together(backend, tmp_path / "wide")
+    backend.samplers_bytes = room * size
+    tight, most, made = sampled_together(backend, tmp_path / "tight")
+    assert tight == wide
+    assert len({tuple(tokens) for tokens in wide[:_SAMPLERS]}) == _SAMPLERS  # each has weights of its own
+    assert all_of_them == _SAMPLERS * size
+    assert most == max(1, room) * size
+    assert made >= _ROUNDS * _SAMPLERS - room  # all but those that stayed from one round to the next
 
 
 def test_an_engine_holds_nothing_of_a_request_that_has_ended(backend: LocalBackend) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Optional
@@ -103,7 +104,7 @@ def train(
     if ray is not None:
         overrides = [*(overrides or []), 'cluster.placer="ray"', f'cluster.ray="{ray}"']
     modules: tuple[str, ...] = ()
-    if not (resume and recipe.is_dir()):  # a dry run tells mistakes of paths together with all others
+    if not (resume and os.path.isdir(recipe)):  # a dry run tells mistakes of paths together with all others
         modules = refuse_recipe(recipe, overrides or [], paths=not dry_run)
     elif run_dir is None:
         modules = refuse_resumed(recipe, overrides or [])
@@ -410,6 +411,9 @@ def main() -> None:
     except OSError as error:
         print(f"stretto: {described(error)}", file=sys.stderr)
         sys.exit(1)
+    except UnicodeEncodeError as error:  # a name of a file that cannot be shown, or written into a JSON file
+        print(f"stretto: {error.object!a:.200}: is no UTF-8 text; give the file another name", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ content     model, tokenizer, data, reward: torch and transformers, in the comma
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def refuse_model(folder: Path) -> None:
     """Raise ModelFolderError if a folder has no config.json. Its other files are checked later."""
     from stretto.model.hf.inspection import inspect_model_folder
 
-    if not (folder.expanduser() / "config.json").is_file():
+    if not os.path.isfile(folder.expanduser() / "config.json"):
         inspect_model_folder(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +60,7 @@ def find_study(study: str) -> Path:
         RecipeError: it is not a file, and no built-in study has this name.
     """
     path = Path(study)
-    if path.suffix == ".toml" or path.exists():
+    if path.suffix == ".toml" or os.path.exists(path):
         return path
     names = {file.stem: file for file in (SHIPPED).glob("*.toml")}
     if study not in names:

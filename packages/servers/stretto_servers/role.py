@@ -31,7 +31,7 @@ from stretto_servers.broadcast import SglangByBroadcast
 from stretto_servers.engine import ExternalEngine, Limits
 from stretto_servers.http import JsonServer
 from stretto_servers.make import Make, Room, launch_of, make_of
-from stretto_servers.server import GivenServer, Server, ServerProcess, free_port, lost, until_ready
+from stretto_servers.server import GivenServer, Server, ServerProcess, lost, port_of, reserve_port, until_ready
 from stretto_servers.staging import FolderAsItIs, StagedWeights
 from stretto_servers.worker.advance import remove_counters
 
@@ -65,24 +65,29 @@ async def play(spec: EngineSpec) -> None:
     look_in(spec.path)
     key = os.environ.pop(ENGINE_KEY, "")  # before the server starts, which would inherit it
     config = EngineConfig.model_validate_json(spec.config)
-    address = spec.server or f"127.0.0.1:{free_port()}"
-    wire = wire_to(address, spec, config)
-    if spec.server:
-        server: Server = GivenServer(spec.name, address, wire)
-    else:
-        temporary = Path(spec.scratch) / "temporary"  # for sockets and caches, which a killed server leaves behind
-        temporary.mkdir(parents=True, exist_ok=True)
-        room = Room(spec.share, spec.memory, spec.planned) if spec.memory else None
-        launch = launch_of(config, spec.model, int(address.rpartition(":")[2]), room)
-        environment = launch.environment | {"TMPDIR": str(temporary)}
-        server = await ServerProcess.start(spec.name, replace(launch, environment=environment))
-    try:
-        await until_ready(server, wire, spec.publication_seconds or spec.start_seconds)
-        engine = await _engine(spec, config, wire)
-        app = EngineApp(engine, LARGEST_FRAME, key)
-        await serve_app(app, spec.address, _Life(engine, server, wire).run, spec.tls)
-    finally:
-        await server.stop()
+    with reserve_port() as reserved:  # for as long as the server lives, which binds it after a minute or so
+        address = spec.server or f"127.0.0.1:{port_of(reserved)}"
+        wire = wire_to(address, spec, config)
+        if spec.server:
+            server: Server = GivenServer(spec.name, address, wire)
+        else:
+            server = await _started(spec, config, port_of(reserved))
+        try:
+            await until_ready(server, wire, spec.publication_seconds or spec.start_seconds)
+            engine = await _engine(spec, config, wire)
+            app = EngineApp(engine, LARGEST_FRAME, key)
+            await serve_app(app, spec.address, _Life(engine, server, wire).run, spec.tls)
+        finally:
+            await server.stop()
+
+
+async def _started(spec: EngineSpec, config: EngineConfig, port: int) -> ServerProcess:
+    temporary = Path(spec.scratch) / "temporary"  # for sockets and caches, which a killed server leaves behind
+    temporary.mkdir(parents=True, exist_ok=True)
+    room = Room(spec.share, spec.memory, spec.planned) if spec.memory else None
+    launch = launch_of(config, spec.model, port, room)
+    environment = launch.environment | {"TMPDIR": str(temporary)}
+    return await ServerProcess.start(spec.name, replace(launch, environment=environment))
 
 
 async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> ExternalEngine:

@@ -23,12 +23,19 @@ _STOP_SECONDS = 10.0
 _GUARD = "stretto_servers.guard"
 
 
-def free_port() -> int:
-    """Find an unused port of the loopback interface. It is not reserved."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def reserve_port() -> socket.socket:
+    """Bind an unused port of the loopback interface (`port_of`). Until the socket is closed, the system gives the port
+    to nobody else, and a server may listen on it if it sets SO_REUSEADDR, as vLLM, SGLang and most servers do."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+def port_of(reserved: socket.socket) -> int:
+    """The port of a bound socket."""
+    port: int = reserved.getsockname()[1]
+    return port
 
 
 class ServerProcess:

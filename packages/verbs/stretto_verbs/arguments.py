@@ -50,7 +50,14 @@ def _is_integer(given: Any) -> bool:
     return isinstance(given, Integral) and not isinstance(given, bool)
 
 
-FOLDER = ArgumentKind("the path of a folder", lambda given: isinstance(given, str | os.PathLike) and given != "")
+def _is_path(given: Any) -> bool:
+    try:
+        return isinstance(given, str | os.PathLike) and given != "" and b"\0" not in os.fsencode(given)
+    except UnicodeEncodeError:
+        return False
+
+
+FOLDER = ArgumentKind("the path of a folder", _is_path)
 WHOLE = ArgumentKind("a whole number", _is_integer)
 NUMBER = ArgumentKind("a number", lambda given: isinstance(given, Real) and not isinstance(given, bool))
 LIST = ArgumentKind("a list", lambda given: isinstance(given, Sequence) and not isinstance(given, str | bytes))

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError
 
-from stretto.core.errors import UNREADABLE, ModelFolderError, Problem
+from stretto.core.errors import UNREADABLE, ModelFolderError, Problem, described
 from stretto.core.records import Record
 from stretto.doors.mistakes import checked
 from stretto.model.hf.build import build_policy
@@ -36,9 +37,9 @@ def build_model(folder: str | Path, *, seed: int = 0, **settings: Any) -> Path:
         **settings: keys of a recipe's section ``[model.build]``: `alphabet`, `layers`, `hidden_size`, `heads`, …
 
     Raises:
-        ModelFolderError: the folder holds anything else than an unchanged result of `build_model`.
+        ModelFolderError: the folder holds anything else than an unchanged result of `build_model`, or cannot be
+            written.
         RecipeError: a setting is invalid.
-        OSError: the folder cannot be written.
     """
     check("build_model", folder=(folder, FOLDER), seed=(seed, WHOLE))
     config, place = checked(settings, "build_model", BuildConfig), Path(folder).expanduser()
@@ -65,16 +66,20 @@ def replacing(folder: Path, command: str) -> Iterator[None]:
     is replaced only if the same command wrote it and nothing in it has changed since.
 
     Raises:
-        ModelFolderError: the folder has other contents.
+        ModelFolderError: the folder has other contents, or cannot be written.
     """
-    # Without the file, the folder may be a whole home directory, which is not walked.
-    if (written := _written(folder)) is None or written != _Index.of(command, folder):
-        check_replaceable(folder)  # it names what is no part of a model
-        if folder.is_dir() and any(folder.iterdir()):
-            found = f"holds a model that {command} has not written, or that was changed since; it would be lost"
-            raise ModelFolderError([Problem(str(folder), found, "give a new folder, or remove this one")])
-    yield
-    (folder / _INDEX).write_bytes(msgspec.json.encode(_Index.of(command, folder)))
+    try:
+        # Without the file, the folder may be a whole home directory, which is not walked.
+        if (written := _written(folder)) is None or written != _Index.of(command, folder):
+            check_replaceable(folder)  # it names what is no part of a model
+            if folder.is_dir() and any(folder.iterdir()):
+                found = f"holds a model that {command} has not written, or that was changed since; it would be lost"
+                raise ModelFolderError([Problem(str(folder), found, "give a new folder, or remove this one")])
+        yield
+        (folder / _INDEX).write_bytes(msgspec.json.encode(_Index.of(command, folder)))
+    except (OSError, UnicodeError, SafetensorError) as error:  # UnicodeError: a name that is no UTF-8
+        found = f"cannot be written: {described(error) if isinstance(error, OSError) else error}"
+        raise ModelFolderError([Problem(str(folder), found, "give another folder")]) from error
 
 
 def _written(folder: Path) -> _Index | None:

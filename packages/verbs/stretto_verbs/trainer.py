@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.core.errors import DataError, Problem, RecipeError, RunFolderError
+from stretto.core.errors import DataError, Problem, RecipeError, RunFolderError, described
 from stretto.core.records import Batch
 from stretto.doors.mistakes import checked
 from stretto.loop.config import DeadlinesConfig
@@ -338,13 +338,15 @@ class LocalTrainer:
             StoreError: no checkpoint is complete, or it belongs to another model or to other adapters.
         """
         check("load", folder=(folder, FOLDER))
-        place = Path(folder).expanduser() / _CHECKPOINTS
-        saved = Checkpoints(place)
-        saved.take_back(locked=Path(os.path.realpath(place)) in self._held)
-        found = saved.latest()
+        saved = Checkpoints(place := Path(folder).expanduser() / _CHECKPOINTS)
+        try:
+            saved.take_back(locked=Path(os.path.realpath(place)) in self._held)
+            found = saved.latest()
+        except OSError as error:
+            raise RunFolderError([Problem(str(folder), f"cannot be read: {described(error)}")]) from error
         if found is None:
-            remedy = "give a folder that `save` has written"
-            raise RunFolderError([Problem(str(folder), "holds nothing that a trainer has saved", remedy)])
+            told = "holds nothing that a trainer has saved", "give a folder that `save` has written"
+            raise RunFolderError([Problem(str(folder), *told)])
         self._published, self._stepped = checkpoint.load(found.path, self._learner), False
         self._learner.adamw.zero_grad(set_to_none=True)
         if not optimizer:
@@ -360,8 +362,7 @@ class LocalTrainer:
 
         Raises:
             RecipeError: `adapters_only`, and the trainer has no adapters.
-            ModelFolderError: `folder` holds anything else than an unchanged result of `export`.
-            OSError: the folder cannot be written.
+            ModelFolderError: `folder` holds anything else than an unchanged result of `export`, or cannot be written.
         """
         check("export", folder=(folder, FOLDER))
         if adapters_only and self._lora is None:

@@ -18,7 +18,7 @@ from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.native.scheduler import longest_row_of
 from stretto.engine.wire import socket_folder
 from stretto.launch.assemble.specs import engines_of_folder
-from stretto.launch.preflight.engines import check_engine_keys, check_head_dim, check_servers
+from stretto.launch.preflight.engines import check_engine_keys, check_model, check_servers, check_window
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.sessions import PersistentTurns
 from stretto.model.hf.grammar import Grammars
@@ -153,8 +153,9 @@ def gateway(
     check_engine_keys(recipe)
     base, as_tokens = inspect_model_folder(model.resolve()), recipe.model.special_tokens_in_messages
     tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens, kept=PIECES)
-    check_head_dim(recipe, base)
+    check_model(recipe, base)
     context = context_of(longest_row_of(base, recipe.engine), recipe.engine)
+    check_window(recipe, base, context)
     unserved = _without_grammars(recipe.engine, base, tokenizer)
     chosen = _choices(recipe.engine)
     served = session_model(name or base.path.name, tokenizer, context, grammars=not unserved, chosen=chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,11 +63,11 @@ def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: C
 def _check_run(run: Path, digest: str | None) -> None:
     """Raise RunFolderError unless the plan predicts this run, by the recipe's `digest` (None: the plan has none, which
     is refused). The run need not have begun."""
-    if RunFolder(run).ledger.is_file():
+    if os.path.isfile(RunFolder(run).ledger):
         check_digest(Path(f"--run {run}"), digest, run_digest(run))
     elif digest is None:
         check_digest(Path(f"--run {run}"), None, "")
-    elif run.exists() and not run.is_dir():
+    elif os.path.exists(run) and not os.path.isdir(run):
         raise RunFolderError([Problem(f"--run {run}", "is no folder", "give the folder of a run, or of one to come")])
 
 

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import stat
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -399,6 +400,16 @@ def described(error: OSError) -> str:
     ]
     asked = f" (asked for by {ours[-1]})" if ours and not place else ""
     return f"{place}{error.strerror or error}{asked}"
+
+
+def folder_fault(path: Path) -> str:
+    """Why a path is no folder that can be looked into, such as "no such folder"; "" if it is one."""
+    try:
+        return "" if stat.S_ISDIR(path.stat().st_mode) else "is a file"
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL, or what no file name can hold
+        return "no such folder"
+    except OSError as error:  # unreadable, too long, a loop of links
+        return f"cannot be looked into: {error.strerror}"
 
 
 @contextlib.contextmanager

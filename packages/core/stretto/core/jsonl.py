@@ -148,7 +148,7 @@ def nearest_file(path: Path) -> str:
         names = sorted(
             entry.name for entry in path.parent.iterdir() if entry.is_file() and not entry.name.startswith(".")
         )
-    except OSError:
+    except (OSError, ValueError):
         return f"there is no folder {path.parent}"
     if (near := nearest(path.name, names)).startswith("did") or not names:
         return near if names else f"the folder {path.parent} has no files"

@@ -125,6 +125,8 @@ class Capabilities:
     cpu_head_dims: tuple[int, ...]  # head sizes of its attention on a CPU; empty: any
     process_bytes: int  # memory of all its processes without a model
     broadcast: tuple[int, ...] = ()  # oldest release that takes weights by a torch collective; empty: none
+    without_window: tuple[str, ...] = ()  # `model_type`s whose sliding window it does not compute
+    without_head: tuple[str, ...] = ()  # `model_type`s of which it skips an output matrix beside the embedding
 
     @property
     def needed(self) -> str:
@@ -149,6 +151,11 @@ CAPABILITIES: Mapping[str, Capabilities] = {
         cpu_head_dims=(),
         process_bytes=2320 << 20,
         broadcast=(0, 5, 23),
+        without_window=(
+            *("mistral", "ministral3", "mixtral", "phi3", "starcoder2"),
+            *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+        ),
+        without_head=("gemma", "gemma2", "gemma3_text"),
     ),
 }
 

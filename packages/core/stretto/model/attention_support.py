@@ -119,6 +119,13 @@ def refuse_untrainable(config: PreTrainedConfig) -> None:
         )
 
 
+def windows(config: PreTrainedConfig) -> frozenset[int]:
+    """The sliding windows, in tokens, of a model's layers by its config; empty for full attention."""
+    text = config.get_text_config()
+    found = (_window(text, layer) for layer in range(text.num_hidden_layers))
+    return frozenset(window for window in found if window is not None)
+
+
 def _rope_kinds(config: PreTrainedConfig) -> set[str]:
     """Kinds of rotary frequencies in the config, which may have one for all layers or one per kind of layer."""
     told = getattr(config, "rope_parameters", None) or {}

@@ -25,8 +25,7 @@ def acquire(folder: Path) -> int:
     try:
         lock = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        found = f"cannot be written: {error.strerror}"
-        raise RunFolderError([Problem(str(folder), found, "give a folder of your own")]) from error
+        raise _unwritable(folder, error) from error
     try:
         _take(lock)
     except OSError as error:
@@ -37,10 +36,15 @@ def acquire(folder: Path) -> int:
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    except OSError:
+    except OSError as error:
         os.close(lock)
-        raise
+        raise _unwritable(folder, error) from error
     return lock
+
+
+def _unwritable(folder: Path, error: OSError) -> RunFolderError:
+    found = f"cannot be written: {error.strerror}"
+    return RunFolderError([Problem(str(folder), found, "give a folder of your own")])
 
 
 def is_held(folder: Path) -> bool:

@@ -28,7 +28,7 @@ import re
 from pathlib import Path
 from typing import Self
 
-from stretto.core.errors import Problem, RunFolderError
+from stretto.core.errors import Problem, RunFolderError, folder_fault
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.files import identity, sweep, write_atomically
@@ -121,8 +121,8 @@ class RunFolder:
             RunFolderError: the folder does not exist, or holds no run.
         """
         folder = Path(path)
-        if not folder.is_dir():
-            raise _refused(folder, "is no folder" if folder.exists() else "does not exist", _runs_beside(folder))
+        if fault := why_no_folder(folder):
+            raise _refused(folder, fault, _runs_beside(folder))
         if not (folder / "ledger.sqlite").is_file():
             raise _refused(folder, "holds no run (no ledger.sqlite)", "give a folder that `stretto train` created")
         return cls(folder)
@@ -174,6 +174,12 @@ class RunFolder:
         return self.policies / f"v{version:06d}"
 
 
+def why_no_folder(path: Path) -> str:
+    """Why a path that should be a folder of runs is none, such as "does not exist"; "" if it is one."""
+    fault = folder_fault(path)
+    return {"is a file": "is no folder", "no such folder": "does not exist"}.get(fault, fault)
+
+
 def _why_not_new(folder: Path) -> Problem | None:
     """Return why a new run cannot use the folder; None if it can.
 
@@ -203,7 +209,10 @@ def _runs_beside(folder: Path) -> str:
     """Advice for a path without a run: names the run folder beside it, or in ``runs`` beside it, with a similar name,
     or else the newest one, if there are any."""
     places = {folder.parent, folder.parent / "runs"}
-    runs = {path.parent.name: path.parent for place in places for path in place.glob("*/ledger.sqlite")}
+    try:
+        runs = {path.parent.name: path.parent for place in places for path in place.glob("*/ledger.sqlite")}
+    except OSError:  # the path is too long, or a loop of links
+        runs = {}
     if not runs:
         return "give a run folder"
     near = difflib.get_close_matches(folder.name, sorted(runs), n=1)

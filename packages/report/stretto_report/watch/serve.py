@@ -17,6 +17,7 @@ from types import FrameType
 from stretto.core.errors import Problem, RunFolderError
 from stretto.processes.http.names import HostNames
 from stretto.processes.http.server import HttpServer, settings_of
+from stretto.store.run_folder import why_no_folder
 from stretto_report.watch.runs.catalog import Catalog, is_run
 from stretto_report.watch.web.app import Dashboard
 from stretto_report.watch.web.guard import PASSWORD, Guard
@@ -122,11 +123,9 @@ def _secret(host: str, loopback: bool, token: str | None, password: str | None) 
 
 def _check_folders(folders: Sequence[Path]) -> None:
     problems = [
-        Problem(
-            str(folder), "is no folder" if folder.exists() else "does not exist", "give a run folder, or one of runs"
-        )
+        Problem(str(folder), fault, "give a run folder, or one of runs")
         for folder in folders
-        if not folder.is_dir()
+        if (fault := why_no_folder(folder))
     ]
     if problems:
         raise RunFolderError(problems)

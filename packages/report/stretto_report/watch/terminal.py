@@ -17,7 +17,7 @@ import msgspec
 
 from stretto.core.errors import Problem, RunFolderError
 from stretto.store.inspection import CanaryProof
-from stretto.store.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder, why_no_folder
 from stretto.store.series.lines import LineFollower
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
 from stretto_report.audit.alarms import AlarmWatch, last_step_of
@@ -55,8 +55,7 @@ def _run_of(folders: Sequence[Path]) -> WatchedRun:
     if len(folders) != 1:
         raise RunFolderError([Problem("--terminal", f"{len(folders)} folders", "shows one run: give its folder")])
     (folder,) = folders
-    if not folder.is_dir():
-        found = "is no folder" if folder.exists() else "does not exist"
+    if found := why_no_folder(folder):
         raise RunFolderError([Problem(str(folder), found, "give a run folder")])
     runs = Catalog([folder]).all()
     for run in runs:

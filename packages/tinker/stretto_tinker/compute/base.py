@@ -39,6 +39,8 @@ from stretto_verbs.models import SharedModel
 _MOST_RANK = 1_024
 #: Float32 numbers of a trained weight: itself, two moments, the accumulated gradient, and that of the present request.
 _COPIES, _FLOAT = 5, 4
+#: Float32 numbers of a sampler's weight: the engine's, a copy in a kernel's layout, and that of the scoring model.
+_SAMPLED_COPIES = 3
 
 
 class LocalBackend:
@@ -48,6 +50,7 @@ class LocalBackend:
         name: name of the base model for clients.
         cache_bytes: bytes of KV cache for all engines together.
         models_bytes: bytes of memory for all models in training together.
+        samplers_bytes: bytes of memory for the weights of all samplers together, half of `models_bytes`.
         vocabulary: number of tokens.
         context: most tokens of a sequence.
     """
@@ -89,6 +92,7 @@ class LocalBackend:
         free = spare(plain.device, 0)
         beside = (available_memory() if free is None else free) - self.cache_bytes
         self.models_bytes = max(beside, self.cache_bytes) // 2 if models_bytes is None else models_bytes
+        self.samplers_bytes = self.models_bytes // 2
 
     def check(self, shape: Shape) -> None:
         """Check that a model of this shape can be made, and that it fits into `models_bytes`.
@@ -112,6 +116,14 @@ class LocalBackend:
             return self.parameters * _COPIES * _FLOAT
         width: int = sum(self._sizes[last] for last in self._targets(lora)) + self._head * lora.train_unembed
         return lora.rank * width * _COPIES * _FLOAT
+
+    def memory_of_sampler(self, folder: Path) -> int:
+        """Bytes of memory that a sampler with these saved weights needs beside the base model and the KV cache.
+
+        Raises:
+            StoreError: files are missing or damaged, or have another base model.
+        """
+        return self.memory_of(self.shape_of(folder)) // _COPIES * _SAMPLED_COPIES
 
     def create(self, shape: Shape) -> Learner:
         """Make a model to train; its shape must have passed `check`. With LoRA it shares the base weights; otherwise

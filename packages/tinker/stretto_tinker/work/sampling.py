@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from stretto.core.errors import RefusedRequest, StrettoError
+from stretto.core.errors import RefusedRequest, StoreError, StrettoError
 from stretto.core.records import derive_seed
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.sampler import Sampler, Wish
@@ -66,7 +66,8 @@ def waiting(asked: Asked) -> tuple[str, Waiting]:
 
 
 class Engines:
-    """Engines in memory, by their lane. They share one budget of KV cache.
+    """Engines in memory, by their lane. They share one budget of KV cache, and one of weights (`samplers_bytes` of the
+    backend), which has no part in the base model's.
 
     Making an engine takes longer than a small sample. So once three engines are idle, the least recently used one gets
     the new weights instead, if their shape is the same.
@@ -75,6 +76,24 @@ class Engines:
     def __init__(self, backend: LocalBackend) -> None:
         self._backend = backend
         self._engines: OrderedDict[Lane, Sampler] = OrderedDict()  # the most recently used last
+        self._sizes: dict[Lane, int] = {}  # bytes of their weights
+        self._wanted: dict[Path, int] = {}  # the same of weights that wait for an engine
+
+    def has_room(self, lane: Lane, folder: Path | None) -> bool:
+        """Whether the engine of a lane is in memory, or has room once idle ones are removed. If none is busy, there is
+        room for any engine, however large."""
+        if lane in self._engines or folder is None:
+            return True
+        busy = [self._sizes[one] for one, engine in self._engines.items() if one != _BASE and not engine.idle]
+        return not busy or sum(busy) + self._size(folder) <= self._backend.samplers_bytes
+
+    def _size(self, folder: Path) -> int:
+        if folder not in self._wanted:
+            try:
+                self._wanted[folder] = self._backend.memory_of_sampler(folder)
+            except StoreError:  # which making the engine will tell
+                self._wanted[folder] = 0
+        return self._wanted[folder]
 
     def of(self, lane: Lane, folder: Path | None) -> Sampler:
         """Return the engine of a lane, made if needed. `folder`: its weights, None for the base model.
@@ -83,15 +102,31 @@ class Engines:
             StoreError: files of the weights are missing or damaged.
         """
         if lane not in self._engines:
-            self._engines[lane] = self._reused(folder) or self._backend.sampled(folder)
+            size = 0 if folder is None else self._size(folder)
+            self._wanted.clear()  # what is saved under a name may change
+            engine = self._reused(folder)
+            self._remove_idle(self._backend.samplers_bytes - size)
+            self._engines[lane] = engine or self._backend.sampled(folder)
+            self._sizes[lane] = size
         self._engines.move_to_end(lane)
         return self._engines[lane]
+
+    def _remove_idle(self, most: int) -> None:
+        """Remove the least recently used idle engines while the weights of all are larger than `most` bytes."""
+        for lane in [lane for lane, engine in self._engines.items() if engine.idle and lane != _BASE]:
+            if self.weights <= most:
+                break
+            self._remove(lane)
+
+    def _remove(self, lane: Lane) -> Sampler:
+        del self._sizes[lane]
+        return self._engines.pop(lane)
 
     def _reused(self, folder: Path | None) -> Sampler | None:
         idle = [lane for lane, engine in self._engines.items() if engine.idle and lane.weights]
         if len(idle) < _FEWEST_IDLE or folder is None:
             return None
-        engine = self._engines.pop(idle[0])
+        engine = self._remove(idle[0])
         return engine if engine.take(folder) else None
 
     def make_room(self, chosen: Sampler) -> None:
@@ -117,24 +152,30 @@ class Engines:
         """Bytes of KV cache that all engines have allocated."""
         return sum(engine.cache for engine in self._engines.values())
 
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights of all engines, without those of the base model."""
+        return sum(self._sizes.values())
+
     def trim(self) -> None:
         """Remove idle engines from memory, except the three most recently used and that of the base model."""
         idle = [lane for lane, engine in self._engines.items() if engine.idle and lane != _BASE]
         for lane in idle[: max(0, len(idle) - _FEWEST_IDLE)]:
-            del self._engines[lane]
+            self._remove(lane)
 
     def discard(self, failed: Sampler) -> None:
         """Remove an engine that has failed, under whatever lane: its weights may have been replaced meanwhile."""
         for lane in [lane for lane, engine in self._engines.items() if engine is failed]:
-            del self._engines[lane]
+            self._remove(lane)
 
     def drop(self, weights: str) -> None:
         """Detach the engines from a path of weights, so that its next request gets a new engine. The detached ones
         finish their open requests, and are the first to be reused or removed."""
+        self._wanted.clear()
         for lane in [lane for lane in self._engines if lane.weights == weights]:
-            engine = self._engines.pop(lane)
+            size, engine = self._sizes[lane], self._remove(lane)
             gone = Lane(f"{weights} ({id(engine)}, gone)", lane.owner)
-            self._engines[gone] = engine
+            self._engines[gone], self._sizes[gone] = engine, size
             self._engines.move_to_end(gone, last=False)
 
 
@@ -294,6 +335,20 @@ def lane_of(weights: str, first: Waiting, samplings: Mapping[Lane, Sampling]) ->
         return None
     own = samplings.get(Lane(weights, owner))
     return Lane(weights, owner) if own is None or own.begins(first) else None
+
+
+def beginning(
+    queues: Mapping[str, SampleQueue], samplings: Mapping[Lane, Sampling], has_room: Callable[[Lane], bool]
+) -> dict[Lane, list[str]]:
+    """Engines on which the next requests may begin, each with the clients of these requests. `queues`: by path of
+    weights. An engine that a client would have alone needs room; a shared one is named without room as well."""
+    found: dict[Lane, list[str]] = {}
+    for weights, queue in queues.items():
+        for owner in queue.owners:
+            lane = lane_of(weights, queue.first(owner), samplings)
+            if lane is not None and (not lane.owner or has_room(lane)):
+                found.setdefault(lane, []).append(owner)
+    return found
 
 
 def _encoded(sampled: Sampled, sequences: Any) -> bytes | StrettoError:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -30,7 +31,7 @@ from stretto_tinker.compute.learner import Pieces
 from stretto_tinker.record import DONE, FAILED, Asked, ModelRow, Record
 from stretto_tinker.work import turns
 from stretto_tinker.work.models import EFFECTS, LOAD, REFUSED, STEP, ModelLane, Models, busy_of, said
-from stretto_tinker.work.sampling import Engines, Lane, SampleQueue, Sampling, Waiting, lane_of, waiting
+from stretto_tinker.work.sampling import Engines, Lane, SampleQueue, Sampling, Waiting, beginning, lane_of, waiting
 from stretto_tinker.work.saving import SAVES, Saving
 from stretto_tinker.work.turns import Backlog, Turns
 
@@ -64,6 +65,7 @@ class Worker:
         self._backlog = Backlog()
         self.computed = 0  # tokens computed in all lanes
         self._short, self._freed = "", False  # model that waits for memory; whether some was freed meanwhile
+        self._full = False  # whether an engine waits for memory, and others begin no request
         self._leaving: dict[str, str] = {}  # models to retire once their requests are computed: `ended` of `_retire`
         self._cancelled: set[str] = set()  # ids of requests for samples to cancel after the turn
         self._orders: list[Callable[[], None]] = []  # functions of other threads, to call between two turns
@@ -206,12 +208,17 @@ class Worker:
             id: [lane.owner] for id, lane in self._models.items() if lane.next in lane.waiting
         }
         ready |= {lane: sampling.owners for lane, sampling in self._samplings.items() if not sampling.idle}
-        for weights, queue in self._asked.items():
-            for owner in () if self._again else queue.owners:
-                lane = lane_of(weights, queue.first(owner), self._samplings)
-                if lane is not None and owner not in ready.setdefault(lane, []):
-                    ready[lane].append(owner)
+        begin = {} if self._again else beginning(self._asked, self._samplings, self._has_room)
+        self._full = not all(map(self._has_room, begin))
+        for lane in [one for one in begin if not self._full or not one.weights]:
+            ready[lane] = list(dict.fromkeys((*ready.get(lane, ()), *begin[lane])))
         return ready
+
+    def _has_room(self, lane: Lane) -> bool:
+        return lane in self._samplings or self._engines.has_room(lane, self._folder(lane))
+
+    def _folder(self, lane: Lane) -> Path | None:
+        return self._weights.folder(Place.of(lane.weights)) if lane.weights else None
 
     def _held(self) -> set[str]:
         """Models that may begin no request now, because another model waits for memory, which the requests under way
@@ -393,8 +400,7 @@ class Worker:
         with self._wake:
             found = self._samplings.get(lane)
         if found is None:
-            folder = None if not lane.weights else self._weights.folder(Place.of(lane.weights))
-            found = Sampling(self._engines.of(lane, folder))
+            found = Sampling(self._engines.of(lane, self._folder(lane)))
             with self._wake:
                 self._samplings[lane] = found
         return found
@@ -403,7 +409,7 @@ class Worker:
         """Take the next request for an engine out of the queue: that of the client with the fewest open requests. None
         if no request can begin there."""
         with self._wake:
-            if (queue := self._asked.get(lane.weights)) is None or self._again:
+            if (queue := self._asked.get(lane.weights)) is None or self._again or (self._full and lane.weights):
                 return None
             owners = [one for one in queue.owners if lane_of(lane.weights, queue.first(one), self._samplings) == lane]
             if (found := queue.next(Counter(sampling.owners), owners)) is None:

@@ -4,6 +4,7 @@ that a run has."""
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -121,7 +122,7 @@ def evaluate(
         SystemExit: a signal stopped the evaluation.
     """
     asked = asked or Asked()
-    if asked.rows is not None and not asked.rows.absolute().parent.is_dir():
+    if asked.rows is not None and not os.path.isdir(asked.rows.absolute().parent):
         raise RecipeError([Problem("--rows", f"{asked.rows}: its folder does not exist", "give a file in a folder")])
     recipe = _recipe(model, task, overrides, asked.samples)
     check_data_files(_files(task))

@@ -142,7 +142,7 @@ def prepare(
         UserError: has every mistake.
         StoreError: the ledger of a resumed run is damaged, or has another format.
     """
-    if resume and recipe_path.is_dir():
+    if resume and os.path.isdir(recipe_path):
         if run_dir is not None and run_dir.resolve() != recipe_path.resolve():
             found = f"{recipe_path} is to be resumed, and --run-dir is {run_dir}"
             raise RunFolderError([Problem("--resume", found, "name the run once: stretto train --resume RUN_DIR")])
@@ -152,7 +152,7 @@ def prepare(
         raise RunFolderError([Problem("--resume", "without --run-dir", remedy)])
     recipe = load_recipe(recipe_path, overrides)
     path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    has_policy = resume and RunFolder(path).policy(0).exists()
+    has_policy = resume and os.path.exists(RunFolder(path).policy(0))
     plan = _fitting(make_plan(recipe, has_policy=has_policy, dry=not write), dry=not write)
     if not resume:
         return Prepared(plan, _new(path, plan), StartState())

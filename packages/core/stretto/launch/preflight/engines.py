@@ -9,15 +9,19 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from transformers import AutoConfig
+
 from stretto.core.errors import Problem, RecipeError
 from stretto.doors.loading import from_package
 from stretto.engine.config import Capabilities, EngineConfig, capabilities_of, release_of
 from stretto.launch.recipe.recipe import Recipe
+from stretto.model.attention_support import windows
 from stretto.model.hf.inspection import ModelFolder
 from stretto.model.hf.tokenizer import Tokenizer
 
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
 _LARGEST_PORT = 65_535
+_ANOTHER = 'another engine.kind, such as "native"'
 _ASK_SECONDS = 30.0  # timeout for an interpreter that prints a version
 _VERSION = """
 import importlib.metadata, sys
@@ -156,22 +160,58 @@ def _interpreter(config: EngineConfig, make: Capabilities) -> Iterator[Problem]:
         yield Problem("engine.python", f"{python} has {make.name} {found}", f"{make.needed} is needed")
 
 
-def check_head_dim(recipe: Recipe, base: ModelFolder) -> None:
-    """Check that a CPU server on this machine has an attention kernel for the model's head size. Other engines, and
-    servers elsewhere, are not checked.
+def check_model(recipe: Recipe, base: ModelFolder) -> None:
+    """Check that the recipe's make of server computes the model as transformers does, so far as the config shows it
+    (`check_window` has the rest), and that a CPU server on this machine has an attention kernel for its head size.
 
     Raises:
-        RecipeError: the server has no such kernel.
+        RecipeError: the server skips the model's output matrix, or has no such kernel.
     """
-    config = recipe.engine
-    if config.kind == "native" or config.addresses or recipe.cluster.placer != "local" or not config.on_cpu:
+    if recipe.engine.kind == "native":
         return
-    make = capabilities_of(config.kind)
+    make = capabilities_of(recipe.engine.kind)
+    if problems := [*_head_dim(recipe, base, make), *_untied_head(base, make)]:
+        raise RecipeError(problems)
+
+
+def _head_dim(recipe: Recipe, base: ModelFolder, make: Capabilities) -> Iterator[Problem]:
+    config = recipe.engine
+    if config.addresses or recipe.cluster.placer != "local" or not config.on_cpu:
+        return
     if make.cpu_head_dims and base.head_dim not in make.cpu_head_dims:
         place = "model.build.head_dim" if recipe.model.build is not None else f"{base.path}: head_dim"
         allowed = ", ".join(map(str, make.cpu_head_dims))
         found = f"{base.head_dim}, for which {make.name} has no attention on a processor"
-        raise RecipeError([Problem(place, found, f"allowed: {allowed}")])
+        yield Problem(place, found, f"allowed: {allowed}")
+
+
+def _untied_head(base: ModelFolder, make: Capabilities) -> Iterator[Problem]:
+    config = AutoConfig.from_pretrained(base.path, local_files_only=True)
+    text = config.get_text_config()
+    if text.model_type not in make.without_head:
+        return
+    if not all(getattr(one, "tie_word_embeddings", True) for one in (config, text)):
+        found = f"false, and {make.name} takes the output matrix of {text.model_type!r} from the embedding"
+        yield Problem(f"{base.path}: tie_word_embeddings", found, f"allowed: true; or {_ANOTHER}")
+
+
+def check_window(recipe: Recipe, base: ModelFolder, longest: int) -> None:
+    """Check that the recipe's make of server computes the model's sliding window, or that no sequence is longer.
+
+    Args:
+        longest: tokens of the longest sequence.
+
+    Raises:
+        RecipeError: the server computes full attention, and a sequence is longer than the window.
+    """
+    if recipe.engine.kind == "native":
+        return
+    make, config = capabilities_of(recipe.engine.kind), AutoConfig.from_pretrained(base.path, local_files_only=True)
+    kind, window = config.get_text_config().model_type, min(windows(config), default=longest)
+    if kind in make.without_window and window < longest:
+        found = f"{window}, and {make.name} computes {kind!r} without it; sequences have up to {longest} tokens"
+        remedy = f"allowed: sequences of up to {window} tokens (sampling.max_tokens, shorter prompts); or {_ANOTHER}"
+        raise RecipeError([Problem(f"{base.path}: sliding_window", found, remedy)])
 
 
 def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:

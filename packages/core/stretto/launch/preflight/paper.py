@@ -16,9 +16,9 @@ from stretto.launch.preflight.checks import (
     medium_of,
 )
 from stretto.launch.preflight.encoding import encode_demonstrations, prompts_as_bytes
-from stretto.launch.preflight.engines import check_engine_keys, check_head_dim
+from stretto.launch.preflight.engines import check_engine_keys, check_model, check_window
 from stretto.launch.preflight.paths import check_data_files, data_files
-from stretto.launch.preflight.plan import Outline, encoded_within_limits
+from stretto.launch.preflight.plan import Outline, encoded_within_limits, longest_of, longest_sequence
 from stretto.launch.preflight.questions import repeated, sift
 from stretto.launch.preflight.trainable import check_dividable, check_trainable, router_notes
 from stretto.launch.preflight.trial import try_parts, try_reward
@@ -76,6 +76,7 @@ def outline(recipe: Recipe) -> Outline:
     else:
         within = encoded_within_limits(recipe, questions, tokenizer, longest)
         training, asked = (one.prompts for one in within)
+        check_window(recipe, base, longest_sequence(recipe, base, longest_of((*training, *asked))))
         notes = tuple(one.note for one in within)
     shown = questions.demonstrations if recipe.warm_start is not None else ()
     if tokenizer is not None:
@@ -108,7 +109,7 @@ def _model(recipe: Recipe) -> tuple[ModelFolder, ModelFolder | None, int]:
     base, config = outlined(base_folder(recipe.model, recipe.seed))
     refuse_unsupported(config)
     refuse_untrainable(config)
-    check_head_dim(recipe, base)
+    check_model(recipe, base)
     check_trainable(recipe.trainer, base.path, _NO_GPUS)
     reference = _reference(recipe)
     longest = longest_prompt_allowed(recipe, base)

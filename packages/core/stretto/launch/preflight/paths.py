@@ -3,6 +3,7 @@ mistakes before it imports torch."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def check_model_folder(folder: Path) -> None:
     Raises:
         ModelFolderError: there is no folder, or no config.json in it; names everything else that is wrong too.
     """
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         inspect_model_folder(folder)
 
 
@@ -63,6 +64,18 @@ def check_data_files(named: Iterable[tuple[str, str]]) -> None:
     Raises:
         DataError: a file does not exist; suggests the nearest name of each.
     """
-    missing = [(name, Path(file)) for name, file in named if not Path(file).exists()]
-    if missing:
-        raise DataError(Problem(name, f"{file}: no such file", nearest_file(file)) for name, file in missing)
+    problems = [
+        Problem(name, f"{file}: {fault}", advice) for name, file in named for fault, advice in _fault(Path(file))
+    ]
+    if problems:
+        raise DataError(problems)
+
+
+def _fault(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield why there is no such file, with advice, if there is none."""
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        yield "no such file", nearest_file(file)
+    except OSError as error:
+        yield f"cannot be read: {error.strerror}", ""

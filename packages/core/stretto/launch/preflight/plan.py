@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,7 +39,7 @@ from stretto.launch.preflight.encoding import (
     place_of,
     refuse,
 )
-from stretto.launch.preflight.engines import check_engine_keys, check_head_dim, check_servers
+from stretto.launch.preflight.engines import check_engine_keys, check_model, check_servers, check_window
 from stretto.launch.preflight.paths import check_data_files, data_files
 from stretto.launch.preflight.questions import repeated, sift, strange_digits
 from stretto.launch.preflight.trainable import check_dividable, check_trainable, router_notes
@@ -81,16 +81,30 @@ class Outline:
 
     @property
     def longest_prompt(self) -> int:
-        further = (prompt for _, prompts in self.sets for prompt in prompts)
-        return max(len(prompt.token_ids) for prompt in (*self.training, *self.held_out, *further))
+        return longest_of((*self.training, *self.held_out, *further(self.sets)))
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of a trajectory. With a workflow it is all that fits into context and KV cache, since tokens are
-        added between turns."""
-        if self.recipe.workflow is None:
-            return self.longest_prompt + self.sampling.max_tokens
-        return longest_prompt_allowed(self.recipe, self.base) + self.sampling.max_tokens
+        """Most tokens of a trajectory (`longest_sequence`)."""
+        return longest_sequence(self.recipe, self.base, self.longest_prompt)
+
+
+def further(sets: Iterable[tuple[EvaluationSet, Sequence[Prompt]]]) -> Iterator[Prompt]:
+    """The prompts of further sets of questions."""
+    return (prompt for _, prompts in sets for prompt in prompts)
+
+
+def longest_of(prompts: Iterable[Prompt]) -> int:
+    """Number of tokens of the longest prompt."""
+    return max(len(prompt.token_ids) for prompt in prompts)
+
+
+def longest_sequence(recipe: Recipe, base: ModelFolder, longest_prompt: int) -> int:
+    """Most tokens of a trajectory. With a workflow it is all that fits into context and KV cache, since tokens are
+    added between turns."""
+    if recipe.workflow is None:
+        return longest_prompt + recipe.sampling.max_tokens
+    return longest_prompt_allowed(recipe, base) + recipe.sampling.max_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +158,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     rows = (*training.questions, *held_out.questions, *asked)
     if isinstance(recipe.workflow, WorkflowConfig):
         check_workflow_fits(recipe.workflow.function, needs, tokenizer, _plain(rows))
-    check_servers(recipe, base, tokenizer, [one.token_ids for one in (*training.prompts, *held_out.prompts)])
-    check_ray(recipe)
+    _check_engines(recipe, base, tokenizer, (*training.prompts, *held_out.prompts, *further(sets)))
     return Plan(
         recipe=recipe,
         base=base,
@@ -206,7 +219,7 @@ def _model(recipe: Recipe) -> tuple[ModelFolder, Tokenizer, int, ModelFolder | N
     base, mistakes = inspect_model_folder(base_folder(recipe.model, recipe.seed)), Mistakes(UserError)
     check_kind(base)
     with mistakes:
-        check_head_dim(recipe, base)
+        check_model(recipe, base)
     with mistakes:
         check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
     with mistakes:
@@ -219,6 +232,13 @@ def _model(recipe: Recipe) -> tuple[ModelFolder, Tokenizer, int, ModelFolder | N
         _check_agents(recipe, tokenizer)
     mistakes.done()
     return base, tokenizer, longest, reference
+
+
+def _check_engines(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
+    """Check servers and Ray against the encoded prompts, training and held-out ones. Raises RecipeError."""
+    check_window(recipe, base, longest_sequence(recipe, base, longest_of(prompts)))
+    check_servers(recipe, base, tokenizer, [one.token_ids for one in prompts])
+    check_ray(recipe)
 
 
 def _closing_notes(recipe: Recipe, questions: Questions, *, tried: bool) -> Iterator[str]:

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.core.errors import Problem, RecipeError, folder_fault, nearest
 
 _LARGEST_RECIPE = 1 << 20
 
@@ -19,9 +19,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         RecipeError: the file does not exist, is empty or too large, or cannot be read or parsed.
     """
     place = str(path)
-    if path.is_dir():
+    if not (fault := folder_fault(path)):
         raise RecipeError([Problem(place, "is a folder", "a recipe is a TOML file")])
-    if not path.exists():
+    if fault == "no such folder":
         near = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         shipped = shipped_recipes() / path.name
         remedy = (

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from stretto.core.errors import ModelFolderError, Problem, RecipeError, naming
+from stretto.core.errors import ModelFolderError, Problem, RecipeError, folder_fault, naming
 from stretto.model.attention_support import check_attention
 from stretto.model.hf.inspection import ModelFolder, eos_token_ids, inspect_model_folder, weights_dtype
 from stretto.model.hf.layers import saved_buffers
@@ -113,8 +113,8 @@ def load_policy(
             does not support the model (`stretto.model.attention_support`).
         RecipeError: torch sees no such device.
     """
-    if not Path(path).is_dir():
-        raise ModelFolderError([Problem(str(path), "no such folder", "a Hugging Face model folder is needed")])
+    if found := folder_fault(Path(path)):
+        raise ModelFolderError([Problem(str(path), found, "a Hugging Face model folder is needed")])
     loader: Any = AutoModelForCausalLM  # its annotation does not know output_loading_info
     with quiet_transformers():
         try:
@@ -229,6 +229,8 @@ def check_replaceable(path: Path, known: Iterable[str] = ()) -> None:
         ModelFolderError: names such a file; or `path` is no folder.
     """
     if not path.exists():
+        if path.is_symlink():
+            raise ModelFolderError([Problem(str(path), "is a link to nothing", "give a new folder, or an empty one")])
         return
     if not path.is_dir():
         raise ModelFolderError([Problem(str(path), "is there, and no folder", "give a new folder, or an empty one")])

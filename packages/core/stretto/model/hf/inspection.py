@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import struct
 from collections import Counter
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.core.errors import ModelFolderError, Problem, nearest
+from stretto.core.errors import ModelFolderError, Problem, folder_fault, nearest
 
 _LENGTH = struct.Struct("<Q")
 _LARGEST_HEADER = 100 << 20  # the format's own limit
@@ -120,8 +121,7 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
             weights, a tokenizer that is missing or larger than the embedding, no end-of-sequence token.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        found = "is a file" if folder.exists() else "no such folder"
+    if found := folder_fault(folder):
         raise ModelFolderError(
             [Problem(str(folder), found, f"a Hugging Face model folder is needed{_meant_by(folder)}")]
         )
@@ -145,12 +145,12 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
 def _meant_by(folder: Path) -> str:
     """Advice if the path does not exist: the most similar model folder beside it; or to download the model, if the path
     looks like a hub name (owner/name); else ""."""
-    if folder.parent.is_dir():
+    if os.path.isdir(folder.parent):
         near = nearest(folder.name, sorted(beside.parent.name for beside in folder.parent.glob("*/config.json")))
         return f"; {near}" if near.startswith("did") else ""
     parts = folder.parts[-2:]
     named = len(parts) == 2 and all(_HUB_NAME.fullmatch(part) for part in parts)
-    if folder.exists() or not named:
+    if os.path.exists(folder) or not named:
         return ""
     name = "/".join(parts)
     return f"; if {name} is meant as a hub name: `hf download {name} --local-dir {parts[1]}`, and give that folder"

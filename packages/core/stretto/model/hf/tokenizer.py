@@ -11,6 +11,7 @@ contents, strip them, split them at ``</think>`` and write them as JSON.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -341,7 +342,7 @@ def load_tokenizer(
         ModelFolderError: the folder has no tokenizer that can be loaded, or one without a fast backend.
     """
     place = str(folder)
-    if not Path(folder).is_dir():
+    if not os.path.isdir(folder):
         raise ModelFolderError([Problem(place, "no such folder", "a Hugging Face model folder is needed")])
     try:
         whole = AutoTokenizer.from_pretrained(place, local_files_only=True)
