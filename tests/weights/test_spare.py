@@ -37,7 +37,8 @@ def publish(folder: Path, version: int, size: int = 5000) -> int:
 
 
 def loaded(folder: Path, version: int) -> list[float]:
-    return SharedMemorySubscriber("run", folder).load(version)["w"].unique().tolist()
+    numbers: list[float] = SharedMemorySubscriber("run", folder).load(version)["w"].unique().tolist()
+    return numbers
 
 
 def test_the_third_version_after_one_has_its_file(folder: Path) -> None:
