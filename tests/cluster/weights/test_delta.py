@@ -177,7 +177,7 @@ async def test_the_second_version_comes_as_a_delta_and_the_mailbox_is_the_same(
     assert first.reason == "in full: no other version is here"
     assert second.reason.startswith("delta: about ")
     assert second.bytes < 0.2 * first.bytes
-    assert sorted(path.suffix for path in home.iterdir()) == [".delta", ".weights", ".weights"]
+    assert sorted(path.suffix for path in home.iterdir()) == [".delta", ".spare", ".weights", ".weights"]
 
 
 async def test_where_most_elements_change_the_whole_travels_and_the_reason_is_told(

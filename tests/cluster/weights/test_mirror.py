@@ -7,6 +7,8 @@ import asyncio
 import errno
 import resource
 import shutil
+import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -14,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import DeadlineExceeded, SourceLost, TornPublication, WireError
-from stretto.weights.folder import path_of
+from stretto.weights.folder import SHARED, path_of
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from stretto_cluster.scratch import neighbours
+from stretto_cluster.weights.mirror import Mirror
 from stretto_cluster.weights.server import bound
 from tests.cluster.weights.serving import (
+    KEY,
     Road,
     assert_loads,
     flipping,
@@ -43,7 +47,7 @@ async def test_what_is_pulled_is_what_was_published_and_the_newest_two_are_kept(
         assert pulled.bytes == path_of("run", home, version).stat().st_size
     SharedMemoryPublisher("run", home).publish(8, tensors(8.0).items())
     await ours.pull(8)
-    assert names(away) == ["stretto-run-v000007.weights", "stretto-run-v000008.weights"]
+    assert names(away) == [f"stretto-run-v{end}" for end in (".spare", "000007.weights", "000008.weights")]
     assert path_of("run", away, 8).read_bytes() == path_of("run", home, 8).read_bytes()
     assert SharedMemorySubscriber("run", away).newest() == 8
     assert_loads(away, 7, 7.0)
@@ -60,6 +64,18 @@ async def test_a_duplicate_pull_moves_no_bytes_and_a_late_one_of_an_older_versio
     assert SharedMemorySubscriber("run", away).newest() == 7
     assert_loads(away, 6, 6.0)
     assert_loads(away, 7, 7.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has leases")
+async def test_a_version_is_pulled_into_the_file_of_an_old_one_that_nobody_reads(source: str, home: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=SHARED) as folder:
+        ours, files = Mirror(source, KEY, "run", Path(folder), delta="never"), []
+        for version in range(8, 13):
+            SharedMemoryPublisher("run", home).publish(version, tensors(float(version)).items())
+            await ours.pull(version)
+            files.append(path_of("run", Path(folder), version).stat().st_ino)
+            assert_loads(Path(folder), version, float(version))
+    assert files[3:] == files[:2]
 
 
 async def test_mirrors_of_one_machine_pull_a_version_and_the_model_once(source: str, tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
 """Promises: without the key, the run's name or, with TLS, a certificate a weights server tells nothing; a model folder
-comes whole, every file checked, or not at all; the role serves until it is ended, without torch."""
+comes whole, every file checked, or not at all; a file is open until a mirror has read all of it; the role serves until
+it is ended, without torch."""
 
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from stretto.core.errors import RefusedRequest, SourceLost, TornPublication, WireError
+from stretto.processes.kernel.lease import take_lease
+from stretto.weights.folder import path_of
+from stretto.weights.manifest import RUN
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_cluster.weights.mirror import Mirror
 from tests.certificates import authority
@@ -36,6 +41,32 @@ async def test_without_the_key_nothing_is_told(source: str, away: Path) -> None:
     assert reply.startswith(b"http/1.1 401")
     assert b"stretto-newest" not in reply
     assert names(away) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has leases")
+def test_a_version_is_not_overwritten_before_the_mirror_has_read_all_of_it(home: Path, model: Path) -> None:
+    """Also after the server has sent it: the connection refers to pages of the file."""
+    version = path_of("run", home, 7)
+    whole, reply = version.read_bytes(), b""
+
+    def unread() -> bool:
+        with version.open("r+b") as file:
+            return take_lease(version, file.fileno())
+
+    with serving(home, model) as source:
+        assert unread()
+        with socket.create_connection(("127.0.0.1", int(source.rpartition(":")[2]))) as raw:
+            raw.sendall(
+                f"GET /versions/7 HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n{RUN}: run\r\n\r\n".encode()
+            )
+            while not reply.endswith(whole):
+                reply += raw.recv(1 << 20)
+            time.sleep(0.2)
+            assert not unread()
+        end = time.monotonic() + 30.0
+        while not unread():
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 async def test_the_server_of_another_run_is_refused_by_both(home: Path, model: Path, away: Path) -> None:

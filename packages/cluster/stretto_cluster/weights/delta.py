@@ -27,8 +27,9 @@ import numpy.typing as npt
 
 from stretto.core.errors import UNREADABLE, TornPublication
 from stretto.core.records import Record
-from stretto.weights.folder import map_file, path_of, prefix, private, unlink, versions, write_all
+from stretto.weights.folder import map_file, path_of, prefix, private_file, unlink, versions, write_all
 from stretto.weights.manifest import WeightsManifest, read_header
+from stretto.weights.spare import cut
 
 _LENGTH = 8
 _ELEMENTS = 1 << 20  # most elements of a piece
@@ -147,6 +148,7 @@ def apply(base: memoryview, delta: memoryview, file: FileIO) -> None:
         elements[places] = values.view(_UNSIGNED[width])
         write_all(file, elements.data.cast("B"))
         place += count * (1 + width)
+    cut(file, file.tell())
 
 
 class NoDelta(Exception):
@@ -204,7 +206,7 @@ class Deltas:
             part = changed_part(bases[0], target)
             if part is None:
                 raise NoDelta("the two versions have other tensors")
-            with open(making, "wb", buffering=0, opener=private) as file:
+            with private_file(making) as file:
                 if part > LARGEST or not encode(bases[0], target, file):
                     raise NoDelta(f"about {part:.1%} of the elements have changed")
             unlink(path for path in self._files() if not path.name.startswith(f"{prefix(self._run)}{version:06d}."))

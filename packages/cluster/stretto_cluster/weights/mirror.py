@@ -24,11 +24,12 @@ from typing import Literal, TypeVar
 
 from stretto.core.deadlines import standstill, waiting
 from stretto.core.errors import TornPublication, WireError
-from stretto.weights.folder import KEPT, map_file, path_of, prefix, private, unlink, versions
+from stretto.weights.folder import map_file, path_of, prefix, private_file, unlink, versions
 from stretto.weights.manifest import ModelFile, digest_of, manifest_of, verify
+from stretto.weights.spare import drop_old, new_version
 from stretto_cluster.scratch import in_turn, link_first
 from stretto_cluster.weights import delta
-from stretto_cluster.weights.source import PART_SIZE, Transfer, tls_context
+from stretto_cluster.weights.source import CONNECTIONS, PART_SIZE, Transfer, tls_context
 
 _DELTA = "delta:"
 _MEASURE_AGAIN = 16  # pulls after which the slower form is tried again
@@ -167,15 +168,15 @@ class Mirror:
         return self.folder.parent / f"{prefix(self._run)}pull"
 
     def _waiting(self, transfer: Transfer, coming: Callable[[], Iterable[Path]]) -> Callable[[], None]:
-        """Return a function to call while another mirror pulls the files `coming`: it counts that mirror's bytes as
-        progress, and raises if the transfer was stopped."""
-        before = _bytes(coming())
+        """Return a function to call while another mirror pulls the files `coming`: it counts each time at which they
+        have changed as a byte of progress, and raises if the transfer was stopped."""
+        before = _changes(coming())
 
         def look() -> None:
             nonlocal before
             transfer.check_wanted()
-            now = _bytes(coming())
-            self._has_moved(max(0, now - before))
+            now = _changes(coming())
+            self._has_moved(int(now != before))
             before = now
 
         return look
@@ -199,7 +200,7 @@ class Mirror:
             size = path_of(self._run, self.folder, version).stat().st_size
             self._choice.took(asked, seconds / size)
         self._forget_abandoned(transfer.newest)
-        unlink(file for _, file in versions(self._run, self.folder)[:-KEPT])
+        drop_old(self._run, self.folder)
         said = form if ":" in form else f"{form}: {reason}" if form else "it was here already"
         return Pulled(version, transfer.received, seconds, form.startswith(_DELTA), said)
 
@@ -211,15 +212,17 @@ class Mirror:
         came, made = (path.with_suffix(f".{part}.{os.getpid()}.partial") for part in ("came", "made"))
         try:
             place = f"/versions/{version}" + (f"?base={_seal(base)}" if base else "")
-            with open(came, "wb", buffering=0, opener=private) as file:
+            # A delta is small, and a version that is here already is seldom transferred again: neither needs the spare.
+            fresh = base is not None or path.exists()
+            with private_file(came) if fresh else new_version(self._run, self.folder, came) as file:
                 if not transfer.download(place, file, has=_seal(path)):
                     return ""
             whole = came
             if base is not None and transfer.form.startswith(_DELTA):
                 whole = made
-                with open(made, "wb", buffering=0, opener=private) as file:
+                with new_version(self._run, self.folder, made) as file:
                     delta.apply(map_file(base), map_file(came), file)
-            manifest, _ = verify(map_file(whole), version, self._has_moved)
+            manifest, _ = verify(map_file(whole), version, self._has_moved, threads=CONNECTIONS)
             if not transfer.tag.startswith(f'"{manifest.seal}'):
                 raise TornPublication(f"version {version} is whole, and not what the server has announced")
             transfer.check_wanted()
@@ -262,7 +265,7 @@ class Mirror:
             if file.name not in here:
                 path = making / file.name
                 path.unlink(missing_ok=True)
-                with open(path, "wb", buffering=0, opener=private) as opened:
+                with private_file(path) as opened:
                     transfer.download(f"/{kind}/{file.name}", opened)
                 if path.stat().st_size != file.size or digest_of(path) != file.digest:
                     path.unlink()
@@ -312,12 +315,13 @@ def _making(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
-def _bytes(files: Iterable[Path]) -> int:
-    size = 0
+def _changes(files: Iterable[Path]) -> dict[Path, int]:
+    """When each file was last written, in nanoseconds. Its size does not tell: its parts come at once."""
+    changes = {}
     for file in files:
         with contextlib.suppress(FileNotFoundError):  # it was completed and renamed
-            size += file.stat().st_size
-    return size
+            changes[file] = file.stat().st_mtime_ns
+    return changes
 
 
 def _has(folder: Path, files: dict[str, ModelFile]) -> set[str]:

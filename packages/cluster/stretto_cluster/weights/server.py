@@ -142,7 +142,7 @@ class WeightsApp:
             return await self._start(send, 304, {b"etag": etag})
         part = _part(asked.get(b"range", b""), size) if asked.get(b"if-range", etag) == etag else None
         begin, end = part or (0, size)
-        headers = {b"etag": etag, b"content-length": b"%d" % (end - begin)}
+        headers = {b"etag": etag, b"content-length": b"%d" % (end - begin), b"connection": b"close"}
         if form:
             headers[FORM.encode()] = form.encode("latin-1", "replace")
         if part:
@@ -155,8 +155,9 @@ class WeightsApp:
                 async with deadline("the weights server", "a mirror to take what it asked for", _TAKE_SECONDS):
                     await send(message)
                 await asyncio.sleep(0)  # let other mirrors' requests run
-            if not size:
-                await send({"type": "http.response.body"})
+            if request.zero_copy:  # the connection has pages of the file: while it is open, nobody overwrites them
+                await asyncio.wait([gone], timeout=_TAKE_SECONDS)
+            await send({"type": "http.response.body"})
         except OSError:  # the mirror has gone; it requests the rest again
             return None
         finally:
@@ -243,12 +244,12 @@ def _piece(file: int, begin: int, end: int, *, zero_copy: bool) -> tuple[Message
     file range that the server sends itself; TornPublication if the file has become shorter."""
     if zero_copy:
         count = min(_SENT_PIECE, end - begin)
-        place = {"file": file, "offset": begin, "count": count, "more_body": begin + count < end}
+        place = {"file": file, "offset": begin, "count": count, "more_body": True}
         return {"type": ZERO_COPY} | place, begin + count
     body = os.pread(file, min(_PIECE, end - begin), begin)
     if not body:
         raise TornPublication("a file became shorter while it was sent")
-    return {"type": "http.response.body", "body": body, "more_body": begin + len(body) < end}, begin + len(body)
+    return {"type": "http.response.body", "body": body, "more_body": True}, begin + len(body)
 
 
 async def _gone(receive: Receive) -> None:

@@ -25,9 +25,10 @@ from stretto.core.errors import UNREADABLE, RefusedRequest, SourceLost, WireErro
 from stretto.processes.kernel.splicing import Splice
 from stretto.weights.folder import write_at
 from stretto.weights.manifest import FORM, NEWEST, RUN
+from stretto.weights.spare import cut
 
 PART_SIZE = 16 << 20
-_CONNECTIONS = 4
+CONNECTIONS = 4  #: connections at once, and threads of a transfer
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
 _PIECE = 1 << 20
 _RETRY_SECONDS = 0.1
@@ -109,7 +110,7 @@ class Transfer:
             raise WireError(f"{self._source}{path} cannot be read: {error}") from error
 
     def download(self, path: str, file: FileIO, has: str | None = None) -> bool:
-        """Write the content at `path` into the empty `file`. Return False, with nothing written, if the server's
+        """Replace all bytes of `file` by the content at `path`. Return False, with nothing written, if the server's
         content still has the tag `has` (None: always write). Large content is transferred in parts over several
         connections at once.
 
@@ -129,10 +130,11 @@ class Transfer:
         first = _Part(0, self._part_size)
         if not self._fetch(path, file, first, has):
             return False
+        cut(file, first.size)
         rest = first.size - first.end
-        count = min(_CONNECTIONS, -(-rest // self._part_size))
+        count = min(CONNECTIONS, -(-rest // self._part_size))
         cuts = [first.end + rest * number // count for number in range(count + 1)] if count else []
-        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
             parts = [_Part(begin, end, first.size, first.tag) for begin, end in pairwise(cuts)]
             fetching = [pool.submit(self._fetch, path, file, part) for part in parts]
             done, _ = wait(fetching, return_when=FIRST_EXCEPTION)

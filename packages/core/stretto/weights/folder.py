@@ -112,8 +112,16 @@ def write_at(file: FileIO, data: memoryview, offset: int) -> None:
             data, offset = data[written:], offset + written
 
 
-def private(path: str, flags: int) -> int:
-    """Opener for new files that only their owner may read; fails if the file exists. Returns a descriptor."""
+def private_file(path: Path) -> FileIO:
+    """Create a file that only its owner may read; its writes are not buffered.
+
+    Raises:
+        FileExistsError: something has this name.
+    """
+    return open(path, "wb", buffering=0, opener=_private)
+
+
+def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 

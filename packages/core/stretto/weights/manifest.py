@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -100,10 +102,10 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def verify(
-    raw: memoryview, version: int, checked: Callable[[int], object] = lambda size: None
+    raw: memoryview, version: int, checked: Callable[[int], object] = lambda size: None, *, threads: int = 1
 ) -> tuple[WeightsManifest, int]:
-    """Check every byte of the publication `raw`; returns its manifest and the offset of its first tensor. `checked` is
-    called with the size in bytes of each tensor that is valid.
+    """Check every byte of the publication `raw`, in some threads; returns its manifest and the offset of its first
+    tensor. `checked` is called, in the caller's thread, with the size in bytes of each tensor that is valid.
 
     Raises:
         TornPublication: the publication is incomplete or damaged, or has another version than `version`.
@@ -113,11 +115,13 @@ def verify(
         raise TornPublication(f"publication of version {manifest.version} was found in place of version {version}")
     if len(raw) != start + manifest.size:
         raise TornPublication(f"version {version} has {len(raw)} bytes, its manifest says {start + manifest.size}")
-    for (name, entry), expected in zip(manifest.tensors.items(), manifest.checksums, strict=True):
-        begin, end = entry.data_offsets
-        if checksum(raw[start + begin : start + end]) != expected:
-            raise TornPublication(f"version {version}: the checksum of {name} does not fit its {entry.size} bytes")
-        checked(entry.size)
+    data = [raw[start + entry.data_offsets[0] : start + entry.data_offsets[1]] for entry in manifest.tensors.values()]
+    with ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as pool:
+        found = pool.map(checksum, data) if pool else map(checksum, data)
+        for (name, entry), expected, was in zip(manifest.tensors.items(), manifest.checksums, found, strict=True):
+            if was != expected:
+                raise TornPublication(f"version {version}: the checksum of {name} does not fit its {entry.size} bytes")
+            checked(entry.size)
     return manifest, start
 
 

@@ -2,8 +2,8 @@
 
     publish     stretto-<run>-v000007.<pid>.partial     write, read back, compare the checksum
     switch      stretto-<run>-v000007.weights           one atomic rename: before it the version does not exist
-    keep        the newest two versions, so that an engine can finish loading the older one; an unlinked file stays
-                readable for processes that have mapped it
+    keep        the newest two versions, so that an engine can finish loading the older one; an older file is
+                overwritten by the next version (`weights.spare`) when nobody has it open or mapped
 
 A process that dies in the middle leaves at most a ``.partial`` file, which the next publication removes.
 """
@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -24,9 +25,10 @@ from torch import Tensor
 from stretto.core.canary import TensorDigest
 from stretto.core.errors import DeadlineExceeded, TornPublication, WireError
 from stretto.weights.copying import as_text, copied, sums
-from stretto.weights.folder import KEPT, held, map_file, path_of, prefix, private, unlink, versions, write_all
+from stretto.weights.folder import held, map_file, path_of, prefix, unlink, versions, write_all
 from stretto.weights.mailbox import Gather, Publication, as_it_is, stored
 from stretto.weights.manifest import NO_CHECKSUM, TensorEntry, WeightsManifest, header, verify
+from stretto.weights.spare import cut, drop_old, new_version
 
 _LOOK_SECONDS = 0.02
 
@@ -113,20 +115,21 @@ class SharedMemoryPublisher:
         return _plan(version, sizes), forms
 
     def _switch(self, manifest: WeightsManifest, whole: Iterable[tuple[str, Tensor]]) -> dict[str, TensorDigest]:
-        """Write and check the file of a version, rename it into place, and unlink newer versions, all but the newest
-        `KEPT`, and partial files of earlier processes. Returns the digest of each tensor. On an error the file is
-        removed, and the earlier versions stay."""
+        """Write and check the file of a version, rename it into place, drop old versions (`drop_old`), and unlink newer
+        ones and partial files of earlier processes. Returns the digest of each tensor. On an error the file is removed,
+        and the earlier versions stay."""
         path = path_of(self._run, self._folder, manifest.version)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            digests = _write(partial, manifest, whole)
-            _check(partial, manifest.version)
+            with new_version(self._run, self._folder, partial) as file:
+                digests = _write(file, manifest, whole)
+            verify(map_file(partial), manifest.version)
             unlink(file for number, file in versions(self._run, self._folder) if number > manifest.version)
             partial.replace(path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        unlink(file for _, file in versions(self._run, self._folder)[:-KEPT])
+        drop_old(self._run, self._folder)
         unlink(self._folder.glob(f"{prefix(self._run)}*.partial"))
         return digests
 
@@ -245,22 +248,21 @@ def _view(raw: memoryview, start: int, entry: TensorEntry) -> Tensor:
     return torch.frombuffer(raw, dtype=dtype, count=count, offset=start + entry.data_offsets[0]).view(entry.shape)
 
 
-def _write(path: Path, manifest: WeightsManifest, whole: Iterable[tuple[str, Tensor]]) -> dict[str, TensorDigest]:
-    """Write the tensors to a new file at the manifest's offsets, then the header with their checksums; returns the
-    digest of each tensor. `whole` yields them in the order of the manifest."""
+def _write(file: FileIO, manifest: WeightsManifest, whole: Iterable[tuple[str, Tensor]]) -> dict[str, TensorDigest]:
+    """Write the tensors to a file at the manifest's offsets, then the header with their checksums; returns the digest
+    of each tensor. `whole` yields them in the order of the manifest."""
     checksums: list[str] = []
     start = len(header(manifest))
-    path.unlink(missing_ok=True)  # left by an earlier process with this pid, or created by another user
-    with open(path, "wb", buffering=0, opener=private) as file:
-        for name, tensor in whole:
-            file.seek(start + manifest.tensors[name].data_offsets[0])
-            checksum = xxhash.xxh3_64()
-            for piece in _pieces(tensor):
-                checksum.update(piece)
-                write_all(file, piece)
-            checksums.append(checksum.hexdigest())
-        file.seek(0)
-        write_all(file, memoryview(header(replace(manifest, checksums=tuple(checksums)))))
+    cut(file, start + manifest.size)
+    for name, tensor in whole:
+        file.seek(start + manifest.tensors[name].data_offsets[0])
+        checksum = xxhash.xxh3_64()
+        for piece in _pieces(tensor):
+            checksum.update(piece)
+            write_all(file, piece)
+        checksums.append(checksum.hexdigest())
+    file.seek(0)
+    write_all(file, memoryview(header(replace(manifest, checksums=tuple(checksums)))))
     entries = zip(manifest.tensors.items(), checksums, strict=True)
     return {name: TensorDigest(entry.dtype, checksum) for (name, entry), checksum in entries}
 
@@ -278,8 +280,3 @@ def digest_of_tensor(tensor: Tensor) -> TensorDigest:
 def name_of(dtype: torch.dtype) -> str:
     """Name of a dtype in digests and manifests."""
     return _NAMES[dtype]
-
-
-def _check(path: Path, version: int) -> None:
-    """Read a publication back and verify every byte. Raises TornPublication if one differs."""
-    verify(map_file(path), version)
