@@ -51,6 +51,7 @@ from stretto.model.kernels.triton_attention import (
     triton_version,
     write_rows,
 )
+from stretto.model.kernels.triton_fused import Heads, enter_rotated
 from stretto.model.layout import Packing
 from stretto.model.trace import Forward
 
@@ -112,8 +113,19 @@ class TableRows:
         # The kernels treat addresses as pointers to this dtype.
         query_RHD, k_TKD, v_TKD = (x.to(self.dtype) for x in (q_THD[self.start :], k_TKD, v_TKD))
         write_rows(k_TKD, v_TKD, self.slots[layer], self.writes)
+        return self._read(layer, query_RHD, rule, k_TKD.shape[1])
+
+    def attend_rotated(
+        self, layer: int, query: Heads, key: Heads, value: Tensor, cos: Tensor, sin: Tensor, rule: Rule
+    ) -> Tensor:
+        """Attention of a step without contexts, [1, T, H, D], with the rotary embedding before it. The heads and
+        `value` [1, K, T, D] have the cache's dtype; `cos` and `sin`: [1, T, D]."""
+        query_RHD = enter_rotated(query, key, value, cos, sin, self.slots[layer], self.writes)
+        return self._read(layer, query_RHD, rule, value.shape[1]).unsqueeze(0)
+
+    def _read(self, layer: int, query_RHD: Tensor, rule: Rule, kv_heads: int) -> Tensor:
         items, bounds = self.chunks[rule.window]
-        return read_rows(query_RHD, self.slots[layer], items, bounds, rule, k_TKD.shape[1], self.tile)
+        return read_rows(query_RHD, self.slots[layer], items, bounds, rule, kv_heads, self.tile)
 
 
 class TableSteps:
@@ -155,7 +167,8 @@ class TableSteps:
         slots_ZR4 = rows_R4.expand(len(layers_ZB2), rows, 4).clone()
         slots_ZR4[:, :, :2] += layers_ZB2[:, rows_R4[:, 3]]
         table = TableRows(len(token_ids) - rows, self._layout.dtype, slots_ZR4, writes, by_window, self._tile)
-        return forward(token_ids[None], positions[None], StepPlan(contexts, (table,)), len(token_ids), -last)[0]
+        plan = StepPlan(contexts, (table,), rotated=table.attend_rotated if contexts is None else None)
+        return forward(token_ids[None], positions[None], plan, len(token_ids), -last)[0]
 
     def _arrays(self, step: DecodeStep, rows: int) -> list[Ints]:
         """The inputs of a step as arrays, padded to `rows` rows; padding rows have one token at position 0."""
