@@ -1,5 +1,5 @@
-"""Draw one token per row from logits: on the CPU in one loop that writes no distribution to memory, on a GPU (Triton)
-with temperature, top-k, top-p, min-p and the draw in one launch.
+"""Draw one token per row from logits: on the CPU in one loop that writes no distribution to memory, on a GPU by a few
+Triton kernels, with temperature, top-k, top-p and min-p.
 
 With torch operations, a softmax, a log-softmax and a cumulative sum over the vocabulary are written for each row. The
 CPU's loop reads the logits twice, and the block of the drawn token once more::
@@ -8,8 +8,14 @@ CPU's loop reads the logits twice, and the block of the drawn token once more::
     blocks        0.9  |   0.25  |   0.85        sum the exponentials of each block
     target                  ^                    find the block, then the token in it
 
-On a GPU one program reads its row several times. No distribution is written, so no memory of the vocabulary's size is
-allocated. All settings are copied from the host at once, and tokens and log-probabilities are copied back at once::
+On a GPU several programs read a row, part by part, so that one row keeps the device busy too. No distribution is
+written, so no memory of the vocabulary's size is allocated. All settings are copied from the host at once, and tokens
+and log-probabilities are copied back at once::
+
+    tops       one program per part of a row: its largest logit
+    cutoffs    one program per row, if there are filters
+    sums       one program per part: its weight
+    find       one program per row: finds the part, then the token in it
 
     settings   uniform | temperature, 0: greedy | top-k | top-p | log of min-p      [R, 5], float64
     drawn      token | log-probability                                              [R, 2], float64
@@ -20,7 +26,7 @@ Tokens as likely as the last token kept are kept too, as in `model.truncation`. 
 cumulative weight exceeds uniform x mass, as on the CPU: blocks are searched first, then the tokens of one
 block.
 
-Sums over a block are float32, sums of blocks float64. TRITON_INTERPRET=1 runs the kernel on the CPU.
+Sums over a part are float32, sums of parts float64. TRITON_INTERPRET=1 runs the kernel on the CPU.
 
 Axes: R row, V vocabulary, B token of a block.
 """
@@ -147,6 +153,14 @@ def _block(logits_V: tl.tensor, first: tl.tensor, size: tl.tensor, divisor: tl.t
 
 
 @_kernel
+def _degree(settings_R5: tl.tensor, row: tl.tensor) -> Any:
+    """The number by which the logits of a row are divided, and whether it takes the likeliest token."""
+    temperature = tl.load(settings_R5 + row * 5 + 1).to(tl.float32)
+    greedy = temperature == 0.0
+    return tl.where(greedy, 1.0, temperature), greedy
+
+
+@_kernel
 def _ordered(logits: tl.tensor) -> tl.tensor:
     """Map float32 numbers to 32-bit integers with the same order."""
     bits = logits.to(tl.int32, bitcast=True)
@@ -154,14 +168,57 @@ def _ordered(logits: tl.tensor) -> tl.tensor:
 
 
 @_kernel
-def _top(logits_V: tl.tensor, size: tl.tensor, divisor: tl.tensor, BLOCK: tl.constexpr) -> Any:
-    """The largest logit, and the number of logits that are NaN or plus infinity."""
-    top, odd = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
-    for first in range(0, size, BLOCK):
-        logits_B, _ = _block(logits_V, first, size, divisor, BLOCK)
-        odd += tl.sum((logits_B != logits_B).to(tl.int32) + (logits_B == float("inf")).to(tl.int32), 0)
-        top = tl.maximum(top, tl.max(tl.where(logits_B == logits_B, logits_B, float("-inf")), 0))
-    return top, odd
+def _tops(
+    logits_RV: tl.tensor,
+    stride: tl.tensor,
+    settings_R5: tl.tensor,
+    tops_RP: tl.tensor,
+    size: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (r, p): the largest logit of part p of row r; NaN if a logit is NaN or plus infinity."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    divisor, _ = _degree(settings_R5, row)
+    logits_B, _ = _block(logits_RV + row.to(tl.int64) * stride, part * BLOCK, size, divisor, BLOCK)
+    odd = tl.sum((logits_B != logits_B).to(tl.int32) + (logits_B == float("inf")).to(tl.int32), 0)
+    top = tl.max(tl.where(logits_B == logits_B, logits_B, float("-inf")), 0)
+    tl.store(tops_RP + row * tl.num_programs(1) + part, tl.where(odd > 0, float("nan"), top))
+
+
+@_kernel
+def _top(tops_RP: tl.tensor, row: tl.tensor, parts: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+    """The largest logit of a row; minus infinity if its logits are no distribution."""
+    places_P = tl.arange(0, PARTS)
+    tops_P = tl.load(tops_RP + row * parts + places_P, mask=places_P < parts, other=float("-inf"))
+    odd = tl.sum((tops_P != tops_P).to(tl.int32), 0)
+    return tl.where(odd > 0, float("-inf"), tl.max(tl.where(tops_P == tops_P, tops_P, float("-inf")), 0))
+
+
+@_kernel
+def _sums(
+    logits_RV: tl.tensor,
+    stride: tl.tensor,
+    settings_R5: tl.tensor,
+    tops_RP: tl.tensor,
+    cutoffs_R: tl.tensor,
+    sums_RP: tl.tensor,
+    size: tl.tensor,
+    FILTERS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (r, p): the weight of part p of row r, that is the sum of exp(logit - largest logit)."""
+    row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    divisor, _ = _degree(settings_R5, row)
+    top = _top(tops_RP, row, parts, PARTS)
+    weight = tl.full((), 0.0, tl.float32)
+    if top > float("-inf"):
+        logits_B, places_B = _block(logits_RV + row.to(tl.int64) * stride, part * BLOCK, size, divisor, BLOCK)
+        kept_B = places_B < size
+        if FILTERS:
+            kept_B = kept_B & (_ordered(logits_B) >= tl.load(cutoffs_R + row))
+        weight = tl.sum(tl.where(kept_B, tl.exp(logits_B - top), 0.0), 0)
+    tl.store(sums_RP + row * parts + part, weight)
 
 
 @_kernel
@@ -211,32 +268,25 @@ def _cutoff(
 
 
 @_kernel
-def _draw_in_blocks(
+def _cutoffs(
     logits_RV: tl.tensor,
     stride: tl.tensor,
     settings_R5: tl.tensor,
-    drawn_R2: tl.tensor,
+    tops_RP: tl.tensor,
+    cutoffs_R: tl.tensor,
     size: tl.tensor,
-    FILTERS: tl.constexpr,
+    parts: tl.tensor,
+    PARTS: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program r draws the token of row r and stores it with its log-probability: NaN for a row that is no
-    distribution."""
+    """Program r: the least logit, as an ordered integer, that the filters of row r leave."""
     row = tl.program_id(0)
     logits_V, settings = logits_RV + row.to(tl.int64) * stride, settings_R5 + row * 5
-    temperature = tl.load(settings + 1).to(tl.float32)
-    greedy = temperature == 0.0
-    divisor = tl.where(greedy, 1.0, temperature)
-
-    top, odd = _top(logits_V, size, divisor, BLOCK)
-    if (odd > 0) | (top == float("-inf")):  # no distribution
-        tl.store(drawn_R2 + row * 2, tl.full((), 0.0, tl.float64))
-        tl.store(drawn_R2 + row * 2 + 1, tl.full((), float("nan"), tl.float64))
-        return
-
+    divisor, _ = _degree(settings_R5, row)
+    top = _top(tops_RP, row, parts, PARTS)
     cutoff = tl.full((), -(2**31), tl.int32)
-    if FILTERS:
+    if top > float("-inf"):
         top_k, top_p = tl.load(settings + 2), tl.load(settings + 3)
         if top_k > 0.0:
             few = tl.minimum(top_k, size.to(tl.float64))
@@ -245,28 +295,72 @@ def _draw_in_blocks(
             mass = top_p * _left(logits_V, size, divisor, top, cutoff, False, BLOCK)
             cutoff = _cutoff(logits_V, size, divisor, top, cutoff, mass, False, BITS, BLOCK)
         cutoff = tl.maximum(cutoff, _ordered(top + tl.load(settings + 4).to(tl.float32)))
+    tl.store(cutoffs_R + row, cutoff)
 
-    total = _left(logits_V, size, divisor, top, cutoff, False, BLOCK)
-    target = tl.load(settings) * total
-    before = tl.full((), 0.0, tl.float64)
-    token = size * 0
-    likeliest = size
-    done = target < 0.0
-    for first in range(0, size, BLOCK):
-        logits_B, places_B = _block(logits_V, first, size, divisor, BLOCK)
-        kept_B = (_ordered(logits_B) >= cutoff) & (places_B < size)
-        weights_B = tl.where(kept_B, tl.exp(logits_B - top), 0.0)
-        after = before + tl.sum(weights_B, 0).to(tl.float64)
-        # The first token whose cumulative weight exceeds the target; by rounding perhaps none: the last with a weight.
-        reached_B = (before + tl.cumsum(weights_B.to(tl.float64), 0) > target) & (weights_B > 0.0)
-        here = tl.min(tl.where(reached_B, places_B, size), 0)
-        last = tl.max(tl.where(weights_B > 0.0, places_B, -1), 0)
-        found = tl.where(here < size, here, last)
-        token = tl.where((not done) & (last >= 0), found, token)
-        done = done | (after > target)
-        before = after
-        likeliest = tl.minimum(likeliest, tl.min(tl.where(logits_B == top, places_B, size), 0))
-    token = tl.where(greedy, likeliest, token)
+
+@_kernel
+def _place_of(
+    logits_V: tl.tensor,
+    first: tl.tensor,
+    size: tl.tensor,
+    divisor: tl.tensor,
+    top: tl.tensor,
+    cutoff: tl.tensor,
+    rest: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The first token of a part at which the cumulative weight exceeds `rest`; by rounding perhaps none: the last token
+    with a weight."""
+    logits_B, places_B = _block(logits_V, first, size, divisor, BLOCK)
+    kept_B = (_ordered(logits_B) >= cutoff) & (places_B < size)
+    weights_B = tl.where(kept_B, tl.exp(logits_B - top), 0.0)
+    reached_B = (tl.cumsum(weights_B.to(tl.float64), 0) > rest) & (weights_B > 0.0)
+    here = tl.min(tl.where(reached_B, places_B, size), 0)
+    return tl.where(here < size, here, tl.max(tl.where(weights_B > 0.0, places_B, 0), 0))
+
+
+@_kernel
+def _find(
+    logits_RV: tl.tensor,
+    stride: tl.tensor,
+    settings_R5: tl.tensor,
+    tops_RP: tl.tensor,
+    cutoffs_R: tl.tensor,
+    sums_RP: tl.tensor,
+    drawn_R2: tl.tensor,
+    size: tl.tensor,
+    parts: tl.tensor,
+    FILTERS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program r draws the token of row r and stores it with its log-probability."""
+    row, places_P = tl.program_id(0), tl.arange(0, PARTS)
+    logits_V = logits_RV + row.to(tl.int64) * stride
+    divisor, greedy = _degree(settings_R5, row)
+    top = _top(tops_RP, row, parts, PARTS)
+    if top == float("-inf"):  # no distribution
+        tl.store(drawn_R2 + row * 2, tl.full((), 0.0, tl.float64))
+        tl.store(drawn_R2 + row * 2 + 1, tl.full((), float("nan"), tl.float64))
+        return
+    sums_P = tl.load(sums_RP + row * parts + places_P, mask=places_P < parts, other=0.0).to(tl.float64)
+    ends_P = tl.cumsum(sums_P, 0)
+    total = tl.max(ends_P, 0)
+    if greedy:
+        tops_P = tl.load(tops_RP + row * parts + places_P, mask=places_P < parts, other=float("-inf"))
+        part = tl.min(tl.where(tops_P == top, places_P, PARTS), 0)
+        logits_B, places_B = _block(logits_V, part * BLOCK, size, divisor, BLOCK)
+        token = tl.min(tl.where(logits_B == top, places_B, size), 0)
+    else:
+        target = tl.load(settings_R5 + row * 5) * total
+        part = tl.min(tl.where((ends_P > target) & (sums_P > 0.0), places_P, PARTS), 0)
+        last = tl.max(tl.where(sums_P > 0.0, places_P, 0), 0)
+        part = tl.minimum(part, last)
+        rest = target - tl.sum(tl.where(places_P == part - 1, ends_P, 0.0), 0)
+        cutoff = tl.full((), -(2**31), tl.int32)
+        if FILTERS:
+            cutoff = tl.load(cutoffs_R + row)
+        token = _place_of(logits_V, part * BLOCK, size, divisor, top, cutoff, rest, BLOCK)
     logit = tl.div_rn(tl.load(logits_V + token), divisor)
     logprob = logit.to(tl.float64) - top.to(tl.float64) - tl.log(total)
     tl.store(drawn_R2 + row * 2, token.to(tl.float64))
@@ -282,7 +376,7 @@ def draw_on_device(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Draw a token per row from the softmax of logits / temperature over the tokens that the filters leave; returns
     token ids [R] and their log-probabilities [R]. The log-probability is NaN for a row whose logits are no
-    distribution. It takes one copy to the device, one launch, and one copy back.
+    distribution. The host waits once, for the result.
 
     Args:
         logits_RV: float32.
@@ -291,25 +385,34 @@ def draw_on_device(
         rows: indices of the rows that have filters.
         truncation: filter settings of these rows; None: no row has filters.
     """
-    count, size = logits_RV.shape
-    settings = np.zeros((count, _SETTINGS))
+    count = len(logits_RV)
+    device = logits_RV.device
+    held = torch.zeros((count, _SETTINGS), dtype=torch.float64, pin_memory=device.type == "cuda")
+    settings = held.numpy()
     settings[:, 0], settings[:, 1], settings[:, 3], settings[:, 4] = uniforms, temperatures, 1.0, -np.inf
     if truncation is not None:
         settings[rows, 2], settings[rows, 3] = truncation.top_k, truncation.top_p
         with np.errstate(divide="ignore"):
             settings[rows, 4] = np.log(truncation.min_p)
     logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
-    drawn_R2 = torch.empty((count, 2), dtype=torch.float64, device=logits_RV.device)
-    _draw_in_blocks[(count,)](
-        logits_RV,
-        logits_RV.stride(0),
-        torch.from_numpy(settings).to(logits_RV.device),
-        drawn_R2,
-        size,
-        FILTERS=truncation is not None,
-        BITS=_BITS + 1,
-        BLOCK=min(_TRITON_BLOCK, triton.next_power_of_2(size)),
-        num_warps=8,
-    )
-    drawn = drawn_R2.cpu().numpy()
+    # Nothing waits for the device before the result is read: settings and launches are queued behind the logits.
+    drawn = _launched(logits_RV, held.to(device, non_blocking=True), truncation is not None).cpu().numpy()
     return drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32)
+
+
+def _launched(logits_RV: Tensor, settings_R5: Tensor, filters: bool) -> Tensor:
+    """Launch the kernels of a draw; returns [R, 2]."""
+    count, size = logits_RV.shape
+    block = min(_TRITON_BLOCK, triton.next_power_of_2(size))
+    parts = triton.cdiv(size, block)
+    constants = {"PARTS": triton.next_power_of_2(parts), "BLOCK": block, "num_warps": 8}
+    drawn_R2 = torch.empty((count, 2), dtype=torch.float64, device=logits_RV.device)
+    tops_RP, sums_RP = torch.empty((2, count, parts), dtype=torch.float32, device=logits_RV.device)
+    cutoffs_R = torch.empty(count if filters else 0, dtype=torch.int32, device=logits_RV.device)
+    given = logits_RV, logits_RV.stride(0), settings_R5, tops_RP
+    _tops[(count, parts)](*given, size, BLOCK=block, num_warps=8)
+    if filters:
+        _cutoffs[(count,)](*given, cutoffs_R, size, parts, BITS=_BITS + 1, **constants)
+    _sums[(count, parts)](*given, cutoffs_R, sums_RP, size, FILTERS=filters, **constants)
+    _find[(count,)](*given, cutoffs_R, sums_RP, drawn_R2, size, parts, FILTERS=filters, **constants)
+    return drawn_R2
