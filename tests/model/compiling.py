@@ -10,14 +10,17 @@ import json
 import sys
 from typing import Any
 
-from stretto.model.kernels import draw, triton_fused
+from stretto.model.kernels import draw_by_triton as draw
 from stretto.model.kernels import triton_attention as ragged_gpu
+from stretto.model.kernels import triton_fused
 
 triton: Any = vars(ragged_gpu)["triton"]  # None where it is not installed
 
 _INTEGERS = dict.fromkeys(("slots_R4", "items_N3", "writes_W3", "bounds"), "*i64") | {"cutoffs_R": "*i32"}
-_SUMS = dict.fromkeys(("sums_NHD", "tops_NH", "masses_NH", "tops_RP", "sums_RP", "logits_RV"), "*fp32")
-_SETTINGS = dict.fromkeys(("settings_R5", "drawn_R2"), "*fp64")
+_SUMS = dict.fromkeys(
+    ("sums_NHD", "tops_NH", "masses_NH", "tops_RP", "sums_RP", "logits_RV", "lefts_RPK", "next_lefts_RPK"), "*fp32"
+)
+_SETTINGS = dict.fromkeys(("settings_R5", "drawn_R2", "ranges_R3", "next_ranges_R3"), "*fp64")
 _FLOATS = dict.fromkeys(("scaling", "eps", "query_eps", "key_eps"), "fp32")
 
 
@@ -49,13 +52,15 @@ def kernels(kind: str, softcap: str, width: str) -> dict[str, str]:
     half: dict[str, Any] = {"HALF": int(width) // 2, "BLOCK": shape["BLOCK_D"] // 2}
     wide: dict[str, Any] = {"WIDTH": 1024, "BLOCK": 1024}
     parts: dict[str, Any] = {"PARTS": 128, "BLOCK": 2048}
+    narrow: dict[str, Any] = {"COUNT": False, "WAYS": 16}
     enter = half | {"HEADS": 16, "KV_HEADS": 8, "QUERY_NORM": True, "KEY_NORM": True}
     return {
         "read": assembly(ragged_gpu._read, kind, shape | reading),
         "write": assembly(ragged_gpu._write, kind, shape | {"BLOCK_W": 16}),
         "combine": assembly(ragged_gpu._combine, kind, shape | {"HEADS": 16, "PARTS": 16}),
         "tops": assembly(draw._tops, kind, {"BLOCK": 2048}),
-        "cutoffs": assembly(draw._cutoffs, kind, parts | {"BITS": 33}),
+        "narrow": assembly(draw._narrow, kind, parts | narrow | {"FIRST": False}),
+        "settle": assembly(draw._settle, kind, {"PARTS": 128} | narrow),
         "sums": assembly(draw._sums, kind, parts | {"FILTERS": True}),
         "find": assembly(draw._find, kind, parts | {"FILTERS": True}),
         "norm": assembly(triton_fused._norm, kind, wide | {"ADDS": True}),

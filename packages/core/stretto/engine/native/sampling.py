@@ -17,7 +17,8 @@ from torch import Tensor
 
 from stretto.core.records import Likeliest, Sampling
 from stretto.model.kernels.compiled import compiled, computes, inlined
-from stretto.model.kernels.draw import DRAWS, draw, draw_on_device
+from stretto.model.kernels.draw import draw
+from stretto.model.kernels.draw_by_triton import DRAWS, draw_on_device
 from stretto.model.truncation import Truncation, truncate
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
