@@ -80,7 +80,7 @@ def test_heads_are_rotated_and_entered(
     slots = torch.from_numpy(slots_of(cache[0], cache[1], tokens + 1)).to(DEVICE)
     rows, places = np.arange(tokens) + 1, np.arange(tokens) + 2
     writes = torch.from_numpy(np.stack([np.arange(tokens), rows, places], axis=1)).to(DEVICE)
-    asked = (fused.Heads(x, weight, 1e-5) for x, weight in zip((query, key), weights, strict=True))
+    asked = ((x, weight, 1e-5) for x, weight in zip((query, key), weights, strict=True))
     out = fused.enter_rotated(*asked, value.transpose(1, 2), cos, sin, slots, writes)
     assert torch.equal(out, fused.rotate(query, weights[0], 1e-5, cos, sin)[0].transpose(0, 1))
     entered = torch.zeros_like(cache)

@@ -200,7 +200,7 @@ def _trace(model: PreTrainedModel, kernels: Mapping[int, Kernel], calls: Calls |
     graph.eliminate_dead_code()
     if calls is not None:
         fuse(graph, first.constants, model.dtype, calls)
-        if calls.joins:
+        if "attend_rotated" in calls:
             join_products(graph, first.constants)
         elif (whole := program(graph, first.constants, model.dtype)) is not None:
             return whole

@@ -378,6 +378,6 @@ def _cut(given: tuple[Any, ...], cutoffs_R: Tensor, size: int, by_count: bool, c
         old, new = (number + 1) % 2, number % 2
         tables = ranges_2R3[old], lefts_2RPK[old], ranges_2R3[new], lefts_2RPK[new]
         _narrow[(count, parts)](*given, cutoffs_R, *tables, size, FIRST=number == 0, **kinds, **constants)
-    last = ranges_2R3[new], lefts_2RPK[new]
+    last = ranges_2R3[(_ROUNDS - 1) % 2], lefts_2RPK[(_ROUNDS - 1) % 2]
     known = {name: value for name, value in constants.items() if name != "BLOCK"}
     _settle[(count,)](settings_R5, tops_RP, cutoffs_R, *last, size, parts, **kinds, **known)

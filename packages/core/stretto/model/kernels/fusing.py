@@ -26,29 +26,13 @@ from torch.nn import functional
 from stretto.model.kernels import fused, triton_fused
 from stretto.model.kernels.compiled import computes
 
-
-class Calls(NamedTuple):
-    """The functions that replace sequences of calls."""
-
-    norm: Callable[..., Tensor]
-    norm_of_sum: Callable[..., tuple[Tensor, Tensor]]
-    rotate: Callable[..., Tensor]
-    gate: Callable[..., Tensor]
-    attend_rotated: Callable[..., Tensor] | None = None  # None: the rotary embedding is not part of attention
-    joins: bool = False  # whether products of one input become one product
-
-
 _ALIGNED = 16  # bytes that a product reads at once
 
-LOOPS = Calls(fused.norm, fused.norm_of_sum, fused.rotate, fused.gate)
-KERNELS = Calls(
-    triton_fused.norm,
-    triton_fused.norm_of_sum,
-    triton_fused.rotate,
-    triton_fused.gate,
-    triton_fused.attend_rotated,
-    joins=True,
-)
+#: The functions that replace sequences of calls, by name. With "attend_rotated" products of one input are joined too.
+Calls = Mapping[str, Callable[..., Any]]
+
+LOOPS: Calls = {name: getattr(fused, name) for name in ("norm", "norm_of_sum", "rotate", "gate")}
+KERNELS: Calls = {name: getattr(triton_fused, name) for name in (*LOOPS, "attend_rotated")}
 
 
 def calls_for(device: torch.device, dtype: torch.dtype) -> Calls | None:
@@ -88,11 +72,11 @@ class _Fusing:
         with self._graph.inserting_before(node):
             parts = _call(found.x, "add")
             if parts is None or not self._alike(parts, found.x):
-                alone = self._graph.call_function(self._calls.norm, (found.x, found.weight, found.eps))
+                alone = self._graph.call_function(self._calls["norm"], (found.x, found.weight, found.eps))
                 node.replace_all_uses_with(alone)
                 return
         with self._graph.inserting_after(found.x):
-            both = self._graph.call_function(self._calls.norm_of_sum, (*parts, found.weight, found.eps))
+            both = self._graph.call_function(self._calls["norm_of_sum"], (*parts, found.weight, found.eps))
         with self._graph.inserting_after(both):
             total, out = (self._graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
         for old, new in ((found.x, total), (node, out)):
@@ -118,7 +102,7 @@ class _Fusing:
             return
         weight = None if found.weight is found.x else found.weight
         with self._graph.inserting_before(node):
-            new = self._graph.call_function(self._calls.rotate, (found.x, weight, found.eps, cos, sin))
+            new = self._graph.call_function(self._calls["rotate"], (found.x, weight, found.eps, cos, sin))
         node.replace_all_uses_with(new)
 
     def gate(self, node: Node) -> None:
@@ -128,21 +112,21 @@ class _Fusing:
         asked = parts[0]
         if asked.target is functional.silu and self._alike((asked.args[0], parts[1]), node):
             with self._graph.inserting_before(node):
-                node.replace_all_uses_with(self._graph.call_function(self._calls.gate, (asked.args[0], parts[1])))
+                node.replace_all_uses_with(self._graph.call_function(self._calls["gate"], (asked.args[0], parts[1])))
 
     def attend(self, node: Node) -> None:
         """Replace the attention whose result is `node`, if its query and key are rotated alike for it alone."""
-        if self._calls.attend_rotated is None or node.target != "attend":
+        if "attend_rotated" not in self._calls or node.target != "attend":
             return
         plan, layer, query, key, value, rule = node.args
-        rotated = [x for x in (query, key) if isinstance(x, Node) and x.target is self._calls.rotate]
+        rotated = [x for x in (query, key) if isinstance(x, Node) and x.target is self._calls["rotate"]]
         if len(rotated) != 2 or any(len(x.users) != 1 for x in rotated) or query.args[3:] != key.args[3:]:
             return
         if value.meta.get("dtype") is not self._dtype:
             return
         parts = plan, layer, query.args[:3], key.args[:3], value, *query.args[3:], rule
         with self._graph.inserting_before(node):
-            node.replace_all_uses_with(self._graph.call_function(self._calls.attend_rotated, parts))
+            node.replace_all_uses_with(self._graph.call_function(self._calls["attend_rotated"], parts))
 
     def _norm(self, node: Any) -> _Norm | None:
         """Input, weight and eps of the RMS norm whose result is `node`; None if it is no such result."""

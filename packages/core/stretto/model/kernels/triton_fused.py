@@ -16,7 +16,7 @@ Axes: T token, N width of the model, H query head, K key/value head, D width of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +39,9 @@ def _kernel(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(function)
 
 
-class Heads(NamedTuple):
-    """Query or key heads before their rotary embedding."""
-
-    x: Tensor  # [1, T, H, D]
-    weight: Tensor | None  # [D], of the heads' RMS norm; None: they have no norm
-    eps: float
+#: Query or key heads before their rotary embedding: the heads [1, T, H, D], the weight [D] of their RMS norm, if they
+#: have one, and its eps.
+Heads = tuple[Tensor, Tensor | None, float]
 
 
 def fuses_on(device: torch.device, dtype: torch.dtype) -> bool:
@@ -294,13 +291,13 @@ def enter_rotated(
     rows' slots. Returns the query, [T, H, D].
 
     Args:
-        query: its heads; of the slots' dtype, as the others.
-        key: its heads.
+        query, key: heads of the slots' dtype, as `value`.
         value: [1, K, T, D].
         cos, sin: [1, T, D].
         slots_R4, writes_W3: as in `model.kernels.triton_attention.write_rows`; `writes_W3` has every token once.
     """
-    asked, keys, values = _heads(query.x)[0], _heads(key.x)[0], _heads(value.transpose(1, 2))[0]
+    (asked, query_weight, query_eps), (keys, key_weight, key_eps) = query, key
+    asked, keys, values = (_heads(x)[0] for x in (asked, keys, value.transpose(1, 2)))
     cos, sin = cos.contiguous(), sin.contiguous()
     _, heads, width = asked.shape
     out_THD = asked.new_empty(asked.shape)
@@ -308,8 +305,8 @@ def enter_rotated(
         asked,
         keys,
         values,
-        asked if query.weight is None else query.weight,
-        asked if key.weight is None else key.weight,
+        asked if query_weight is None else query_weight,
+        asked if key_weight is None else key_weight,
         cos,
         sin,
         slots_R4,
@@ -319,12 +316,12 @@ def enter_rotated(
         *keys.stride()[:2],
         *values.stride()[:2],
         width,
-        query.eps,
-        key.eps,
+        query_eps,
+        key_eps,
         HEADS=heads,
         KV_HEADS=keys.shape[1],
-        QUERY_NORM=query.weight is not None,
-        KEY_NORM=key.weight is not None,
+        QUERY_NORM=query_weight is not None,
+        KEY_NORM=key_weight is not None,
         HALF=width // 2,
         BLOCK=triton.next_power_of_2(width // 2),
         num_warps=1,
@@ -346,17 +343,17 @@ def gate(asked: Tensor, up: Tensor) -> Tensor:
 def attend_rotated(
     plan: Any,
     layer: int,
-    query: tuple[Tensor, Tensor | None, float],
-    key: tuple[Tensor, Tensor | None, float],
+    query: Heads,
+    key: Heads,
     value: Tensor,
     cos: Tensor,
     sin: Tensor,
     rule: Rule,
 ) -> Tensor:
-    """Attention of one step with the rotary embedding before it, [1, T, H, D]. `query` and `key` are arguments of
-    `Heads`; `plan` is a `model.trace.Attends`, which may do all at once (`rotated`)."""
+    """Attention of one step with the rotary embedding before it, [1, T, H, D]. `plan` is a
+    `model.trace.Attends`, which may do all at once (`rotated`)."""
     at_once: Callable[..., Tensor] | None = getattr(plan, "rotated", None)
     if at_once is not None:
-        return at_once(layer, Heads(*query), Heads(*key), value, cos, sin, rule)
+        return at_once(layer, query, key, value, cos, sin, rule)
     attends: Callable[..., Tensor] = plan.attend
     return attends(layer, rotate(*query, cos, sin), rotate(*key, cos, sin), value, rule)
