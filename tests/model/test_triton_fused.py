@@ -14,9 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
+from stretto.model import trace as tracing
 from stretto.model.decode.slot_tables import slots_of
 from stretto.model.kernels import triton_fused as fused
 from stretto.model.kernels.fusing import KERNELS
@@ -80,8 +82,8 @@ def test_heads_are_rotated_and_entered(
     slots = torch.from_numpy(slots_of(cache[0], cache[1], tokens + 1)).to(DEVICE)
     rows, places = np.arange(tokens) + 1, np.arange(tokens) + 2
     writes = torch.from_numpy(np.stack([np.arange(tokens), rows, places], axis=1)).to(DEVICE)
-    asked = ((x, weight, 1e-5) for x, weight in zip((query, key), weights, strict=True))
-    out = fused.enter_rotated(*asked, value.transpose(1, 2), cos, sin, slots, writes)
+    asked, keys = ((x, weight, 1e-5) for x, weight in zip((query, key), weights, strict=True))
+    out = fused.enter_rotated(asked, keys, value.transpose(1, 2), cos, sin, slots, writes)
     assert torch.equal(out, fused.rotate(query, weights[0], 1e-5, cos, sin)[0].transpose(0, 1))
     entered = torch.zeros_like(cache)
     turned = fused.rotate(key, weights[1], 1e-5, cos, sin)
@@ -102,7 +104,7 @@ def test_what_is_not_finite_stays_so() -> None:
 )
 def test_products_of_one_input_are_one_and_held_once(family: Family) -> None:
     """Numbers copied into the parameters arrive, and a second trace finds them joined."""
-    policy = model(family).to(DEVICE)
+    policy: PreTrainedModel = nn.Module.to(model(family), DEVICE)
     before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
     traced = trace(policy, KERNELS)
     graph = traced.func.__self__.graph  # type: ignore[attr-defined]
@@ -119,8 +121,6 @@ def test_products_of_one_input_are_one_and_held_once(family: Family) -> None:
         for parameter in policy.parameters():
             parameter.mul_(1.5)
     assert not torch.equal(other.model.layers[0].mlp.up_proj.weight, mlp.up_proj.weight)
-    from stretto.model.trace import _made_up, _StandIn
-
-    inputs = *_made_up(policy, 3), _StandIn(), 3, -2
+    inputs = *tracing._made_up(policy, 3), tracing._StandIn(), 3, -2
     with torch.inference_mode():
         close(traced(*inputs), module_forward(policy)(*inputs), 1000)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class _Fusing:
         """Replace the attention whose result is `node`, if its query and key are rotated alike for it alone."""
         if "attend_rotated" not in self._calls or node.target != "attend":
             return
-        plan, layer, query, key, value, rule = node.args
+        plan, layer, query, key, value, rule = cast("tuple[Any, ...]", node.args)
         rotated = [x for x in (query, key) if isinstance(x, Node) and x.target is self._calls["rotate"]]
         if len(rotated) != 2 or any(len(x.users) != 1 for x in rotated) or query.args[3:] != key.args[3:]:
             return
@@ -221,7 +221,7 @@ def join_products(graph: Graph, constants: dict[Node, Any]) -> None:
 def _product(node: Node, constants: Mapping[Node, Any]) -> _Product | None:
     """The product that a call is; None if a parameter is used elsewhere too, or has no rows of 16 bytes."""
     names = [name for name in node.args[1:] if isinstance(name, Node)]
-    parts = [constants.get(name) for name in names]
+    parts: list[Any] = [constants.get(name) for name in names]
     if node.kwargs or not parts or any(len(name.users) != 1 for name in names):
         return None
     if not all(type(part) is nn.Parameter and part.is_contiguous() and not part.requires_grad for part in parts):
@@ -246,7 +246,8 @@ def _join(graph: Graph, constants: dict[Node, Any], products: Sequence[_Product]
         end = 0
         for product in products:
             start, end = end, end + len(product.weight)
-            part = graph.call_function(operator.getitem, (both, (Ellipsis, slice(start, end))))
+            columns: Any = (Ellipsis, slice(start, end))
+            part = graph.call_function(operator.getitem, (both, columns))
             part.meta.update(product.node.meta)
             product.node.replace_all_uses_with(part)
 
@@ -264,4 +265,6 @@ def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
     joint = torch.cat([parameter.data for parameter in parameters])
     for parameter, part in zip(parameters, joint.split([len(one) for one in parameters]), strict=True):
         parameter.data = part
+    if joint.is_cuda:
+        torch.cuda.empty_cache()  # the parts' own memory may have gaps of other sizes than the next joint tensor
     return joint
