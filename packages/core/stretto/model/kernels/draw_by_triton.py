@@ -282,7 +282,8 @@ def _find(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program r draws the token of row r and stores it with its log-probability."""
+    """Program r draws the token of row r and stores it with its log-probability: NaN for a row that is no
+    distribution."""
     row, places_P = tl.program_id(0), tl.arange(0, PARTS)
     logits_V = logits_RV + row.to(tl.int64) * stride
     divisor, greedy = _degree(settings_R5, row)

@@ -49,8 +49,10 @@ class _Norm(NamedTuple):
 
 
 def fuse(graph: Graph, constants: Mapping[Node, Any], dtype: torch.dtype, calls: Calls) -> None:
-    """Replace recognised calls of `graph` by `calls`, in place. `constants`: parameters and other constants by their
-    placeholder node; `dtype`: the model's dtype."""
+    """Replace in place the calls of `graph` that make up a rotary embedding, an RMS norm, a gated activation or an
+    attention by one of `calls` each.
+
+    `constants`: parameters and other constants by their placeholder node; `dtype`: the model's dtype."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="placeholder"):  # before all calls: a loop stands where its first part was
         first.prepend(node)
@@ -153,8 +155,8 @@ class _Fusing:
         return node if parts is None or parts[1:] != (self._dtype,) else parts[0]
 
     def _wide(self, node: Any) -> Node | None:
-        """The argument of a conversion to float32, or `node` itself if it is no such conversion; None if this does not
-        have the model's dtype."""
+        """The argument of a conversion to float32, or `node` itself if it is no such conversion. None if that tensor
+        does not have the model's dtype."""
         parts = _call(node, "to")
         x = node if parts is None or parts[1:] != (torch.float32,) else parts[0]
         return x if isinstance(x, Node) and x.meta.get("dtype") is self._dtype else None

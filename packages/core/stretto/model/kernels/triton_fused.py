@@ -248,12 +248,12 @@ def _normed(x: Tensor, y: Tensor | None, weight_N: Tensor, eps: float) -> tuple[
 
 
 def norm(x: Tensor, weight_N: Tensor, eps: float) -> Tensor:
-    """RMS norm of `x` over the last axis, times the weight."""
+    """RMS norm of `x` over the last axis, times the weight; `eps` is added to the mean of squares."""
     return _normed(x, None, weight_N, eps)[1]
 
 
 def norm_of_sum(x: Tensor, y: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y, and its RMS norm over the last axis."""
+    """x + y, and its RMS norm over the last axis (`eps` is added to the mean of squares), times the weight."""
     return _normed(x, y, weight_N, eps)
 
 
