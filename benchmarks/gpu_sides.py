@@ -18,7 +18,7 @@ from benchmarks.lengths import batch
 from benchmarks.runs import train
 from stretto.core.records import Sampling
 from stretto.engine.native.sampling import Filtered, draw_by_torch, tempered
-from stretto.model.kernels.draw import draw_on_device
+from stretto.model.kernels.draw_by_triton import draw_on_device
 from stretto.model.truncation import Truncation
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.trainer import Trainer

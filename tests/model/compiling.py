@@ -10,21 +10,25 @@ import json
 import sys
 from typing import Any
 
-from stretto.model.kernels import draw
+from stretto.model.kernels import draw_by_triton as draw
 from stretto.model.kernels import triton_attention as ragged_gpu
+from stretto.model.kernels import triton_fused
 
 triton: Any = vars(ragged_gpu)["triton"]  # None where it is not installed
 
-_INTEGERS = dict.fromkeys(("slots_R4", "items_N3", "writes_W3", "bounds"), "*i64")
-_SUMS = dict.fromkeys(("sums_NHD", "tops_NH", "masses_NH"), "*fp32")
+_INTEGERS = dict.fromkeys(("slots_R4", "items_N3", "writes_W3", "bounds"), "*i64") | {"cutoffs_R": "*i32"}
+_SUMS = dict.fromkeys(
+    ("sums_NHD", "tops_NH", "masses_NH", "tops_RP", "sums_RP", "logits_RV", "lefts_RPK", "next_lefts_RPK"), "*fp32"
+)
+_SETTINGS = dict.fromkeys(("settings_R5", "drawn_R2", "ranges_R3", "next_ranges_R3"), "*fp64")
+_FLOATS = dict.fromkeys(("scaling", "eps", "query_eps", "key_eps"), "fp32")
 
 
 def assembly(kernel: Any, kind: str, constants: dict[str, Any]) -> str:
     """Arguments that are neither constants nor of a known kind are whole numbers; all but counts are aligned."""
-    kinds = dict.fromkeys(kernel.arg_names, "i32") | _INTEGERS | _SUMS | {"scaling": "fp32"}
-    kinds |= dict.fromkeys(("query_RHD", "keys_TKD", "values_TKD", "out_RHD", "logits_RV"), f"*{kind}")
-    kinds |= dict.fromkeys(("settings_R5", "drawn_R2"), "*fp64")
-    kinds |= dict.fromkeys(constants, "constexpr")
+    axes = {name for name in kernel.arg_names if name.rpartition("_")[2].isupper()}
+    kinds = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(axes, f"*{kind}")
+    kinds |= _INTEGERS | _SUMS | _SETTINGS | _FLOATS | dict.fromkeys(constants, "constexpr")
     names = {name: place for place, name in enumerate(kernel.arg_names)}
     source = triton.compiler.ASTSource(
         kernel,
@@ -33,7 +37,7 @@ def assembly(kernel: Any, kind: str, constants: dict[str, Any]) -> str:
         attrs={
             (place,): [["tt.divisibility", 16]]
             for name, place in names.items()
-            if kinds[name] not in ("constexpr", "fp32") and name != "count"
+            if kinds[name] not in ("constexpr", "fp32") and name not in ("count", "parts")
         },
     )
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
@@ -42,14 +46,27 @@ def assembly(kernel: Any, kind: str, constants: dict[str, Any]) -> str:
 
 
 def kernels(kind: str, softcap: str, width: str) -> dict[str, str]:
-    """All three, by name."""
+    """All of them, by name."""
     shape: dict[str, Any] = {"WIDTH": int(width), "BLOCK_D": 1 << (int(width) - 1).bit_length()}
     reading = {"GROUP": 2, "SOFTCAP": float(softcap), "BLOCK_G": 16, "BLOCK_L": 64, "WIDE": False}
+    half: dict[str, Any] = {"HALF": int(width) // 2, "BLOCK": shape["BLOCK_D"] // 2}
+    wide: dict[str, Any] = {"WIDTH": 1024, "BLOCK": 1024}
+    parts: dict[str, Any] = {"PARTS": 128, "BLOCK": 2048}
+    narrow: dict[str, Any] = {"COUNT": False, "WAYS": 16}
+    enter = half | {"HEADS": 16, "KV_HEADS": 8, "QUERY_NORM": True, "KEY_NORM": True}
     return {
         "read": assembly(ragged_gpu._read, kind, shape | reading),
         "write": assembly(ragged_gpu._write, kind, shape | {"BLOCK_W": 16}),
         "combine": assembly(ragged_gpu._combine, kind, shape | {"HEADS": 16, "PARTS": 16}),
-        "draw": assembly(draw._draw_in_blocks, "fp32", {"FILTERS": True, "BITS": 33, "BLOCK": 2048}),
+        "tops": assembly(draw._tops, kind, {"BLOCK": 2048}),
+        "narrow": assembly(draw._narrow, kind, parts | narrow | {"FIRST": False}),
+        "settle": assembly(draw._settle, kind, {"PARTS": 128} | narrow),
+        "sums": assembly(draw._sums, kind, parts | {"FILTERS": True}),
+        "find": assembly(draw._find, kind, parts | {"FILTERS": True}),
+        "norm": assembly(triton_fused._norm, kind, wide | {"ADDS": True}),
+        "rotate": assembly(triton_fused._rotate, kind, half | {"NORM": True}),
+        "enter": assembly(triton_fused._enter, kind, enter),
+        "gate": assembly(triton_fused._gate, kind, wide),
     }
 
 

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from stretto.model.attention_support import check_attention
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
 from stretto.model.decode.slot_tables import TableSteps
-from stretto.model.trace import module_forward
+from stretto.model.kernels.fusing import KERNELS
+from stretto.model.trace import trace
 from tests.model.families import SLIDING, VOCABULARY, config
 from tests.model.test_cuda_graphs import Again
 from tests.tolerances import LOGITS, operations_of, rounding
@@ -53,7 +54,7 @@ class Both:
         if DEVICE.type == "cpu":
             windows = check_attention(model).windows
             self.tabled.table_steps = TableSteps(self.tabled.layout, windows, self.capture, programs=6)
-            self.tabled.forward_of_model = module_forward(self.tabled.model)
+            self.tabled.forward_of_model = trace(self.tabled.model, KERNELS)
         assert self.tabled.table_steps is not None
         self.chance = np.random.default_rng(0)
         self.tokens: dict[int, list[int]] = {}

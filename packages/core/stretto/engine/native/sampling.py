@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from stretto.core.records import Likeliest, Sampling
-from stretto.model.kernels.draw import DRAWS, draw, draw_on_device
+from stretto.model.kernels.draw import draw
+from stretto.model.kernels.draw_by_triton import DRAWS, draw_on_device
 from stretto.model.truncation import Truncation, truncate
 from stretto_kernels.compiled import compiled, computes, inlined
 

@@ -64,9 +64,14 @@ class Inputs:
         return cls(buffer, tuple(part[: array.size].view(array.shape) for part, array in cuts))
 
     def fill(self, arrays: Sequence[Ints]) -> Inputs:
-        """Copy arrays of the same shapes into the tensors; returns itself."""
-        parts = (part for array in arrays for part in (array.ravel(), np.zeros(array.size % 2, np.int64)))
-        self.buffer.copy_(torch.from_numpy(np.concatenate(list(parts))))
+        """Copy arrays of the same shapes into the tensors, without waiting for the device; returns itself."""
+        # torch reuses pinned memory only after the copies that read it.
+        held = torch.empty(len(self.buffer), dtype=torch.int64, pin_memory=self.buffer.is_cuda)
+        numbers, end = held.numpy(), 0
+        for array in arrays:
+            numbers[end : end + array.size] = array.ravel()
+            end += -(-array.size // 2) * 2
+        self.buffer.copy_(held, non_blocking=True)
         return self
 
 

@@ -50,6 +50,7 @@ from stretto.model.kernels.triton_attention import (
     triton_version,
     write_rows,
 )
+from stretto.model.kernels.triton_fused import Heads, enter_rotated
 from stretto.model.layout import Packing
 from stretto.model.trace import Forward
 from stretto_kernels.rule import Rule
@@ -112,8 +113,19 @@ class TableRows:
         # The kernels treat addresses as pointers to this dtype.
         query_RHD, k_TKD, v_TKD = (x.to(self.dtype) for x in (q_THD[self.start :], k_TKD, v_TKD))
         write_rows(k_TKD, v_TKD, self.slots[layer], self.writes)
+        return self._read(layer, query_RHD, rule, k_TKD.shape[1])
+
+    def attend_rotated(
+        self, layer: int, query: Heads, key: Heads, value: Tensor, cos: Tensor, sin: Tensor, rule: Rule
+    ) -> Tensor:
+        """Attention of a step without contexts, [1, T, H, D], with the rotary embedding before it. The heads and
+        `value` [1, K, T, D] have the cache's dtype; `cos` and `sin`: [1, T, D]."""
+        query_RHD = enter_rotated(query, key, value, cos, sin, self.slots[layer], self.writes)
+        return self._read(layer, query_RHD, rule, value.shape[1]).unsqueeze(0)
+
+    def _read(self, layer: int, query_RHD: Tensor, rule: Rule, kv_heads: int) -> Tensor:
         items, bounds = self.chunks[rule.window]
-        return read_rows(query_RHD, self.slots[layer], items, bounds, rule, k_TKD.shape[1], self.tile)
+        return read_rows(query_RHD, self.slots[layer], items, bounds, rule, kv_heads, self.tile)
 
 
 class TableSteps:
@@ -128,6 +140,9 @@ class TableSteps:
         self._graphs, self._tile = Graphs(capture, layout.device), TABLE[0]
         shape = (2, 1, layout.kv_heads, 1, layout.head_dim)
         self._nobodys = torch.zeros(shape, dtype=layout.dtype, device=layout.device)  # one slot for all layers
+        self._buckets = layout.lengths
+        self._held: tuple[_Places, list[Ints]] | None = None  # the tables of the last step that depend on slots
+        self._coming: tuple[Ints, list[Ints]] | None = None  # positions of an expected step, and tables of them
 
     def tune(self, heads: int, record: Path | None) -> None:
         """Choose the kernels' tile: from the file `record` of the run, or by a measurement that is written there; None:
@@ -139,13 +154,17 @@ class TableSteps:
     def logits(self, step: DecodeStep, forward: Forward, last: int) -> Tensor:
         """Logits after each of the step's last `last` tokens, [last, V], float32, in memory of their own. For a step
         without contexts, `last` must be its number of rows."""
-        run = partial(self._run, forward, step.contexts, last)
+        run, rows = partial(self._run, forward, step.contexts, last), step.rows
         if step.contexts is None:
-            logits = self._graphs(run, self._arrays(step, captured_size(step.rows)))
+            rows = captured_size(rows)
+            logits = self._graphs(run, self._arrays(step, rows))
         else:
-            arrays = self._arrays(step, step.rows)
+            arrays = self._arrays(step, rows)
             logits = run(*Inputs.like(arrays, self._layout.device).fill(arrays).parts)
-        return logits[:last].to(torch.float32, copy=True)  # the next replay overwrites them
+        kept = logits[:last].to(torch.float32, copy=True)  # the next replay overwrites them
+        if step.contexts is None:
+            self._expect(step, rows)
+        return kept
 
     def _run(self, forward: Forward, contexts: Packing | None, last: int, *arrays: Tensor) -> Tensor:
         token_ids, positions, rows_R4, layers_ZB2, writes, *chunks = arrays
@@ -155,33 +174,75 @@ class TableSteps:
         slots_ZR4 = rows_R4.expand(len(layers_ZB2), rows, 4).clone()
         slots_ZR4[:, :, :2] += layers_ZB2[:, rows_R4[:, 3]]
         table = TableRows(len(token_ids) - rows, self._layout.dtype, slots_ZR4, writes, by_window, self._tile)
-        return forward(token_ids[None], positions[None], StepPlan(contexts, (table,)), len(token_ids), -last)[0]
+        plan = StepPlan(contexts, (table,), rotated=table.attend_rotated if contexts is None else None)
+        return forward(token_ids[None], positions[None], plan, len(token_ids), -last)[0]
 
     def _arrays(self, step: DecodeStep, rows: int) -> list[Ints]:
         """The inputs of a step as arrays, padded to `rows` rows; padding rows have one token at position 0."""
-        added = rows - step.rows
-        token_ids, positions = (np.pad(x, (0, added)) for x in (step.token_ids, step.positions))
-        newest = positions[step.start :]
-        own = np.stack([np.arange(step.start, len(token_ids)), np.arange(rows), newest])
-        writes = np.concatenate([*(written_tokens(row.place, row.sources) for row in step.entering), own], axis=1)
-        nobodys = slots_of(self._nobodys[0], self._nobodys[1], 1, self._layout.lengths)
-        held = [slots_of(one.keys[0], one.values[0], len(one.owners), at) for at, one in enumerate(step.buckets)]
-        slots = np.concatenate([*held, nobodys.repeat(added, axis=0)])
-        arrays = [token_ids, positions, slots, self._layers(step.buckets), np.ascontiguousarray(writes.T)]
-        most = rows + max(_MORE_PER_ROW * rows, self._spare)
+        token_ids, positions = _padded(step.token_ids, step.rows, rows), _padded(step.positions, step.rows, rows)
+        if step.contexts is None and self._coming is not None and np.array_equal(self._coming[0], positions):
+            numbers = self._coming[1]
+        else:
+            numbers = self._numbers(positions[step.start :], step)
+        return [token_ids, positions, *self._places(step.buckets, rows), *numbers]
+
+    def _expect(self, step: DecodeStep, rows: int) -> None:
+        """Prepare the next step, in which all rows have one token more if none enters or leaves. The device computes
+        meanwhile."""
+        positions = _padded(step.positions + 1, step.rows, rows)
+        self._coming = positions, self._numbers(positions)
+
+    def _numbers(self, newest: Ints, step: DecodeStep | None = None) -> list[Ints]:
+        """The tables "writes" and "chunks" for rows with these positions of their newest tokens. `step`: a step with
+        contexts; None: the rows' newest tokens are all tokens."""
+        rows, start, entering = len(newest), *((step.start, step.entering) if step is not None else (0, ()))
+        own = np.stack([np.arange(start, start + rows), np.arange(rows), newest])
+        if entering:
+            own = np.concatenate([*(written_tokens(row.place, row.sources) for row in entering), own], axis=1)
+        numbers, most = [own.T], rows + max(_MORE_PER_ROW * rows, self._spare)
         for window in self._windows:
             firsts = np.zeros_like(newest) if window is None else np.maximum(newest + 1 - window, 0)
             chunks = cut(firsts, newest + 1, most, GRAIN)
-            arrays += [chunks.items, chunks.bounds]
-        return arrays
+            numbers += [chunks.items, chunks.bounds]
+        return numbers
 
-    def _layers(self, buckets: Sequence[Bucket]) -> Ints:
+    def _places(self, buckets: Sequence[Bucket], rows: int) -> list[Ints]:
+        """The tables "rows" and "layers". They stay the same while rows stay in their buckets."""
+        now = _Places(rows, [bucket.addresses for bucket in buckets], [len(bucket.owners) for bucket in buckets])
+        if self._held is None or not self._held[0].same(now):
+            nobodys = slots_of(self._nobodys[0], self._nobodys[1], 1, self._buckets)
+            held = [slots_of(one.keys[0], one.values[0], len(one.owners), at) for at, one in enumerate(buckets)]
+            slots = np.concatenate([*held, nobodys.repeat(rows - sum(now.used), axis=0)])
+            self._held = now, [slots, self._layers(now.addresses)]
+        return self._held[1]
+
+    def _layers(self, addresses: Sequence[Sequence[int]]) -> Ints:
         """The table "layers", [Z, B, 2]. The last bucket is the scratch slot, which all layers share."""
-        layers = np.zeros((self._layout.layers, self._layout.lengths + 1, 2), np.int64)
-        for at, bucket in enumerate(buckets):
-            for kind, held in enumerate((bucket.keys, bucket.values)):
-                layers[:, at, kind] = [one.data_ptr() - held[0].data_ptr() for one in held]
+        layers = np.zeros((self._layout.layers, self._buckets + 1, 2), np.int64)
+        for at, own in enumerate(addresses):
+            layers[:, at] = np.array(own).reshape(-1, 2) - np.array(own[:2])
         return layers
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the rows of a step are kept, for comparison."""
+
+    rows: int  # with padding rows
+    addresses: list[list[int]]  # `Bucket.addresses` of each bucket, a new list after a reallocation
+    used: list[int]  # rows of each bucket
+
+    def same(self, other: _Places) -> bool:
+        return (
+            self.rows == other.rows
+            and self.used == other.used
+            and all(ours is theirs for ours, theirs in zip(self.addresses, other.addresses, strict=True))
+        )
+
+
+def _padded(numbers: Ints, rows: int, wanted: int) -> Ints:
+    """Numbers of tokens, the last `rows` of them of rows, with zeros for `wanted` rows."""
+    return numbers if rows == wanted else np.concatenate([numbers, np.zeros(wanted - rows, np.int64)])
 
 
 def slots_of(keys_SKLD: Tensor, values_SKLD: Tensor, used: int, bucket: int = 0) -> Ints:

@@ -17,7 +17,7 @@ a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -82,6 +82,8 @@ class StepPlan:
     #: For `model.kernels.program`: a line per bucket (rows, length, slots, addresses of each layer's keys and values),
     #: and the number of tokens of each row. None where rows are not read by the compiled loop.
     cached: tuple[Ints, Ints] | None = None
+    #: For `model.kernels.triton_fused`: attention of a step without contexts, with the rotary embedding before it.
+    rotated: Callable[..., Tensor] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Attend in layer number `layer`: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""

@@ -1,41 +1,25 @@
-"""Draw one token per row from logits: on the CPU in one loop that writes no distribution to memory, on a GPU (Triton)
-with temperature, top-k, top-p, min-p and the draw in one launch.
+"""Draw one token per row from logits on the CPU, in one loop that writes no distribution to memory.
 
 With torch operations, a softmax, a log-softmax and a cumulative sum over the vocabulary are written for each row. The
-CPU's loop reads the logits twice, and the block of the drawn token once more::
+loop reads the logits twice, and the block of the drawn token once more::
 
     logits     . . . . | . . . . | . . . .       find the largest
     blocks        0.9  |   0.25  |   0.85        sum the exponentials of each block
     target                  ^                    find the block, then the token in it
 
-On a GPU one program reads its row several times. No distribution is written, so no memory of the vocabulary's size is
-allocated. All settings are copied from the host at once, and tokens and log-probabilities are copied back at once::
+`model.kernels.draw_by_triton` does the same on a GPU. Sums over a block are float32, sums of blocks float64.
 
-    settings   uniform | temperature, 0: greedy | top-k | top-p | log of min-p      [R, 5], float64
-    drawn      token | log-probability                                              [R, 2], float64
-
-A cutoff is the largest number such that enough tokens (top-k) or enough of their mass (top-p) have a logit of at least
-this number. It is found by bisection over the 2^32 float32 numbers, ordered as integers, so no sorting is needed.
-Tokens as likely as the last token kept are kept too, as in `model.truncation`. The drawn token is the first whose
-cumulative weight exceeds uniform x mass, as on the CPU: blocks are searched first, then the tokens of one
-block.
-
-Sums over a block are float32, sums of blocks float64. TRITON_INTERPRET=1 runs the kernel on the CPU.
-
-Axes: R row, V vocabulary, B token of a block.
+Axes: R row, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from stretto.model.truncation import Truncation
 from stretto_kernels.compiled import F, U, compiled, exp, floats, inlined
 
 _BLOCK = U(64)
@@ -117,199 +101,3 @@ def draw(
     tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)
     _draw(logits_RV.data_ptr(), size, greedy, uniforms, tokens, logprobs)
     return tokens, logprobs
-
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # optional on a machine without a GPU
-    triton = tl = None
-
-#: Whether the kernel can be launched.
-DRAWS = triton is not None
-
-_TRITON_BLOCK = 2048
-_BITS = 32
-_SETTINGS = 5
-
-
-def _kernel(function: Callable[..., Any]) -> Any:
-    return function if triton is None else triton.jit(function)
-
-
-@_kernel
-def _block(logits_V: tl.tensor, first: tl.tensor, size: tl.tensor, divisor: tl.tensor, BLOCK: tl.constexpr) -> Any:
-    """Logits of the block from token `first` on, divided by `divisor` (-inf beyond the vocabulary); and their token
-    ids."""
-    places_B = first + tl.arange(0, BLOCK)
-    logits_B = tl.load(logits_V + places_B, mask=places_B < size, other=float("-inf"))
-    return tl.div_rn(logits_B, divisor) + 0.0, places_B  # + 0.0: the zeros are equal as integers too
-
-
-@_kernel
-def _ordered(logits: tl.tensor) -> tl.tensor:
-    """Map float32 numbers to 32-bit integers with the same order."""
-    bits = logits.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@_kernel
-def _top(logits_V: tl.tensor, size: tl.tensor, divisor: tl.tensor, BLOCK: tl.constexpr) -> Any:
-    """The largest logit, and the number of logits that are NaN or plus infinity."""
-    top, odd = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
-    for first in range(0, size, BLOCK):
-        logits_B, _ = _block(logits_V, first, size, divisor, BLOCK)
-        odd += tl.sum((logits_B != logits_B).to(tl.int32) + (logits_B == float("inf")).to(tl.int32), 0)
-        top = tl.maximum(top, tl.max(tl.where(logits_B == logits_B, logits_B, float("-inf")), 0))
-    return top, odd
-
-
-@_kernel
-def _left(
-    logits_V: tl.tensor,
-    size: tl.tensor,
-    divisor: tl.tensor,
-    top: tl.tensor,
-    cutoff: tl.tensor,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """Number of the tokens whose logit is at least `cutoff` (as an ordered integer); without `COUNT` the sum of their
-    weights exp(logit - top)."""
-    total = tl.full((), 0.0, tl.float64)
-    for first in range(0, size, BLOCK):
-        logits_B, places_B = _block(logits_V, first, size, divisor, BLOCK)
-        kept_B = (_ordered(logits_B) >= cutoff) & (places_B < size)
-        if COUNT:
-            total += tl.sum(kept_B.to(tl.int32), 0).to(tl.float64)
-        else:
-            total += tl.sum(tl.where(kept_B, tl.exp(logits_B - top), 0.0), 0).to(tl.float64)
-    return total
-
-
-@_kernel
-def _cutoff(
-    logits_V: tl.tensor,
-    size: tl.tensor,
-    divisor: tl.tensor,
-    top: tl.tensor,
-    lowest: tl.tensor,
-    wanted: tl.tensor,
-    COUNT: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """The largest cutoff, at least `lowest`, for which `_left` is at least `wanted`; `lowest` must satisfy this."""
-    low, high = lowest.to(tl.int64), _ordered(top).to(tl.int64) + 1
-    for _ in range(BITS):
-        middle = low + (high - low) // 2
-        enough = _left(logits_V, size, divisor, top, middle.to(tl.int32), COUNT, BLOCK) >= wanted
-        moves = middle > low
-        low = tl.where(enough & moves, middle, low)
-        high = tl.where(enough | (not moves), high, middle)
-    return low.to(tl.int32)
-
-
-@_kernel
-def _draw_in_blocks(
-    logits_RV: tl.tensor,
-    stride: tl.tensor,
-    settings_R5: tl.tensor,
-    drawn_R2: tl.tensor,
-    size: tl.tensor,
-    FILTERS: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Program r draws the token of row r and stores it with its log-probability: NaN for a row that is no
-    distribution."""
-    row = tl.program_id(0)
-    logits_V, settings = logits_RV + row.to(tl.int64) * stride, settings_R5 + row * 5
-    temperature = tl.load(settings + 1).to(tl.float32)
-    greedy = temperature == 0.0
-    divisor = tl.where(greedy, 1.0, temperature)
-
-    top, odd = _top(logits_V, size, divisor, BLOCK)
-    if (odd > 0) | (top == float("-inf")):  # no distribution
-        tl.store(drawn_R2 + row * 2, tl.full((), 0.0, tl.float64))
-        tl.store(drawn_R2 + row * 2 + 1, tl.full((), float("nan"), tl.float64))
-        return
-
-    cutoff = tl.full((), -(2**31), tl.int32)
-    if FILTERS:
-        top_k, top_p = tl.load(settings + 2), tl.load(settings + 3)
-        if top_k > 0.0:
-            few = tl.minimum(top_k, size.to(tl.float64))
-            cutoff = _cutoff(logits_V, size, divisor, top, cutoff, few, True, BITS, BLOCK)
-        if top_p < 1.0:
-            mass = top_p * _left(logits_V, size, divisor, top, cutoff, False, BLOCK)
-            cutoff = _cutoff(logits_V, size, divisor, top, cutoff, mass, False, BITS, BLOCK)
-        cutoff = tl.maximum(cutoff, _ordered(top + tl.load(settings + 4).to(tl.float32)))
-
-    total = _left(logits_V, size, divisor, top, cutoff, False, BLOCK)
-    target = tl.load(settings) * total
-    before = tl.full((), 0.0, tl.float64)
-    token = size * 0
-    likeliest = size
-    done = target < 0.0
-    for first in range(0, size, BLOCK):
-        logits_B, places_B = _block(logits_V, first, size, divisor, BLOCK)
-        kept_B = (_ordered(logits_B) >= cutoff) & (places_B < size)
-        weights_B = tl.where(kept_B, tl.exp(logits_B - top), 0.0)
-        after = before + tl.sum(weights_B, 0).to(tl.float64)
-        # The first token whose cumulative weight exceeds the target; by rounding perhaps none: the last with a weight.
-        reached_B = (before + tl.cumsum(weights_B.to(tl.float64), 0) > target) & (weights_B > 0.0)
-        here = tl.min(tl.where(reached_B, places_B, size), 0)
-        last = tl.max(tl.where(weights_B > 0.0, places_B, -1), 0)
-        found = tl.where(here < size, here, last)
-        token = tl.where((not done) & (last >= 0), found, token)
-        done = done | (after > target)
-        before = after
-        likeliest = tl.minimum(likeliest, tl.min(tl.where(logits_B == top, places_B, size), 0))
-    token = tl.where(greedy, likeliest, token)
-    logit = tl.div_rn(tl.load(logits_V + token), divisor)
-    logprob = logit.to(tl.float64) - top.to(tl.float64) - tl.log(total)
-    tl.store(drawn_R2 + row * 2, token.to(tl.float64))
-    tl.store(drawn_R2 + row * 2 + 1, logprob)
-
-
-def draw_on_device(
-    logits_RV: Tensor,
-    temperatures: npt.NDArray[np.float32],
-    uniforms: npt.NDArray[np.float64],
-    rows: npt.NDArray[np.int64],
-    truncation: Truncation | None,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Draw a token per row from the softmax of logits / temperature over the tokens that the filters leave; returns
-    token ids [R] and their log-probabilities [R]. The log-probability is NaN for a row whose logits are no
-    distribution. It takes one copy to the device, one launch, and one copy back.
-
-    Args:
-        logits_RV: float32.
-        temperatures: [R]; 0 takes the likeliest token, with its log-probability at temperature 1.
-        uniforms: [R], random numbers in [0, 1).
-        rows: indices of the rows that have filters.
-        truncation: filter settings of these rows; None: no row has filters.
-    """
-    count, size = logits_RV.shape
-    settings = np.zeros((count, _SETTINGS))
-    settings[:, 0], settings[:, 1], settings[:, 3], settings[:, 4] = uniforms, temperatures, 1.0, -np.inf
-    if truncation is not None:
-        settings[rows, 2], settings[rows, 3] = truncation.top_k, truncation.top_p
-        with np.errstate(divide="ignore"):
-            settings[rows, 4] = np.log(truncation.min_p)
-    logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
-    drawn_R2 = torch.empty((count, 2), dtype=torch.float64, device=logits_RV.device)
-    _draw_in_blocks[(count,)](
-        logits_RV,
-        logits_RV.stride(0),
-        torch.from_numpy(settings).to(logits_RV.device),
-        drawn_R2,
-        size,
-        FILTERS=truncation is not None,
-        BITS=_BITS + 1,
-        BLOCK=min(_TRITON_BLOCK, triton.next_power_of_2(size)),
-        num_warps=8,
-    )
-    drawn = drawn_R2.cpu().numpy()
-    return drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32)

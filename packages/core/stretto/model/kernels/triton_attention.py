@@ -109,7 +109,8 @@ _ALIGNED = 16  # bytes that a thread reads at once
 _FEWEST = 16  # least rows and columns of a tensor-core product; padding is not read
 _LONGEST_TILE = 128  # most tokens of a tile
 _WRITTEN = 16  # tokens that a program of `_write` copies
-_PARTS = 16  # partial sums that `_combine` adds at once
+_PARTS = 16  # most partial sums that `_combine` adds at once
+_PARTS_OF_A_WARP = 4
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
@@ -379,7 +380,17 @@ def read_rows(
         num_warps=tile.warps if query_RHD.element_size() == 2 else 2 * tile.warps,
         num_stages=tile.stages,
     )
+    parts = min(max(_PARTS_OF_A_WARP, triton.next_power_of_2(triton.cdiv(chunks, rows))), _PARTS)
     _combine[(rows, heads)](
-        sums_NHD, tops_NH, masses_NH, bounds, out_RHD, HEADS=heads, WIDTH=width, PARTS=_PARTS, BLOCK_D=block_d
+        sums_NHD,
+        tops_NH,
+        masses_NH,
+        bounds,
+        out_RHD,
+        HEADS=heads,
+        WIDTH=width,
+        PARTS=parts,
+        BLOCK_D=block_d,
+        num_warps=parts // _PARTS_OF_A_WARP,
     )
     return out_RHD
