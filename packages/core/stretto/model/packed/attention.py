@@ -257,9 +257,14 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, r
     """Causal attention within each sequence of a packed row. `query`: [1, H, T, D], `key` and `value`: [1, K, T, D];
     returns [1, T, H, D]."""
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    return attend_tokens(query_THD, key_TKD, value_TKD, packing, rule)[None]
+
+
+def attend_tokens(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
+    """`attend_packed` of tensors of one dtype that lie token by token, [T, H, D]."""
     plain = rule.dropout == 0.0 and rule.softcap is None and not packing.shares_prefixes
-    flash = plain and value.is_cuda and value.dtype in _HALF and _flash_takes(value.shape[-1])
-    return (_flash if flash else bucketed)(query_THD, key_TKD, value_TKD, packing, rule)[None]
+    flash = plain and value_TKD.is_cuda and value_TKD.dtype in _HALF and _flash_takes(value_TKD.shape[-1])
+    return (_flash if flash else bucketed)(query_THD, key_TKD, value_TKD, packing, rule)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -254,14 +254,20 @@ def add(x_TN: Tensor, added_TN: Tensor) -> Tensor:
 
 
 def norm_back(
-    x_TN: Tensor, weight_N: Tensor, eps: float, gradient_TN: Tensor, beside_TN: Tensor | None = None
+    x_TN: Tensor,
+    weight_N: Tensor,
+    eps: float,
+    gradient_TN: Tensor,
+    beside_TN: Tensor | None = None,
+    *,
+    copied: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of x in the dtype of computation, and of the weight, from the gradient of x's norm. `beside_TN`:
-    another gradient of x, which is added; None: none."""
+    """Gradients of x, of x in the dtype of computation (if `copied`), and of the weight, from the gradient of x's norm.
+    `beside_TN`: another gradient of x, which is added; None: none."""
     (rows, width), half, out = x_TN.shape, is_half(gradient_TN), torch.empty_like(x_TN)
     parts = parts_of(rows, width)
     sums = x_TN.new_zeros(parts, width)
-    copy = torch.empty_like(gradient_TN) if half and beside_TN is not None else None
+    copy = torch.empty_like(gradient_TN) if half and copied else None
     tensors = (x_TN, weight_N, gradient_TN, beside_TN, sums, out, copy)
     over(_norm_back, rows, parts, *tensors, width, F(eps), half)
     return out, out if copy is None else copy, sums.sum(0)
