@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from stretto.model.packed import layer, triton_logprobs, triton_loops
-from stretto.model.packed import logprobs as scored
 from stretto.model.packed.layer import fuse_layers
-from stretto.model.packed.logprobs import chosen_logprobs
+from stretto.model.packed.logprobs import PackedTokens, chosen_logprobs, pack_tokens
 from tests.model.families import Family
-from tests.model.test_layer import SHAPED, build, packed, relative_error, step
-from tests.tolerances import LOGITS, assert_close, operations_of, rounding
+from tests.model.test_layer import SHAPED, build, relative_error, step
+from tests.tolerances import LOGITS, assert_close, operations_of
 
 pytest.importorskip("triton")
 
@@ -33,11 +32,105 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_logprobs, "computes", lambda logits: True)
 
 
-@pytest.mark.parametrize("family", SHAPED, ids=str)
+def few() -> PackedTokens:
+    """Few tokens, since the interpreter is slow: four sequences are gathered into cells."""
+    return pack_tokens([[5, 2, 7, 1, 3], [4, 6, 2], [1, 8, 3, 3, 9, 2, 5], [2, 2]])
+
+
+def distribution(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the chosen tokens, and entropies, by torch."""
+    logprobs = logits.log_softmax(-1)
+    return logprobs.gather(1, chosen[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("family", [SHAPED[1], SHAPED[2]], ids=str)  # norms of heads, a group of 4; biases
 def test_values_and_gradients_are_those_of_the_modules(family: Family) -> None:
-    model, tokens = build(family), packed(shared=False)
+    model, tokens = build(family), few()
     expected = step(model, tokens)
     assert fuse_layers(model) == 2
     logprobs, *gradients = step(model, tokens)
     assert_close(logprobs, expected[0], operations_of(model.config), size=LOGITS)
     assert_close(gradients, expected[1:], operations_of(model.config, backward=True))
+
+
+def test_bfloat16_is_as_near_to_float32_as_the_modules_are() -> None:
+    model, tokens = build(SHAPED[0]), few()
+    exact, modules = step(model, tokens), step(model, tokens, torch.bfloat16)
+    fuse_layers(model)
+    fused = step(model, tokens, torch.bfloat16)
+    assert not any(torch.equal(*both) for both in zip(fused, exact, strict=True))
+    most = 1.5 if DEVICE.type == "cuda" else 3.0  # the interpreter cuts numbers off where a GPU rounds
+    assert relative_error(fused, exact) <= most * relative_error(modules, exact)
+
+
+@pytest.mark.parametrize("width", [1024, 1536, 40])
+def test_sums_over_rows_are_shared_by_programs(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_loops, "_PROGRAMS", 3)
+    chance = torch.Generator().manual_seed(1)
+    x, gradient, beside = (torch.randn(7, width, generator=chance).to(DEVICE) for _ in range(3))
+    weight = torch.randn(width, generator=chance).to(DEVICE)
+    exact, own = x.double().requires_grad_(), weight.double().requires_grad_()
+    normed = own * exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    normed.backward(gradient.double())
+    assert exact.grad is not None
+    assert own.grad is not None
+    found, copy, of_weight = triton_loops.norm_back(x, weight, 1e-6, gradient.bfloat16(), beside, copied=True)
+    assert copy.dtype is torch.bfloat16
+    assert_close(copy.float(), found, 1, dtype=torch.bfloat16)
+    found, _, of_weight = triton_loops.norm_back(x, weight, 1e-6, gradient, beside)
+    assert_close(found, (exact.grad + beside).float(), width)
+    assert_close(of_weight, own.grad.float(), width)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("temperature", "of_logprobs", "of_entropies"), [(1.0, 1, 0), (0.7, 1, 1), (1.0, 0, 1)])
+def test_log_probabilities_and_their_gradients_are_those_of_torch(
+    kind: torch.dtype, temperature: float, of_logprobs: int, of_entropies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_logprobs, "_BLOCK", 64)
+    logits = (torch.randn(5, 300, generator=torch.Generator().manual_seed(2)) * 5).to(DEVICE, kind)
+    chosen, weights = torch.tensor([0, 63, 64, 200, 299]).to(DEVICE), torch.linspace(-1, 2, 5).to(DEVICE)
+    exact, leaf = logits.double().requires_grad_(), logits.clone().requires_grad_()
+    expected = distribution(exact / temperature, chosen)
+    found = chosen_logprobs(leaf * 1, chosen, entropy=of_entropies > 0, temperature=temperature)
+    for scores in (found, expected):
+        parts = [
+            one @ weights.to(one.dtype)
+            for one, wanted in zip(scores, (of_logprobs, of_entropies), strict=True)
+            if wanted
+        ]
+        torch.stack(parts).sum().backward()
+    assert_close(found[0], expected[0].float(), 300, size=30 / temperature)
+    if found[1] is not None:
+        assert_close(found[1], expected[1].float(), 300, size=30 / temperature)
+    assert leaf.grad is not None
+    assert exact.grad is not None
+    assert_close(leaf.grad.float(), exact.grad.float(), 300 if kind is torch.float32 else 1, dtype=kind)
+
+
+def test_tokens_that_may_not_be_drawn_count_nothing_and_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_logprobs, "_BLOCK", 4)  # the first block has none that may be drawn
+    lowest = torch.finfo(torch.float32).min
+    leaf = torch.tensor([[lowest] * 4 + [1.0, lowest, 0.0, lowest]], device=DEVICE).requires_grad_()
+    logprobs, entropy = chosen_logprobs(leaf * 1, torch.tensor([4], device=DEVICE), entropy=True)
+    assert entropy is not None
+    expected = distribution(torch.tensor([[1.0, 0.0]], device=DEVICE), torch.tensor([0], device=DEVICE))
+    assert_close((logprobs, entropy), expected)
+    (logprobs.sum() + 100 * entropy.sum()).backward()
+    assert leaf.grad is not None
+    assert leaf.grad[0].ne(0).tolist() == [False] * 4 + [True, False, True, False]
+
+
+def test_a_logit_that_is_not_a_number_is_not_hidden() -> None:
+    logits = torch.zeros(2, 100, device=DEVICE)
+    logits[1, 7] = math.nan
+    logprobs, _ = chosen_logprobs(logits, torch.tensor([3, 3], device=DEVICE), entropy=False)
+    assert logprobs.isnan().tolist() == [False, True]
+
+
+def test_the_gradient_is_taken_once() -> None:
+    leaf = torch.randn(2, 5, device=DEVICE, requires_grad=True)
+    logprobs, _ = chosen_logprobs(leaf * 1, torch.tensor([0, 1], device=DEVICE), entropy=False)
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()

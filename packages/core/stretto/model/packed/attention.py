@@ -205,7 +205,7 @@ def bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Pac
 
 def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
     """Flash attention over the packed row without padding, [T, H, D]. Only for CUDA and half precision."""
-    boundaries = packing.boundaries()
+    boundaries = packing.boundaries
     shared = query_THD.shape[1] // key_TKD.shape[1]  # query heads of a key/value head
     if shared > 1 and not _SHARES_HEADS:
         key_TKD, value_TKD = (x.repeat_interleave(shared, dim=1) for x in (key_TKD, value_TKD))

@@ -94,8 +94,8 @@ def _loops(tensor: Tensor) -> ModuleType:
 
 
 class _Before(torch.autograd.Function):
-    """From the residual stream to queries, keys and values, [T, H, D], and the stream itself: for the second part, whose
-    gradient then comes here and is added on the way."""
+    """From the residual stream to queries, keys and values, [T, H, D]; and the stream itself for the second part, whose
+    gradient then comes here, and is added on the way."""
 
     @staticmethod
     def forward(

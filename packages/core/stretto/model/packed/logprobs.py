@@ -4,7 +4,7 @@ The model's body runs over all T packed tokens. The output matrix runs only over
 one chunk of the [N, V] logits is in memory, also in the backward pass.
 
 torch's log-softmax and gather need four such tensors: logits, log-softmax, and the gradients of both. Here the logits
-are overwritten by their gradient, block by block (on a GPU by a kernel, `triton_logprobs`), with z = logits / temperature:
+are overwritten by their gradient, block by block (on a GPU by `triton_logprobs`), with z = logits / temperature:
 
     d log p(c) / d z_j = [j = c] - p_j,      d H / d z_j = - p_j (log p_j + H)
 

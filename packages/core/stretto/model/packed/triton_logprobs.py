@@ -57,7 +57,10 @@ def _score(
     start = logits + row.to(tl.int64) * vocabulary
     lanes_B = tl.arange(0, BLOCK)
     top = tl.full((), _FIRST, tl.float32)
-    mass_B, drift_B = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)  # sums of p and p log p, times mass
+    mass_B, drift_B = (
+        tl.zeros((BLOCK,), tl.float32),
+        tl.zeros((BLOCK,), tl.float32),
+    )  # sums of p and p log p, times mass
     for first in range(0, vocabulary, BLOCK):
         columns_B = first + lanes_B
         z_B = tl.load(start + columns_B, mask=columns_B < vocabulary, other=float("-inf")).to(tl.float32)
@@ -117,11 +120,9 @@ def _back(
     tl.store(logits + at_B, back_B.to(logits.dtype.element_ty), mask=real_B)
 
 
-def score(
-    logits_NV: Tensor, chosen_N: Tensor, *, entropy: bool, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the log-probability of the chosen token, the logarithm of the sum of exponentials, and with `entropy`
-    the entropy (otherwise 0). Float32."""
+def score(logits_NV: Tensor, chosen_N: Tensor, *, entropy: bool, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probability of each row's chosen token, the logarithm of its sum of exponentials, and with `entropy` its
+    entropy (otherwise 0), in float32."""
     rows, vocabulary = logits_NV.shape
     logprobs_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     sums_N, entropy_N = torch.empty_like(logprobs_N), torch.zeros_like(logprobs_N)
