@@ -17,7 +17,7 @@ Axes: T token, N width of the model, A all heads of a row, H head, D width of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -74,14 +74,19 @@ class _Layer:
         return self.fewest is not None and rows.dtype is torch.float32 and len(rows) >= self.fewest
 
 
-def _stacked(dtype: torch.dtype, *weights: Tensor) -> Tensor:
-    """Weights one below the other, in the dtype of computation."""
-    if len(weights) == 1:
-        return weights[0].to(dtype)
-    stack = weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1], dtype=dtype)
-    for part, weight in zip(stack.split([len(one) for one in weights]), weights, strict=True):
-        part.copy_(weight)
-    return stack
+def _stacked(dtype: torch.dtype, *groups: Sequence[Tensor]) -> list[Tensor]:
+    """The weights of each group one below the other, in the dtype of computation."""
+    stacks, parts, weights = list[Tensor](), list[Tensor](), list[Tensor]()
+    for group in groups:
+        if len(group) == 1 and group[0].dtype is dtype:
+            stacks.append(group[0])
+            continue
+        stacks.append(group[0].new_empty(sum(map(len, group)), group[0].shape[1], dtype=dtype))
+        parts += stacks[-1].split([len(one) for one in group])
+        weights += group
+    if parts:
+        torch._foreach_copy_(parts, weights)
+    return stacks
 
 
 def _computed(device: str) -> torch.dtype:
@@ -114,13 +119,12 @@ class _Before(torch.autograd.Function):
         layer: _Layer,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         width, (queries, keys), loops = layer.width, (layer.heads, layer.kv_heads), _loops(x)
-        weights, bias = _stacked(_computed(x.device.type), query, key, value), None
+        (weights,), bias = _stacked(_computed(x.device.type), (query, key, value)), None
         hidden = loops.norm(x, norm, layer.eps[0], weights.dtype)
         if query_bias is not None and key_bias is not None and value_bias is not None:
             bias = torch.cat((query_bias, key_bias, value_bias)).to(weights.dtype)
         columns = layer.times(hidden, weights, bias)
-        first = loops.heads(columns, 0, (queries, width), query_norm, layer.eps[1], angles)
-        second = loops.heads(columns, queries * width, (keys, width), key_norm, layer.eps[1], angles)
+        first, second = loops.heads(columns, (queries, keys), (query_norm, key_norm), layer.eps[1], angles)
         half = None if weights.dtype is torch.float32 else weights
         ctx.save_for_backward(x, norm, query, key, value, query_norm, key_norm, hidden, columns, half)
         ctx.angles, ctx.layer = angles, layer
@@ -130,11 +134,9 @@ class _Before(torch.autograd.Function):
     def backward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, beside: Tensor) -> tuple[Any, ...]:
         x, norm, query, key, value, query_norm, key_norm, hidden, columns, half = ctx.saved_tensors
         layer, angles, eps, loops = ctx.layer, ctx.angles, ctx.layer.eps[1], _loops(x)
-        weights = _stacked(torch.float32, query, key, value) if half is None else half
-        gradient, at = torch.empty_like(columns), queries[0].numel()
-        first = loops.heads_back(columns, 0, query_norm, eps, angles, queries.contiguous(), gradient)
-        second = loops.heads_back(columns, at, key_norm, eps, angles, keys.contiguous(), gradient)
-        gradient[:, at + keys[0].numel() :].copy_(values.flatten(1))
+        weights = _stacked(torch.float32, (query, key, value))[0] if half is None else half
+        given = (queries.contiguous(), keys.contiguous(), values.contiguous())
+        gradient, first, second = loops.heads_back(columns, (query_norm, key_norm), eps, angles, given)
         matrices = biases = (None,) * 3
         sizes = [len(query), len(key), len(value)]
         if any(ctx.needs_input_grad[2:5]):
@@ -160,7 +162,7 @@ class _After(torch.autograd.Function):
         down: Tensor,
         layer: _Layer,
     ) -> Tensor:
-        kinds, loops = [_stacked(attended.dtype, *each) for each in ((output,), (asked, up), (down,))], _loops(x)
+        kinds, loops = _stacked(attended.dtype, (output,), (asked, up), (down,)), _loops(x)
         middle, hidden = loops.norm_of_sum(x, layer.times(attended, kinds[0]), norm, layer.eps[2])
         both = layer.times(hidden, kinds[1])
         result = loops.add(middle, layer.times(loops.gate(both), kinds[2]))
@@ -173,7 +175,7 @@ class _After(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         attended, output, norm, asked, up, down, middle, hidden, both, *halves = ctx.saved_tensors
         layer, loops = cast(_Layer, ctx.layer), _loops(middle)
-        kinds = halves or [output, _stacked(torch.float32, asked, up), down]
+        kinds = halves or _stacked(torch.float32, (output,), (asked, up), (down,))
         gradient = gradient.contiguous()
         narrow = gradient.to(attended.dtype)
         gated, backs = loops.gate_back(both, layer.input_gradient(narrow, kinds[2]))

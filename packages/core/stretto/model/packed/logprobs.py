@@ -73,7 +73,7 @@ class _Chosen(torch.autograd.Function):
     ) -> tuple[Tensor | None, None, None, None]:
         logits_NV, chosen_N, sums_N, entropy_N = saved = ctx.saved_tensors
         if triton_logprobs.computes(logits_NV):
-            triton_logprobs.write_gradient(*saved, grad_N, grad_entropy_N, ctx.temperature)
+            triton_logprobs.write_gradient(saved, grad_N, grad_entropy_N, ctx.temperature)
             return logits_NV, None, None, None
         if grad_N is None:
             grad_N = torch.zeros_like(sums_N)

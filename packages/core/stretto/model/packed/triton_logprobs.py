@@ -11,7 +11,7 @@ Axes: N row, V vocabulary, B token of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -133,20 +133,13 @@ def score(logits_NV: Tensor, chosen_N: Tensor, *, entropy: bool, temperature: fl
 
 
 def write_gradient(
-    logits_NV: Tensor,
-    chosen_N: Tensor,
-    sums_N: Tensor,
-    entropy_N: Tensor,
-    grad_N: Tensor | None,
-    grad_entropy_N: Tensor | None,
-    temperature: float,
+    scored: Sequence[Tensor], grad_N: Tensor | None, grad_entropy_N: Tensor | None, temperature: float
 ) -> None:
-    """Overwrite logits by their gradient. `sums` and `entropy`: results of `score`."""
-    rows, vocabulary = logits_NV.shape
+    """Overwrite logits by their gradient. `scored`: the logits, the chosen tokens, and of the results of `score` the
+    second and third."""
+    rows, vocabulary = scored[0].shape
     kinds = {"CHOSEN": grad_N is not None, "ENTROPY": grad_entropy_N is not None}
     flags = {"WARMED": temperature != 1.0, **kinds, "BLOCK": _BLOCK, "num_warps": _WARPS}
     given = [None if one is None else one.contiguous() for one in (grad_N, grad_entropy_N)]
-    _back[(rows, -(-vocabulary // _BLOCK))](
-        logits_NV, chosen_N, sums_N, entropy_N, *given, vocabulary, float(temperature), **flags
-    )
-    torch.autograd.graph.increment_version(logits_NV)
+    _back[(rows, -(-vocabulary // _BLOCK))](*scored, *given, vocabulary, float(temperature), **flags)
+    torch.autograd.graph.increment_version(scored[0])

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.model.packed.loops import Weights
+
 try:
     import triton
     import triton.language as tl
@@ -112,40 +114,45 @@ def _norm_back(
 @_kernel
 def _heads(
     x: tl.tensor,
-    weight: tl.tensor,
+    query_weight: tl.tensor,
+    key_weight: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     out: tl.tensor,
     eps: tl.tensor,
-    BEGIN: tl.constexpr,
     STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     NORMS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Program (t, b) norms and rotates a block of heads of token t, which begin at column `BEGIN` of rows of `STRIDE`
-    numbers. A head's lower and upper half are two tiles, since rotation pairs them."""
+    """Program (t, b) norms and rotates a block of heads of token t: of queries first, then of keys. A head's lower and
+    upper half are two tiles, since rotation pairs them."""
     HALF: tl.constexpr = WIDTH // 2
-    token = tl.program_id(0).to(tl.int64)
-    heads_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    BLOCKS: tl.constexpr = (QUERIES + BLOCK_H - 1) // BLOCK_H  # of queries
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    is_key = block >= BLOCKS
+    heads_H = tl.where(is_key, QUERIES + (block - BLOCKS) * BLOCK_H, block * BLOCK_H) + tl.arange(0, BLOCK_H)
     columns_D = tl.arange(0, BLOCK_D)
     half_D = columns_D < HALF
-    real_HD, inside_HD = (heads_H < HEADS)[:, None] & half_D[None, :], heads_H[:, None] * WIDTH + columns_D[None, :]
-    head = x + token * STRIDE + BEGIN + inside_HD
+    real_HD = (heads_H < tl.where(is_key, QUERIES + KEYS, QUERIES))[:, None] & half_D[None, :]
+    inside_HD = heads_H[:, None] * WIDTH + columns_D[None, :]
+    head = x + token * STRIDE + inside_HD
     low_HD = tl.load(head, mask=real_HD, other=0.0).to(tl.float32)
     high_HD = tl.load(head + HALF, mask=real_HD, other=0.0).to(tl.float32)
     if NORMS:
+        weight = tl.where(is_key, key_weight, query_weight) + columns_D
         share_H = tl.rsqrt(tl.sum(low_HD * low_HD + high_HD * high_HD, 1) / WIDTH + eps)
         low_HD *= share_H[:, None]
         high_HD *= share_H[:, None]
-        low_HD *= tl.load(weight + columns_D, mask=half_D, other=0.0)[None, :]
-        high_HD *= tl.load(weight + HALF + columns_D, mask=half_D, other=0.0)[None, :]
+        low_HD *= tl.load(weight, mask=half_D, other=0.0)[None, :]
+        high_HD *= tl.load(weight + HALF, mask=half_D, other=0.0)[None, :]
     angle = token * WIDTH + columns_D
     low_cos, high_cos = tl.load(cos + angle, mask=half_D), tl.load(cos + HALF + angle, mask=half_D)
     low_sin, high_sin = tl.load(sin + angle, mask=half_D), tl.load(sin + HALF + angle, mask=half_D)
-    turned = out + token * (HEADS * WIDTH) + inside_HD
+    turned = out + token * ((QUERIES + KEYS) * WIDTH) + inside_HD
     low_turned = low_HD * low_cos[None, :] - high_HD * low_sin[None, :]
     high_turned = high_HD * high_cos[None, :] + low_HD * high_sin[None, :]
     tl.store(turned, low_turned.to(out.dtype.element_ty), mask=real_HD)
@@ -155,58 +162,74 @@ def _heads(
 @_kernel
 def _heads_back(
     x: tl.tensor,
-    weight: tl.tensor,
+    query_weight: tl.tensor,
+    key_weight: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
-    gradient: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
     sums: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
     eps: tl.tensor,
-    BEGIN: tl.constexpr,
     STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     NORMS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
     """Program (p, b) writes the gradient of a block of heads, for some tokens, to `out`, which is laid out as x, and
-    its part of the weight's gradient to its row of `sums`."""
+    its part of the weight's gradient to its row of `sums`. Blocks are of queries, then of keys, then of values, whose
+    gradient is copied."""
     HALF: tl.constexpr = WIDTH // 2
-    heads_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    columns_D = tl.arange(0, BLOCK_D)
+    BLOCKS: tl.constexpr = (QUERIES + BLOCK_H - 1) // BLOCK_H  # of queries
+    OTHERS: tl.constexpr = (KEYS + BLOCK_H - 1) // BLOCK_H  # of keys, and of values
+    block = tl.program_id(1)
+    is_key, is_value = block >= BLOCKS, block >= BLOCKS + OTHERS
+    place = tl.where(is_value, block - BLOCKS - OTHERS, tl.where(is_key, block - BLOCKS, block))
+    first, count = tl.where(is_value, QUERIES + KEYS, tl.where(is_key, QUERIES, 0)), tl.where(is_key, KEYS, QUERIES)
+    gradient = tl.where(is_value, values, tl.where(is_key, keys, queries))
+    heads_H, columns_D = place * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     half_D = columns_D < HALF
-    real_HD, inside_HD = (heads_H < HEADS)[:, None] & half_D[None, :], heads_H[:, None] * WIDTH + columns_D[None, :]
+    real_HD, inside_HD = (heads_H < count)[:, None] & half_D[None, :], heads_H[:, None] * WIDTH + columns_D[None, :]
     low_sums, high_sums = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    if NORMS:
+        weight = tl.where(is_key, key_weight, query_weight) + columns_D
+        low_weight = tl.load(weight, mask=half_D, other=0.0)[None, :]
+        high_weight = tl.load(weight + HALF, mask=half_D, other=0.0)[None, :]
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         token = tl.cast(row, tl.int64)
-        angle = token * WIDTH + columns_D
-        low_cos, high_cos = tl.load(cos + angle, mask=half_D), tl.load(cos + HALF + angle, mask=half_D)
-        low_sin, high_sin = tl.load(sin + angle, mask=half_D), tl.load(sin + HALF + angle, mask=half_D)
-        turned = gradient + token * (HEADS * WIDTH) + inside_HD
-        low_turned = tl.load(turned, mask=real_HD, other=0.0).to(tl.float32)
-        high_turned = tl.load(turned + HALF, mask=real_HD, other=0.0).to(tl.float32)
-        low_back = low_turned * low_cos[None, :] + high_turned * high_sin[None, :]
-        high_back = high_turned * high_cos[None, :] - low_turned * low_sin[None, :]
-        at = token * STRIDE + BEGIN + inside_HD
-        if NORMS:
-            low_HD = tl.load(x + at, mask=real_HD, other=0.0).to(tl.float32)
-            high_HD = tl.load(x + at + HALF, mask=real_HD, other=0.0).to(tl.float32)
-            share_H1 = tl.rsqrt(tl.sum(low_HD * low_HD + high_HD * high_HD, 1) / WIDTH + eps)[:, None]
-            low_sums += low_back * (low_HD * share_H1)
-            high_sums += high_back * (high_HD * share_H1)
-            low_back *= tl.load(weight + columns_D, mask=half_D, other=0.0)[None, :]
-            high_back *= tl.load(weight + HALF + columns_D, mask=half_D, other=0.0)[None, :]
-            along_H1 = tl.sum(low_back * low_HD + high_back * high_HD, 1)[:, None] * share_H1 * share_H1 / WIDTH
-            low_back = share_H1 * (low_back - low_HD * along_H1)
-            high_back = share_H1 * (high_back - high_HD * along_H1)
+        turned = gradient + token * count * WIDTH + inside_HD
+        low_back = tl.load(turned, mask=real_HD, other=0.0).to(tl.float32)
+        high_back = tl.load(turned + HALF, mask=real_HD, other=0.0).to(tl.float32)
+        at = token * STRIDE + first * WIDTH + inside_HD
+        if not is_value:
+            angle = token * WIDTH + columns_D
+            low_cos, high_cos = tl.load(cos + angle, mask=half_D), tl.load(cos + HALF + angle, mask=half_D)
+            low_sin, high_sin = tl.load(sin + angle, mask=half_D), tl.load(sin + HALF + angle, mask=half_D)
+            low_turned, high_turned = low_back, high_back
+            low_back = low_turned * low_cos[None, :] + high_turned * high_sin[None, :]
+            high_back = high_turned * high_cos[None, :] - low_turned * low_sin[None, :]
+            if NORMS:
+                low_HD = tl.load(x + at, mask=real_HD, other=0.0).to(tl.float32)
+                high_HD = tl.load(x + at + HALF, mask=real_HD, other=0.0).to(tl.float32)
+                share_H1 = tl.rsqrt(tl.sum(low_HD * low_HD + high_HD * high_HD, 1) / WIDTH + eps)[:, None]
+                low_sums += low_back * (low_HD * share_H1)
+                high_sums += high_back * (high_HD * share_H1)
+                low_back *= low_weight
+                high_back *= high_weight
+                along_H1 = tl.sum(low_back * low_HD + high_back * high_HD, 1)[:, None] * share_H1 * share_H1 / WIDTH
+                low_back = share_H1 * (low_back - low_HD * along_H1)
+                high_back = share_H1 * (high_back - high_HD * along_H1)
         tl.store(out + at, low_back.to(out.dtype.element_ty), mask=real_HD)
         tl.store(out + at + HALF, high_back.to(out.dtype.element_ty), mask=real_HD)
     if NORMS:
-        own = sums + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * WIDTH + columns_D
-        tl.store(own, tl.sum(low_sums, 0), mask=half_D)
-        tl.store(own + HALF, tl.sum(high_sums, 0), mask=half_D)
+        own, mine_D = sums + (tl.program_id(0) * (BLOCKS + OTHERS) + block) * WIDTH + columns_D, half_D & ~is_value
+        tl.store(own, tl.sum(low_sums, 0), mask=mine_D)
+        tl.store(own + HALF, tl.sum(high_sums, 0), mask=mine_D)
 
 
 @_kernel
@@ -295,35 +318,41 @@ def norm_back(
 
 
 def heads(
-    x_TA: Tensor, begin: int, shape: tuple[int, int], weight_D: Tensor | None, eps: float, angles: tuple[Tensor, Tensor]
-) -> Tensor:
+    x_TA: Tensor, counts: tuple[int, int], weights_D: Weights, eps: float, angles: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     """`loops.heads` on a GPU."""
-    (rows, stride), (count, width) = x_TA.shape, shape
-    out, tile = x_TA.new_empty(rows, count, width), _tile(count, width)
-    sizes = {"BEGIN": begin, "STRIDE": stride, "HEADS": count, "WIDTH": width, "NORMS": weight_D is not None}
-    blocks = -(-count // tile["BLOCK_H"])
-    _heads[(rows, blocks)](x_TA, weight_D, *angles, out, eps, **sizes, **tile)
-    return out
+    (rows, stride), (queries, keys), width = x_TA.shape, counts, angles[0].shape[1]
+    out, tile = x_TA.new_empty(rows, queries + keys, width), _tile(max(counts), width)
+    sizes = {"STRIDE": stride, "QUERIES": queries, "KEYS": keys, "WIDTH": width, "NORMS": weights_D[0] is not None}
+    blocks = sum(-(-count // tile["BLOCK_H"]) for count in counts)
+    _heads[(rows, blocks)](x_TA, *weights_D, *angles, out, eps, **sizes, **tile)
+    return out[:, :queries], out[:, queries:]
 
 
 def heads_back(
     x_TA: Tensor,
-    begin: int,
-    weight_D: Tensor | None,
+    weights_D: Weights,
     eps: float,
     angles: tuple[Tensor, Tensor],
-    gradient_THD: Tensor,
-    out_TA: Tensor,
-) -> Tensor | None:
+    gradients_THD: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`loops.heads_back` on a GPU."""
-    (rows, count, width), stride = gradient_THD.shape, x_TA.shape[1]
-    tile, programs = _tile(count, width), min(rows, _PROGRAMS)
-    blocks = -(-count // tile["BLOCK_H"])
-    sizes = {"BEGIN": begin, "STRIDE": stride, "HEADS": count, "WIDTH": width, "NORMS": weight_D is not None}
-    sums = None if weight_D is None else angles[0].new_empty(programs * blocks, width)
-    tensors = (x_TA, weight_D, *angles, gradient_THD, sums, out_TA)
-    _heads_back[(programs, blocks)](*tensors, rows, eps, **sizes, **tile)
-    return None if sums is None else sums.sum(0)
+    (rows, queries, width), keys, out_TA = gradients_THD[0].shape, gradients_THD[1].shape[1], torch.empty_like(x_TA)
+    tile, programs = _tile(max(queries, keys), width), min(rows, _PROGRAMS)
+    normed, stride = weights_D[0] is not None, x_TA.shape[1]
+    sizes = {"STRIDE": stride, "QUERIES": queries, "KEYS": keys, "WIDTH": width, "NORMS": normed}
+    of_queries, of_keys = (-(-count // tile["BLOCK_H"]) for count in (queries, keys))
+    sums = angles[0].new_empty(programs, of_queries + of_keys, width) if normed else None
+    tensors = (x_TA, *weights_D, *angles, *gradients_THD, sums, out_TA)
+    _heads_back[(programs, of_queries + 2 * of_keys)](*tensors, rows, eps, **sizes, **tile)
+    if sums is None:
+        return out_TA, None, None
+    found = sums.sum(0)
+    return out_TA, _added(found[:of_queries]), _added(found[of_queries:])
+
+
+def _added(sums_BD: Tensor) -> Tensor:
+    return sums_BD[0] if len(sums_BD) == 1 else sums_BD.sum(0)
 
 
 def gate(both_T2I: Tensor) -> Tensor:
