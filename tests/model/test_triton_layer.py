@@ -17,6 +17,7 @@ from torch import Tensor
 from stretto.model.packed import layer, triton_logprobs, triton_loops
 from stretto.model.packed.layer import fuse_layers
 from stretto.model.packed.logprobs import PackedTokens, chosen_logprobs, pack_tokens
+from stretto.model.packed.triton_logprobs import head_logprobs
 from tests.model.families import Family
 from tests.model.test_layer import SHAPED, build, relative_error, step
 from tests.tolerances import LOGITS, assert_close, operations_of
@@ -135,3 +136,18 @@ def test_the_gradient_is_taken_once() -> None:
     logprobs.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logprobs.sum().backward()
+
+
+@pytest.mark.parametrize("most", [3, 8])
+@pytest.mark.parametrize("half", [False, True])
+def test_the_output_matrix_is_multiplied_in_chunks(most: int, half: bool) -> None:
+    chance = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(rows, 16, generator=chance).to(DEVICE).requires_grad_() for rows in (8, 50))
+    chosen = torch.arange(8).to(DEVICE)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=half):
+        found = head_logprobs(hidden, weight, chosen, entropy=True, temperature=0.8, most=most)
+        expected = distribution((hidden @ weight.t()).float() / 0.8, chosen)
+    dtype = torch.bfloat16 if half else torch.float32
+    assert_close(found, [one.detach() for one in expected], 50, size=30)
+    ours, theirs = (torch.autograd.grad(one[0].sum() + 2 * one[1].sum(), (hidden, weight)) for one in (found, expected))
+    assert_close(ours, theirs, 50, dtype=dtype)

@@ -278,7 +278,13 @@ def _all_logprobs(
     """Log-probabilities [N] and entropies [N] from hidden states, in chunks of at most `chunk_logits` logits (None:
     `CHUNK_LOGITS`). `multiply`: applies the output matrix `head`."""
     chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
-    rows = max(1, chunk_logits // cast(Tensor, head.weight).shape[0])
+    weight = cast(Tensor, head.weight)
+    rows = max(1, chunk_logits // weight.shape[0])
+    if not sampling.filtered and multiply is head and _is_matrix(head) and triton_logprobs.computes(hidden_NW):
+        found = triton_logprobs.head_logprobs(
+            hidden_NW, weight, targets_N, entropy=entropy, temperature=sampling.temperature, most=rows
+        )
+        return found[0], found[1] if entropy else None
     if len(targets_N) <= rows:
         return _head_logprobs(multiply, hidden_NW, targets_N, sampling, entropy)
     chunks = [
@@ -287,6 +293,12 @@ def _all_logprobs(
     ]
     logprobs, entropies = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+
+def _is_matrix(head: nn.Module) -> bool:
+    """Whether an output matrix is no more than a product with its weight."""
+    hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
+    return type(head) is nn.Linear and head.bias is None and type(head.weight) is nn.Parameter and not hooks
 
 
 def check_policy(model: PreTrainedModel) -> None:

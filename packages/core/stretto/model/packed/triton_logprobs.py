@@ -6,13 +6,16 @@
 Logits are read in their own dtype; all arithmetic is float32. Sums run over lanes of a block, from block to block, and
 are added up at the end. TRITON_INTERPRET=1 runs the kernels on the CPU.
 
-Axes: N row, V vocabulary, B token of a block.
+`head_logprobs` computes the logits too, in chunks of rows: the output matrix is cast once, the logits of a chunk are
+computed again in the backward pass, and the gradient of the matrix is summed over the chunks in float32.
+
+Axes: N row, V vocabulary, B token of a block, W width of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -143,3 +146,66 @@ def write_gradient(
     given = [None if one is None else one.contiguous() for one in (grad_N, grad_entropy_N)]
     _back[(rows, -(-vocabulary // _BLOCK))](*scored, *given, vocabulary, float(temperature), **flags)
     torch.autograd.graph.increment_version(scored[0])
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NW: Tensor, weight_VW: Tensor, chosen_N: Tensor, entropy: bool, temperature: float, most: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        device = hidden_NW.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VW.dtype
+        narrow, weight = hidden_NW.to(dtype), weight_VW.to(dtype)
+        chunks = list(zip(narrow.split(most), chosen_N.split(most), strict=True))
+        scores = []
+        for rows, chosen in chunks:
+            logits_NV = rows @ weight.t()
+            scores.append(score(logits_NV, chosen, entropy=entropy, temperature=temperature))
+        logprobs, sums, entropies = (torch.cat(parts) for parts in zip(*scores, strict=True))
+        kept = [logits_NV] if len(chunks) == 1 else []
+        ctx.save_for_backward(narrow, weight, chosen_N, sums, entropies, *kept)
+        ctx.temperature, ctx.most, ctx.dtypes = temperature, most, (hidden_NW.dtype, weight_VW.dtype)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        narrow, weight, *scored, sums, entropies = ctx.saved_tensors[:5]
+        kept = ctx.saved_tensors[5:]
+        of_hidden = torch.empty_like(narrow) if ctx.needs_input_grad[0] else None
+        of_weight: Tensor | None = None
+        for first in range(0, len(narrow), ctx.most):
+            part = slice(first, first + ctx.most)
+            rows = narrow[part]
+            logits = kept[0] if kept else rows @ weight.t()
+            given = (None if grad is None else grad[part] for grad in (grad_N, grad_entropy_N))
+            write_gradient((logits, scored[0][part], sums[part], entropies[part]), *given, ctx.temperature)
+            if of_hidden is not None:
+                torch.mm(logits, weight, out=of_hidden[part])
+            if ctx.needs_input_grad[1]:
+                of_weight = _plus_product(of_weight, logits.t(), rows)
+        hidden_dtype, weight_dtype = ctx.dtypes
+        return (
+            None if of_hidden is None else of_hidden.to(hidden_dtype),
+            None if of_weight is None else of_weight.to(weight_dtype),
+            *(None,) * 4,
+        )
+
+
+def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left · right in float32, in the place of `total` if there is one."""
+    if not left.is_cuda or left.dtype is torch.float32:
+        found = (left @ right).float()
+        return found if total is None else total.add_(found)
+    if total is None:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+def head_logprobs(
+    hidden_NW: Tensor, weight_VW: Tensor, chosen_N: Tensor, *, entropy: bool, temperature: float, most: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the chosen tokens, and with `entropy` the entropies (otherwise 0), from hidden states and
+    the output matrix; float32, differentiable. `most`: rows of logits in memory at once."""
+    applied = _Head.apply(hidden_NW, weight_VW, chosen_N, entropy, temperature, most)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor], applied)
