@@ -170,6 +170,7 @@ def _without_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(triton_logprobs, "computes", lambda logits: True)
     patch.setattr(optimizer, "fuse_layers", fuse)
     patch.setattr(triton_logprobs, "_plus_product", _in_place)
+    patch.setattr(logprobs, "_is_matrix", lambda head: True)
     for module in (triton_loops, triton_logprobs):
         for name in ("_norm", "_norm_back", "_heads", "_heads_back", "_gate", "_gate_back", "_score", "_back"):
             patch.setattr(module, name, Nothing(), raising=False)

@@ -165,7 +165,7 @@ class _After(torch.autograd.Function):
         kinds, loops = _stacked(attended.dtype, (output,), (asked, up), (down,)), _loops(x)
         middle, hidden = loops.norm_of_sum(x, layer.times(attended, kinds[0]), norm, layer.eps[2])
         both = layer.times(hidden, kinds[1])
-        result = loops.add(middle, layer.times(loops.gate(both), kinds[2]))
+        result: Tensor = loops.add(middle, layer.times(loops.gate(both), kinds[2]))
         halves = () if attended.dtype is torch.float32 else kinds
         ctx.save_for_backward(attended, output, norm, asked, up, down, middle, hidden, both, *halves)
         ctx.layer = layer

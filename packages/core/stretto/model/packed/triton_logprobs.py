@@ -158,32 +158,34 @@ class _Head(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VW.dtype
         narrow, weight = hidden_NW.to(dtype), weight_VW.to(dtype)
         chunks = list(zip(narrow.split(most), chosen_N.split(most), strict=True))
-        scores = []
+        scores, kept = [], list[Tensor]()
         for rows, chosen in chunks:
             logits_NV = rows @ weight.t()
+            kept += [logits_NV] if len(chunks) == 1 else []
             scores.append(score(logits_NV, chosen, entropy=entropy, temperature=temperature))
+            del logits_NV  # before the next chunk's
         logprobs, sums, entropies = (torch.cat(parts) for parts in zip(*scores, strict=True))
-        kept = [logits_NV] if len(chunks) == 1 else []
         ctx.save_for_backward(narrow, weight, chosen_N, sums, entropies, *kept)
         ctx.temperature, ctx.most, ctx.dtypes = temperature, most, (hidden_NW.dtype, weight_VW.dtype)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
-        narrow, weight, *scored, sums, entropies = ctx.saved_tensors[:5]
-        kept = ctx.saved_tensors[5:]
+        narrow, weight, chosen, sums, entropies, *kept = ctx.saved_tensors
         of_hidden = torch.empty_like(narrow) if ctx.needs_input_grad[0] else None
         of_weight: Tensor | None = None
         for first in range(0, len(narrow), ctx.most):
             part = slice(first, first + ctx.most)
             rows = narrow[part]
             logits = kept[0] if kept else rows @ weight.t()
-            given = (None if grad is None else grad[part] for grad in (grad_N, grad_entropy_N))
-            write_gradient((logits, scored[0][part], sums[part], entropies[part]), *given, ctx.temperature)
+            of_logprobs, of_entropies = (None if grad is None else grad[part] for grad in (grad_N, grad_entropy_N))
+            scored = (logits, chosen[part], sums[part], entropies[part])
+            write_gradient(scored, of_logprobs, of_entropies, ctx.temperature)
             if of_hidden is not None:
                 torch.mm(logits, weight, out=of_hidden[part])
             if ctx.needs_input_grad[1]:
                 of_weight = _plus_product(of_weight, logits.t(), rows)
+            del logits, scored
         hidden_dtype, weight_dtype = ctx.dtypes
         return (
             None if of_hidden is None else of_hidden.to(hidden_dtype),

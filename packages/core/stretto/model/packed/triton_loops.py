@@ -160,6 +160,16 @@ def _heads(
 
 
 @_kernel
+def _turned_back(
+    low_HD: tl.tensor, high_HD: tl.tensor, cos: tl.tensor, sin: tl.tensor, half_D: tl.tensor, HALF: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Rotate the gradients of a head's halves back."""
+    low_cos, high_cos = tl.load(cos, mask=half_D)[None, :], tl.load(cos + HALF, mask=half_D)[None, :]
+    low_sin, high_sin = tl.load(sin, mask=half_D)[None, :], tl.load(sin + HALF, mask=half_D)[None, :]
+    return low_HD * low_cos + high_HD * high_sin, high_HD * high_cos - low_HD * low_sin
+
+
+@_kernel
 def _heads_back(
     x: tl.tensor,
     query_weight: tl.tensor,
@@ -181,9 +191,8 @@ def _heads_back(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Program (p, b) writes the gradient of a block of heads, for some tokens, to `out`, which is laid out as x, and
-    its part of the weight's gradient to its row of `sums`. Blocks are of queries, then of keys, then of values, whose
-    gradient is copied."""
+    """Program (p, b) writes the gradient of a block of heads (queries, then keys, then values) of some tokens to `out`,
+    which is laid out as x, and its part of the weight's gradient to its row of `sums`. That of values is copied."""
     HALF: tl.constexpr = WIDTH // 2
     BLOCKS: tl.constexpr = (QUERIES + BLOCK_H - 1) // BLOCK_H  # of queries
     OTHERS: tl.constexpr = (KEYS + BLOCK_H - 1) // BLOCK_H  # of keys, and of values
@@ -196,10 +205,6 @@ def _heads_back(
     half_D = columns_D < HALF
     real_HD, inside_HD = (heads_H < count)[:, None] & half_D[None, :], heads_H[:, None] * WIDTH + columns_D[None, :]
     low_sums, high_sums = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-    if NORMS:
-        weight = tl.where(is_key, key_weight, query_weight) + columns_D
-        low_weight = tl.load(weight, mask=half_D, other=0.0)[None, :]
-        high_weight = tl.load(weight + HALF, mask=half_D, other=0.0)[None, :]
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         token = tl.cast(row, tl.int64)
         turned = gradient + token * count * WIDTH + inside_HD
@@ -208,19 +213,16 @@ def _heads_back(
         at = token * STRIDE + first * WIDTH + inside_HD
         if not is_value:
             angle = token * WIDTH + columns_D
-            low_cos, high_cos = tl.load(cos + angle, mask=half_D), tl.load(cos + HALF + angle, mask=half_D)
-            low_sin, high_sin = tl.load(sin + angle, mask=half_D), tl.load(sin + HALF + angle, mask=half_D)
-            low_turned, high_turned = low_back, high_back
-            low_back = low_turned * low_cos[None, :] + high_turned * high_sin[None, :]
-            high_back = high_turned * high_cos[None, :] - low_turned * low_sin[None, :]
+            low_back, high_back = _turned_back(low_back, high_back, cos + angle, sin + angle, half_D, HALF)
             if NORMS:
                 low_HD = tl.load(x + at, mask=real_HD, other=0.0).to(tl.float32)
                 high_HD = tl.load(x + at + HALF, mask=real_HD, other=0.0).to(tl.float32)
                 share_H1 = tl.rsqrt(tl.sum(low_HD * low_HD + high_HD * high_HD, 1) / WIDTH + eps)[:, None]
                 low_sums += low_back * (low_HD * share_H1)
                 high_sums += high_back * (high_HD * share_H1)
-                low_back *= low_weight
-                high_back *= high_weight
+                weight = tl.where(is_key, key_weight, query_weight) + columns_D
+                low_back *= tl.load(weight, mask=half_D, other=0.0)[None, :]
+                high_back *= tl.load(weight + HALF, mask=half_D, other=0.0)[None, :]
                 along_H1 = tl.sum(low_back * low_HD + high_back * high_HD, 1)[:, None] * share_H1 * share_H1 / WIDTH
                 low_back = share_H1 * (low_back - low_HD * along_H1)
                 high_back = share_H1 * (high_back - high_HD * along_H1)
