@@ -195,13 +195,14 @@ class _Head(torch.autograd.Function):
 
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left · right in float32, in the place of `total` if there is one."""
-    if not left.is_cuda or left.dtype is torch.float32:
-        found = (left @ right).float()
-        return found if total is None else total.add_(found)
-    if total is None:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    """total + left · right, in float32 for half precision, and in the place of `total` if there is one."""
+    half = left.dtype in (torch.bfloat16, torch.float16)
+    if half and left.is_cuda:  # the product itself is not rounded to half precision
+        if total is None:
+            return torch.mm(left, right, out_dtype=torch.float32)
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    found = (left @ right).float() if half else left @ right
+    return found if total is None else total.add_(found)
 
 
 def head_logprobs(
