@@ -64,7 +64,7 @@ print(json.dumps([steps, [name for name in others if importlib.util.find_spec(f"
 
 @pytest.fixture(scope="module")
 def core_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that has core, kernels, verify, what others have made, and no more of stretto."""
+    """The interpreter of an environment that has core, kernels, verify and third parties, and no more of stretto."""
     folder = tmp_path_factory.mktemp("core-alone")
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")

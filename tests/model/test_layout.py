@@ -29,7 +29,7 @@ def test_padding_repeats_the_last_token_and_boundaries_are_cumulative() -> None:
     packing = pack([4, 3])
     assert packing.buckets == ((2, 4),)
     assert packing.token_of_cell.tolist() == [0, 1, 2, 3, 4, 5, 6, 6]
-    assert packing.boundaries().tolist() == [0, 4, 7]
+    assert packing.boundaries.tolist() == [0, 4, 7]
     assert not packing.shares_prefixes
 
 

@@ -22,6 +22,9 @@ from torch import Tensor
 from stretto_kernels.compiled import AVAILABLE, F, U, compiled, exp, floats, halved, halves, inlined, widened
 from stretto_kernels.fused import inverse_norm, rotate_head
 
+#: Weights of the norms of queries and of keys.
+Weights = tuple[Tensor | None, Tensor | None]
+
 #: Numbers of a share at least; a thread's start takes as long as some ten thousand of them.
 _SHARE = 1 << 17
 
@@ -258,47 +261,59 @@ def add(x_TN: Tensor, added_TN: Tensor) -> Tensor:
 
 
 def norm_back(
-    x_TN: Tensor, weight_N: Tensor, eps: float, gradient_TN: Tensor, beside_TN: Tensor | None = None
+    x_TN: Tensor,
+    weight_N: Tensor,
+    eps: float,
+    gradient_TN: Tensor,
+    beside_TN: Tensor | None = None,
+    *,
+    copied: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of x in the dtype of computation, and of the weight, from the gradient of x's norm. `beside_TN`:
-    another gradient of x, which is added; None: none."""
+    """Gradients of x, of x in the dtype of computation (if `copied`), and of the weight, from the gradient of x's norm.
+    `beside_TN`: another gradient of x, which is added; None: none."""
     (rows, width), half, out = x_TN.shape, is_half(gradient_TN), torch.empty_like(x_TN)
     parts = parts_of(rows, width)
     sums = x_TN.new_zeros(parts, width)
-    copy = torch.empty_like(gradient_TN) if half and beside_TN is not None else None
+    copy = torch.empty_like(gradient_TN) if half and copied else None
     tensors = (x_TN, weight_N, gradient_TN, beside_TN, sums, out, copy)
     over(_norm_back, rows, parts, *tensors, width, F(eps), half)
     return out, out if copy is None else copy, sums.sum(0)
 
 
 def heads(
-    x_TA: Tensor, begin: int, shape: tuple[int, int], weight_D: Tensor | None, eps: float, angles: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Rotate heads, after an RMS norm unless `weight_D` is None. The heads start at column `begin` of `x`. `shape`:
-    their number and width. `angles`: cosines and sines [T, D]. Returns [T, heads, D]."""
-    (rows, stride), (count, width) = x_TA.shape, shape
-    out = x_TA.new_empty(rows, count, width)
-    parts, sizes = parts_of(rows, count * width), (count, width, F(eps), is_half(x_TA))
-    over(_heads, rows, parts, x_TA, begin, stride, weight_D, *angles, out, *sizes)
-    return out
+    x_TA: Tensor, counts: tuple[int, int], weights_D: Weights, eps: float, angles: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Rotate the heads of queries and of keys, which lie side by side in `x`, after an RMS norm unless its weight is
+    None. `counts`: their numbers. `angles`: cosines and sines [T, D]. Returns [T, heads, D] of both."""
+    (rows, stride), width = x_TA.shape, angles[0].shape[1]
+    outs, begin = [x_TA.new_empty(rows, count, width) for count in counts], 0
+    for out, count, weight_D in zip(outs, counts, weights_D, strict=True):
+        parts, sizes = parts_of(rows, count * width), (count, width, F(eps), is_half(x_TA))
+        over(_heads, rows, parts, x_TA, begin, stride, weight_D, *angles, out, *sizes)
+        begin += count * width
+    return outs[0], outs[1]
 
 
 def heads_back(
     x_TA: Tensor,
-    begin: int,
-    weight_D: Tensor | None,
+    weights_D: Weights,
     eps: float,
     angles: tuple[Tensor, Tensor],
-    gradient_THD: Tensor,
-    out_TA: Tensor,
-) -> Tensor | None:
-    """Write the gradient of the columns of `x` that `heads` has read to the same columns of `out`; returns the gradient
-    of the weight [D], None without a weight."""
-    (rows, count, width), stride = gradient_THD.shape, x_TA.shape[1]
-    parts, sizes = parts_of(rows, count * width), (count, width, F(eps), is_half(x_TA))
-    sums = angles[0].new_zeros(parts, width)
-    over(_heads_back, rows, parts, x_TA, begin, stride, weight_D, *angles, gradient_THD, sums, out_TA, *sizes)
-    return None if weight_D is None else sums.sum(0)
+    gradients_THD: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradient of `x`, from those of the queries and keys of `heads` and of the values beside them; and those of the
+    weights [D], None without a weight."""
+    stride, width = x_TA.shape[1], angles[0].shape[1]
+    out_TA, begin, of_weights = torch.empty_like(x_TA), 0, list[Tensor | None]()
+    for gradient_THD, weight_D in zip(gradients_THD, weights_D, strict=False):
+        rows, count, _ = gradient_THD.shape
+        parts, sizes = parts_of(rows, count * width), (count, width, F(eps), is_half(x_TA))
+        sums = angles[0].new_zeros(parts, width)
+        over(_heads_back, rows, parts, x_TA, begin, stride, weight_D, *angles, gradient_THD, sums, out_TA, *sizes)
+        of_weights.append(None if weight_D is None else sums.sum(0))
+        begin += count * width
+    out_TA[:, begin:].copy_(gradients_THD[2].flatten(1))
+    return out_TA, of_weights[0], of_weights[1]
 
 
 def gate(both_T2I: Tensor) -> Tensor:

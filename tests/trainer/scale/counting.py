@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from stretto.model.hf.filling import own
-from stretto.model.packed import attention, logprobs
+from stretto.model.hf.layers import decoder_layers
+from stretto.model.packed import attention, layer, logprobs, triton_logprobs, triton_loops
 from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.trainer import optimizer
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import TrainerConfig
@@ -137,12 +140,40 @@ def ranks_without_machines(count: int, config: TrainerConfig, *, gpu: bool = Tru
         with pytest.MonkeyPatch.context() as patch:
             if gpu:
                 patch.setattr(attention, "bucketed", attention._flash)
+                _without_kernels(patch)
             patch.setattr(DeviceMesh, "__init__", _with_numbers(DeviceMesh.__init__))
             for sizes in (logprobs.CHUNK_LOGITS, logprobs._BLOCK) if gpu else ():
                 patch.setitem(sizes, "cpu", sizes["cuda"])
             yield ShardedRanks("cpu", config, "fake") if count > 1 else ALONE
     finally:
         distributed.destroy_process_group()
+
+
+def _in_place(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    return torch.empty(left.shape[0], right.shape[1]) if total is None else total
+
+
+def _without_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Fuse layers as on a GPU, with kernels that do nothing: what is counted is what they are given to write to."""
+
+    class Nothing:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *arguments, **named: None
+
+    def fuse(model: PreTrainedModel) -> None:
+        for module in decoder_layers(model):
+            if (found := layer._layer_of(module)) is not None:
+                module.forward = partial(layer._forward, module, found, module.forward)
+
+    patch.setattr(layer, "bucketed", attention._flash)
+    patch.setattr(layer, "_loops", lambda tensor: triton_loops)
+    patch.setattr(triton_logprobs, "computes", lambda logits: True)
+    patch.setattr(optimizer, "fuse_layers", fuse)
+    patch.setattr(triton_logprobs, "_plus_product", _in_place)
+    patch.setattr(logprobs, "_is_matrix", lambda head: True)
+    for module in (triton_loops, triton_logprobs):
+        for name in ("_norm", "_norm_back", "_heads", "_heads_back", "_gate", "_gate_back", "_score", "_back"):
+            patch.setattr(module, name, Nothing(), raising=False)
 
 
 def _with_numbers(function: Callable[..., None]) -> Callable[..., None]:

@@ -61,7 +61,7 @@ def shape_of(config: Qwen3Config) -> ModelShape:
         parameters = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     name = next(name for name, (width, *_) in SHAPES.items() if width == config.hidden_size)
     width, _, heads, kv_heads, tied = SHAPES[name]
-    return ModelShape(parameters, config.num_hidden_layers, width, heads, kv_heads, 128, 151_936, tied)
+    return ModelShape(parameters, config.num_hidden_layers, width, heads, kv_heads, 128, 151_936, tied, plain=True)
 
 
 def settings(ranks: int, more: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,7 @@ class Packing:
     def shares_prefixes(self) -> bool:
         return len(self.shared_tokens) > 0
 
+    @cached_property
     def boundaries(self) -> Tensor:
         """Cumulative lengths of the sequences, [S + 1] int32, for flash attention. Only valid without shared
         prefixes."""

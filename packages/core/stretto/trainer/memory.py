@@ -32,7 +32,6 @@ from stretto.trainer.config import TrainerConfig
 
 _MASTER = 4  # bytes of a weight, a gradient, a moment
 _CHUNK_LOGITS = 1 << 28  # logits that `model.packed.logprobs` computes at a time on a GPU
-_BLOCK_LOGITS = 1 << 26  # logits that `model.packed.logprobs` holds in float32 at a time
 #: Bytes of a communicator of NCCL: for each of its 32 channels at most the buffers of its three protocols, 4 MiB, 4.7
 #: MiB and 0.5 MiB (NCCL_BUFFSIZE, NCCL_LL128_BUFFSIZE, NCCL_LL_BUFFSIZE).
 _COMMUNICATOR = 32 * ((4 << 20) + 4_915_200 + (1 << 19))
@@ -201,6 +200,11 @@ class _Step:
         return self.ranks == 1 and self.item < _MASTER
 
     @property
+    def fused(self) -> bool:
+        """Whether a single rank computes its layers by `model.packed.layer`."""
+        return self.ranks == 1 and self.trains_all and self.shape.plain
+
+    @property
     def stream(self) -> int:
         """Bytes of the hidden states between two layers."""
         return self.tokens * self.shape.hidden_size * (_MASTER if self.autocast else self.item)
@@ -216,9 +220,12 @@ class _Step:
     def layer(self) -> int:
         """Bytes of activations that one layer keeps for its backward pass: the inputs of two norms in float32 and their
         results; queries, keys and values before and after norms and rotation; the attention's result; four tensors of
-        the MLP."""
+        the MLP, of which a fused layer keeps two."""
         shape = self.shape
         w, (q, k, inner) = shape.hidden_size, map(self.own, (shape.width, shape.kv_width, shape.inner))
+        if self.fused:
+            results = 2 * w + 3 * (q + k) + 2 * inner
+            return self.tokens * (self.item * results + 4 * 2 * w + 4 * shape.heads)
         results = 2 * w + 2 * (q + k) + 4 * inner
         results += 2 * w + q + k if self.trains_all else 0  # for the gradients of the norms
         results += 6 * w if self.autocast else 0  # as counted
@@ -232,14 +239,21 @@ class _Step:
         checkpointed = self.config.activation_checkpointing
         kept = shape.layers * (stream if checkpointed else self.layer())
         again = self.layer() if checkpointed else 0
-        backward = 2 * tokens * self.own(shape.inner) * self.item + stream
+        backward = self._backward()
         moving = self._moving(self.own(shape.body) // shape.layers)
         at_a_layer = (kept + backward, again, moving + self._ends(at_head=False))
         chunk = min(tokens * shape.vocab_size, _CHUNK_LOGITS) * self.item
         norm = tokens * shape.hidden_size * (4 + 2 * self.item) + 2 * stream
-        logits = max(chunk + 3 * 4 * min(tokens * shape.vocab_size, _BLOCK_LOGITS) - self._head_gradient(2), 0)
-        at_head = (kept + norm + logits, 0, self._ends(at_head=True) + self._unreduced())
+        copies = moving if self.fused else self._unreduced()
+        at_head = (kept + norm + chunk, 0, self._ends(at_head=True) + copies)
         return max(at_a_layer, at_head, key=sum)
+
+    def _backward(self) -> int:
+        """Bytes of gradients in the backward pass of a layer: of the MLP's tensors and of the stream."""
+        shape, item = self.shape, self.item
+        if not self.fused:
+            return 2 * self.tokens * self.own(shape.inner) * item + self.stream
+        return self.tokens * (item * (3 * shape.inner + shape.width + 3 * shape.hidden_size) + 8 * shape.hidden_size)
 
     def _moving(self, layer: int) -> int:
         """Bytes of the gathered weights of two layers and of gradients in transit. `layer`: weights of one layer. A
@@ -259,9 +273,12 @@ class _Step:
 
     def _ends(self, *, at_head: bool) -> int:
         """Bytes of the output matrix. `at_head`: while it is computed, it is gathered, with its gradient. Later only
-        its gradient is in transit to other ranks; a tied matrix stays gathered, with its gradient."""
+        its gradient is in transit to other ranks; a tied matrix stays gathered, with its gradient. On a single rank the
+        gradient of a tied matrix waits, in float32, for that of the embedding."""
+        if self.ranks == 1 and at_head:
+            return (self.shape.embedding * self.item if self.item < _MASTER else 0) + self._head_gradient(2)
         if self.ranks == 1:
-            return self._head_gradient(2) if at_head else 0
+            return _MASTER * self.shape.embedding if self.shape.tied and self.trains_all else 0
         if at_head:
             return self.shape.embedding * self.item + self._head_gradient(3)
         if self.shape.tied:

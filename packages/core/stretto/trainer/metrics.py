@@ -127,6 +127,9 @@ class Meter:
         )
 
     def _totals(self, ranks: Ranks) -> dict[str, float]:
-        own = [float(torch.stack(values).sum()) if values else 0.0 for values in self._sums.values()]
+        # Read from the device once: each read waits for all that was launched.
+        sums = {name: torch.stack(values).sum().double() for name, values in self._sums.items() if values}
+        found = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+        own = [found.get(name, 0.0) for name in self._sums]
         totals = ranks.all_reduce(torch.tensor(own, dtype=torch.float64))
         return dict(zip(self._sums, totals.tolist(), strict=True))

@@ -11,10 +11,12 @@ from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.inspection import ModelFolder
 
 BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class ModelShape(Record, frozen=True):
-    """Dimensions of a decoder-only transformer. `parameters` counts tied embeddings once.
+    """Dimensions of a decoder-only transformer. `parameters` counts tied embeddings once. `plain`: its layers have
+    Llama's shape (`model.packed.layer`).
 
     Example: Qwen2.5-7B is ``ModelShape(7_615_616_512, 28, 3584, 28, 4, 128, 152_064, tied=False)``.
     """
@@ -27,6 +29,7 @@ class ModelShape(Record, frozen=True):
     head_dim: int
     vocab_size: int
     tied: bool
+    plain: bool = False
 
     @property
     def embedding(self) -> int:
@@ -73,4 +76,5 @@ def shape_of_model(facts: ModelFolder) -> ModelShape:
         head_dim=facts.head_dim,
         vocab_size=facts.vocab_size,
         tied=bool(text.tie_word_embeddings),
+        plain=text.model_type in _PLAIN,
     )

@@ -9,13 +9,11 @@ Axes: T packed token, C cell, B row of a bucket, L length of a bucket, H query h
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -27,9 +25,6 @@ from stretto_kernels.rule import Rule
 
 #: Name of the packed path in transformers (``config._attn_implementation``).
 PACKED_ATTENTION = "stretto_packed"
-
-#: Older versions of torch need as many key/value heads as query heads.
-_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 #: Lengths of buckets, and least number of rows, for which attention is faster as two matmuls.
 LENGTHS_BY_PRODUCTS = range(16, 65)
@@ -206,26 +201,24 @@ def bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Pac
 
 def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
     """Flash attention over the packed row without padding, [T, H, D]. Only for CUDA and half precision."""
-    boundaries = packing.boundaries()
-    shared = query_THD.shape[1] // key_TKD.shape[1]  # query heads of a key/value head
-    if shared > 1 and not _SHARES_HEADS:
-        key_TKD, value_TKD = (x.repeat_interleave(shared, dim=1) for x in (key_TKD, value_TKD))
-    grouped: dict[str, Any] = {"enable_gqa": shared > 1} if _SHARES_HEADS else {}
-    return cast(
-        Tensor,
-        varlen.varlen_attn(
-            query_THD,
-            key_TKD,
-            value_TKD,
-            boundaries,
-            boundaries,
-            packing.longest,
-            packing.longest,
-            scale=rule.scaling,
-            window_size=(-1 if rule.window is None else rule.window - 1, 0),
-            **grouped,
-        ),
-    )
+    boundaries, window = packing.boundaries, rule.window
+    # What `torch.nn.attention.varlen` calls; its own layer takes longer than the forward pass of short sequences.
+    attended: Tensor = torch.ops.aten._flash_attention_forward(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        boundaries,
+        boundaries,
+        packing.longest,
+        packing.longest,
+        0.0,  # dropout
+        window is None,  # causal; with a window its right end is the query's token
+        False,
+        scale=rule.scaling,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
+    )[0]
+    return attended
 
 
 def packed_attention(
@@ -258,9 +251,14 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, r
     """Causal attention within each sequence of a packed row. `query`: [1, H, T, D], `key` and `value`: [1, K, T, D];
     returns [1, T, H, D]."""
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    return attend_tokens(query_THD, key_TKD, value_TKD, packing, rule)[None]
+
+
+def attend_tokens(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
+    """`attend_packed` of tensors of one dtype that lie token by token, [T, H, D]."""
     plain = rule.dropout == 0.0 and rule.softcap is None and not packing.shares_prefixes
-    flash = plain and value.is_cuda and value.dtype in _HALF and _flash_takes(value.shape[-1])
-    return (_flash if flash else bucketed)(query_THD, key_TKD, value_TKD, packing, rule)[None]
+    flash = plain and value_TKD.is_cuda and value_TKD.dtype in _HALF and _flash_takes(value_TKD.shape[-1])
+    return (_flash if flash else bucketed)(query_THD, key_TKD, value_TKD, packing, rule)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Decoder layers of a training step on the CPU, in two parts with gradients of their own.
+"""Decoder layers of a training step, in two parts with gradients of their own.
 
     x ─► norm ─► q, k, v in one product ─► norm and rotate heads ─► attention ─┐
     │                                                                          ▼
@@ -9,16 +9,18 @@
 
 `fuse_layers` gives this forward to the layers of Llama's shape (Llama, Mistral, Qwen), if it agrees with their own on
 made-up numbers. Parameters and modules stay the same. The residual stream is float32; under autocast the rest is
-bfloat16, with sums in float32. All operations between products are loops (`stretto_kernels.layer_loops`).
+bfloat16, with sums in float32. All operations between products are loops on the CPU (`stretto_kernels.layer_loops`), and kernels of
+the same names on a GPU (`packed.triton_loops`).
 
 Axes: T token, N width of the model, A all heads of a row, H head, D width of a head, I width of the gate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -30,7 +32,8 @@ from stretto.model.attention_support import check_attention
 from stretto.model.hf.layers import decoder_layers
 from stretto.model.kernels.matmul import OneDnnLinear, product
 from stretto.model.layout import pack
-from stretto.model.packed.attention import bucketed
+from stretto.model.packed import triton_loops
+from stretto.model.packed.attention import attend_tokens, bucketed
 from stretto.model.packed.short import LONGEST, short_attention
 from stretto_kernels import layer_loops as loops
 from stretto_kernels.compiled import computes
@@ -50,14 +53,19 @@ class _Layer:
     fewest: int | None  # number of tokens from which oneDNN multiplies float32; None: never
     parts: tuple[tuple[nn.Module, str, nn.Module], ...]  # owner, name and module of each part
 
-    def times(self, x: Tensor, weight: Tensor) -> Tensor:
-        return product(x, weight) if self._by_onednn(x) else x @ weight.t()
+    def times(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is not None and x.is_cuda:
+            return torch.addmm(bias, x, weight.t())
+        found = product(x, weight) if self._by_onednn(x) else x @ weight.t()
+        return found if bias is None else found.add_(bias)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         return product(gradient, weight.t().contiguous()) if self._by_onednn(gradient) else gradient @ weight
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         """gradientᵀ · x in float32. oneDNN is faster in float32 if the wider operand is on the right."""
+        if x.is_cuda and x.dtype is not torch.float32:
+            return torch.mm(gradient.t(), x, out_dtype=torch.float32)
         if not self._by_onednn(x):
             return (gradient.t() @ x).float()
         if gradient.shape[1] <= x.shape[1]:
@@ -68,22 +76,33 @@ class _Layer:
         return self.fewest is not None and rows.dtype is torch.float32 and len(rows) >= self.fewest
 
 
-def _stacked(dtype: torch.dtype, *weights: Tensor) -> Tensor:
-    """Weights one below the other, in the dtype of computation."""
-    if len(weights) == 1:
-        return weights[0].to(dtype)
-    stack = weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1], dtype=dtype)
-    for part, weight in zip(stack.split([len(one) for one in weights]), weights, strict=True):
-        part.copy_(weight)
-    return stack
+def _stacked(dtype: torch.dtype, *groups: Sequence[Tensor]) -> list[Tensor]:
+    """The weights of each group one below the other, in the dtype of computation."""
+    stacks, parts, weights = list[Tensor](), list[Tensor](), list[Tensor]()
+    for group in groups:
+        if len(group) == 1 and group[0].dtype is dtype:
+            stacks.append(group[0])
+            continue
+        stacks.append(group[0].new_empty(sum(map(len, group)), group[0].shape[1], dtype=dtype))
+        parts += stacks[-1].split([len(one) for one in group])
+        weights += group
+    if parts:
+        torch._foreach_copy_(parts, weights)
+    return stacks
 
 
-def _computed() -> torch.dtype:
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+def _computed(device: str) -> torch.dtype:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+
+
+def _loops(tensor: Tensor) -> ModuleType:
+    """The operations between products, for the device of a tensor."""
+    return triton_loops if tensor.is_cuda else loops
 
 
 class _Before(torch.autograd.Function):
-    """From the residual stream to queries, keys and values, [T, H, D]."""
+    """From the residual stream to queries, keys and values, [T, H, D]; and the stream itself for the second part, whose
+    gradient then comes here, and is added on the way."""
 
     @staticmethod
     def forward(
@@ -100,36 +119,33 @@ class _Before(torch.autograd.Function):
         key_norm: Tensor | None,
         angles: tuple[Tensor, Tensor],
         layer: _Layer,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        width, (queries, keys) = layer.width, (layer.heads, layer.kv_heads)
-        weights = _stacked(_computed(), query, key, value)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        width, (queries, keys), loops = layer.width, (layer.heads, layer.kv_heads), _loops(x)
+        (weights,), bias = _stacked(_computed(x.device.type), (query, key, value)), None
         hidden = loops.norm(x, norm, layer.eps[0], weights.dtype)
-        columns = layer.times(hidden, weights)
         if query_bias is not None and key_bias is not None and value_bias is not None:
-            columns += torch.cat((query_bias, key_bias, value_bias)).to(columns.dtype)
-        first = loops.heads(columns, 0, (queries, width), query_norm, layer.eps[1], angles)
-        second = loops.heads(columns, queries * width, (keys, width), key_norm, layer.eps[1], angles)
+            bias = torch.cat((query_bias, key_bias, value_bias)).to(weights.dtype)
+        columns = layer.times(hidden, weights, bias)
+        first, second = loops.heads(columns, (queries, keys), (query_norm, key_norm), layer.eps[1], angles)
         half = None if weights.dtype is torch.float32 else weights
         ctx.save_for_backward(x, norm, query, key, value, query_norm, key_norm, hidden, columns, half)
         ctx.angles, ctx.layer = angles, layer
-        return first, second, columns[:, (queries + keys) * width :].unflatten(1, (keys, width))
+        return first, second, columns[:, (queries + keys) * width :].unflatten(1, (keys, width)), x
 
     @staticmethod
-    def backward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, beside: Tensor) -> tuple[Any, ...]:
         x, norm, query, key, value, query_norm, key_norm, hidden, columns, half = ctx.saved_tensors
-        layer, angles, eps = ctx.layer, ctx.angles, ctx.layer.eps[1]
-        weights = _stacked(torch.float32, query, key, value) if half is None else half
-        gradient, at = torch.empty_like(columns), queries[0].numel()
-        first = loops.heads_back(columns, 0, query_norm, eps, angles, queries.contiguous(), gradient)
-        second = loops.heads_back(columns, at, key_norm, eps, angles, keys.contiguous(), gradient)
-        gradient[:, at + keys[0].numel() :].copy_(values.flatten(1))
+        layer, angles, eps, loops = ctx.layer, ctx.angles, ctx.layer.eps[1], _loops(x)
+        weights = _stacked(torch.float32, (query, key, value))[0] if half is None else half
+        given = (queries.contiguous(), keys.contiguous(), values.contiguous())
+        gradient, first, second = loops.heads_back(columns, (query_norm, key_norm), eps, angles, given)
         matrices = biases = (None,) * 3
         sizes = [len(query), len(key), len(value)]
         if any(ctx.needs_input_grad[2:5]):
             matrices = layer.weight_gradient(gradient, hidden).split(sizes)
         if any(ctx.needs_input_grad[5:8]):
             biases = gradient.sum(0, dtype=torch.float32).split(sizes)
-        back, _, own = loops.norm_back(x, norm, layer.eps[0], layer.input_gradient(gradient, weights))
+        back, _, own = loops.norm_back(x, norm, layer.eps[0], layer.input_gradient(gradient, weights), beside)
         return back, own, *matrices, *biases, first, second, None, None
 
 
@@ -148,10 +164,10 @@ class _After(torch.autograd.Function):
         down: Tensor,
         layer: _Layer,
     ) -> Tensor:
-        kinds = [_stacked(attended.dtype, *each) for each in ((output,), (asked, up), (down,))]
+        kinds, loops = _stacked(attended.dtype, (output,), (asked, up), (down,)), _loops(x)
         middle, hidden = loops.norm_of_sum(x, layer.times(attended, kinds[0]), norm, layer.eps[2])
         both = layer.times(hidden, kinds[1])
-        result = loops.add(middle, layer.times(loops.gate(both), kinds[2]))
+        result: Tensor = loops.add(middle, layer.times(loops.gate(both), kinds[2]))
         halves = () if attended.dtype is torch.float32 else kinds
         ctx.save_for_backward(attended, output, norm, asked, up, down, middle, hidden, both, *halves)
         ctx.layer = layer
@@ -160,13 +176,13 @@ class _After(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         attended, output, norm, asked, up, down, middle, hidden, both, *halves = ctx.saved_tensors
-        layer: _Layer = ctx.layer
-        kinds = halves or [output, _stacked(torch.float32, asked, up), down]
+        layer, loops = cast(_Layer, ctx.layer), _loops(middle)
+        kinds = halves or _stacked(torch.float32, (output,), (asked, up), (down,))
         gradient = gradient.contiguous()
         narrow = gradient.to(attended.dtype)
         gated, backs = loops.gate_back(both, layer.input_gradient(narrow, kinds[2]))
         of_hidden = layer.input_gradient(backs, kinds[1])
-        back, narrow_back, own = loops.norm_back(middle, norm, layer.eps[2], of_hidden, gradient)
+        back, narrow_back, own = loops.norm_back(middle, norm, layer.eps[2], of_hidden, gradient, copied=True)
         pairs = ((narrow_back, attended), (backs, hidden), (narrow, gated))
         needed = (ctx.needs_input_grad[2], any(ctx.needs_input_grad[4:6]), ctx.needs_input_grad[6])
         of_output, of_both, of_down = (
@@ -187,7 +203,7 @@ def _forward(
     if _changed(layer):
         return own(hidden_states, *others, **given)
     attention, mlp, x = module.self_attn, module.mlp, hidden_states.flatten(0, 1).contiguous()
-    query, key, value = _Before.apply(  # type: ignore[no-untyped-call]
+    query, key, value, stream = _Before.apply(  # type: ignore[no-untyped-call]
         x,
         module.input_layernorm.weight,
         *(getattr(attention, f"{name}_proj").weight for name in "qkv"),
@@ -196,12 +212,14 @@ def _forward(
         tuple(angle.flatten(0, 1).contiguous() for angle in angles),
         layer,
     )
-    if packing.longest <= LONGEST and layer.width % 8 == 0:
+    if x.is_cuda:
+        attended = attend_tokens(query, key, value, packing, Rule(scaling=attention.scaling))
+    elif packing.longest <= LONGEST and layer.width % 8 == 0:
         attended = short_attention(query, key, value, packing, attention.scaling)
     else:
         attended = bucketed(query, key, value, packing, Rule(scaling=attention.scaling))
     result = _After.apply(  # type: ignore[no-untyped-call]
-        x,
+        stream,
         attended.flatten(1),
         attention.o_proj.weight,
         module.post_attention_layernorm.weight,
@@ -212,8 +230,8 @@ def _forward(
 
 
 def _suits(hidden_states: Tensor, angle: Tensor) -> bool:
-    kinds = {hidden_states.dtype, angle.dtype}
-    return kinds == {torch.float32} and hidden_states.device.type == "cpu" and _computed() in _DTYPES
+    kinds, device = {hidden_states.dtype, angle.dtype}, hidden_states.device.type
+    return kinds == {torch.float32} and device in ("cpu", "cuda") and _computed(device) in _DTYPES
 
 
 def _changed(layer: _Layer) -> bool:
@@ -232,11 +250,10 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def fuse_layers(model: PreTrainedModel) -> int:
-    """Give the fused forward to the decoder layers that it fits, in place; returns their number. That is 0 outside of
-    the CPU, for dtypes other than float32, and for a model with attention windows, a soft cap or no rotary embedding.
-    """
-    without_memory = any(one.untyped_storage().device.type != "cpu" for one in model.parameters())
-    if without_memory or not computes(model.device, model.dtype) or model.dtype is not torch.float32:
+    """Give the fused forward to the decoder layers that it fits, in place; returns their number. That is 0 on devices
+    without loops or kernels, for dtypes other than float32, and for a model with attention windows, a soft cap or no
+    rotary embedding."""
+    if any(one.untyped_storage().device != model.device for one in model.parameters()) or not _computes(model):
         return 0
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     if capped or not hasattr(model.base_model, "rotary_emb") or check_attention(model).windows != {None}:
@@ -247,11 +264,17 @@ def fuse_layers(model: PreTrainedModel) -> int:
             continue
         shapes = {name: one.shape for name, one in module.named_parameters()}
         if shapes != {name: one.shape for name, one in weights.items()}:
-            weights = _made_up(shapes)
+            weights = {name: one.to(model.device) for name, one in _made_up(shapes).items()}
         if _agrees(model, module, layer, weights):
             module.forward = partial(_forward, module, layer, module.forward)
             fused += 1
     return fused
+
+
+def _computes(model: PreTrainedModel) -> bool:
+    width = model.config.get_text_config().hidden_size
+    ours = computes(model.device, model.dtype) or triton_loops.computes(model.device, width)
+    return ours and model.dtype is torch.float32
 
 
 def _made_up(shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
@@ -295,9 +318,9 @@ def _layer_of(module: Any) -> _Layer | None:
 @torch.no_grad()
 def _agrees(model: Any, module: nn.Module, layer: _Layer, weights: dict[str, Tensor]) -> bool:
     """Whether the fused forward gives what the layer's own gives with these weights, up to rounding."""
-    packing = pack(_PROBED)
+    packing = pack(_PROBED, model.device)
     size = model.config.get_text_config().hidden_size
-    x = torch.linspace(-2, 2, packing.tokens * size).mul(37).sin().view(1, packing.tokens, size)
+    x = torch.linspace(-2, 2, packing.tokens * size, device=model.device).mul(37).sin().view(1, packing.tokens, size)
     angles = model.base_model.rotary_emb(x, packing.position_ids)
     if angles[0].shape[-1] != layer.width:
         return False

@@ -192,7 +192,11 @@ def clip(parameters: Sequence[Tensor], most: float) -> float:
     returns the norm before clipping."""
     groups = by_mesh(parameters)
     if len(groups) == 1:
-        return float(_whole(nn.utils.clip_grad_norm_(parameters, most)))
+        norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+        found = float(_whole(norm))
+        if not (found + 2e-6) * 1.001 < most:  # otherwise torch would multiply every gradient by 1
+            nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        return found
     gradients = [[one.grad for one in group if one.grad is not None] for group in groups]
     norms = [_whole(nn.utils.get_total_norm(group)) for group in gradients]
     norm = torch.linalg.vector_norm(torch.stack(norms))
