@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -50,8 +51,10 @@ from stretto.trainer.trainer import Trainer
 
 ROOT = RESULTS.parent.parent
 RECIPE = RESULTS.parent / "gpu.toml"
-_TESTED = ("triton_attention", "triton_draw", "cuda_graphs", "slot_tables")
-TESTED = tuple(f"tests/model/test_{name}.py" for name in _TESTED)
+_TESTED = ("triton_*", "cuda_graphs", "slot_tables")  # as `ON_GPU` in the Makefile
+TESTED = tuple(
+    str(path.relative_to(ROOT)) for name in _TESTED for path in sorted(ROOT.glob(f"tests/model/test_{name}.py"))
+)
 _FIRST = 12  # rows of a profile
 
 
@@ -112,7 +115,8 @@ class Asked:
 def tests(asked: Asked) -> dict[str, Any]:
     """Run pytest over the files whose tests need a GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTED, *asked.size.tests]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = os.environ | ({"STRETTO_TEST_GPU": "1"} if asked.device.type == "cuda" else {})
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     last = (ended.stdout.strip().splitlines() or [""])[-1]
     return {"told": last} | ({} if ended.returncode == 0 else {"failed": last, "output": ended.stdout[-4000:]})
 
