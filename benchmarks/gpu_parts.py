@@ -71,7 +71,8 @@ class Size:
     tokens: tuple[int, ...] = (8192, 16_384)  # of a training step
     steps: int = 5
     dtype: str = "bfloat16"
-    run: tuple[str, ...] = ()  # overrides of benchmarks/gpu.toml
+    run: tuple[str, ...] = ()  # overrides of benchmarks/gpu.toml, and of benchmarks/gpu_learn.toml
+    learn: tuple[str, ...] = ()
     heads: tuple[int, int, int] = (16, 8, 128)  # query heads, key heads, width
     tests: tuple[str, ...] = ()
     repeats: int = 20
@@ -95,6 +96,22 @@ REHEARSED = Size(
         "engine.cache_gib=0.1",
         "trainer.micro_batch_tokens=128",
         "trainer.steps=2",
+    ),
+    learn=(
+        "model.build.hidden_size=32",
+        "model.build.layers=1",
+        "model.build.intermediate_size=64",
+        "task.demonstrations=64",
+        "warm_start.steps=2",
+        "warm_start.batch_size=8",
+        "warm_start.micro_batch_tokens=512",
+        "rollout.batch_size=2",
+        "rollout.max_in_flight=4",
+        "sampling.max_tokens=16",
+        "engine.slots=16",
+        "evaluation.prompts=8",
+        "evaluation.every=2",
+        "trainer.steps=4",
     ),
     heads=(4, 2, 16),
     tests=("-k", "rows"),
