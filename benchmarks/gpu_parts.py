@@ -131,7 +131,7 @@ class Asked:
 
 def tests(asked: Asked) -> dict[str, Any]:
     """Run pytest over the files whose tests need a GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTED, *asked.size.tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "cache_dir=.cache/pytest/gpu", *TESTED, *asked.size.tests]
     environment = os.environ | ({"STRETTO_TEST_GPU": "1"} if asked.device.type == "cuda" else {})
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     last = (ended.stdout.strip().splitlines() or [""])[-1]
