@@ -27,7 +27,7 @@ import msgspec
 
 from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import DeadlineExceeded
-from stretto.core.machine import VISIBLE
+from stretto.core.machine import gpus_hidden
 from stretto.core.records import Record
 from stretto.core.tasks import cancel_and_wait
 from stretto.processes.heartbeat import PARENT
@@ -45,7 +45,6 @@ _PAUSE_SECONDS = 0.01
 _EXIT_CODE_SECONDS = 2.0
 _END_SECONDS = 5.0
 _ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-_NO_GPU = ("", "-1")  # values of `CUDA_VISIBLE_DEVICES` that hide every GPU
 
 
 class Spawned(Record, frozen=True, tag=True):
@@ -71,9 +70,9 @@ _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack
 
 
 def accelerated() -> bool:
-    """Whether this machine has a GPU of NVIDIA or AMD, by its device file, and `CUDA_VISIBLE_DEVICES` does not hide all
-    of them."""
-    return os.environ.get(VISIBLE) not in _NO_GPU and any(path.exists() for path in _ACCELERATORS)
+    """Whether this machine has a GPU of NVIDIA or AMD, by its device file, that `CUDA_VISIBLE_DEVICES` does not
+    hide."""
+    return not gpus_hidden() and any(path.exists() for path in _ACCELERATORS)
 
 
 class ForkedHere:
