@@ -63,7 +63,8 @@ class Size:
     """Sizes of the models and of the work."""
 
     shape: str = "0.6B"
-    sequences: tuple[int, ...] = (1, 32, 128, 256)
+    decoded: tuple[tuple[int, int], ...] = ((1, 1024), (32, 1024), (128, 1024), (256, 1024), (32, 8192))
+    sequences: tuple[int, ...] = (1, 32, 128, 256)  # of the kernels
     contexts: tuple[int, ...] = (1024, 8192)
     warm: int = 8  # steps of generation that do not count, and that do
     counted: int = 32
@@ -74,12 +75,16 @@ class Size:
     run: tuple[str, ...] = ()  # overrides of benchmarks/gpu.toml, and of benchmarks/gpu_learn.toml
     learn: tuple[str, ...] = ()
     heads: tuple[int, int, int] = (16, 8, 128)  # query heads, key heads, width
+    answered: tuple[int, int] = (512, 64)  # tokens of a prompt and of its answer, beside transformers
+    together: tuple[int, ...] = (1, 32, 128)  # sequences there
+    compiled: tuple[int, ...] = (32,)
     tests: tuple[str, ...] = ()
     repeats: int = 20
 
 
 REHEARSED = Size(
     shape="tiny",
+    decoded=((1, 64), (3, 64)),
     sequences=(1, 3),
     contexts=(64,),
     warm=1,
@@ -114,6 +119,9 @@ REHEARSED = Size(
         "trainer.steps=4",
     ),
     heads=(4, 2, 16),
+    answered=(8, 3),
+    together=(1, 3),
+    compiled=(3,),
     tests=("-k", "rows"),
     repeats=1,
 )
@@ -143,8 +151,7 @@ def decode(asked: Asked) -> dict[str, Any]:
     size = asked.size
     status, found = gpu_generation.measure(
         [size.shape],
-        list(size.sequences),
-        list(size.contexts),
+        size.decoded,
         Measured(size.warm, size.counted),
         size.compared,
         asked.device,
@@ -373,7 +380,9 @@ def beside_vllm(asked: Asked, tokens: int) -> dict[str, Any]:
 
 
 def model_folder(shape: str, folder: Path) -> Path:
-    """Write a model with random weights and a character tokenizer, whose vocabulary is a part of the model's."""
+    """Write a model with random weights and a character tokenizer, whose vocabulary is a part of the model's; once."""
+    if (folder / "config.json").exists():
+        return folder
     model = gpu_training.build(shape, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     model.config.eos_token_id, model.config.pad_token_id = 1, 0
     model.generation_config.eos_token_id = 1
