@@ -71,8 +71,8 @@ LIMITS = {
     "profile": (60, 12),
     "tests": (120, 30),
     "learn": (150, 75),
-    "continuous": (75, 30),
-    "compiled": (120, 60),
+    "continuous": (75, 25),
+    "compiled": (120, 45),
     "ranks": (75, 1),
     "vllm": (75, 1),
 }
