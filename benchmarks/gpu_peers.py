@@ -30,6 +30,7 @@ from stretto.trainer.config import TrainerConfig
 from stretto.trainer.trainer import Trainer
 
 PAGE = 32  # tokens of a page of transformers' continuous cache
+PREFILL = 16_384  # tokens of prompts in a step of the engine
 PASSES = 2  # of which the first does not count
 
 Prompts = Sequence[tuple[int, ...]]
@@ -92,7 +93,7 @@ def _stretto(asked: Asked, count: int) -> Iterator[Answers]:
     model = gpu_generation.build(asked.size.shape, asked.device)
     layout = cache_layout(model, check_attention(model))
     room = gpu_generation._cache_bytes(layout, count, sum(asked.size.answered)) / 2**30
-    engine = NativeEngine(model, EngineConfig(slots=count, cache_gib=1.01 * room))
+    engine = NativeEngine(model, EngineConfig(slots=count, cache_gib=1.01 * room, max_prefill_tokens=PREFILL))
     sampling = Sampling(max_tokens=asked.size.answered[1])
 
     def answers(prompts: Prompts) -> int:

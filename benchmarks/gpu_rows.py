@@ -122,7 +122,7 @@ def _run(done: dict[str, Any]) -> list[Row]:
 def _learn(done: dict[str, Any]) -> list[Row]:
     part = done["learn"]
     (_, _, before), *_, (step, seconds, after) = part["accuracy"]
-    what = "held-out accuracy of the task of `recipes/arithmetic.toml`, 25M in bfloat16, trainer and engine on one GPU"
+    what = "held-out accuracy of the task of `recipes/arithmetic.toml`, 27M in bfloat16, trainer and engine on one GPU"
     return [Row(what, f"{after:.3f} after {seconds:.0f} s of reinforcement, {step} steps", f"{before:.2f} before")]
 
 

@@ -141,7 +141,7 @@ def ranks(asked: Asked) -> dict[str, Any]:
 
 
 def learn(asked: Asked) -> dict[str, Any]:
-    """A whole run that learns: the task of recipes/arithmetic.toml with a model of 25M, until the held-out accuracy is
+    """A whole run that learns: the task of recipes/arithmetic.toml with a model of 27M, until the held-out accuracy is
     0.9; what its evaluations and the laws of `stretto check` say."""
     folder = asked.folder / "learn"
     seen = train(asked.size.learn, LEARN, folder)
