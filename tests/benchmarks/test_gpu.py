@@ -118,7 +118,7 @@ def test_every_test_that_differs_on_a_gpu_is_in_the_first_part() -> None:
         for path in (ROOT / "tests").rglob("test_*.py")
         if path.name != "test_gpu.py" and any(mark in path.read_text() for mark in marks)
     }
-    assert found == set(TESTED)
+    assert found <= set(TESTED)
 
 
 def test_all_parts_fit_into_25_minutes() -> None:
