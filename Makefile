@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify test-workflows test-kernels core-learning core-rest test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
+.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others test-gpu tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify test-workflows test-kernels core-learning core-rest test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -45,6 +45,9 @@ types: .venv/ready-test
 RUNS := launch faults complaints cli canary outlets study watch worlds workflows cluster
 MODELS := trainer engine model verbs tinker planner servers api
 PARTS := tests-runs tests-models tests-others
+ifneq ($(wildcard /dev/nvidiactl),)
+PARTS += test-gpu
+endif
 below = $(addprefix tests/,$(1))
 
 tests: .venv/ready-test  ## the tests alone
@@ -56,6 +59,10 @@ tests-runs tests-models tests-others: tests-%: .venv/ready-test
 IN_runs = $(call below,$(RUNS))
 IN_models = $(call below,$(MODELS))
 IN_others = $(addprefix --ignore=,$(call below,$(RUNS) $(MODELS)))
+
+ON_GPU := $(addprefix tests/model/test_,triton_*.py cuda_graphs.py slot_tables.py)
+test-gpu: .venv/ready-test  ## the tests that need a GPU, which all others do not see
+	STRETTO_TEST_GPU=1 $(RUN) pytest -o cache_dir=.cache/pytest/gpu $(ON_GPU)
 
 tests-again: .venv/ready-test  ## those that failed in `make tests`, alone; an error if none has
 	@failed=$$(grep -ls '"' .cache/pytest/*/v/cache/lastfailed) || { echo "no test has failed"; exit 1; }; \

@@ -24,7 +24,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -246,25 +246,26 @@ def main(words: list[str] | None = None) -> int:
     asked = parser.parse_args(words)
     if asked.check:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return measure(["tiny"], [1, 3], [64], Measured(warm=1, steps=3), (3, 40, 6), device)[0]
+        return measure(["tiny"], [(1, 64), (3, 64)], Measured(warm=1, steps=3), (3, 40, 6), device)[0]
     if not torch.cuda.is_available():
         print("no GPU that torch can use: nothing is measured (--check runs the code without one)", file=sys.stderr)
         return 2
     shapes, measured = asked.shapes or ["0.6B", "1.5B"], Measured(warm=8, steps=32)
-    status, results = measure(shapes, asked.sequences, asked.contexts, measured, (8, 700, 32), torch.device("cuda"))
+    settings = list(product(asked.sequences, asked.contexts))
+    status, results = measure(shapes, settings, measured, (8, 700, 32), torch.device("cuda"))
     save("gpu-generation", results)
     return status
 
 
 def measure(
     shapes: list[str],
-    sequences: list[int],
-    contexts: list[int],
+    settings: Sequence[tuple[int, int]],
     measured: Measured,
     compared: tuple[int, int, int],
     device: torch.device,
 ) -> tuple[int, dict[str, Any]]:
-    """Measure everything and print it as it comes; return the exit status and the results."""
+    """Measure everything and print it as it comes; return the exit status and the results. `settings`: numbers of
+    sequences, and tokens of each."""
     rate = copy_rate(device)
     print(f"the device copies {rate / 1e9:,.0f} GB/s, read and written")
     checks = []
@@ -275,7 +276,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     columns = ("decode tokens/s", "ms a step", "of the floor", "engine tokens/s", "of the floor")
     table = Table("shape", "sequences", "context", *columns)
-    for shape, count, context in product(shapes, sequences, contexts):
+    for shape, (count, context) in product(shapes, settings):
         one = row(shape, count, context, measured, device, rate)
         rows.append(one)
         cells: tuple[object, ...] = (one.get("skipped"), "", "", "", "")

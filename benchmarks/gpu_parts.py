@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -50,8 +51,10 @@ from stretto_kernels.rule import Rule
 
 ROOT = RESULTS.parent.parent
 RECIPE = RESULTS.parent / "gpu.toml"
-_TESTED = ("triton_attention", "triton_draw", "cuda_graphs", "slot_tables")
-TESTED = tuple(f"tests/model/test_{name}.py" for name in _TESTED)
+_TESTED = ("triton_*", "cuda_graphs", "slot_tables")  # as `ON_GPU` in the Makefile
+TESTED = tuple(
+    str(path.relative_to(ROOT)) for name in _TESTED for path in sorted(ROOT.glob(f"tests/model/test_{name}.py"))
+)
 _FIRST = 12  # rows of a profile
 
 
@@ -60,7 +63,8 @@ class Size:
     """Sizes of the models and of the work."""
 
     shape: str = "0.6B"
-    sequences: tuple[int, ...] = (1, 32, 128, 256)
+    decoded: tuple[tuple[int, int], ...] = ((1, 1024), (32, 1024), (128, 1024), (256, 1024), (32, 8192))
+    sequences: tuple[int, ...] = (1, 32, 128, 256)  # of the kernels
     contexts: tuple[int, ...] = (1024, 8192)
     warm: int = 8  # steps of generation that do not count, and that do
     counted: int = 32
@@ -68,14 +72,19 @@ class Size:
     tokens: tuple[int, ...] = (8192, 16_384)  # of a training step
     steps: int = 5
     dtype: str = "bfloat16"
-    run: tuple[str, ...] = ()  # overrides of benchmarks/gpu.toml
+    run: tuple[str, ...] = ()  # overrides of benchmarks/gpu.toml, and of benchmarks/gpu_learn.toml
+    learn: tuple[str, ...] = ()
     heads: tuple[int, int, int] = (16, 8, 128)  # query heads, key heads, width
+    answered: tuple[int, int] = (512, 64)  # tokens of a prompt and of its answer, beside transformers
+    together: tuple[int, ...] = (1, 32, 128)  # sequences there
+    compiled: tuple[int, ...] = (32,)
     tests: tuple[str, ...] = ()
     repeats: int = 20
 
 
 REHEARSED = Size(
     shape="tiny",
+    decoded=((1, 64), (3, 64)),
     sequences=(1, 3),
     contexts=(64,),
     warm=1,
@@ -93,7 +102,26 @@ REHEARSED = Size(
         "trainer.micro_batch_tokens=128",
         "trainer.steps=2",
     ),
+    learn=(
+        "model.build.hidden_size=32",
+        "model.build.layers=1",
+        "model.build.intermediate_size=64",
+        "task.demonstrations=64",
+        "warm_start.steps=2",
+        "warm_start.batch_size=8",
+        "warm_start.micro_batch_tokens=512",
+        "rollout.batch_size=2",
+        "rollout.max_in_flight=4",
+        "sampling.max_tokens=16",
+        "engine.slots=16",
+        "evaluation.prompts=8",
+        "evaluation.every=2",
+        "trainer.steps=4",
+    ),
     heads=(4, 2, 16),
+    answered=(8, 3),
+    together=(1, 3),
+    compiled=(3,),
     tests=("-k", "rows"),
     repeats=1,
 )
@@ -111,8 +139,9 @@ class Asked:
 
 def tests(asked: Asked) -> dict[str, Any]:
     """Run pytest over the files whose tests need a GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTED, *asked.size.tests]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "cache_dir=.cache/pytest/gpu", *TESTED, *asked.size.tests]
+    environment = os.environ | ({"STRETTO_TEST_GPU": "1"} if asked.device.type == "cuda" else {})
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     last = (ended.stdout.strip().splitlines() or [""])[-1]
     return {"told": last} | ({} if ended.returncode == 0 else {"failed": last, "output": ended.stdout[-4000:]})
 
@@ -122,8 +151,7 @@ def decode(asked: Asked) -> dict[str, Any]:
     size = asked.size
     status, found = gpu_generation.measure(
         [size.shape],
-        list(size.sequences),
-        list(size.contexts),
+        size.decoded,
         Measured(size.warm, size.counted),
         size.compared,
         asked.device,
@@ -352,7 +380,9 @@ def beside_vllm(asked: Asked, tokens: int) -> dict[str, Any]:
 
 
 def model_folder(shape: str, folder: Path) -> Path:
-    """Write a model with random weights and a character tokenizer, whose vocabulary is a part of the model's."""
+    """Write a model with random weights and a character tokenizer, whose vocabulary is a part of the model's; once."""
+    if (folder / "config.json").exists():
+        return folder
     model = gpu_training.build(shape, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     model.config.eos_token_id, model.config.pad_token_id = 1, 0
     model.generation_config.eos_token_id = 1

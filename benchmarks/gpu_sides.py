@@ -25,7 +25,10 @@ from stretto.trainer.trainer import Trainer
 from stretto.weights.copying import texts
 from stretto.weights.folder import remove, shared_folder
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from stretto_report.audit.check import check_run
 
+LEARN = RECIPE.with_name("gpu_learn.toml")
+GOAL = 0.9  # of its evaluations
 _RUN = "benchmark.gpu"
 _NEAR = 1e-5  # nats
 
@@ -137,8 +140,32 @@ def ranks(asked: Asked) -> dict[str, Any]:
     return found
 
 
+def learn(asked: Asked) -> dict[str, Any]:
+    """A whole run that learns: the task of recipes/arithmetic.toml with a model of 27M, until the held-out accuracy is
+    0.9; what its evaluations and the laws of `stretto check` say."""
+    folder = asked.folder / "learn"
+    seen = train(asked.size.learn, LEARN, folder)
+    inspection = seen.inspection
+    broken = {law: breaches for law, breaches in check_run(folder).breaches.items() if breaches}
+    return {
+        "accuracy": [[one.step, round(one.rl_seconds, 1), one.accuracy] for one in seen.evaluations],
+        "goal": GOAL,
+        "seconds_to_goal": seen.seconds_to(GOAL),
+        "steps": inspection.steps,
+        "rl_seconds": round(inspection.rl_seconds, 1),
+        "trajectories_trained": inspection.trajectories.trained,
+        "trained_per_second": round(seen.trained_per_second, 1),
+        "tokens_generated_per_second": round(inspection.tokens.generated / inspection.rl_seconds, 1),
+        "staleness_mean": round(inspection.staleness.mean, 3),
+        "interrupted": inspection.interrupted,
+        "busy": inspection.busy,
+        "weights": inspection.weights,
+    } | ({"failed": "a law of `stretto check` does not hold", "broken": broken} if broken else {})
+
+
 PARTS: Mapping[str, Callable[[Asked], dict[str, Any]]] = {
     "drawing": drawing,
     "publication": publication,
     "ranks": ranks,
+    "learn": learn,
 }

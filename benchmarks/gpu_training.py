@@ -95,12 +95,12 @@ PROMPT = 1 / 16  # of a sequence; the rest is the answer
 ALGORITHM = AlgorithmConfig(advantages=ESTIMATORS("reward"), correction=CORRECTIONS("mask", high=5.0))
 
 
-def build(shape: str, device: torch.device) -> PreTrainedModel:
+def build(shape: str, device: torch.device, attention: str = PACKED_ATTENTION) -> PreTrainedModel:
     """Create a model with random weights on the device."""
     kind, config = SHAPES[shape]
     torch.manual_seed(1)
     with device:
-        model: PreTrainedModel = kind._from_config(config, attn_implementation=PACKED_ATTENTION, dtype=torch.float32)
+        model: PreTrainedModel = kind._from_config(config, attn_implementation=attention, dtype=torch.float32)
     return model
 
 

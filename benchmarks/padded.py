@@ -75,11 +75,12 @@ class PaddedTrainer:
     def _loss(self, rows: Sequence[Sample]) -> Tensor:
         """Minus the sum of the objective over the tokens in the loss of these rows."""
         prompt = min(row.prompt_tokens for row in rows)
-        ids_BL = _padded([[int(token) for token in row.token_ids] for row in rows], 0)
-        seen_BL = _padded([[1] * len(row.token_ids) for row in rows], 0)
+        device = self._model.device
+        ids_BL = _padded([[int(token) for token in row.token_ids] for row in rows], 0).to(device)
+        seen_BL = _padded([[1] * len(row.token_ids) for row in rows], 0).to(device)
         answers = [[0.0] * (row.prompt_tokens - prompt) for row in rows]
         behavior_BA, scores_BA, mask_BA = (
-            _padded([[*before, *map(float, values)] for before, values in zip(answers, columns, strict=True)], 0.0)
+            _padded([[*one, *map(float, values)] for one, values in zip(answers, columns, strict=True)], 0.0).to(device)
             for columns in (
                 [row.behavior_logprobs for row in rows],
                 [row.advantages for row in rows],
@@ -87,7 +88,7 @@ class PaddedTrainer:
             )
         )
         kept = ids_BL.shape[1] - prompt + 1  # logits of the answers alone, and of the token before them
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._half):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._half):
             logits_BAV = self._model(ids_BL, attention_mask=seen_BL, use_cache=False, logits_to_keep=kept).logits
         logprobs_BA = -functional.cross_entropy(
             logits_BAV[:, :-1].float().flatten(0, 1), ids_BL[:, prompt:].flatten(), reduction="none"

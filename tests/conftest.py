@@ -1,5 +1,8 @@
-"""What every test process inherits: one torch thread each, no network, no clock and 25 examples in Hypothesis (400
-with ``--hypothesis-profile=long``); kernels for GPUs run in Triton's interpreter where there is no GPU.
+"""What every test process inherits: one torch thread each, no network, no GPU, no clock and 25 examples in Hypothesis
+(400 with ``--hypothesis-profile=long``).
+
+A machine's GPUs are hidden, so that the suite is the same everywhere: kernels for GPUs run in Triton's interpreter.
+Tests that need a GPU are run beside it, with STRETTO_TEST_GPU=1 (`make test-gpu`).
 
 The environment is set before anything imports torch, so that child processes inherit it too: two processes with two
 torch threads each on two cores spin against each other and run 10 to 50 times slower."""
@@ -24,7 +27,11 @@ os.environ.update(
     }
 )
 
-if not os.path.exists("/dev/nvidiactl"):
+if os.environ.get("STRETTO_TEST_GPU") != "1":
+    # By NVML: torch's other look at the GPUs would spoil CUDA in every process that is forked from this one.
+    os.environ.update({"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+
+if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"
 
 # The suite judges a change, so it draws the same examples each time; `--hypothesis-profile=drawn` (fresh ones, as many)

@@ -127,6 +127,7 @@ def test_gpus_of_several_sizes_are_assumed_hidden_and_judged_like_real_ones(
     plan_for: PlanFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = plan_for("trainer.ranks=2").recipe
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("STRETTO_GPUS", "2x80, 3x24@570.86")
     there = usable_gpus(recipe, dry=True)
     assert [(gpu.id, gpu.memory // GIB) for gpu in there] == [("0", 80), ("1", 80), ("2", 24), ("3", 24), ("4", 24)]
@@ -250,6 +251,7 @@ def test_collectives_bound_to_no_interface_are_refused(told: dict[str, str], wro
 def test_a_dry_run_shows_the_table(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = laboratory.run("train", TINY, "--dry-run")
     assert "devices     every role of this machine runs on the processor" in shown.out
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # assumed GPUs are hidden as real ones are
     monkeypatch.setenv("STRETTO_GPUS", "1x80")
     shown = laboratory.run("train", TINY, "--dry-run", "warm_start.steps=2")
     warm, rank, engine, shared, *slow = (line for line in shown.out.splitlines() if line.startswith("devices"))
@@ -264,6 +266,7 @@ def test_a_dry_run_shows_the_table(laboratory: Laboratory, monkeypatch: pytest.M
     cuda = "trainer.device=cuda", "engine.device=cuda"
     assert "devices     rank 0" in laboratory.run("train", TINY, "--dry-run", *cuda).out, "assumed GPUs are judged"
     monkeypatch.delenv("STRETTO_GPUS")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     laboratory.run("train", TINY, "--dry-run", *cuda).refused("trainer.device", "torch finds no GPU")
 
 

@@ -102,7 +102,7 @@ def test_an_engine_samples_by_it_with_grammars_too(by_the_kernel: Callable[..., 
     given = Filtered(np.array([1, 2]), Truncation(np.array([0, 2]), np.array([1.0, 0.9]), np.zeros(2)), allowed)
     tokens = np.zeros(0, np.int64)
     for one in (None, given):
-        tokens, logprobs = by_the_kernel(logits, degrees, seeds, np.arange(3), one)
+        tokens, logprobs = by_the_kernel(logits.to(DEVICE), degrees, seeds, np.arange(3), one)
         expected, known = sample(logits, degrees, seeds, np.arange(3), one)
         assert tokens.tolist() == expected.tolist()
         assert logprobs.tolist() == near(known.tolist(), 40)
@@ -112,7 +112,7 @@ def test_an_engine_samples_by_it_with_grammars_too(by_the_kernel: Callable[..., 
 
 
 def test_nothing_of_the_vocabularys_size_is_made() -> None:
-    logits = torch.randn(2, 4096)
+    logits = torch.randn(2, 4096, device=DEVICE)
     with LiveBytes() as bytes_:
         draw_on_device(logits, np.ones(2, np.float32), np.full(2, 0.5), NOBODY, None)
     assert 0 < bytes_.peak < logits.nbytes + 4096, "the logits themselves, and settings"

@@ -24,7 +24,7 @@ from stretto.core.errors import RoleDied
 from stretto.processes import fork_server as module
 from stretto.processes import fork_server_role
 from stretto.processes.channel import ConductorEnd
-from stretto.processes.fork_server import ForkServer
+from stretto.processes.fork_server import ForkServer, accelerated
 from stretto.processes.fork_server_role import fork_server
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawn
@@ -350,5 +350,15 @@ def test_a_command_that_has_threads_is_not_copied(monkeypatch: pytest.MonkeyPatc
 
 def test_beside_an_accelerator_roles_are_started_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ACCELERATORS", (tmp_path,))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with fork_server() as spawner:
         assert spawner is FRESH
+
+
+@pytest.mark.parametrize(("told", "there"), [("", False), ("-1", False), ("0", True), ("1,0", True)])
+def test_an_accelerator_that_is_hidden_counts_as_none(
+    told: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ACCELERATORS", (tmp_path,))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+    assert accelerated() == there

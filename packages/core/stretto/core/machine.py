@@ -28,6 +28,7 @@ _IFREQ = "16s2xH4s232x"  # as much of struct ifreq as is used: name, then a sock
 _GPU_QUERY = "index,uuid,name,memory.total,memory.free,compute_cap,driver_version"
 _GPU_SECONDS = 20.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NONE = ("", "-1")
 #: Oldest driver for each CUDA that a build of torch may have (NVIDIA: minor version compatibility).
 _OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
 
@@ -89,9 +90,9 @@ def available_memory() -> int:
 
 def gpus() -> tuple[Gpu, ...]:
     """The NVIDIA GPUs listed in `CUDA_VISIBLE_DEVICES`, in its order; all GPUs if it is not set. Calls `nvidia-smi`, so
-    this process creates no CUDA context. Empty if `nvidia-smi` is missing or fails."""
+    this process creates no CUDA context. Empty if `nvidia-smi` is missing or fails, or all are hidden."""
     tool = shutil.which("nvidia-smi")
-    if tool is None:
+    if tool is None or gpus_hidden():
         return ()
     try:
         command = [tool, f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]
@@ -99,6 +100,11 @@ def gpus() -> tuple[Gpu, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     return visible(parse_gpus(answer.stdout), os.environ.get(VISIBLE))
+
+
+def gpus_hidden() -> bool:
+    """Whether `CUDA_VISIBLE_DEVICES` hides every GPU of this machine."""
+    return os.environ.get(VISIBLE) in _NONE
 
 
 def parse_gpus(answer: str) -> tuple[Gpu, ...]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from stretto.core.machine import gpus_hidden
 from stretto.doors.door import Door, Section, Texts
 from stretto.engine.wire import ENGINE_ROLE, EXTERNAL_ENGINE_ROLE
 
@@ -94,7 +95,7 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     @property
     def on_cpu(self) -> bool:
         """Whether a server such as vLLM must run on the CPU."""
-        return self.device == "cpu" or (self.device == "auto" and shutil.which("nvidia-smi") is None)
+        return self.device == "cpu" or (self.device == "auto" and (gpus_hidden() or shutil.which("nvidia-smi") is None))
 
     @property
     def gpus(self) -> int:

@@ -27,6 +27,7 @@ import msgspec
 
 from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import DeadlineExceeded
+from stretto.core.machine import gpus_hidden
 from stretto.core.records import Record
 from stretto.core.tasks import cancel_and_wait
 from stretto.processes.heartbeat import PARENT
@@ -69,8 +70,9 @@ _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack
 
 
 def accelerated() -> bool:
-    """Whether this machine has a GPU of NVIDIA or AMD, by its device file."""
-    return any(path.exists() for path in _ACCELERATORS)
+    """Whether this machine has a GPU of NVIDIA or AMD, by its device file, that `CUDA_VISIBLE_DEVICES` does not
+    hide."""
+    return not gpus_hidden() and any(path.exists() for path in _ACCELERATORS)
 
 
 class ForkedHere:

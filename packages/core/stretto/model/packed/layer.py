@@ -9,8 +9,8 @@
 
 `fuse_layers` gives this forward to the layers of Llama's shape (Llama, Mistral, Qwen), if it agrees with their own on
 made-up numbers. Parameters and modules stay the same. The residual stream is float32; under autocast the rest is
-bfloat16, with sums in float32. All operations between products are loops on the CPU (`stretto_kernels.layer_loops`), and kernels of
-the same names on a GPU (`packed.triton_loops`).
+bfloat16, with sums in float32. All operations between products are loops on the CPU (`stretto_kernels.layer_loops`),
+and kernels of the same names on a GPU (`packed.triton_loops`).
 
 Axes: T token, N width of the model, A all heads of a row, H head, D width of a head, I width of the gate.
 """
