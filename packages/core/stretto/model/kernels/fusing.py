@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.nn import functional
 
-from stretto.model.kernels import fused, triton_fused
+from stretto.model.kernels import triton_fused
+from stretto_kernels import fused
 from stretto_kernels.compiled import computes
 
 _ALIGNED = 16  # bytes that a product reads at once
