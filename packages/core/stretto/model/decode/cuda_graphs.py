@@ -12,6 +12,7 @@ All other tensors must keep their addresses. Parameters do, since new weights ar
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,8 +168,10 @@ def _no_waiting() -> Iterator[None]:
     """Context manager: calls that synchronise with the GPU raise, so that they are found before a capture, which they
     would break."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
