@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -37,12 +37,11 @@ def _decode(done: dict[str, Any]) -> list[Row]:
     rows = [row for row in part["rows"] if "skipped" not in row]
     found = [
         Row(
-            f"tokens/s of the engine, {_MODEL}, {row['sequences']} sequences of {row['context']:,} tokens",
-            f"{row['engine_tokens_per_second']:,.0f}, {row['engine_ms']:.2f} ms a step",
-            f"weights and cache read once at {part['copy_gb_per_second']:,.0f} GB/s: {row['floor_ms']:.2f} ms",
-            f"{row['engine_of_floor']:.0%} of it",
+            f"tokens/s of the engine, {_MODEL}, {_sizes((row['sequences'], row['context']) for row in rows)}",
+            _listed([row["engine_tokens_per_second"] for row in rows]),
+            f"weights and cache read once at {part['copy_gb_per_second']:,.0f} GB/s",
+            _shares([row["engine_of_floor"] for row in rows]),
         )
-        for row in rows
     ]
     return found + [
         Row(
@@ -87,15 +86,15 @@ def _beside(done: dict[str, Any]) -> list[Row]:
 
 def _training(done: dict[str, Any]) -> list[Row]:
     part = done["training"]
+    rows = [row for row in part["rows"] if "failed" not in row]
+    sizes = _sizes((row["sequences"], row["tokens"] // row["sequences"]) for row in rows)
     return [
         Row(
-            f"trained tokens/s, {_MODEL}, {row['tokens']:,} tokens, sequences: {row['sequences']}",
-            f"{row['tokens_per_second']:,.0f}, {row['peak_gib']:.0f} GiB",
+            f"trained tokens/s, {_MODEL}, {sizes}",
+            _listed([row["tokens_per_second"] for row in rows]),
             f"the peak of {part['peak_tflops']:,.0f} TFLOP/s",
-            f"{row['mfu']:.1%} of it",
+            _shares([row["mfu"] for row in rows]),
         )
-        for row in part["rows"]
-        if "failed" not in row
     ]
 
 
@@ -190,3 +189,13 @@ PARTS: Mapping[str, Callable[[dict[str, Any]], list[Row]]] = {
 }
 
 SECTION: dict[str, Make] = {"gpu": _of_a_gpu}
+
+
+def _sizes(sizes: Iterable[tuple[int, int]]) -> str:
+    """Sequences × tokens of each, as "1 × 512, 32 × 512 tokens"."""
+    return ", ".join(f"{count:,} × {tokens:,}" for count, tokens in sizes) + " tokens"
+
+
+def _shares(shares: Sequence[float]) -> str:
+    """Shares in per cent, as "26, 56 %"."""
+    return ", ".join(f"{100 * share:.0f}" for share in shares) + " %"
