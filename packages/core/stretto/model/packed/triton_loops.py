@@ -1,4 +1,5 @@
-"""Kernels of a decoder layer's training forward and backward pass on a GPU (Triton): the functions of `packed.loops`.
+"""Kernels of a decoder layer's training forward and backward pass on a GPU (Triton): the functions of
+`stretto_kernels.layer_loops`.
 
 Each kernel reads its tensors once and writes its results once, in place of five to ten operations of torch that each
 pass over all rows. Sums are computed in float32. A tensor of the dtype of computation is bfloat16 or float32; the
@@ -279,21 +280,21 @@ def _tile(heads: int, width: int) -> dict[str, int]:
 
 
 def norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """`loops.norm` on a GPU."""
+    """`layer_loops.norm` on a GPU."""
     (rows, width), out = x_TN.shape, torch.empty_like(x_TN, dtype=dtype)
     _norm[(rows,)](x_TN, None, None, weight_N, out, eps, WIDTH=width, ADDS=False, NORMS=True, **_row(width))
     return out
 
 
 def norm_of_sum(x_TN: Tensor, added_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`loops.norm_of_sum` on a GPU."""
+    """`layer_loops.norm_of_sum` on a GPU."""
     (rows, width), total, out = x_TN.shape, torch.empty_like(x_TN), torch.empty_like(added_TN)
     _norm[(rows,)](x_TN, added_TN, total, weight_N, out, eps, WIDTH=width, ADDS=True, NORMS=True, **_row(width))
     return total, out
 
 
 def add(x_TN: Tensor, added_TN: Tensor) -> Tensor:
-    """`loops.add` on a GPU."""
+    """`layer_loops.add` on a GPU."""
     (rows, width), total = x_TN.shape, torch.empty_like(x_TN)
     _norm[(rows,)](x_TN, added_TN, total, None, None, 0.0, WIDTH=width, ADDS=True, NORMS=False, **_row(width))
     return total
@@ -308,7 +309,7 @@ def norm_back(
     *,
     copied: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`loops.norm_back` on a GPU."""
+    """`layer_loops.norm_back` on a GPU."""
     (rows, width), out = x_TN.shape, torch.empty_like(x_TN)
     programs = min(rows, _PROGRAMS)
     sums = x_TN.new_empty(programs, width)
@@ -322,7 +323,7 @@ def norm_back(
 def heads(
     x_TA: Tensor, counts: tuple[int, int], weights_D: Weights, eps: float, angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """`loops.heads` on a GPU."""
+    """`layer_loops.heads` on a GPU."""
     (rows, stride), (queries, keys), width = x_TA.shape, counts, angles[0].shape[1]
     out, tile = x_TA.new_empty(rows, queries + keys, width), _tile(max(counts), width)
     sizes = {"STRIDE": stride, "QUERIES": queries, "KEYS": keys, "WIDTH": width, "NORMS": weights_D[0] is not None}
@@ -338,7 +339,7 @@ def heads_back(
     angles: tuple[Tensor, Tensor],
     gradients_THD: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`loops.heads_back` on a GPU."""
+    """`layer_loops.heads_back` on a GPU."""
     (rows, queries, width), keys, out_TA = gradients_THD[0].shape, gradients_THD[1].shape[1], torch.empty_like(x_TA)
     tile, programs = _tile(max(queries, keys), width), min(rows, _PROGRAMS)
     normed, stride = weights_D[0] is not None, x_TA.shape[1]
@@ -358,7 +359,7 @@ def _added(sums_BD: Tensor) -> Tensor:
 
 
 def gate(both_T2I: Tensor) -> Tensor:
-    """`loops.gate` on a GPU."""
+    """`layer_loops.gate` on a GPU."""
     rows, width = both_T2I.shape[0], both_T2I.shape[1] // 2
     out = both_T2I.new_empty(rows, width)
     _gate[(rows, -(-width // _GATED))](both_T2I, out, WIDTH=width, BLOCK=_GATED)
@@ -366,7 +367,7 @@ def gate(both_T2I: Tensor) -> Tensor:
 
 
 def gate_back(both_T2I: Tensor, gradient_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """`loops.gate_back` on a GPU."""
+    """`layer_loops.gate_back` on a GPU."""
     (rows, width), out, backs = gradient_TI.shape, torch.empty_like(gradient_TI), torch.empty_like(both_T2I)
     _gate_back[(rows, -(-width // _GATED))](both_T2I, gradient_TI, out, backs, WIDTH=width, BLOCK=_GATED)
     return out, backs
