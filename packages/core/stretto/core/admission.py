@@ -24,8 +24,8 @@ Staleness = float
 
 
 def admits(counted: int, version: int, batch_size: int, max_staleness: Staleness) -> bool:
-    """Whether another group may start (equation 3). `counted`: groups started so far that have not dropped out.
-    `version`: policy version that would sample the group.
+    """Whether another group may start: ``counted // batch_size <= version + max_staleness`` (equation 3). `counted`:
+    groups started so far that have not dropped out. `version`: policy version that would sample the group.
 
     >>> admits(counted=7, version=0, batch_size=4, max_staleness=1)   # the 8th: floor(7 / 4) = 1 <= 0 + 1
     True

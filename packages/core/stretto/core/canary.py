@@ -83,8 +83,9 @@ def agreeing(dtype: str, *, routed: bool, tokens: int = 0) -> float:
 
 
 def spare(dtype: str, *, routed: bool) -> float:
-    """Nats that a mixture of experts in float32 may exceed its tolerance by if every tensor is proven by its digest: a
-    token sent to another expert moves its own log-probability, and slightly those of later tokens.
+    """Nats added to the tolerance of a mixture of experts in float32 if every tensor is proven by its digest; 0 for
+    other models and dtypes. A token sent to another expert moves its own log-probability, and slightly those of later
+    tokens.
 
     >>> spare("float32", routed=True), spare("float32", routed=False), spare("bfloat16", routed=True)
     (0.1, 0.0, 0.0)
@@ -269,7 +270,8 @@ class Proven(Record, frozen=True):
 class CanaryRecord(Record, frozen=True):
     """State of the canaries, saved in the ledger. `since`: first version with a canary (0, except in runs begun by an
     older stretto). `token_ids`: the text. `tolerances`: by make. `proven`: versions by engine. `newest` and `worst`:
-    each engine's newest proof, and its proof with the largest share of its tolerance."""
+    each engine's newest proof, and its proof with the largest share of its tolerance. `refused`: number of failed
+    proofs."""
 
     since: int = 0
     token_ids: tuple[int, ...] = ()

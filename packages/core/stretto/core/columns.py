@@ -31,13 +31,13 @@ assert sys.byteorder == "little", "columns are read as they lie in memory"
 
 
 def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> bytes:
-    """Pack token ids and their log-probabilities (empty for given tokens) into bytes.
+    """Pack token ids and their log-probabilities (empty for given tokens, which were not sampled) into bytes.
 
     >>> ids_of(pack((4, 2), (-0.5, -0.25)), 2), logprobs_of(pack((4, 2), (-0.5, 0.1)), 2)
     ((4, 2), (-0.5, 0.1))
 
     Raises:
-        ValueError: their numbers differ.
+        ValueError: there are log-probabilities, but not one per token.
         OverflowError: a token id has more than 31 bits.
     """
     if len(logprobs) not in (0, len(token_ids)):
@@ -53,7 +53,7 @@ def ids_of(columns: bytes, length: int) -> tuple[int, ...]:
 
 
 def logprobs_of(columns: bytes, length: int) -> tuple[float, ...]:
-    """Unpack the log-probabilities of `length` tokens; empty if the tokens are given."""
+    """Unpack the log-probabilities of `length` tokens; empty if the tokens are given, not sampled."""
     return tuple(memoryview(columns)[_ID * length :].cast("d" if _width(columns, length) == _DOUBLE else "f"))
 
 
@@ -66,14 +66,14 @@ def are_whole(columns: bytes, length: int, stamps: Stamps) -> bool:
 
 
 def rest(columns: bytes, length: int, begin: int) -> bytes:
-    """The columns of `length` tokens without the first `begin` ones."""
+    """The packed `columns` of `length` tokens, without the first `begin` tokens."""
     width = _width(columns, length)
     return columns[_ID * begin : _ID * length] + columns[_ID * length + width * begin :]
 
 
 def joined(pieces: Sequence[tuple[bytes, int]]) -> bytes:
-    """Join the columns of consecutive (columns, length) pieces. Log-probabilities become float64 if the pieces differ
-    in precision."""
+    """Join the packed columns of consecutive pieces, given as (columns, length), to the columns of all tokens.
+    Log-probabilities become float64 if the pieces differ in precision."""
     pieces = [piece for piece in pieces if piece[1]]
     if len(pieces) == 1:
         return pieces[0][0]

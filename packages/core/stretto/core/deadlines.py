@@ -144,7 +144,7 @@ class Watchdog:
         """Compare progress with that of the last call. Call it every second.
 
         Raises:
-            NothingMoves: no progress for too long.
+            NothingMoves: no progress for as many seconds as the watchdog allows.
         """
         before, self._before = self._before, self._progress()
         if self._stall.poll(moved=self._before != before) >= self._seconds:

@@ -83,7 +83,7 @@ class Engine(Protocol):
         Raises:
             RefusedRequest: the engine refused one of them, and so all.
             EngineLost: it cannot be reached, is stopping, or ended before the last completion.
-            DeadlineExceeded: no completion ended in time.
+            DeadlineExceeded: no completion ended within the client's deadline.
         """
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
@@ -93,7 +93,7 @@ class Engine(Protocol):
         Raises:
             TornPublication: the publication is incomplete, or not of this model; the engine keeps its version.
             EngineLost: the engine cannot be reached, or is stopping.
-            DeadlineExceeded: the load made no progress in time.
+            DeadlineExceeded: the load made no progress within the client's deadline.
         """
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:

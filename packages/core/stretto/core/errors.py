@@ -241,7 +241,8 @@ class EngineLost(RoleError):
 
 
 class EngineLied(EngineLost):
-    """The server behind an engine returned impossible results; all its results for the request must be dropped."""
+    """The server behind an engine returned results that cannot be right, such as damaged tokens or a completion that
+    nobody requested; all its results for the request must be dropped."""
 
 
 class EngineLeft(EngineLost):
@@ -369,7 +370,8 @@ class OutOfMemory(StrettoError):
 
 
 class TrainingDiverged(StrettoError):
-    """Gradients were not finite for too many optimizer steps in a row; the parameters are as before the first of them.
+    """Gradients were not finite for `max_bad_steps` optimizer steps in a row; the parameters are as before the first of
+    them.
 
     `answers`: ids of the trajectories of the last such step, where known.
     """

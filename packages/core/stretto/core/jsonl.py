@@ -30,7 +30,7 @@ Read = TypeVar("Read")
 
 
 class Mistakes:
-    """Collects errors of one kind from several blocks, to report them together.
+    """Collects errors of one class from several blocks, to report them together.
 
     >>> mistakes = Mistakes()
     >>> for place in ("rows.jsonl:1", "rows.jsonl:2"):

@@ -90,7 +90,8 @@ def available_memory() -> int:
 
 def gpus() -> tuple[Gpu, ...]:
     """The NVIDIA GPUs listed in `CUDA_VISIBLE_DEVICES`, in its order; all GPUs if it is not set. Calls `nvidia-smi`, so
-    this process creates no CUDA context. Empty if `nvidia-smi` is missing or fails, or all are hidden."""
+    this process creates no CUDA context. Empty if `nvidia-smi` is missing, fails or takes more than 20 seconds, or all
+    are hidden."""
     tool = shutil.which("nvidia-smi")
     if tool is None or gpus_hidden():
         return ()
@@ -182,7 +183,8 @@ def cache_folder() -> Path:
 
 def use_interface_of(address: str) -> None:
     """Make torch collectives of this process use the interface with this address, by environment variables; those that
-    are set already stay. gloo would otherwise use the address of the host name, which may be the loopback's."""
+    are set already stay, and an unknown address sets none. gloo would otherwise use the address of the host name, which
+    may be the loopback's."""
     if (interface := interface_of(address)) is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -267,9 +269,9 @@ class Seat:
 def place(there: Sequence[Gpu], needs: Sequence[Need]) -> tuple[Seat, ...]:
     """Assign each role its GPUs and its share of their memory; returns a seat for each need, in the order of `needs`.
 
-    Needs that are `apart` come first, on GPUs of one kind if there are enough. The others follow, the largest first.
-    For each, GPUs with enough memory left are preferred, then GPUs with the fewest roles, then GPUs with the most
-    memory left. Roles that share a GPU split its memory in proportion to their needs.
+    Needs that are `apart` come first, on GPUs of the same name and memory if there are enough. The others follow, the
+    largest first. For each, GPUs with enough memory left are preferred, then GPUs with the fewest roles, then GPUs with
+    the most memory left. Roles that share a GPU split its memory in proportion to their needs.
 
     Raises:
         ValueError: there are fewer GPUs than one role needs, or fewer than roles that are `apart`.

@@ -143,11 +143,11 @@ class Segment(Record, frozen=True, array_like=True):
         reward: float | None = None,
     ) -> Segment:
         """Make a segment from unpacked tokens: pack them and compute their checksum. Log-probabilities and versions are
-        one per token, or empty for given tokens. The other fields are stored as they are given (`stop_reason` None: not
-        ended; `parent` None: the preceding segment).
+        one per token, or both empty for given (not sampled) tokens. The other fields are stored as they are given
+        (`stop_reason` None: not ended; `parent` None: the preceding segment).
 
         Raises:
-            ValueError: log-probabilities and versions are neither as many as the tokens nor none.
+            ValueError: the numbers of log-probabilities and of versions are not both that of the tokens, nor both 0.
             OverflowError: a token id has more than 31 bits.
         """
         if not len(versions) == len(behavior_logprobs) in (0, len(token_ids)):

@@ -209,8 +209,9 @@ def _step(number: int) -> int:
 
 
 def _raised(state: AdaptiveInFlight, engines: int, most: int) -> int:
-    """The largest next limit for which the fullest engine has room, with groups spread evenly over the engines; the
-    present limit if there is none."""
+    """The largest next limit (a step above `state.number`, or twice that number while probing; at most `most`) for
+    which the fullest engine has room, with groups spread evenly over the engines; the present limit if there is none.
+    """
     steps = [state.number + _step(state.number), *([2 * state.number] if state.probing else [])]
     tried = [max(state.number, min(step, most)) for step in steps]
     before = -(-state.number // engines)

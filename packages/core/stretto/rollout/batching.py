@@ -126,7 +126,7 @@ def can_all_be_trained_in_time(left: Iterable[float], facts: QueueState) -> bool
 
 
 def assert_within_bound(batch: Batch, policy: BeyondBound) -> None:
-    """Check the promise of `policy` for a batch.
+    """Check that a batch keeps the staleness bounds of its groups; "train" promises none.
 
     Raises:
         BoundViolated: a token would be trained beyond the bound of its group.

@@ -242,8 +242,9 @@ class Controller:
         return ticket
 
     def finish(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group | None:
-        """Buffer a judged group, filter it, or fail it if too few completions are decided; undecided ones always fail.
-        The prompt of a failed group is tried again. The journal records each trajectory's new state.
+        """Buffer a judged group, filter it, or fail it if fewer than `min_group_size` completions are decided;
+        undecided ones always fail. The prompt of a failed group is tried again. The journal records each trajectory's
+        new state.
 
         Results of a group that is not in flight (duplicate or late) are refused and counted in `refused`.
 
@@ -251,7 +252,7 @@ class Controller:
         failed or was refused.
 
         Raises:
-            TooManyFailures: too many groups in a row have failed.
+            TooManyFailures: more than `max_failures_in_a_row` groups have failed in a row.
         """
         if self._in_flight.get(ticket.group_id) is not ticket:
             self.refused += 1
@@ -303,7 +304,7 @@ class Controller:
         """Fail a group whose request was refused. Its prompt is tried at most `max_attempts` times in all.
 
         Raises:
-            TooManyFailures: too many groups in a row have failed.
+            TooManyFailures: more than `max_failures_in_a_row` groups have failed in a row.
         """
         self._settle_unanswered(ticket, State.FAILED, reason)
         self._leave_for_another_attempt(ticket)

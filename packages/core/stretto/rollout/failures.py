@@ -11,7 +11,8 @@ _COUNTED = 64  # window of trajectories for `max_failed`
 
 
 class RecentFailures:
-    """Ends a run when more than the share `max_failed` of its last 64 trajectories is undecided, once 64 have ended.
+    """Ends a run, by an error of `count`, when more than the share `max_failed` of its last 64 trajectories is
+    undecided; not before 64 have ended.
 
     Example: with ``max_failed=0.5`` the 33rd failure among 64 ends the run.
     """
@@ -27,7 +28,8 @@ class RecentFailures:
         """Count a trajectory.
 
         Raises:
-            WorkflowError: too many of the last 64 trajectories failed; it quotes the reason of this trajectory.
+            WorkflowError: more than the allowed share of the last 64 trajectories failed; it quotes the reason of this
+                trajectory.
         """
         self.ended += 1
         self._failed.append(trajectory.verdict.outcome is Outcome.UNDECIDED)

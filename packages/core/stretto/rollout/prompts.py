@@ -27,8 +27,9 @@ class PromptSource(Record, frozen=True):
 
 
 def shares(sources: Sequence[PromptSource]) -> list[int]:
-    """Number of prompts that each source gives to an epoch, in the order of `sources`: all of its prompts, or, if every
-    source has a weight, in proportion to the weights, at least one and as many as no source exceeds.
+    """Number of prompts that each source gives to an epoch, in the order of `sources`. All of its prompts if any source
+    has no weight. Otherwise at least one, in proportion to the weights, and as many as the source that is scarcest for
+    its weight allows.
 
     >>> shares([PromptSource("a", 4, 1.0), PromptSource("b", 10, 1.0)])
     [4, 4]
@@ -151,7 +152,7 @@ class PromptStream:
         return draw
 
     def _begin_next_epoch(self) -> None:
-        """Start the next epoch. If it would leave out every prompt, it leaves out none."""
+        """Start the next epoch, without the prompts that rest (see `judged`). If all rest, none is left out."""
         self._epoch, self._index = self._epoch + 1, 0
         self._resting, self._rest_next = tuple(self._rest_next), {}
         self._order = self._shuffled(self._epoch)
@@ -166,7 +167,8 @@ class PromptStream:
             self._rest_next[draw.prompt.id] = None
 
     def named(self, group_id: str, failures: int = 0) -> Draw:
-        """The draw with this group id; `failures`: earlier attempts that failed.
+        """Make the draw of a group id, ``epoch.prompt.attempt``. `failures`: number of its earlier attempts that
+        failed, which the id does not tell.
 
         >>> stream = PromptStream([Prompt(id="a.b", token_ids=(1,), text="", answer="")], seed=1)
         >>> stream.named("3.a.b.2").attempt
