@@ -77,7 +77,8 @@ class Checkpointing:
 
     async def save_checkpoint(self) -> None:
         """Save a checkpoint of the newest step and wait until it is on disk. Does nothing if this step has one. If the
-        trainer dies meanwhile, saves it again; raises CheckpointLost after `deadlines.trainer_restarts` tries."""
+        trainer dies meanwhile, saves it again; raises CheckpointLost after more than `deadlines.trainer_restarts` lost
+        ones in a row."""
         while True:
             await self._begin_checkpoint()
             await self.end()
@@ -96,7 +97,8 @@ class Checkpointing:
 
     async def _begin_checkpoint(self) -> None:
         """Start a checkpoint of the newest step, after the one in progress; returns when the trainer has copied its
-        state. Does nothing if one of this step was started before. Raises StoreError if their folder has vanished."""
+        state. Does nothing if one of this step was started before. Raises StoreError if the folder of checkpoints has
+        vanished."""
         await self.end()
         step = self._controller.published
         if step == self._started_step:

@@ -115,8 +115,8 @@ class Conductor:
 
     async def _give_up(self) -> None:
         """Journal the completions in flight, which a resumed run continues, then abort them so that the engines'
-        counters account for every token. The requests of a running evaluation are not aborted. Afterwards no group is
-        admitted."""
+        counters account for every token. An engine that does not reply within a second is not waited for. The requests
+        of a running evaluation are not aborted. Afterwards no group is admitted."""
         self._conducting = False
         await self.in_flight.keep(_POLL_SECONDS)
         await self._poll(_POLL_SECONDS)
@@ -161,8 +161,7 @@ class Conductor:
         self._forget(ticket, trajectories)
 
     def _report_filtered(self, groups: int) -> None:
-        """Log the number of filtered groups when it reaches `_SILENT_BATCHES` batches, then each time it has
-        doubled."""
+        """Log the number of filtered groups when it reaches four batches' worth, then each time it has doubled."""
         times, rest = divmod(groups, _SILENT_BATCHES * self.controller.config.batch_size)
         if not rest and times.bit_count() == 1:
             self.recorder.filtered(groups)

@@ -55,7 +55,7 @@ class Best(Record, frozen=True):
 
 
 class BestPolicy:
-    """Tracks the accuracy on one set of questions and decides when training has been long enough.
+    """Tracks the accuracy on one set of questions, and says when the run should end.
 
     With `keeps`, ``policy/best`` holds the policy of the best evaluation. `enough` becomes true in two cases: the last
     `patience` evaluations were not better than the best by more than `least_gain` (patience 0: never); or `goal_holds`
@@ -190,7 +190,8 @@ class Evaluator:
 
     `count` is called with each completion as it ends, even if the evaluation is cut short later. After a finished
     evaluation, `keep` is called with its judged completions, and `rows` with its results by question. `name`: name of
-    the set of questions; "" for the main set.
+    the set of questions; "" for the main set. `converse`: generates a trajectory by the recipe's workflow, and counts
+    its completions itself; None: single turns.
     """
 
     prompts: Sequence[Prompt]

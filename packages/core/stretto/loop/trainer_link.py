@@ -139,7 +139,9 @@ class TrainerLink:
         `version` is published, or, if not `publish`, when it is trained. `replayed` has the repeated steps.
 
         Raises:
-            RoleDied: the trainer died too often.
+            RoleDied: the trainer died more often than `deadlines.trainer_restarts` allows.
+            RoleFailed: the trainer reports that it cannot continue.
+            DeadlineExceeded: a reply took longer than `deadlines.start`, `step` or `save`.
         """
         self._spec, self._version, self._publishes = spec, version, publish
         try:
@@ -149,7 +151,8 @@ class TrainerLink:
 
     async def _begin(self) -> list[Update]:
         """Start a process, bring it to the run's version and publish that version; returns the updates of the steps
-        that were trained again."""
+        that were trained again. Raises RoleDied if the process ends meanwhile, DeadlineExceeded if an order takes
+        longer than its deadline."""
         updates = await self._reach()
         if self._publishes:
             await self._ask(Publish(), Copied, f"to copy version {self._version}", self._deadlines.save)
@@ -222,8 +225,9 @@ class TrainerLink:
         for that. A trainer that dies is replaced, and the batch trained again.
 
         Raises:
-            RoleDied: the trainer died too often, or is not replaced.
+            RoleDied: the trainer died more often than `deadlines.trainer_restarts` allows, or is not replaced.
             RoleFailed: the trainer reports that it cannot continue.
+            DeadlineExceeded: the step took longer than `deadlines.step`.
         """
         async with self._order():
             trained = await self._until_done(
@@ -238,11 +242,14 @@ class TrainerLink:
     async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None] = lambda: None) -> None:
         """Write the trainer's full state to `folder`; returns when it is written, not yet synced to disk.
 
-        `on_copied` is called when the trainer has a copy in memory. From then on it takes other orders.
+        `on_copied` is called when the trainer has a copy in memory. From then on it takes other orders. A trainer that
+        dies before is replaced, and copies its state again.
 
         Raises:
-            CheckpointLost: the trainer ended before the state was written; its replacement may be at a later step.
+            CheckpointLost: the trainer ended before the copy was written; its replacement may be at a later step.
+            RoleDied: the trainer died too often (as for `train`) before it had a copy, or is not replaced.
             RoleFailed: the folder cannot be written.
+            DeadlineExceeded: the copy, or its writing, took longer than `deadlines.save`.
         """
         async with self._order():
             order, seconds = SaveCheckpoint(folder=str(folder)), self._deadlines.save
@@ -260,8 +267,9 @@ class TrainerLink:
         """Write the policy to `folder` as a Hugging Face model; returns when it is written.
 
         Raises:
-            RoleDied: the trainer died too often, or is not replaced.
+            RoleDied: the trainer died more often than `deadlines.trainer_restarts` allows, or is not replaced.
             RoleFailed: the trainer reports that it cannot continue.
+            DeadlineExceeded: the writing took longer than `deadlines.save`.
         """
         async with self._order():
             order, awaited = SavePolicy(folder=str(folder)), f"to write policy {folder.name}"
@@ -313,7 +321,7 @@ class TrainerLink:
         order, the method that sent the order replaces it.
 
         Raises:
-            RoleDied: the trainer died too often, or is not replaced.
+            RoleDied: the trainer died more often than `deadlines.trainer_restarts` allows, or is not replaced.
         """
         while True:
             process = self.process
@@ -324,8 +332,9 @@ class TrainerLink:
                     await self._replace(await self._death(how))
 
     async def _death(self, how: str) -> RoleDied:
-        """Return the error of a trainer that ended between two orders. Its last message names a rank that was lost, or
-        else `how` is the reason. Raises RoleFailed if the message says that the trainer cannot continue."""
+        """Return the error of a trainer that ended between two orders. Waits a second for its last message. If that
+        names a rank that was lost, this is the reason, otherwise `how` is. Raises RoleFailed if the message says that
+        the trainer cannot continue."""
         reply = None
         if self._replies is not None:
             with contextlib.suppress(RoleError):  # no message

@@ -32,7 +32,7 @@ class TrainerReplies:
             seconds: deadline.
 
         Raises:
-            DeadlineExceeded: no reply came in time.
+            DeadlineExceeded: no reply came within `seconds`.
             RoleDied: the trainer closed its end of the channel.
             WireError: a message cannot be decoded.
         """

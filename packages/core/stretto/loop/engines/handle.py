@@ -171,7 +171,9 @@ class EngineHandle:
         `publication`: seconds to wait for the first publication, in addition to `deadlines.start`.
 
         Raises:
-            RoleDied: the process ended.
+            RoleDied: the process ended, by itself or because its weights were not proven.
+            UnprovenWeights: its weights were not proven, nor were those of the process before it.
+            WireError: the newest version is damaged, or not of this model.
             DeadlineExceeded: the engine made no progress for `deadlines.start` plus `publication` seconds.
         """
         self._becomes(EngineState.STARTING, None)
@@ -280,7 +282,7 @@ class EngineHandle:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
-        """Set `version` as the newest in the mailbox; `keep_loaded` then loads it."""
+        """Note that `version` is the newest in the mailbox now; `keep_loaded` then loads it."""
         self.published = version
         if self.version is not None and self.version < version:
             self._missing.append((version, asyncio.get_running_loop().time()))
@@ -336,8 +338,9 @@ class EngineHandle:
 
     async def _newest(self) -> int:
         """Make a started engine load the newest published version; returns the version. An older one must not be
-        served: no version before the live one may sample a new group. Raises RoleDied if the process ends, also if its
-        weights are not proven and it is killed for that."""
+        served: no version before the live one may sample a new group. An engine that cannot be reached is tried again
+        as long as its process runs. Raises RoleDied if the process ends, also if its weights are not proven and it is
+        killed for that."""
         while True:
             if not self.process.running:
                 raise RoleDied(self.name, await self.process.ended(), str(self.process.log))
@@ -363,6 +366,8 @@ class EngineHandle:
 
         Raises:
             DeadlineExceeded: no sign of life for `deadlines.start` seconds.
+            UnprovenWeights: its weights were not proven, nor were those of the process before it.
+            WireError: the version is damaged, or not of this model.
         """
         seconds, moved = self.deadlines.start, self.client.moved
         async with standstill("conductor", f"{self.name} to serve version {version}", seconds, moved):
@@ -395,7 +400,7 @@ class EngineHandle:
     async def give_up(self, spared: Callable[[str], bool] = lambda id: False) -> None:
         """Abort the engine's open requests. `spared`: takes a request id; True: the request is left alone.
 
-        Returns when the aborted requests have ended, or after `_GIVE_UP_SECONDS`.
+        Returns when the aborted requests have ended, or after a second.
         """
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(_GIVE_UP_SECONDS):

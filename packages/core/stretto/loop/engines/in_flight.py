@@ -49,7 +49,7 @@ class Prefix:
 
     @property
     def segment(self) -> Segment:
-        """All tokens as one segment."""
+        """All tokens as one segment; an empty one without tokens."""
         if len(self._pieces) > 1:
             self._pieces = [Segment.whole(self._pieces)]
         return self._pieces[0] if self._pieces else Segment()

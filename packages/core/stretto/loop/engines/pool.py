@@ -198,7 +198,7 @@ class EnginePool:
         await engine.supervise(self._say)
 
     async def _guarded(self, engine: EngineHandle, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work` for an engine. If it fails, a guest leaves the pool; for an engine of the run's own, the error
+        """Await `work` for an engine. If it fails, a guest leaves the pool; for one of the run's own engines the error
         is raised."""
         try:
             await work
@@ -222,8 +222,9 @@ class EnginePool:
         await self.leave(engine.name, why)
 
     async def leave(self, name: str, why: str) -> None:
-        """Remove an engine that is gone, and end its process. Other engines continue its completions from the last
-        journaled token. `why`: the reason, for the log. Does nothing if the engine is not in the pool."""
+        """Remove an engine that is gone, and end its process, which is killed after a second. Other engines continue
+        its completions from the last journaled token. `why`: the reason, for the log. Does nothing if the engine is not
+        in the pool."""
         if self._stopped or (engine := self._engines.pop(name, None)) is None:
             return
         self._left[name] = engine
@@ -237,7 +238,7 @@ class EnginePool:
         """Replace engines that die, until an error ends the run.
 
         Raises:
-            RoleDied: an engine of the run's own died more often than `deadlines.engine_restarts`.
+            RoleDied: one of the run's own engines (no guest) used up its restart budget (`deadlines.engine_restarts`).
             UnprovenWeights: an engine failed the proof of its weights again after it was replaced.
         """
         for name in self._engines.keys() - self._supervised.names:
@@ -266,7 +267,8 @@ class EnginePool:
             EngineLied: the engine's results are invalid and must not be kept.
             EngineLeft: the engine has left the run.
             RefusedRequest: the engine refused the requests.
-            DeadlineExceeded: no engine became free or up in time.
+            DeadlineExceeded: no engine became free within `deadlines.answer`, or none was up for twice
+                `deadlines.start` (for `patience`, if that is longer).
         """
         completions, ids = sum(len(request.seeds) for request in requests), {request.id for request in requests}
         prefixes = {request.id: request.prefixes or (Segment(),) * len(request.seeds) for request in requests}
@@ -309,7 +311,7 @@ class EnginePool:
         Raises:
             EngineLost: the engine does not reply.
             RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
-            DeadlineExceeded: no engine became free in time.
+            DeadlineExceeded: no engine became free, or up, as for `generate`.
         """
         name = await self._free_engine(len(texts))
         try:
@@ -356,7 +358,7 @@ class EnginePool:
         """Fetch the new tokens of the completions in flight, by request id and member.
 
         Args:
-            known: number of tokens already known of each member, by request id.
+            known: number of tokens already known of each member, by request id; other requests are left out.
             patience: seconds to wait for an engine (None: `deadlines.answer`); slower ones are skipped.
         """
         engines = list(self._engines.values())
@@ -388,7 +390,9 @@ class EnginePool:
             await self._loading.close()
 
     async def reach(self, version: int) -> None:
-        """Make every engine load `version`, and return when all serve it or a newer one."""
+        """Make every engine load `version`, and return when all serve it or a newer one. Guests that still join are not
+        waited for, and a guest that fails leaves the run. Raises DeadlineExceeded if one of the run's own engines shows
+        no sign of life for `deadlines.start` seconds."""
         for engine in self._engines.values():
             engine.published = max(engine.published, version)
         # A guest that is still joining loads the newest version before it gets requests.

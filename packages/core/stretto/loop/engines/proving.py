@@ -113,8 +113,7 @@ class Proving:
         self._distrust = distrust
 
     def published(self, canary: Canary | None) -> None:
-        """Keep the canary of a version that the trainer has published (None: do nothing); the newest `_KEPT` are
-        kept."""
+        """Keep the canary of a version that the trainer has published (None: do nothing); the newest four are kept."""
         if canary is not None:
             self._text, self._trained_in, self._routed = canary.token_ids, canary.dtype, canary.routed
             self._canaries[canary.version] = canary
@@ -130,8 +129,9 @@ class Proving:
     def agreed(self, agreement: Sequence[Agreement], judge: str = THE_TRAINER) -> None:
         """Judge engines by the log-probabilities of their sampled tokens, compared with recomputed ones.
 
-        Comparisons are summed until an engine has `_ENOUGH_TOKENS` tokens. An engine over the limit twice in a row is
-        replaced (`replace_with`); if its replacement fails in the same way, the call is final.
+        Comparisons are summed until an engine has 32 tokens. An engine over the limit twice in a row is replaced: the
+        function set by `replace_with` is called. If its replacement fails in the same way, that call says that it must
+        not be replaced again.
 
         Args:
             agreement: mean difference and number of tokens, by engine.
@@ -180,7 +180,7 @@ class Proving:
             UnprovenWeights: both checks failed.
             EngineLost: the engine does not reply.
             WireError: the version is not published, or not of this model; the engine keeps its version.
-            DeadlineExceeded: the engine made no progress with the load.
+            DeadlineExceeded: the engine made no progress with the load, or the trainer's canary did not come in 600 s.
         """
         if not self._expected:
             return (await client.update(version)).version if version > served else served

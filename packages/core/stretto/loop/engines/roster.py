@@ -29,7 +29,7 @@ class Roster:
     Example::
 
         roster = Roster()
-        roster.serves("engine-0", "native", "node-3", 0)
+        roster.serves("engine-0", "native", "node-3", 0)  # it serves version 0
         roster.left("engine-0", "was killed by SIGKILL")
         ledger.watch(ENGINES, roster.rows)
 

@@ -71,12 +71,13 @@ class TrajectorySessions:
 
 @dataclass(frozen=True)
 class PersistentTurns:
-    """A sampler that samples a turn again if its engine is lost (satisfies `conversation.session.Sampler`)."""
+    """A sampler that samples a turn again if its engine is lost (satisfies `conversation.session.Sampler`). `whole`:
+    samples a turn once."""
 
     whole: WholeTurns
 
     async def __call__(self, request: TurnRequest) -> Segment:
-        """Sample one turn. Raises EngineLost if too many engines are lost with it."""
+        """Sample one turn. Raises EngineLost if more than `LOSSES` engines are lost with it."""
         for attempt in attempts():
             with attempt:
                 return await self.whole(request)

@@ -23,7 +23,7 @@ class WatchedSamples:
     """Logs and stores samples of one judged group every `seconds` (0: never), and logs alarms through `say`.
 
     There are two alarms. A completion is undecided: logged once for each kind of reason. No completion has been right
-    so far: logged after `_ALARM_GROUPS` groups, then each time their number has doubled.
+    so far: logged after 32 groups, then each time their number has doubled.
     """
 
     def __init__(self, folder: RunFolder, say: Callable[[str], None], seconds: float) -> None:
@@ -90,7 +90,7 @@ class WatchedSamples:
 
 
 def line(sample: SampledCompletion) -> str:
-    """A sample on one line of at most `LONGEST` characters.
+    """A sample on one line of at most 120 characters.
 
     >>> line(SampledCompletion(7, "17", "3+8=", "11", "3+8=11", Outcome.RIGHT, 1.0, "", (6, 7)))
     "sample v6-7: '3+8=' -> '3+8=11' | gold '11' | right, reward 1"
@@ -135,7 +135,7 @@ class SlowReward:
         self._seen: deque[tuple[float, float, float]] = deque()
 
     def poll(self, now: float, seconds: Mapping[str, float]) -> str | None:
-        """Compare the busy shares of the last `WINDOW` seconds and set `found`; to be called every second.
+        """Compare the busy shares of the last 10 seconds and set `found`; to be called every second.
 
         Args:
             now: time in seconds, of any clock.

@@ -226,10 +226,10 @@ def interval(shares: Sequence[float]) -> tuple[float, float]:
     """Compute the 95% confidence interval of the mean of `shares`: the share of right completions of each question.
     Without questions it is (0, 1).
 
-    It is Wilson's score interval. If a question has one completion, n is the number of questions. If it has several,
-    n is the larger, effective number of independent completions, from the variance of `shares` (clustered errors:
-    Miller, arXiv 2411.00640, section 2.2). With no right completion it is 0 to z² / (n + z²); with all right, 1 minus
-    that.
+    It is Wilson's score interval of n trials. If a question has one completion, n is the number of questions. If it has
+    several, n is the larger, effective number of independent completions, from the variance of `shares` (clustered
+    errors: Miller, arXiv 2411.00640, section 2.2). With no right completion it is 0 to z² / (n + z²); with all right, 1
+    minus that.
     """
     count = len(shares)
     if not count:

@@ -149,7 +149,8 @@ class Recorder:
         self._in_force = max_staleness
 
     def in_force(self, max_staleness: float) -> None:
-        """Set the staleness bound for the next line of metrics, if an earlier process of the run took the batch."""
+        """Set the staleness bound for the next line of metrics, for a batch that an earlier process of the run took.
+        `taken` sets it for the others."""
         self._in_force = max_staleness
 
     def updated(self, batch: Batch, update: Update) -> None:
@@ -205,8 +206,8 @@ class Recorder:
         )
 
     def polled(self) -> None:
-        """Compute the busy share of each role since the last poll, and every `_WEIGH_SECONDS` the memory; warn of a
-        slow reward; flush the ledger. To be called after each poll of the roles."""
+        """Compute the busy share of each role since the last poll, and every 5 seconds the memory; warn of a slow
+        reward; flush the ledger. To be called after each poll of the roles."""
         now, busy = time.monotonic(), self._work().busy
         elapsed = now - self._polled
         self._busy = {
@@ -234,8 +235,8 @@ class Recorder:
 
     def evaluated(self, evaluation: Evaluation, step: int, name: str = "") -> None:
         """Append a held-out accuracy, whose evaluation began at `step`, to the metrics, and show it. `name`: name of
-        the set of questions; "" for the main set, whose first accuracy is the run's initial and whose last is its final
-        one."""
+        the set of questions; "" for the main set, whose first accuracy is the run's initial one, and whose last after
+        step 0 is its final one."""
         line = self._evaluation_line(evaluation, step)
         if name:
             self._metrics.append(SetEvaluationLine(**msgspec.structs.asdict(line), name=name))

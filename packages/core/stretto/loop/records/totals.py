@@ -85,7 +85,7 @@ class RunClock:
 
     @property
     def rl_seconds(self) -> float:
-        """Seconds from the first admitted prompt to the last update."""
+        """Seconds from the first admitted prompt to the last update, summed over the processes of the run."""
         return self._rl_seconds
 
     @property
@@ -94,7 +94,7 @@ class RunClock:
 
 
 def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:
-    """Return `carried` with the weight transfers in `spans` added; the newest `NEWEST_TRANSFERS` of each kind are kept.
+    """Return `carried` with the weight transfers in `spans` added; the newest 99 of each kind are kept.
 
     A transfer is a download over the network, or mapping and checking of shared memory. Generation goes on during a
     transfer; it pauses only for the load after it.
