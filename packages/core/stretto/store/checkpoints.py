@@ -181,7 +181,8 @@ class Checkpoints:
 
     def continue_at(self, version: int) -> None:
         """Prepare to save checkpoints from `version` on: newer checkpoints, which must be broken, are renamed
-        (`set_aside_after`). Beside them a new one would be pruned as the oldest. The caller holds the lock.
+        (`set_aside_after`). Beside them a new one would be pruned as the oldest. The caller holds the run folder's
+        lock.
 
         Raises:
             RunFolderError: a newer checkpoint is complete; nothing is renamed.
@@ -198,7 +199,8 @@ class Checkpoints:
 
     def take_back(self, *, locked: bool) -> None:
         """Restore the names of checkpoints that a killed process had moved aside for a successor and not replaced.
-        Changes nothing while another process may be saving. `locked`: whether the caller holds the lock."""
+        Changes nothing while another process may be saving. `locked`: whether the caller holds the run folder's lock.
+        """
         if locked:
             sweep([self._folder])
         elif any(self._folder.glob(".step-*.old")) and not lock.is_held(self._folder.parent):

@@ -48,7 +48,7 @@ class Ending(Record, frozen=True):
 
     @classmethod
     def of_code(cls, code: int) -> Ending:
-        """Ending of a process with this exit code.
+        """Ending of a process with this exit code: 0 is finished, 128 + n is stopped by signal n, any other is failed.
 
         >>> Ending.of_code(143).reason
         'stopped by SIGTERM'
@@ -139,7 +139,7 @@ def read_ending(ledger: Path) -> Ending | None:
 
 
 def cut(text: str) -> str:
-    """Shorten a text to at most `_LONGEST_REASON` characters and an ellipsis."""
+    """Shorten a text to at most 600 characters and an ellipsis."""
     text = text.strip()
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
 

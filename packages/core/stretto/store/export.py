@@ -45,7 +45,8 @@ _NO_PAYLOAD = Payload(segments=(), text="")
 
 
 class ExportedSegment(Record, frozen=True, omit_defaults=True):
-    """Consecutive tokens of a trajectory that are all sampled or all given.
+    """Consecutive tokens of a trajectory that are all sampled, or all given (not sampled: a tool's output, a user's
+    turn).
 
     `parent`: index of the segment that these tokens follow; -1: the prompt; -2: nothing; left out if it is the
     preceding segment. `cause`: why a new branch began here. `cause` and `reward` are left out if there is none.
@@ -120,13 +121,14 @@ _OTHER_JSON = ("json", "jsonlines", "ndjson")  # further suffixes of JSON lines
 
 
 def format_of(file: str | Path) -> str:
-    """Return the format of a file by its suffix: one of `FORMATS`. A suffix that resembles none is JSON lines.
+    """Return the format of a file by its suffix: one of `FORMATS`. JSON lines for ``json``, ``ndjson`` and any suffix
+    that resembles no format.
 
     >>> format_of("rows.parquet"), format_of("rows.txt")
     ('parquet', 'jsonl')
 
     Raises:
-        RunFolderError: the suffix resembles a format's, but is another.
+        RunFolderError: the suffix looks like a misspelt format ("parqet").
     """
     suffix = Path(file).suffix.removeprefix(".").lower()
     if suffix in FORMATS:

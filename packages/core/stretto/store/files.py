@@ -34,8 +34,8 @@ def is_lacking(error: OSError) -> bool:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file for writing. At the end of the block it is synced to disk and renamed to `path`, replacing
-    an older file. If the block raises, nothing has changed."""
+    """Context manager: a temporary file, open for writing. At the end of the block it is synced to disk and renamed to
+    `path`, replacing an older file. If the block raises, nothing has changed."""
     temporary = _part(path)
     try:
         with naming(path), temporary.open("wb") as file:
@@ -53,9 +53,9 @@ def _part(path: Path) -> Path:
 
 @contextmanager
 def users_file(target: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file for writing, for a path that a user has given; a link is followed. At the end of the block
-    it is synced to disk and renamed to the path, replacing an older file. If the block raises, nothing has changed. An
-    OSError of the block that concerns another file is raised unchanged.
+    """Context manager: a temporary file, open for writing, for a path that a user has given; a link is followed. At the
+    end of the block it is synced to disk and renamed to the path, replacing an older file. If the block raises, nothing
+    has changed. An OSError of the block that concerns another file is raised unchanged.
 
     Raises:
         RunFolderError: the path exists and is no regular file, or it cannot be written.

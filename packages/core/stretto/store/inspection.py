@@ -66,11 +66,12 @@ class EngineRecord(Membership, frozen=True):
 
 
 class WeightsSummary(Record, frozen=True):
-    """Weight transfers to the engines: medians over the newest `NEWEST_TRANSFERS`; None if there are none.
+    """Weight transfers to the engines: medians over the newest 99; None if there are none.
 
-    `medium`: shared_memory or http. `bytes`: size of one version. `seconds_pause_median`: pause of generation for a
-    load. `copies`: how often each byte is copied in host memory between the trainer's parameters and the mailbox; each
-    engine adds one copy. `seconds_publish_median`: from the trainer's copy until the version could be loaded.
+    `medium`: shared_memory, http or broadcast. `bytes`: size of one version. `seconds_pause_median`: pause of
+    generation for a load. `copies`: how often each byte is copied in host memory between the trainer's parameters and
+    the mailbox; each engine adds one copy. `seconds_publish_median`: from the trainer's copy until the version could be
+    loaded.
     """
 
     medium: str | None

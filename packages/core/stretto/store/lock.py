@@ -17,7 +17,8 @@ _TRIES, _PAUSE = 25, 0.01
 
 
 def acquire(folder: Path) -> int:
-    """Lock the folder; returns a file descriptor. Closing the descriptor releases the lock.
+    """Lock the folder; returns a file descriptor. Closing the descriptor releases the lock. A held lock is tried again
+    for a fraction of a second.
 
     Raises:
         RunFolderError: another process holds the lock, or the folder cannot be written.

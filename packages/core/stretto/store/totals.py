@@ -10,7 +10,7 @@ from stretto.measures.goodput import Clock, Goodput, OnRecord, Produced, goodput
 
 
 class Carried(Record, frozen=True):
-    """Weight transfers to the engines. Each field has the newest `NEWEST_TRANSFERS` values.
+    """Weight transfers to the engines. Each field has the newest 99 values.
 
     `medium`: shared_memory, http or broadcast. `pulls`: (bytes, seconds) of each transfer to an engine. `pauses`:
     seconds for which generation paused for a load. `copied`: bytes that the trainer copied for a publication, while

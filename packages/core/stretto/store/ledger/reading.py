@@ -91,7 +91,8 @@ def read_unfinished(path: Path) -> list[UnfinishedGroup]:
 
 
 def tokens_on_record(connection: sqlite3.Connection) -> OnRecord:
-    """Count the sampled tokens in the ledger by the state of their trajectory; masked tokens are counted apart."""
+    """Count the sampled tokens in the ledger by the state of their trajectory. Masked tokens of trained trajectories
+    count as masked, not as trained."""
     return states_on_record(connection)[1]
 
 

@@ -34,7 +34,8 @@ _FURTHER = (0, None, (), None, "", None)  # defaults of the fields that the olde
 
 
 def segment_of(parts: Sequence[Any]) -> Segment:
-    """Build a segment from its recorded fields, of either format; a resumed run may have both.
+    """Build a segment from its recorded fields: with packed tokens, or with one list per column, as before format 6. A
+    resumed run may have both.
 
     Raises:
         msgspec.ValidationError, ValueError: the fields do not form a segment.
@@ -206,7 +207,8 @@ def _sampled(segments: Sequence[Segment]) -> tuple[int, int | None, int | None, 
 
 
 class TokenTally:
-    """Running count of a ledger's sampled tokens by the state of their trajectory; masked tokens are counted apart."""
+    """Running count of a ledger's sampled tokens by the state of their trajectory. Masked tokens of trained
+    trajectories count as masked, not as trained."""
 
     def __init__(self, start: OnRecord) -> None:
         self._counts: Counter[str] = Counter(msgspec.structs.asdict(start))

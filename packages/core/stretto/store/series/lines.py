@@ -205,14 +205,14 @@ class LineFollower(Generic[Decoded]):
         self.fault: str | None = None
 
     def read_on(self) -> tuple[list[Decoded], bool]:
-        """Read the complete lines that follow those read so far: about `_BLOCK` bytes, or one line if it is longer. A
-        file that does not exist has no lines.
+        """Read the complete lines that follow those read so far: about 1 MiB, or one line if it is longer. A file that
+        does not exist has no lines.
 
         Returns:
             The lines, and whether the file was rewritten or removed, so that these lines are its first.
 
         Raises:
-            StoreError: the path is a link, a pipe or a folder, or cannot be read; or a line is too long.
+            StoreError: the path is a link, a pipe or a folder, or cannot be read; or a line is longer than 64 MiB.
         """
         try:
             descriptor = open_plain(self._path)

@@ -145,5 +145,6 @@ def read_sets(path: Path) -> dict[str, list[SetEvaluationLine]]:
 
 
 def rewind_metrics(path: Path, step: int) -> None:
-    """Remove the lines of later steps than `step`: the run is resumed after it, and will write them again."""
+    """Remove the lines of later steps than `step`: the run is resumed after it, and will write them again. Does nothing
+    without a file."""
     keep_lines(path, _DECODER, lambda line: line.step <= step)

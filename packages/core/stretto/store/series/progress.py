@@ -45,7 +45,7 @@ class RunProgress:
         self.held_out = evaluation
 
     def rates(self) -> dict[str, float]:
-        """Tokens per second over the last `_RATE_SECONDS`, as ``generated`` and ``trained``; empty before two steps."""
+        """Tokens per second over the last 3 seconds, as ``generated`` and ``trained``; empty before two steps."""
         if not self._counts:
             return {}
         (then, generated_then, trained_then), (now, generated, trained) = self._counts[0], self._counts[-1]
@@ -55,8 +55,7 @@ class RunProgress:
         return {"generated": (generated - generated_then) / seconds, "trained": (trained - trained_then) / seconds}
 
     def line(self) -> str:
-        """Format the progress line of the newest step, with at most `LONGEST` characters; empty before the first
-        step."""
+        """Format the progress line of the newest step, with at most 120 characters; empty before the first step."""
         if (metrics := self._newest) is None:
             return ""
         head = f"step {_times(metrics.step, self.steps, metrics.rl_seconds)}"

@@ -51,5 +51,6 @@ _DECODER = msgspec.json.Decoder(SampledCompletion)
 
 
 def rewind_samples(path: Path, version: int) -> None:
-    """Remove completions of later versions than `version`: the run is resumed there, and will sample them again."""
+    """Remove completions of later versions than `version`: the run is resumed there, and will sample them again. Does
+    nothing without a file."""
     keep_lines(path, _DECODER, lambda sample: sample.version <= version)
