@@ -78,7 +78,7 @@ class TrainerState:
         return cls(position, {name: ranks.copy_to_cpu(tensor) for name, tensor in _state(optimizer).items()}, ranks)
 
     def write(self, folder: Path) -> None:
-        """Write the copy into `folder` on rank 0's machine; may run in any thread. All ranks call it.
+        """Write this copy as a checkpoint into `folder`, on rank 0's machine. All ranks call it, each in any thread.
 
         Raises:
             StoreError: the folder cannot be written (disk full, read-only).
@@ -144,7 +144,7 @@ def _all_see(folder: Path, ranks: Ranks) -> bool:
 
 def _wait_for_files(folder: Path, ranks: Ranks) -> None:
     """Wait until rank 0's machine lists the files written by other ranks, since a network file system may lag; OSError
-    if they are not listed in time."""
+    if they are not listed within a minute."""
     written = ranks.all_reduce_number(len(list(folder.glob(f"shard-{ranks.rank + 1:05d}-*"))))
     end = time.monotonic() + _LISTED_SECONDS
     while ranks.rank == 0 and len(list(folder.glob("shard-*"))) < written:
@@ -275,7 +275,7 @@ def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Ma
 
 
 def _whole_shape(meta: object) -> torch.Size:
-    """Shape of a tensor on disk; an impossible shape if a shard is missing."""
+    """Shape of a tensor on disk; if a shard is missing, a shape that no tensor of a model has."""
     assert isinstance(meta, TensorStorageMetadata), type(meta)
     held = sum(math.prod(chunk.sizes) for chunk in meta.chunks)
     return meta.size if held == math.prod(meta.size) else torch.Size([0, 0, 0, 0, 0])

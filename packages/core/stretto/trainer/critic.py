@@ -30,7 +30,8 @@ from stretto.trainer.parallel.ranks import ALONE, Ranks
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """max((V - R)^2, (V_before + clip(V - V_before, -clip, clip) - R)^2) / 2, [N], differentiable by `values`.
+    """max((V - R)^2, (V_before + clip(V - V_before, -clip, clip) - R)^2) / 2 for each loss token, [N]. V: `values`,
+    with a gradient; V_before: `before`, the critic's before the step; R: `returns`.
 
     PPO's clipped value loss as in OpenAI's baselines (arXiv 2005.12729, section 3).
     """
@@ -78,7 +79,7 @@ class Critic(Optimizer):
         schedule.
 
         Raises:
-            TrainingDiverged: too many non-finite gradients in a row.
+            TrainingDiverged: `max_bad_steps` non-finite gradients in a row.
         """
         losses: list[Tensor] = []
         for index, micro in enumerate(part.micro_batches):
@@ -127,7 +128,7 @@ class _ValueHead(nn.Linear):
 
 def explained_variance(values: Column, returns: Column) -> float:
     """1 - Var(R - V) / Var(R) for values V and returns R of the same tokens: 1 for a perfect critic, 0 for a constant
-    one; NaN if the returns are all equal.
+    one; NaN for fewer than two tokens, or if the returns are all equal.
 
     >>> explained_variance([1.0, 1.0], [0.0, 2.0]), explained_variance([0.5, 1.5], [0.0, 2.0])
     (0.0, 0.75)

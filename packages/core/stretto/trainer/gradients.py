@@ -73,7 +73,7 @@ class Gradients:
 
     @torch.no_grad()
     def evaluated(self, part: Minibatch) -> list[Tensor]:
-        """Log-probabilities [M] of each micro-batch by the present policy, without a gradient."""
+        """Log-probabilities of the scored tokens [M] of each micro-batch by the present policy, without a gradient."""
         return [self._learner.logprobs(micro.packed).logprobs for micro in part.micro_batches]
 
     def accumulate(
@@ -85,14 +85,14 @@ class Gradients:
         proximal: Sequence[Tensor] | None = None,
         kept: TokenMeter | None = None,
     ) -> list[Tensor]:
-        """Add the gradient of one minibatch to the parameters' gradients; returns the log-probabilities [M] of each
-        micro-batch, detached.
+        """Add the gradient of one minibatch to the parameters' gradients; returns the log-probabilities of the scored
+        tokens [M] of each micro-batch, detached.
 
         Args:
             meter: gets the metrics.
             first: no parameter has been updated in this step, so the present policy is the proximal policy.
-            proximal: log-probabilities [N] of each micro-batch by the policy before the step; None if `first`, or if
-                the loss has another anchor.
+            proximal: log-probabilities of the loss tokens [N] of each micro-batch by the policy before the step; None
+                if `first`, or if the loss has another anchor.
             kept: gets the per-token results.
         """
         selected, found = self._selected(part), list[Tensor]()
@@ -122,7 +122,8 @@ class Gradients:
         return found
 
     def _selected(self, part: Minibatch) -> Sequence[Tensor | None]:
-        """Tokens [N] (bool) of each micro-batch that the loss's selection keeps; None if it has no selection."""
+        """For each micro-batch, which of its loss tokens the loss's selection keeps, [N] bool; None if it has no
+        selection."""
         if self._objective.selection is None:
             return [None] * len(part.micro_batches)
         ranks = self._learner.ranks

@@ -94,8 +94,8 @@ def _step(group: dict[str, Any], parameters: Sequence[Tensor], states: Sequence[
 
 
 def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide the parameters, in order, into parts whose moments take at most `_THROUGH` bytes. A larger parameter is a
-    part of its own."""
+    """Divide the parameters, in order, into parts whose moments take at most 256 MiB. A larger parameter is a part of
+    its own."""
     part, size = list[Tensor](), 0
     for parameter in parameters:
         both = len(MOMENTS) * own(parameter).nbytes
@@ -379,7 +379,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW; norms and biases (vectors) have no weight decay."""
+    """Create an AdamW optimizer; norms and biases (vectors) have no weight decay."""
     groups = [
         {"params": [p for p in alike if (p.dim() >= 2) is matrices], "weight_decay": decay, "matrices": matrices}
         for alike in by_mesh([p for p in model.parameters() if p.requires_grad])

@@ -38,7 +38,8 @@ _NUMBERS = 4  # columns of a loss token
 
 
 class TokenSink(Protocol):
-    """Receives the per-token results of training steps. Every rank has a sink; `keeps` must be equal on all ranks."""
+    """Receives the per-token results of training steps. Every rank has a sink. `keeps` says whether a step is wanted,
+    and must be equal on all ranks."""
 
     def keeps(self, step: int) -> bool: ...
 
@@ -77,7 +78,8 @@ def outcomes(loss: Loss) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """The batch of a step with the per-token results of its loss tokens. `samples`: in the order of `numbers`."""
+    """The batch of a step with its samples, and the per-token results `numbers` of their loss tokens, in the samples'
+    order."""
 
     batch: Batch
     samples: Sequence[Sample]

@@ -52,7 +52,7 @@ def fine_tune(
 
     Raises:
         ValueError: there is no demonstration, or a demonstration has an empty prompt or completion.
-        TrainingDiverged: too many steps in a row had gradients that are not finite.
+        TrainingDiverged: `max_bad_steps` steps in a row had gradients that are not finite.
     """
     if not all(d.prompt_ids and d.completion_ids for d in demonstrations) or not demonstrations:
         raise ValueError("supervised fine-tuning needs demonstrations, each with a prompt and a completion")
@@ -122,7 +122,7 @@ def prefer(
 
     Raises:
         ValueError: there is no pair, or a pair has an empty prompt or completion.
-        TrainingDiverged: too many steps in a row had gradients that are not finite.
+        TrainingDiverged: `max_bad_steps` steps in a row had gradients that are not finite.
     """
     if not pairs or not all(p.prompt_ids and p.chosen_ids and p.rejected_ids for p in pairs):
         raise ValueError("learning from preferences needs pairs, each with a prompt and two completions")

@@ -111,7 +111,7 @@ class Trainer:
 
         Raises:
             BoundViolated: the batch is for another version, or has tokens of a later version.
-            TrainingDiverged: too many optimizer steps in a row had non-finite gradients.
+            TrainingDiverged: `max_bad_steps` optimizer steps in a row had non-finite gradients.
         """
         if batch.version != self.version:
             raise BoundViolated(f"a batch of version {batch.version} for a trainer at version {self.version}")
@@ -281,7 +281,7 @@ class Trainer:
 
     def _step(self, part: Minibatch, rate: float, step: int, meter: Meter) -> bool:
         """Take one optimizer step of the policy and one of the critic; False if a gradient was not finite and its step
-        was skipped. TrainingDiverged after too many of these."""
+        was skipped. Raises TrainingDiverged if that makes `max_bad_steps` in a row."""
         self._publication.hold()
         try:
             steps = [self.learner.step(rate, step)]

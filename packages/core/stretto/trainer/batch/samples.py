@@ -88,7 +88,8 @@ def scored_of(sample: Sample) -> Whole:
 
 
 def chosen_of(sample: Sample) -> npt.NDArray[np.int64]:
-    """Indices [N] of the loss tokens among the scored positions; all targets of a position in the loss are included."""
+    """Indices [N] of the loss tokens among the scored positions. If several targets are scored at a position in the
+    loss, all are included."""
     return np.flatnonzero(np.isin(scored_of(sample), sample.loss_positions))
 
 
@@ -206,7 +207,8 @@ def _chosen(values: npt.NDArray[Any], places: Whole) -> npt.NDArray[Any]:
 
 
 def _targets(config: AlgorithmConfig, longest: int, one: ScoredTrajectory, scored: ScoredPath) -> dict[str, Doubles]:
-    """Critic values V and returns R = A + V of loss tokens (arXiv 1506.02438, section 5); empty without a critic."""
+    """The critic's ``values`` of the loss tokens, and their ``returns``: value + advantage before normalisation (arXiv
+    1506.02438, section 5). Empty without a critic."""
     if not len(scored.values) or not hasattr(config.advantages, "critic"):
         return {}
     values = _chosen(np.asarray(scored.values, np.float64), scored.trained)

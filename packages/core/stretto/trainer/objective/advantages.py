@@ -53,7 +53,8 @@ Groups = Sequence[Sequence[float]]
 
 
 def group_normalised(rewards: Groups, eps: float) -> list[list[float]]:
-    """GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2): (r - mean) / (std + eps), population std.
+    """GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2): (r - mean) / (std + eps) over the rewards of a group,
+    population std; 0 in a group of equal rewards.
 
     >>> group_normalised([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0]], eps=0.0)
     [[1.0, -1.0, -1.0, 1.0], [0.0, 0.0]]
@@ -66,12 +67,12 @@ def group_normalised(rewards: Groups, eps: float) -> list[list[float]]:
 
 
 def group_centred(rewards: Groups) -> list[list[float]]:
-    """Dr. GRPO (arXiv 2503.20783, section 3.2): r - mean."""
+    """Dr. GRPO (arXiv 2503.20783, section 3.2): r - mean of its group's rewards."""
     return [[r - math.fsum(group) / len(group) if _differs(group) else 0.0 for r in group] for group in rewards]
 
 
 def leave_one_out(rewards: Groups) -> list[list[float]]:
-    """RLOO (arXiv 2402.14740, equation 10): r - mean of the other rewards; 0 in a group of one.
+    """RLOO (arXiv 2402.14740, equation 10): r - mean of the other rewards of its group; 0 in a group of one.
 
     >>> leave_one_out([[1.0, 0.0, 0.0], [1.0]])
     [[1.0, -0.5, -0.5], [0.0]]

@@ -46,7 +46,8 @@ Correction = Callable[[LossTokens], Weights]
 def mask(tokens: LossTokens, *, low: Low = 0.0, high: High = math.inf) -> Weights:
     """Tokens whose weight is outside the bounds get weight 0 (IcePop). By default all weights are unchanged.
 
-    w within [low, high], else 0. IcePop (Ring-1T, arXiv 2510.18855); AReaL's published runs have low 0, high 5.
+    w = anchor / behavior within [low, high], else 0. IcePop (Ring-1T, arXiv 2510.18855); AReaL's published runs have
+    low 0, high 5.
     """
     weight = behavior_weight(tokens)
     outside = (weight > high) | (weight < low) if low > 0 else weight > high
@@ -56,8 +57,8 @@ def mask(tokens: LossTokens, *, low: Low = 0.0, high: High = math.inf) -> Weight
 def truncate(tokens: LossTokens, *, high: High = 2.0) -> Weights:
     """Weights above the bound become the bound (TIS).
 
-    min(w, high). Truncated importance sampling: IMPALA's rho-bar, arXiv 1802.01561, section 4.1; called TIS when it
-    corrects for an engine that differs from the trainer.
+    min(w, high), w = anchor / behavior. Truncated importance sampling: IMPALA's rho-bar, arXiv 1802.01561, section 4.1;
+    called TIS when it corrects for an engine that differs from the trainer.
     """
     weight = behavior_weight(tokens)
     return Weights(weight.clamp(max=high), weight > high)
@@ -76,8 +77,9 @@ def uncorrected(tokens: LossTokens) -> Weights:
 def kpop(tokens: LossTokens, *, threshold: Nats = 0.1) -> Weights:
     """Tokens about which the two policies disagree get weight 0.
 
-    w, or 0 where they disagree about the token: D(p || q) or D(q || p) above `threshold`, with
-    D(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), the token against all others.
+    w = p / q, or 0 where D(p || q) or D(q || p) is above `threshold`. p and q: the token's probability by the anchor
+    and by the policy that sampled it. D(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)): the token against all
+    others.
 
     KPop (Guo et al., 2026, "Taming training-inference mismatch with adaptive masking regions"). The allowed range of w
     is wide for rare tokens and narrow for likely tokens.
@@ -93,9 +95,9 @@ def kpop(tokens: LossTokens, *, threshold: Nats = 0.1) -> Weights:
 def sequence_mask(tokens: LossTokens, *, low: LowMean = 0.99, high: HighMean = 1.01) -> Weights:
     """Completions whose geometric mean weight is outside the bounds get weight 0.
 
-    w, or 0 for all tokens of a completion whose geometric mean of w is outside [low, high]. Geometric sequence
-    rejection (Liu et al., 2025, "When speed kills stability"; arXiv 2512.23075). Because it is a mean, the same bounds
-    suit long and short completions.
+    w = anchor / behavior, or 0 for all tokens of a completion whose geometric mean of w is outside [low, high].
+    Geometric sequence rejection (Liu et al., 2025, "When speed kills stability"; arXiv 2512.23075). Because it is a
+    mean, the same bounds suit long and short completions.
     """
     mean_S = ratio_of(tokens.sequences.means(tokens.anchor_logprobs - tokens.behavior_logprobs))
     outside = tokens.sequences.spread((mean_S < low) | (mean_S > high))

@@ -81,7 +81,7 @@ def decoupled_ppo(
 ) -> Terms:
     """PPO's clip around the policy before the step (AReaL, equation 5).
 
-    min(u A, clip(u, 1 - clip_low, 1 + clip_high) A).
+    min(u A, clip(u, 1 - clip_low, 1 + clip_high) A) of each token, u = policy / anchor, A its advantage.
     """
     return clipped(proximal_ratio(policy_logprobs, tokens), tokens.advantages, clip_low, clip_high)
 
@@ -90,8 +90,8 @@ def decoupled_ppo(
 def ppo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2) -> Terms:
     """PPO's clip around the policy that sampled.
 
-    The same term; PPO, arXiv 1707.06347, equation 7, and with two bounds DAPO's clip-higher, arXiv 2503.14476,
-    equation 10.
+    The term of `decoupled_ppo`; PPO, arXiv 1707.06347, equation 7, and with two bounds DAPO's clip-higher, arXiv
+    2503.14476, equation 10.
     """
     return clipped(proximal_ratio(policy_logprobs, tokens), tokens.advantages, clip_low, clip_high)
 

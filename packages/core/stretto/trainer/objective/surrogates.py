@@ -34,12 +34,12 @@ Threshold = Annotated[float, Field(gt=0, description="largest mean of (log ratio
 
 
 def m2po_mask(log_ratio: Tensor, advantages: Tensor, *, threshold: Threshold = 0.04) -> Tensor:
-    """Keep as many tokens as possible such that the mean of (log u)^2 over kept tokens in the quadrants is at most
+    """Keep as many tokens as possible such that the mean of `log_ratio`^2 over kept tokens in the quadrants is at most
     `threshold`; returns the kept tokens, [N] bool.
 
-    M2PO, arXiv 2510.01161, algorithm 1. The quadrants are those in which PPO clips: A > 0 and u > 1, or A < 0 and u <
-    1. All other tokens stay, since their gradient pulls the policy back towards the anchor. Tokens with equal (log u)^2
-    stay or leave together, so the choice does not depend on their order.
+    M2PO, arXiv 2510.01161, algorithm 1. The quadrants are those in which PPO clips: the advantage and `log_ratio` are
+    both positive or both negative. All other tokens stay, since their gradient pulls the policy back towards the
+    anchor. Tokens with equal `log_ratio`^2 stay or leave together, so the choice does not depend on their order.
     """
     moment_N = log_ratio.square()
     inside = log_ratio * advantages > 0
@@ -68,8 +68,8 @@ def dual_clip(
 ) -> Terms:
     """PPO's clip, and a floor where the advantage is negative.
 
-    PPO's term t, and max(t, clip_negative A) where A < 0, so that a single token cannot dominate the step. Dual-clip
-    PPO, arXiv 1912.09729 (clip_negative is its c).
+    PPO's term t (`ppo`), and max(t, clip_negative A) where the advantage A < 0, so that a single token cannot dominate
+    the step. Dual-clip PPO, arXiv 1912.09729 (clip_negative is its c).
     """
     terms = ppo(policy_logprobs, tokens, clip_low=clip_low, clip_high=clip_high)
     negative = tokens.advantages < 0
@@ -81,11 +81,12 @@ def dual_clip(
 def gspo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> Terms:
     """PPO's clip with one ratio per completion.
 
-    The ratio is sg(s) policy / sg(policy), s = exp(mean over the completion's loss tokens of log u).
+    The ratio is sg(s) policy / sg(policy), s = exp(mean over the completion's loss tokens of log(policy / anchor)); sg:
+    stop gradient.
 
     GSPO-token, arXiv 2507.18071, equations 13 and 14: the ratio has the value s, and the gradient of each token's term
-    is s A times the gradient of its own log-probability. If all tokens of a completion have the same advantage, this is
-    GSPO, equations 5 and 7. The paper's mean over completions is ``aggregation = "sequence_mean"``.
+    is s times its advantage times the gradient of its own log-probability. If all tokens of a completion have the same
+    advantage, this is GSPO, equations 5 and 7. The paper's mean over completions is ``aggregation = "sequence_mean"``.
     """
     mean_S = tokens.sequences.means(policy_logprobs.detach() - tokens.anchor_logprobs)
     own = (policy_logprobs - policy_logprobs.detach()).exp()
@@ -95,8 +96,9 @@ def gspo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: ClipLow = 3e-
 def cispo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: ClipLow = 1.0, clip_high: ClipHigh = 4.0) -> Terms:
     """The policy gradient, weighed by the clipped ratio.
 
-    sg(clip(u, 1 - clip_low, 1 + clip_high)) A log policy: the weight is clipped, no token loses its gradient. CISPO
-    (MiniMax-M1), arXiv 2506.13585, equations 4 and 5.
+    sg(clip(u, 1 - clip_low, 1 + clip_high)) A log policy, with u = policy / anchor, the advantage A, and sg for stop
+    gradient: the weight is clipped, no token loses its gradient. CISPO (MiniMax-M1), arXiv 2506.13585, equations 4 and
+    5.
     """
     ratio = proximal_ratio(policy_logprobs.detach(), tokens)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -106,8 +108,8 @@ def cispo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: ClipLow = 1.
 def sapo(policy_logprobs: Tensor, tokens: LossTokens, *, positive: Warmth = 1.0, negative: Elsewhere = 1.05) -> Terms:
     """A soft gate in place of the clip.
 
-    sigmoid(tau (u - 1)) (4 / tau) A, tau = `positive` where A > 0 and `negative` elsewhere; 4 / tau makes the
-    gradient on the anchor that of the policy gradient.
+    sigmoid(tau (u - 1)) (4 / tau) A, u = policy / anchor, A: the advantage, tau = `positive` where A > 0 and `negative`
+    elsewhere. 4 / tau makes the gradient at u = 1 that of the policy gradient.
 
     SAPO, arXiv 2511.20347.
     """
@@ -121,7 +123,8 @@ def sapo(policy_logprobs: Tensor, tokens: LossTokens, *, positive: Warmth = 1.0,
 def topr(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     """The policy gradient, tapered by the completion's ratio where the advantage is negative.
 
-    sg(taper) A log policy; taper is 1 where A >= 0, and elsewhere the completion's whole ratio, min(prod u, 1).
+    sg(taper) A log policy, with the advantage A and sg for stop gradient. The taper is 1 where A >= 0, and elsewhere
+    the ratio policy / anchor of the whole completion, at most 1.
 
     Tapered off-policy REINFORCE, arXiv 2503.14286, section 3: wrong completions that have become unlikely have little
     weight; right completions are learnt however unlikely they are.
@@ -137,7 +140,7 @@ def topr(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
 def dro(policy_logprobs: Tensor, tokens: LossTokens, *, beta: Tether = 0.05) -> Terms:
     """The policy gradient, held near the policy that sampled by the square of the log-ratio.
 
-    A log policy - beta / 2 (log u)^2.
+    A log policy - beta / 2 (log(policy / anchor))^2, with the advantage A.
 
     Direct reward optimisation, arXiv 2405.19107, section 3 (beta is its tau), with the advantage in place of r - V.
     """
@@ -150,7 +153,8 @@ def dro(policy_logprobs: Tensor, tokens: LossTokens, *, beta: Tether = 0.05) -> 
 def m2po(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     """No clip; the farthest tokens are left out until the second moment is small enough.
 
-    u A for the tokens that `m2po_mask` keeps, 0 for the others, which still count in the mean. M2PO, arXiv 2510.01161.
+    Ratio policy / anchor times advantage for the tokens that `m2po_mask` keeps, 0 for the others, which still count in
+    the mean. M2PO, arXiv 2510.01161.
 
     Raises:
         ValueError: `tokens.kept` is None. `m2po_mask` must compute it over the whole minibatch before the losses.
@@ -165,7 +169,7 @@ def m2po(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
 def policy_gradient(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     """REINFORCE.
 
-    A log policy (Williams, 1992).
+    Advantage times log policy (Williams, 1992).
     """
     ratio = proximal_ratio(policy_logprobs.detach(), tokens)
     return Terms(tokens.advantages * policy_logprobs, ratio, ratio.new_zeros(ratio.shape).bool())

@@ -78,6 +78,6 @@ def matrices(layer: Adapted, ranks: Ranks) -> tuple[Tensor, Tensor]:
 
 
 def merged(layer: Adapted, weight: Tensor, ranks: Ranks) -> Tensor:
-    """W + alpha / rank * B A for a gathered W; every rank must call it."""
+    """W + alpha / rank * B A of a layer with the gathered weight W (`weight`); every rank must call it."""
     a, b = matrices(layer, ranks)
     return weight + layer.scaling[ADAPTER] * (b @ a)

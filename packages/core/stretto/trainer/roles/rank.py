@@ -57,7 +57,7 @@ class RankOrders:
         Raises:
             MachineLost, HandshakeBroken: rank 0 cannot be reached, or has closed the connection.
             HandshakeRefused: the key or the certificate is of another trainer, or rank 0 refuses this rank.
-            DeadlineExceeded: rank 0 did not reply in time.
+            DeadlineExceeded: rank 0 did not reply within 30 seconds.
         """
         threading.Thread(target=asyncio.run, args=(self._listen(),), name="orders", daemon=True).start()
         wire, _ = self._joined.result()
@@ -72,10 +72,10 @@ class RankOrders:
         return self._orders.get()
 
     def send(self, words: Failed) -> None:
-        """Send rank 0 the reason why this rank ends.
+        """Send rank 0 the reason why this rank ends; waits at most two seconds.
 
         Raises:
-            ConductorGone: rank 0 is gone.
+            ConductorGone: rank 0 is gone, or does not read.
         """
         if not self._joined.done() or self._joined.exception() is not None:
             raise ConductorGone

@@ -229,7 +229,7 @@ def _name(rank: int) -> str:
 
 
 def _resolved(host: str) -> str:
-    """The IP address of a host name or address; loopback for ""."""
+    """The IP address of a host name or address; loopback for "". Raises OSError if it cannot be resolved."""
     if not host:
         return LOOPBACK
     (_, _, _, _, address), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

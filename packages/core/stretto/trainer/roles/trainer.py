@@ -233,7 +233,7 @@ def published_dtype(spec: TrainerSpec) -> torch.dtype | None:
 def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> None:
     """Carry out the conductor's orders, which come over `channel`, together with the other ranks, until `Stop` or until
     the conductor is gone. `spawner` starts the other ranks of this machine. If another rank is lost, the loss is sent
-    and the process exits."""
+    and the process exits. A failed publication is sent too, and ends the process at once."""
     group = RankGroup(spec, spawner)
 
     def tell(message: Notice) -> None:
