@@ -23,7 +23,7 @@ _PACKAGES = ("stretto_app", "stretto_cluster")
 
 @dataclass(frozen=True)
 class MachineParts:
-    """Objects of a run from which its `Machines` are made. `report`: writes a log line."""
+    """Arguments for the `Machines` of a run. `report`: writes a log line."""
 
     plan: Plan
     folder: RunFolder
@@ -56,7 +56,7 @@ class Machines:
         """Replace services for other machines that die, until an error ends the run. Without services, wait forever.
 
         Raises:
-            RoleDied: a service has died too often.
+            RoleDied: a service has used up its restart budget.
         """
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")

@@ -58,8 +58,8 @@ class Roles:
     workflows: Conversing | None = None  # None: single turns
 
     async def poll(self, patience: float | None = None) -> list[Span]:
-        """Fetch the time spans of all roles since the last poll, and update the counters of `work`. `patience`: seconds
-        to wait for an engine (None: `deadlines.answer`)."""
+        """Fetch the time spans of all roles since the last poll, and update the engines' counters in `work`. An engine
+        that does not reply within `patience` seconds (None: `deadlines.answer`) keeps its last counters."""
         of_engines = await self.engines.poll(patience)
         return [
             *of_engines,
@@ -69,8 +69,8 @@ class Roles:
         ]
 
     async def poll_unless(self, stop: StopSignal) -> list[Span]:
-        """Fetch the time spans of all roles since the last poll, and update the counters of `work`. Once a stop is
-        requested, it waits at most `_LAST_POLL_SECONDS` for an engine."""
+        """Fetch the time spans of all roles, as `poll` does. Once a stop is requested, an engine that does not reply
+        within a second keeps its last counters."""
         spans = None if stop.requested else await stop.unless(self.poll())
         return await self.poll(_LAST_POLL_SECONDS) if spans is None else spans
 
@@ -81,7 +81,7 @@ class Roles:
         process.
 
         Raises:
-            RoleDied: a role has died too often.
+            RoleDied: a role has used up its restart budget.
         """
         await gather_or_cancel(self.engines.supervise(), self.trainer.supervise(), self.machines.supervise())
         raise AssertionError("a watcher never ends by itself")
@@ -141,7 +141,8 @@ async def running_roles(
     spawner: Spawner,
     proving: Proving,
 ) -> AsyncIterator[Roles]:
-    """Start every role, and end all of them after the block: then no process, socket or shared memory is left.
+    """Context manager: start every role, and end all of them after the block: then no process, socket or shared memory
+    is left.
 
     If a stop is requested while the roles start, the block begins at once.
 
@@ -150,6 +151,9 @@ async def running_roles(
         tenure: identifies this conductor among all conductors of the run.
         report: gets log lines: replaced roles, facts of a reward, roles that failed while they were ended.
         proving: the canary checks.
+
+    Raises:
+        StrettoError: a role cannot be started, or no engine is ready within `cluster.wait` seconds.
     """
     recipe = plan.recipe
     with _endpoints(plan, folder, version) as endpoints:
@@ -197,8 +201,8 @@ async def running_roles(
 
 @contextmanager
 def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoints]:
-    """Create the endpoints of a run that begins at `version`. After the block, sockets and shared memory are removed,
-    even if a second signal cuts the wait for the roles short."""
+    """Context manager: the endpoints of a run that begins at `version`. The exit removes sockets and shared memory,
+    also after a second signal."""
     mailbox = mailbox_name(folder)
     _sweep(folder, mailbox)
     remove_abandoned(SHARED)
@@ -292,8 +296,12 @@ async def end_all(report: Callable[[str], None], *ends: Coroutine[Any, Any, None
 async def _up(
     machines: Machines, engines: EnginePool, patience: float, *starts: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    """Let machines join, start all roles, and wait until an engine takes requests. `patience`: seconds for the first
-    engine. Raises StrettoError, which names a role that cannot be started or a service that fails meanwhile."""
+    """Let machines join, start all roles, and wait until an engine takes requests.
+
+    Raises:
+        StrettoError: a role cannot be started, a service fails meanwhile, or no engine is ready within `patience`
+            seconds.
+    """
 
     async def up() -> None:
         await machines.open()

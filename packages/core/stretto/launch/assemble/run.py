@@ -100,7 +100,7 @@ class StartState:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Objects that are needed everywhere while a run is assembled."""
+    """Plan, folder, starting point, ledger, reporter and stop signal of the run that is being assembled."""
 
     plan: Plan
     folder: RunFolder
@@ -180,8 +180,8 @@ def _followed(context: RunContext) -> AbstractAsyncContextManager[None]:
 
 
 def _earlier(ledger: Ledger, unfinished: Sequence[UnfinishedGroup]) -> Totals:
-    """Read the totals, empty ones if there are none, of earlier processes of the run. Tokens that are neither in the
-    ledger nor journaled count as stopped. `unfinished`: its groups in flight or buffered."""
+    """Read the totals of earlier processes of the run; empty totals if there are none. Tokens that are neither in the
+    ledger nor journaled count as stopped. `unfinished`: the run's groups in flight or buffered."""
     if (totals := ledger.get(TOTALS, Totals)) is None:
         return Totals(max_staleness=None)
     members = (member for group in unfinished for member in group.members.values())
@@ -245,8 +245,8 @@ def _phase(recipe: Recipe, number: int) -> str:
 
 
 def _drop_what_came_later(context: RunContext) -> None:
-    """Remove policies of steps that are not recorded, set broken checkpoints aside, and remove lines of metrics and
-    samples of steps that will be repeated."""
+    """Remove policies of steps that are not recorded, and metric lines and held-out samples of steps that will be
+    repeated. Broken checkpoints are set aside; ``samples.jsonl`` stays as it is."""
     folder, start = context.folder, context.start
     for path in folder.policies.glob("v*"):
         if path > folder.policy(start.version):

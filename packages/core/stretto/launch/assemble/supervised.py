@@ -63,8 +63,8 @@ async def train_in_process(
     say: Callable[[str], None] = lambda text: None,
     seat: Seat | None = None,
 ) -> None:
-    """Train the policy of a model folder on examples, in a process of its own. A process that is killed or hangs is
-    replaced once.
+    """Train the policy of a model folder on examples, in a process of its own. A process that is killed by a signal or
+    hangs is replaced once.
 
     Args:
         role: name of the process, for messages.
@@ -80,7 +80,7 @@ async def train_in_process(
         seat: GPU of the process; None: the CPU.
 
     Raises:
-        RoleDied: the process was killed twice.
+        RoleDied: the process was killed twice, or ended by itself without a result.
         RoleFailed: the process reports an error.
         DeadlineExceeded: the training took more than `seconds`.
     """
@@ -222,7 +222,7 @@ async def fine_tune_to(
     is replaced.
 
     Raises:
-        RoleDied: the process was killed twice.
+        RoleDied: the process was killed twice, or ended by itself without a result.
         RoleFailed: the process reports an error.
         DeadlineExceeded: the training took longer than `deadlines.warm_start`.
     """

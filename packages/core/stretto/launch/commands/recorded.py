@@ -44,8 +44,8 @@ def digests_of(recipe: Recipe) -> dict[str, str]:
 
 
 def changed_sources(ledger: Ledger, recipe: Recipe) -> tuple[str, ...]:
-    """Return one sentence that names the parts whose file has changed since the run was started the last time; none if
-    there are none, or no digests are on record."""
+    """Return a tuple with one sentence, which names the parts whose file has changed since the run was started the last
+    time; an empty one if there are none, or no digests are on record."""
     known, found = ledger.get(SOURCES, dict[str, str]) or {}, digests_of(recipe)
     changed = [name for name, digest in found.items() if known.get(name, digest) != digest]
     if not changed:

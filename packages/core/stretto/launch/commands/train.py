@@ -66,8 +66,8 @@ _CONTAINERS = 1_000_000  # allocations between two garbage collections
 
 @contextmanager
 def collected_seldom() -> Iterator[None]:
-    """Make garbage collection rare within the block. Existing objects are exempt, and a collection starts only after a
-    million further allocations.
+    """Context manager: make garbage collection rare within the block. Existing objects are exempt, and a collection
+    starts only after a million further allocations.
 
     Records have no reference cycles. With the usual settings, collection would take a third of the time of a conductor
     with hundreds of engines (docs/how_to/cluster.md). After the block the settings are restored. Objects are unfrozen
@@ -195,8 +195,8 @@ def _seated(plan: Outline) -> Outline:
 
 def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
     """Return the plan with GPUs assigned to its roles. `dry`: with the GPUs that the environment lets it assume
-    (`usable_gpus`). Raises RecipeError if the run needs far more than the available memory, or a role more than any GPU
-    has."""
+    (`usable_gpus`). Raises RecipeError if the run needs more than twice the available memory, or if `seats_of` refuses
+    the GPUs."""
     there = usable_gpus(plan.recipe, dry=dry)
     plan = replace(plan, seats=seats_of(plan, there), warm_seat=seat_of_warm_start(plan, there))
     memory = estimate_memory(plan)

@@ -155,7 +155,8 @@ def check_workflow_fits(name: str, needs: WorkflowReady, tokenizer: Tokenizer, p
         plain: place of a prompt that is no chat; None: all are chats.
 
     Raises:
-        WorkflowError: a requirement is not fulfilled.
+        WorkflowError: it needs a chat template, and the tokenizer has none or a prompt is plain text; or it has words
+            that the tokenizer cannot encode.
     """
     problems, why = [], needs.needs_chat_template
     if why and not tokenizer.has_chat_template:
@@ -214,7 +215,7 @@ def check_ports(recipe: Recipe) -> None:
     other machines.
 
     Raises:
-        RecipeError: a port is in use, or its number is too large.
+        RecipeError: a port is in use, or its number is above 65,535.
     """
     config = recipe.engine
     if config.transport == "unix" or not recipe.local_engines:  # engines elsewhere take free ports of their machines
@@ -261,7 +262,9 @@ def check_cluster(recipe: Recipe) -> None:
     """Check the settings by which other machines join the run; does nothing for a run on this machine alone.
 
     Raises:
-        RecipeError: with these settings machines cannot join.
+        RecipeError: Ray is missing or does not answer; the run needs ranks on other machines and no port is given; the
+            port or a TLS file is invalid; or collectives would cross a network that is not declared as trusted. Has
+            every such problem.
     """
     if recipe.has_machines:
         from_package("stretto_app.extensions.joining:check_cluster", "cluster", "stretto_cluster")(recipe)
@@ -272,7 +275,7 @@ def check_ray(recipe: Recipe) -> None:
     recipe has no Ray.
 
     Raises:
-        RecipeError: it cannot be reached, or is too small.
+        RecipeError: it cannot be reached, or has too few CPUs, GPUs or machines for the engines and ranks of the run.
     """
     if recipe.cluster.placer == "ray":
         from_package("stretto_app.extensions.joining:check_ray", "cluster.placer", "stretto_cluster")(recipe)
@@ -283,7 +286,7 @@ def check_in_flight(config: RolloutConfig) -> None:
     only one. A full queue would look like a lost engine.
 
     Raises:
-        RecipeError: they do not fit.
+        RecipeError: there are more completions than an engine queues.
     """
     _, groups = config.in_flight_bounds
     if (completions := groups * config.group_size) > MOST_WAITING:
@@ -332,7 +335,7 @@ def medium_of(recipe: Recipe) -> ChosenMedium:
     """Choose how weights reach the engines of a run; returns the medium with the reason.
 
     Raises:
-        RecipeError: no medium fits the recipe.
+        RecipeError: the recipe asks for a medium that cannot reach its engines (`weights.config.choose`).
     """
     elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
     return choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))

@@ -61,8 +61,8 @@ def seats_of(plan: Outline, there: Sequence[Gpu], *, ranks: bool = True) -> tupl
     """Assign the roles of a run to the GPUs `there`; empty if there are no GPUs. `ranks`: whether to assign ranks.
 
     Raises:
-        RecipeError: there are fewer GPUs than ranks, or than an engine's tensor parallelism; ranks would be on GPUs of
-            different kinds; or memory is far too small.
+        RecipeError: there are fewer GPUs than ranks, or than an engine's tensor parallelism; ranks would be on GPUs
+            that differ in name or memory; or the roles of a GPU need more than 1.5 times its free memory.
     """
     recipe, needs = plan.recipe, needs_of(plan, ranks=ranks)
     if not there or not needs:
@@ -81,7 +81,7 @@ def seat_alone(config: EngineConfig, base: ModelFolder, there: Sequence[Gpu]) ->
     CPU.
 
     Raises:
-        RecipeError: memory is far too small.
+        RecipeError: the engine needs more than 1.5 times the free memory.
     """
     if config.device == "cpu" or not there:
         return None
@@ -107,7 +107,7 @@ def seat_of_supervised(
         reference: a reference model that the process also holds.
 
     Raises:
-        RecipeError: memory is far too small.
+        RecipeError: the process needs more than 1.5 times the free memory.
     """
     if config.device == "cpu" or not there:
         return None
@@ -127,7 +127,7 @@ def _in_section(section: str, words: str) -> str:
 
 def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
     """Return the seat of the run's warm start, on the GPU with the most free memory; None: the CPU, or there is no warm
-    start. Raises RecipeError if memory is far too small."""
+    start. Raises RecipeError if it needs more than 1.5 times the free memory."""
     config, shown = plan.recipe.warm_start, plan.demonstrations
     if config is None or not shown:
         return None
@@ -136,7 +136,7 @@ def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
 
 
 def _alone(need: Need, there: Sequence[Gpu]) -> Seat:
-    """Assign a single need to the GPU with the most free memory. Raises RecipeError if that is far too small."""
+    """Assign a need to the GPU with the most free memory. Raises RecipeError if it is more than 1.5 times that."""
     seats = place(there, [need])
     if problems := [problem for problem, factor in _overfull(seats) if factor > _HOPELESS]:
         raise RecipeError(problems)
@@ -178,7 +178,8 @@ def _overfull(seats: Sequence[Seat]) -> Iterator[tuple[Problem, float]]:
 
 
 def notes_of(seats: Sequence[Seat]) -> Iterator[str]:
-    """Yield a sentence for each GPU that several roles share, that other programs use, or that may be too small."""
+    """Yield a sentence for each GPU that several roles share, that other programs use, or whose roles may need more
+    than its free memory."""
     for gpu, own in _by_gpu(seats).items():
         if len(own) > 1:
             split = ", ".join(f"{seat.need.role} at most {seat.share:.0%}" for seat in own)

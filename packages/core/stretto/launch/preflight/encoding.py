@@ -62,7 +62,8 @@ def _all_text(question: Question) -> str:
 
 @dataclass(frozen=True)
 class Within:
-    """Questions whose prompts are within the limit, with their prompts; `note`: a warning if some were too long."""
+    """Questions with their encoded prompts, none longer than a limit. `note`: a warning if prompts were left out or
+    truncated for it; else empty."""
 
     questions: tuple[Question, ...]
     prompts: tuple[Prompt, ...]
@@ -111,8 +112,8 @@ def encode_demonstrations(
     may have at most `context` tokens together.
 
     Raises:
-        DataError: a question is empty, too long, or has characters that the tokenizer does not know; names every such
-            question.
+        DataError: a prompt is empty, a question has more than `context` tokens, or has characters that the tokenizer
+            does not know; names every such question.
         ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     prompts = encode_prompts(questions, tokenizer, context)
@@ -138,7 +139,8 @@ def encode_preferences(pairs: Sequence[Pair], tokenizer: Tokenizer, context: int
     """Encode preference pairs. A prompt with either completion may have at most `context` tokens.
 
     Raises:
-        DataError: a pair is empty, too long, or has characters that the tokenizer does not know; names every such pair.
+        DataError: a prompt is empty, a pair has more than `context` tokens, or has characters that the tokenizer does
+            not know; names every such pair.
         ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     shown = [replace(p.question, demonstration=answer) for p in pairs for answer in (p.question.answer, p.rejected)]

@@ -86,8 +86,8 @@ def reference_of(plan: Outline) -> ModelShape | None:
 def engine_parts(plan: Outline) -> dict[str, int]:
     """Estimate the bytes of one engine by part: weights, KV cache and, for a native engine, its largest step.
 
-    The KV cache is that of all slots at full length, at most `engine.cache_gib`; a server on GPUs takes the latter at
-    its start.
+    The KV cache is that of all slots at full length, at most `engine.cache_gib`; a server on GPUs takes all of
+    `engine.cache_gib` at its start.
     """
     recipe, base = plan.recipe, plan.base
     item = BYTES[recipe.engine.dtype]

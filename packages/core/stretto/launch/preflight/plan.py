@@ -264,7 +264,7 @@ def schedule_notes(recipe: Recipe) -> Iterator[str]:
 
 def _reference(recipe: Recipe, tokenizer: Tokenizer) -> ModelFolder | None:
     """Return the checked facts of the model ``algorithm.reference.path``; None if the recipe names none. Raises
-    ModelFolderError, or RecipeError if the trainer cannot hold it beside the policy."""
+    ModelFolderError, or RecipeError if the trainer's ranks cannot divide its matrices or heads."""
     asked, key = recipe.algorithm.reference, "algorithm.reference.path"
     if asked is None or asked.path is None:
         return None

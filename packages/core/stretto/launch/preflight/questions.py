@@ -101,8 +101,8 @@ def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _
     its question were left out, the result would depend on the machine's speed.
 
     Raises:
-        DataError: no gold answer of the training questions, or of the held-out ones, can be read; or one takes too
-            long.
+        DataError: no gold answer of the training questions, or of the held-out ones, can be read; or one takes longer
+            than `reading_seconds`.
         RewardFunctionError: the workers do not start.
     """
     asked = (*questions.training, *questions.held_out)
@@ -137,8 +137,8 @@ def _key(question: Question) -> tuple[str, str]:
 
 
 def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return by gold answer the reason why it cannot be read within `seconds`: the reward's verdict on it is undecided.
-    Raises RewardFunctionError if the workers do not start."""
+    """Return the reason for each gold answer that cannot be read within `seconds`, by gold answer: the reward's verdict
+    on it is undecided. Raises RewardFunctionError if the workers do not start."""
     try:
         return asyncio.run(_unreadable(config, golds, seconds)) if golds else {}
     except RoleError as error:
@@ -146,13 +146,14 @@ def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dic
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return by gold answer the reason why it cannot be read within `seconds`. Each portion has a deadline that allows
-    for its slowest ones."""
+    """Return the reason for each gold answer that cannot be read within `seconds`, by gold answer. Readable ones are
+    left out."""
     workers = max(config.workers, min(cores(), len(golds) // _PORTION))
     patient = {
         "max_consecutive_undecided": len(golds) + 1,
         "timeout": seconds,
         "workers": workers,
+        # The deadline of a portion allows for its slowest gold answers.
         "patience": max(config.patience, 2 * _PORTION * seconds),
     }
     reasons: dict[str, str] = {}

@@ -155,7 +155,8 @@ def _made_up_tokens(lengths: Sequence[int]) -> tuple[Tensor, LossTokens]:
 
 
 def _column(name: str, found: object, tokens: int, dtype: torch.dtype) -> Iterator[str]:
-    """Yield the fault, if any, of the result `found` called `name`, which should have one number or bool per token."""
+    """Yield the fault, if any, of the result `found` called `name`: it should be a tensor of one finite number, or
+    bool, for each of the `tokens` tokens. `dtype`: a bool or a floating-point dtype."""
     if not isinstance(found, Tensor):
         yield f"{name} is {type(found).__name__}, and not a tensor"
     elif found.shape != (tokens,):
@@ -181,7 +182,7 @@ def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
         A warning if the pacing starts groups that the staleness bound does not allow; else empty.
 
     Raises:
-        RecipeError: a part raises, returns a wrong type, or does not return in time; names all of them.
+        RecipeError: a part raises, returns a wrong type, or does not return within 10 seconds; names all of them.
     """
     trials = [(key, name, trial) for key, part, trial in _trials(recipe, outlets) if is_own(name := _name(part))]
     if problems := [problem for key, name, trial in trials for problem in _faults(key, name, trial)]:
@@ -226,8 +227,8 @@ def _name(part: str | Section) -> str:
 
 
 def _faults(place: str, name: str, trial: Callable[[], Iterator[str]]) -> list[Problem]:
-    """Run the trial of a part in a thread; returns the problems. If the trial does not return within `_PATIENCE`
-    seconds, that is the problem, and the thread is abandoned.
+    """Run the trial of a part in a thread; returns the problems. If the trial does not return within 10 seconds, that
+    is the problem, and the thread is abandoned.
 
     Args:
         place: recipe key.
@@ -264,8 +265,8 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
     """Let each reward judge the first gold answers of its questions, as completions; returns warnings.
 
     Only the first reward of a source must find the gold answers right; others may judge something else. Built-in
-    rewards are tried only on gold answers from files, since generated ones are right, and not if they have a section
-    of their own (code, judge). A user-defined reward may be random or ignore the gold answer, so wrong verdicts are a
+    rewards are tried only on gold answers from files, since generated ones are right, and not if they have a section of
+    their own (code, judge). A user-defined reward may be random or ignore the gold answer, so wrong verdicts are a
     warning, not an error.
 
     Args:
@@ -273,8 +274,8 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
         patience: seconds for all calls together, and most seconds of one call.
 
     Raises:
-        RewardFunctionError: the workers do not start, no call returned a verdict in time, or a built-in reward finds no
-            gold answer right.
+        RewardFunctionError: the workers do not start, no call returned a verdict within the reward's time limit, or a
+            built-in reward finds no gold answer right.
     """
     told: list[str] = []
     decided: set[str] = set()

@@ -16,7 +16,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file.
 
     Raises:
-        RecipeError: the file does not exist, is empty or too large, or cannot be read or parsed.
+        RecipeError: the file does not exist, is empty or larger than 1 MiB, or cannot be read or parsed.
     """
     place = str(path)
     if not (fault := folder_fault(path)):

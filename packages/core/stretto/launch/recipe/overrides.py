@@ -36,7 +36,7 @@ def put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | Non
 
 
 def at_override(problem: Problem, place: str, overrides: Overrides) -> Problem:
-    """Return the problem with the override in its place that caused it; unchanged if no override did.
+    """Return the problem with its place replaced by the override that caused it; unchanged if no override did.
 
     An override causes a problem of its own key. It also causes a problem of a whole section that mentions its key.
     `place`: name of the recipe with which `problem.place` begins.

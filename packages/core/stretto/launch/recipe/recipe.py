@@ -266,7 +266,7 @@ def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
     """Read a recipe file as nested dicts, with overrides applied and paths absolute, without validation.
 
     Raises:
-        RecipeError: the file cannot be read or parsed, or an override is malformed.
+        RecipeError: the file cannot be read or parsed, an override is malformed, or a path cannot exist.
     """
     tree = read_toml(path)
     _resolve_paths(tree, path.parent)
@@ -297,7 +297,7 @@ def override(tree: dict[str, Any], overrides: Overrides, folder: Path | None = N
     """Apply overrides to a parsed recipe; changes `tree`. Paths are relative to `folder` (None: the working directory).
 
     Raises:
-        RecipeError: an override is malformed.
+        RecipeError: an override is malformed, or a path cannot exist.
     """
     if isinstance(overrides, Mapping):
         told = [put(tree, key, as_parsed(value), f"override {key!r}") for key, value in overrides.items()]
@@ -346,7 +346,8 @@ def _override(tree: dict[str, Any], override: str) -> Problem | None:
 
 
 def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
-    """Make all paths in a parsed recipe absolute, relative to `folder`. Changes `tree`."""
+    """Make all paths in a parsed recipe absolute, in place; they are relative to `folder`. Raises RecipeError for a
+    path that cannot exist."""
     for place in _PATHS:
         *sections, key = place.split(".")
         part: Any = tree
