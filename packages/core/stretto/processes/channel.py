@@ -63,7 +63,7 @@ class RoleEnd(Generic[Received]):
 
         Raises:
             ConductorGone: the conductor has closed its end.
-            WireError: the message is too large.
+            WireError: the message has more than `largest` bytes.
         """
         whole = frame(message)
         if (size := len(whole) - LENGTH.size) > self._largest:
@@ -146,7 +146,7 @@ class ConductorEnd(Generic[Received]):
         """Wait for the next message, at most `seconds`, and return it. `awaited` describes the message in errors.
 
         Raises:
-            DeadlineExceeded: nothing came in time.
+            DeadlineExceeded: nothing came within `seconds`.
             RoleDied: the role closed its end.
         """
         async with deadline("conductor", f"{self.role} {awaited}", seconds):

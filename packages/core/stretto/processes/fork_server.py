@@ -239,7 +239,7 @@ class ForkServer:
             self.close()
 
     def close(self) -> None:
-        """Kill the server, and wait some seconds for its end; the kernel kills its children with it."""
+        """Kill the server, and wait up to 5 seconds for its end; the kernel kills its children with it."""
         self._usable = False
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
@@ -249,7 +249,7 @@ class ForkServer:
 
 class ForkedProcess:
     """A child of the fork server. A pidfd reports its end, the server its exit code. If the server does not send the
-    code in time, the child counts as killed by SIGKILL."""
+    code within 2 seconds, the child counts as killed by SIGKILL."""
 
     def __init__(self, pid: int, wire: socket.socket) -> None:
         self.pid = pid

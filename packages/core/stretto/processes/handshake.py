@@ -146,7 +146,7 @@ class _Line:
 
     async def receive(self, kind: type[_Kind]) -> _Kind:
         """Receive the next message. Raises HandshakeRefused if it is a refusal or not of this kind, WireError if it is
-        too long."""
+        longer than 64 KiB."""
         (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
         if length > _LARGEST:
             raise WireError(f"a message of {length:,} bytes; at most {_LARGEST:,} are allowed")
@@ -169,8 +169,8 @@ async def _line(
 
 @contextlib.contextmanager
 def _torn(peer: str) -> Iterator[None]:
-    """Turn errors into ones that name the peer: it went away, or speaks another protocol (a web browser, another
-    version of stretto)."""
+    """Context manager: turns errors of the block into ones that name the peer: it went away, or speaks another protocol
+    (a web browser, another version of stretto)."""
     try:
         yield
     except (TimeoutError, HandshakeRefused):

@@ -37,8 +37,8 @@ def begin_role() -> None:
 
 
 def end_with_conductor() -> None:
-    """Make this process end with its parent, and its output survive a full disk. A role that sends its heartbeats
-    itself (`own_heartbeat`) calls this in place of `begin_role`."""
+    """Make this process end with its parent, if a conductor has started it, and its output survive a full disk. A role
+    that sends its heartbeats itself (`own_heartbeat`) calls this in place of `begin_role`."""
     survive_a_full_disk()
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with_parent(int(parent))

@@ -151,7 +151,7 @@ class RoleProcess:
         return await asyncio.shield(self._end)
 
     async def last_words(self) -> str:
-        """Wait a few seconds for the end of a role that has closed its connection; returns how it ended. A role that
+        """Wait up to 10 seconds for the end of a role that has closed its connection; returns how it ended. A role that
         still runs is killed."""
         try:
             async with deadline("conductor", f"{self.name} to end", _END_SECONDS):

@@ -115,7 +115,7 @@ class Supervisor(Generic[T]):
         """Start the role for the first time; a start that fails counts as a death.
 
         Raises:
-            RoleDied: too many starts failed.
+            RoleDied: more starts failed than the budget allows.
         """
         try:
             return await self._start()
@@ -129,7 +129,7 @@ class Supervisor(Generic[T]):
             counted: False for an end that was not the role's own fault; failed starts afterwards count.
 
         Raises:
-            RoleDied: it has died too often, or is no longer wanted.
+            RoleDied: its budget is exceeded, or it is no longer wanted.
         """
         while True:
             if not self._wanted():
@@ -148,7 +148,7 @@ class Supervisor(Generic[T]):
         role runs as long as the run.
 
         Raises:
-            RoleDied: it has died too often, or is no longer wanted.
+            RoleDied: its budget is exceeded, or it is no longer wanted.
         """
         while True:
             await self.replace(await ended())

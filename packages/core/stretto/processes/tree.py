@@ -53,7 +53,7 @@ def descendants(pid: int) -> list[int]:
 
 def kill_marked(mark: str) -> None:
     """Send SIGKILL to every process that was started with this ``NAME=VALUE`` in its environment, also to orphans.
-    Repeated until none is left, at most `_SWEEPS` times; processes of other users stay."""
+    Repeated until none is left, at most 20 times; processes of other users stay."""
     for _ in range(_SWEEPS):
         found = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _has(pid, mark.encode())]
         if not found:

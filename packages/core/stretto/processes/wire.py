@@ -196,7 +196,7 @@ class Reception:
         Raises:
             HandshakeRefused: the caller did not prove the key, or `judge` refused it; the connection is unusable.
             HandshakeBroken: the caller closed the connection meanwhile.
-            DeadlineExceeded: the handshake took too long.
+            DeadlineExceeded: the handshake took longer than 10 seconds.
         """
         try:
             if self._context is not None:
@@ -221,7 +221,7 @@ async def connect(address: str, context: ssl.SSLContext | None) -> Stream:
     Raises:
         MachineLost: the connection is refused, or the address cannot be reached.
         HandshakeRefused: the listener does not accept our TLS.
-        DeadlineExceeded: no reply in time.
+        DeadlineExceeded: no reply within 10 seconds.
         RecipeError: the address is malformed.
     """
     host, _, port = address.rpartition(":")

@@ -66,11 +66,11 @@ class Asker:
         self._who = f"{who} at {config.address}"
 
     def ask(self, question: bytes, read: Callable[[bytes], Read]) -> Read:
-        """Post `question`, a JSON body, with retries; returns ``read(body of the reply)``. Waits of up to
-        `config.seconds` block the caller.
+        """Post `question`, a JSON body; returns ``read(body of the reply)``. Retries while the server is busy or cannot
+        be reached. Blocks for at most `config.seconds`, all tries together.
 
         Raises:
-            Undecided: no reply in time, or the server refuses the request.
+            Undecided: no reply in that time or within `config.tries`, or the server refuses the request.
         """
         config, until, reason = self._config, time.monotonic() + self._config.seconds, ""
         for attempt in range(config.tries):

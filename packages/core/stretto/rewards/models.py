@@ -89,7 +89,7 @@ class Judge:
         """Score of a completion divided by the best possible score: 0 to 1. Asks the server, with retries.
 
         Raises:
-            Undecided: the judge gave no valid score in time.
+            Undecided: the judge gave no valid score within `seconds`.
         """
         config = self._config
         given = {"prompt": prompt, "completion": completion, "answer": answer, "full": f"{config.full:g}"}
@@ -156,7 +156,7 @@ class RewardModel:
         """Score of the completion times `scale`; the gold `answer` is not used. Asks the server, with retries.
 
         Raises:
-            Undecided: the server gave no valid score in time.
+            Undecided: the server gave no valid score within `seconds`.
         """
         question = json.dumps({"model": self._config.model, **self._asked(prompt, completion)}).encode()
         return self._asker.ask(question, self._number) * self._config.scale

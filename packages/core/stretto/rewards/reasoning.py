@@ -59,7 +59,8 @@ def reasoning_gym(prompt: str, completion: str, answer: str) -> float:
     is scored; without one, all text after the thoughts.
 
     Raises:
-        Undecided: the question cannot be generated again, its scorer raises, or the task's floor is too high.
+        Undecided: the question cannot be generated again, its scorer raises, or nonsense scores more than 0.5 in the
+            task (its floor).
     """
     asked = Gold.of(answer)
     entry, floor = _entry(asked), floor_of(asked.task, asked.parameters)
@@ -77,7 +78,7 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
 
     Raises:
         Undecided: the answer is from no reasoning-gym source, the question made again is not the same, or the floor is
-            too high; the reason says which.
+            above 0.5; the reason says which.
     """
     asked = Gold.of(answer)
     _entry(asked)
@@ -90,7 +91,7 @@ def floor_of(task: str, parameters: str) -> float:
     question's true answer does not count. `parameters`: of the task, as JSON.
 
     Raises:
-        Undecided: the floor is above `HIGHEST_FLOOR`, or the task cannot be made.
+        Undecided: the floor is above 0.5, or the task cannot be made.
     """
     floor = 0.0
     for place in range(_MEASURED):

@@ -34,8 +34,8 @@ T = TypeVar("T")
 async def read_body(scope: Scope, receive: Receive, largest: int = LARGEST_BODY) -> bytes | None:
     """Read the body of a request; None if it has more than `largest` bytes.
 
-    Most clients send everything before they read the reply, and would see a reset connection. So a bounded rest of a
-    too large body is read and dropped, unless the client waits for ``100 Continue``.
+    Most clients send everything before they read the reply, and would see a reset connection. So the rest of a body
+    that is too large is read and dropped, up to 64 MiB and 5 seconds, unless the client waits for ``100 Continue``.
 
     Raises:
         RefusedRequest: the client has disconnected before the end of the body; the part that came is no request.
@@ -62,7 +62,7 @@ async def read_body(scope: Scope, receive: Receive, largest: int = LARGEST_BODY)
 
 
 async def _drop(receive: Receive) -> None:
-    """Read and drop the rest of a body, up to a bound of bytes and of time."""
+    """Read and drop the rest of a body, at most 64 MiB and for at most 5 seconds."""
     left, more = _DROPPED_BYTES, True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DROPPED_SECONDS):

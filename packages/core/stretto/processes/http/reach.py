@@ -12,7 +12,8 @@ _SECONDS = 5.0
 def unreachable(address: str) -> str:
     """Why nothing accepts a connection at ``host:port`` or ``scheme://host:port``; "" if something does.
 
-    A connection is opened and closed; nothing is sent.
+    A connection is opened and closed; nothing is sent. An address that does not reply within 5 seconds counts as
+    unreachable.
     """
     found: list[str] = []
     trying = threading.Thread(target=lambda: found.append(_tried(address)), name="reach", daemon=True)

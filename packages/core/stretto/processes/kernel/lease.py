@@ -19,8 +19,9 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def take_lease(path: str | os.PathLike[str], file: int) -> bool:
-    """Whether the file at `path` is open and mapped nowhere but by its writable descriptor `file`. False if that cannot
-    be known. If True, everybody who opens the file waits until `end_lease`, or until the descriptor is closed."""
+    """Take a lease on the file at `path`, which the caller has open for writing as the descriptor `file`. False,
+    without a lease, if something else has the file open or mapped, or if that cannot be known. Everybody who opens the
+    file during the lease waits until `end_lease`, or until the descriptor is closed."""
     with contextlib.suppress(OSError):  # the file system has no leases
         return _tells_of_mappings(path, file) and _granted(file)
     return False

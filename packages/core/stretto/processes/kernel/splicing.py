@@ -54,7 +54,7 @@ class Splice:
         return self._taken
 
     def place(self, target: int, offset: int) -> None:
-        """Write all bytes of the last `take` at `offset` of a file.
+        """Write all bytes of the last `take` to the file descriptor `target`, at `offset`.
 
         Raises:
             OSError: the disk is full, or fails.

@@ -93,7 +93,8 @@ class LoadedPart:
         return not self.settings.sources or item.source in self.settings.sources
 
     def verdict(self, item: ScoreItem, worth: Worth) -> Verdict:
-        """Verdict of this part alone; the function also gets the fields of the row that it has parameters for."""
+        """Verdict of this part alone; the function also gets the fields of the row that it has parameters for. If it is
+        undecided and the row lacks a required field, the reason names that."""
         fields = fields_taken(self.function, item.fields)
         verdict = judge(partial(self.function, **fields) if fields else self.function, item, worth)
         if verdict.outcome is Outcome.UNDECIDED and (why := why_lacking(self.function, item.fields)):
@@ -105,7 +106,7 @@ def loaded(parts: Sequence[PartSettings]) -> tuple[LoadedPart, ...]:
     """Load the functions of all parts.
 
     Raises:
-        RewardFunctionError: one cannot be used.
+        RewardFunctionError: one cannot be loaded, or is not callable as a reward.
     """
     return tuple([LoadedPart(part, load_reward(part.function, part.settings, part.place)) for part in parts])
 

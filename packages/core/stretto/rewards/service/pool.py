@@ -264,7 +264,7 @@ class RewardPool:
                 self._send(slot, chunk)
 
     def _load(self, slot: _Slot) -> int:
-        """Number of chunks that the slot holds; `_DEPTH` if its worker is not ready or due for replacement."""
+        """Number of chunks that the slot holds, at most 2; 2 also if its worker is not ready or due for replacement."""
         return len(slot.outstanding) if slot.ready and not self._is_worn(slot) else _DEPTH
 
     def _is_worn(self, slot: _Slot) -> bool:

@@ -41,7 +41,8 @@ _OUT_OF_REACH = range(100, 200)  # descriptors that code writing to small number
 
 
 class Worker:
-    """Loads the reward, then judges requests in order, with one reply for each, until the socket closes."""
+    """Judges completions for the pool over a socket. It sends `WorkerReady` once the reward is loaded, or `Refused` and
+    ends. Then it answers each request in order with one `Verdicts`, until the socket closes."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._worth = settings.worth
