@@ -110,7 +110,7 @@ class RunProcess:
         return said
 
     def close(self) -> None:
-        """Wait for the end of the process after its last message; after `_KILL_SECONDS` it is killed."""
+        """Wait for the end of the process after its last message; after 30 seconds it is killed."""
         self._near.close()
         if not self._ended_within(_KILL_SECONDS):
             self._process.kill()
@@ -118,7 +118,7 @@ class RunProcess:
 
     def stop(self, patience: float) -> None:
         """Stop the process: request a stop; after `patience` seconds, or on Ctrl-C, request it again, for an immediate
-        stop; after `_KILL_SECONDS` more, kill it. The roles end with the process. Ctrl-C is raised at the end."""
+        stop; after 30 seconds more, kill it. The roles end with the process. Ctrl-C is raised at the end."""
         self._process.terminate()
         interrupt: KeyboardInterrupt | None = None
         try:

@@ -59,7 +59,7 @@ def checked(settings: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
 
 def problems_of(place: str, errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> Iterator[Problem]:
     """Yield one problem per key. Pydantic reports a value that fits no member of a union once per member; these errors
-    are joined.
+    become one problem.
 
     Args:
         place: where the settings were given, for messages.

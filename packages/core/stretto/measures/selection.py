@@ -131,7 +131,7 @@ def biases(groups: Sequence[EndedGroup], window: int) -> dict[str, Bias]:
 
 
 def report(known: SelectionBias) -> dict[str, Bias]:
-    """Return the comparison of the newest complete window for each measure; no bias before the first."""
+    """Return the comparison of the newest complete window for each measure; ``Bias()`` before the first."""
     return {name: known.newest.get(name, Bias()) for name in MEASURES}
 
 

@@ -45,10 +45,11 @@ class ChosenMedium:
 
 
 def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
-    """The medium that the recipe asks for, or for "auto" the medium that suits the route.
+    """The medium that the recipe asks for; for "auto" shared memory, or http if engines are elsewhere.
 
     Raises:
-        RecipeError: the requested medium does not work on this route.
+        RecipeError: the recipe asks for shared_memory although engines are elsewhere, for http although none are, or
+            for broadcast to other engines than SGLang servers on this machine.
     """
     if config.medium == "shared_memory" and route.elsewhere:
         raise RecipeError(

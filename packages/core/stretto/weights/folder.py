@@ -21,7 +21,7 @@ _OWNED = "owned"
 
 
 def shared_folder(needed: int, fallback: Path) -> Path:
-    """The machine's shared memory if it has room for `KEPT` + 2 versions, else `fallback`.
+    """The machine's shared memory if it has room for four versions, else `fallback`.
 
     `needed`: bytes of one version. Containers often have only 64 MiB of shared memory.
     """

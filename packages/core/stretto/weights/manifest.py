@@ -104,7 +104,7 @@ def checksum(data: bytes | memoryview) -> str:
 def verify(
     raw: memoryview, version: int, checked: Callable[[int], object] = lambda size: None, *, threads: int = 1
 ) -> tuple[WeightsManifest, int]:
-    """Check every byte of the publication `raw`, in some threads; returns its manifest and the offset of its first
+    """Check every byte of the publication `raw`, in `threads` threads; returns its manifest and the offset of its first
     tensor. `checked` is called, in the caller's thread, with the size in bytes of each tensor that is valid.
 
     Raises:

@@ -22,7 +22,8 @@ from stretto.weights.folder import KEPT, prefix, private_file, unlink, versions
 
 
 def drop_old(run: str, folder: Path) -> None:
-    """Keep the newest `KEPT` versions of a run. The newest of the others becomes its spare; the rest are unlinked."""
+    """Keep the newest two versions of a run. The newest of the others becomes its spare, a file to write the next
+    version into; the rest are unlinked."""
     old = [path for _, path in versions(run, folder)[:-KEPT]]
     if old:
         old.pop().replace(_spare(run, folder))
@@ -31,7 +32,7 @@ def drop_old(run: str, folder: Path) -> None:
 
 @contextmanager
 def new_version(run: str, folder: Path, path: Path) -> Iterator[FileIO]:
-    """Replace the file `path` by one for all the bytes of a version, and open it (context manager).
+    """Context manager: unlink the file `path`, and create and open it anew for all the bytes of a version.
 
     It may have the bytes of an old version: write every byte, and `cut` it to its size.
 
@@ -67,7 +68,7 @@ def _reused(spare: Path, path: Path) -> FileIO | None:
 
 
 def _ours(status: os.stat_result) -> bool:
-    """Whether a file is this user's, and has no other name."""
+    """Whether it is a regular file of this user without a second hard link."""
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
 
 

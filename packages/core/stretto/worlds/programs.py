@@ -52,7 +52,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Description:
-    """Steps that apply to `a`, one after the other."""
+    """A small program in words: steps that apply to `a`, one after the other."""
 
     steps: tuple[Instruction, ...]
 
@@ -115,7 +115,7 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
         ]
 
     def draw(self, chance: random.Random) -> Description:
-        """Draw one description."""
+        """Draw a description at random: from `steps_min` to `steps_max` steps."""
         count = chance.randint(self.steps_min, self.steps_max)
         return Description(
             tuple(Instruction(chance.choice(list(_WORDS)), chance.choice(_OPERANDS)) for _ in range(count))

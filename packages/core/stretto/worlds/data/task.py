@@ -76,7 +76,7 @@ def draw_held_out(draw: Callable[[random.Random], Drawn], count: int, larger: st
     """Draw `count` distinct held-out questions, the same in every run. `larger`: setting to increase, for the error.
 
     Raises:
-        DataError: fewer than `count` are found before very many draws in a row find no new one.
+        DataError: fewer than `count` are found before 50,000 draws in a row find no new one.
     """
     chance = random.Random(derive_seed("held out"))
     drawn: dict[str, Drawn] = {}

@@ -137,7 +137,8 @@ def _parsed(line: str, place: str) -> Row:
 
 def _table(path: Path, comma: str) -> Iterator[tuple[str, Row]]:
     """Yield (place, row) for the rows of a CSV file, with `comma` between its cells; blank lines are skipped. Its first
-    line names the columns. Raises DataError for unusable column names, a row of another length, or broken CSV."""
+    line names the columns. Raises DataError for blank or repeated column names, a row of another length, or broken CSV.
+    """
     reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=comma, strict=True)
     try:
         names = next(reader, [])
