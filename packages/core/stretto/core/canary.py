@@ -194,7 +194,7 @@ class Loaded(Record, frozen=True):
 def distance(canary: Canary, scores: Scores) -> float:
     """Mean absolute difference (nats) of an engine's log-probabilities from the expected ones. It is the largest of
     three means: of tokens computed together, of decoded tokens, and of the pairs. If the model is a mixture of experts,
-    each mean is multiplied by √(number of its tokens / 64). `FARTHEST` if a number is missing or not finite.
+    each mean is multiplied by √(number of its tokens / 64). 10,000 if a number is missing or not finite.
 
     >>> canary = Canary(version=1, token_ids=(5, 2, 7), logprobs=(-1.0, -2.0), depth=2)
     >>> distance(canary, Scores(logprobs=(-1.0, -2.5), decoded=1))
@@ -287,7 +287,7 @@ CANARY = "canary"
 
 
 def text(vocabulary: int, context: int, reserved: Collection[int], seed: int) -> tuple[int, ...]:
-    """The canary text of a run: `LENGTH` random token ids drawn with the run's seed; fewer if the model's `context` (in
+    """The canary text of a run: 64 random token ids drawn with the run's seed; fewer if the model's `context` (in
     tokens) is shorter. `vocabulary`: number of token ids; `reserved`: token ids that are not drawn.
 
     Random tokens make every part of the model matter: their log-probabilities are far from 0, since a trained model is

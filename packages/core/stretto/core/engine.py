@@ -130,7 +130,7 @@ def json_rule(schema: Mapping[str, Any] | None) -> str:
     '%json {"type": "null", "x-gui'
 
     Raises:
-        RefusedRequest: the schema is nested too deeply.
+        RefusedRequest: the schema is nested beyond Python's recursion limit.
     """
     told = {"type": "object"} if schema is None else schema
     try:
@@ -141,5 +141,5 @@ def json_rule(schema: Mapping[str, Any] | None) -> str:
 
 def json_grammar(schema: Mapping[str, Any] | None) -> str:
     """A complete grammar for JSON that follows a schema; any object if None. Raises RefusedRequest if the schema is
-    nested too deeply."""
+    nested beyond Python's recursion limit."""
     return f"start: {json_rule(schema)}"

@@ -47,7 +47,7 @@ MOST_SPANS = 16_384
 
 class BusySpans:
     """Collects the spans of one role. A span that continues the last one (same name and version, a gap below 20 ms)
-    extends it. Only the newest `MOST_SPANS` are kept.
+    extends it. Only the newest 16,384 are kept.
 
     >>> stretches = BusySpans("engine-0")
     >>> for start in (0.0, 0.002, 0.004): stretches.add("generate", start, start + 0.002, version=3)

@@ -21,7 +21,7 @@ def frame(message: object) -> bytearray:
     """Encode one message as a frame.
 
     Raises:
-        WireError: the message is larger than `LARGEST_BATCH`.
+        WireError: the message has 4 GiB or more.
     """
     body = bytearray(LENGTH.size)
     _ENCODER.encode_into(message, body, LENGTH.size)

@@ -294,7 +294,7 @@ def place(there: Sequence[Gpu], needs: Sequence[Need]) -> tuple[Seat, ...]:
 
 
 def _alike(there: Sequence[Gpu], count: int) -> list[Gpu]:
-    """`count` GPUs of the same kind (name and memory); the first `count` GPUs if no kind has as many."""
+    """`count` GPUs with the same name and memory; the first `count` GPUs if there are not as many."""
     kinds = defaultdict[tuple[str, int], list[Gpu]](list)
     for gpu in there:
         kinds[gpu.name, gpu.memory].append(gpu)

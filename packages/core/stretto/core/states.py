@@ -31,8 +31,8 @@ UNTRAINED = frozenset(FINAL) - {State.TRAINED}  #: ended without training; the p
 
 
 def why_no_reward(value: object) -> str:
-    """Text of the reason why `value` is not a valid reward (a number within ±`LARGEST_REWARD`), to follow the word
-    "returned"; "" if it is valid.
+    """Text of the reason why `value` is not a valid reward (a number within ±1e6), to follow the word "returned"; "" if
+    it is valid.
 
     >>> why_no_reward(1.5), why_no_reward(float("nan")), why_no_reward("1"), why_no_reward(1e300)
     ('', 'nan', 'str, not a number', '1e+300; it must lie between ±1e+06')

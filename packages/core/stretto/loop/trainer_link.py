@@ -298,8 +298,8 @@ class TrainerLink:
 
     async def _replace(self, death: RoleDied) -> list[Update]:
         """Start a new trainer at the version of the dead one and publish that version again; returns the updates of the
-        steps that were trained again. Raises RoleDied if it died too often, or is not replaced (no `recovery`, or the
-        run ends)."""
+        steps that were trained again. Raises RoleDied if it died more often than `deadlines.trainer_restarts` allows,
+        or is not replaced (no `recovery`, or the run ends)."""
         return await self._supervisor.replace(death.how)
 
     async def _begin_anew(self) -> list[Update]:

@@ -217,11 +217,11 @@ def _copied(modules: Sequence[str]) -> Spawner:
 
 
 def fork_here(*, apart: bool = False) -> Spawner:
-    """Fork this process as a fork server, which then need not import anything; returns its spawner, or `FRESH` if there
-    is an accelerator or the system cannot fork.
+    """Fork this process as a fork server, which then need not import anything; returns its spawner, or one of fresh
+    interpreters (`FRESH`) if there is an accelerator or the system cannot fork.
 
-    Call it before this process has threads or begins as a role. It does not return in the copy and its children. Of
-    all descriptors the copy keeps the standard streams only. With `apart` these lead to /dev/null, and the copy has a
+    Call it before this process has threads or begins as a role. It does not return in the copy and its children. Of all
+    descriptors the copy keeps the standard streams only. With `apart` these lead to /dev/null, and the copy has a
     session of its own, so that Ctrl-C does not reach it.
     """
     if accelerated():

@@ -85,7 +85,7 @@ class AdaptiveBound(Record, frozen=True):
 
 def mismatch(metrics: Mapping[str, float | None]) -> tuple[float, str] | None:
     """The largest of the metrics relative to their limits (0 to 2; 1 is at the limit), and the metric's name and value
-    as text; None if no metric of `LIMITS` was measured.
+    as text; None if no metric that has a limit (`MismatchLimit`) was measured.
 
     >>> mismatch({"kl_behavior": 0.025, "effective_samples": 0.95})
     (0.5, 'kl_behavior 0.025')
@@ -104,7 +104,7 @@ def adapted(
     state: AdaptiveBound, step: int, metrics: Mapping[str, float | None], starved: bool, lowest: int, highest: int
 ) -> AdaptiveBound:
     """The state after the measurements of `step`. It is unchanged if `step` is not newer than the state's, or if no
-    metric of `LIMITS` was measured.
+    metric that has a limit was measured.
 
     `starved`: no second batch was ready when the step's batch was taken. `lowest`, `highest`: limits of the bound.
     """

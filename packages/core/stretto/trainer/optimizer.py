@@ -220,7 +220,8 @@ class Optimizer:
         return next(self.trained.parameters()).device
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """AdamW's state of a parameter: the two `MOMENTS`, and "step", the number of steps taken. Created if needed."""
+        """AdamW's state of a parameter: the moments "exp_avg" and "exp_avg_sq", and "step", the number of steps taken.
+        Created if needed."""
         return state_of(self.adamw, parameter, self.ranks, on_host=self._on_host)
 
     def step(

@@ -256,8 +256,7 @@ def _reward_pool(plan: Plan, folder: RunFolder, report: Callable[[str], None]) -
 def _sweep(folder: RunFolder, mailbox: str) -> None:
     """Remove the sockets and the shared memory `mailbox` that a killed process of this run left outside of its folder.
 
-    In a copy of a run folder, the file `_SOCKETS` names the sockets of the original run; while that is running, they
-    stay.
+    In a copy of a run folder, a file names the sockets of the original run; while that is running, they stay.
     """
     remove(mailbox, SHARED)
     with contextlib.suppress(OSError):  # no sockets, or of another user: each run creates a new folder anyway

@@ -198,7 +198,7 @@ def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
 
 def check_machine(recipe: Recipe, *, dry: bool = False) -> None:
     """Check ports, logging tools and devices of this machine; other machines are checked when they join. `dry`: do not
-    check devices if the environment variable `ASSUMED` names GPUs.
+    check devices if the environment variable ``STRETTO_GPUS`` names GPUs.
 
     Raises:
         RecipeError: a check fails.

@@ -152,7 +152,7 @@ class InFlight:
         If an engine is lost, the request is sent again with the journaled tokens as prefixes.
 
         Raises:
-            EngineLost: more than `LOSSES` engines were lost with this group, so the group may be the cause.
+            EngineLost: more than three engines were lost with this group, so the group may be the cause.
             RefusedRequest: an engine refused the request.
         """
         group = self._groups.setdefault(request.id, GroupInFlight())
@@ -197,7 +197,7 @@ class InFlight:
         The turn is journaled before this returns, so the ledger never holds a later turn without it.
 
         Raises:
-            EngineLost: more than `LOSSES` engines were lost with this turn, so the turn may be the cause.
+            EngineLost: more than three engines were lost with this turn, so the turn may be the cause.
             RefusedRequest: an engine refused the turn, or the trajectory's group was given up.
         """
         id, of = f"{session}:{request.node}", session.rpartition("/")[0]

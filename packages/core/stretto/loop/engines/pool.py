@@ -372,7 +372,7 @@ class EnginePool:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
-        """Set `version` as the newest in the mailbox: every engine loads it as soon as it can."""
+        """Note that `version` is the newest in the mailbox now: every engine loads it as soon as it can."""
         self.published = self.roster.step = version
         self._announce(version)
         for engine in self._engines.values():

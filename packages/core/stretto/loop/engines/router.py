@@ -95,8 +95,8 @@ class _Attempt(contextlib.AbstractContextManager["_Attempt"]):
 def attempts() -> Iterator[contextlib.AbstractContextManager[object]]:
     """Yield a context manager for each attempt to use an engine.
 
-    A context manager suppresses EngineLost, so that the loop tries again. The last one, after `LOSSES` losses, does
-    not. An engine that leaves the run (EngineLeft) does not count as a loss.
+    A context manager suppresses EngineLost, so that the loop tries again. The last one, after three losses, does not.
+    An engine that leaves the run (EngineLeft) does not count as a loss.
 
     Example::
 

@@ -77,7 +77,7 @@ class PersistentTurns:
     whole: WholeTurns
 
     async def __call__(self, request: TurnRequest) -> Segment:
-        """Sample one turn. Raises EngineLost if more than `LOSSES` engines are lost with it."""
+        """Sample one turn. Raises EngineLost if more than three engines are lost with it."""
         for attempt in attempts():
             with attempt:
                 return await self.whole(request)

@@ -135,7 +135,8 @@ class SlowReward:
         self._seen: deque[tuple[float, float, float]] = deque()
 
     def poll(self, now: float, seconds: Mapping[str, float]) -> str | None:
-        """Compare the busy shares of the last 10 seconds and set `found`; to be called every second.
+        """Compare the busy shares of the last 10 seconds, and set `found`: the reward's name while it is the
+        bottleneck, else "". To be called every second.
 
         Args:
             now: time in seconds, of any clock.

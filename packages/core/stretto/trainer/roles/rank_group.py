@@ -97,9 +97,10 @@ class RankGroup:
         self._loop: Future[asyncio.AbstractEventLoop] = Future()  # event loop of the watching thread
 
     def start(self, tell: Callable[[RanksAwaited | RankLost | Failed], None]) -> Ranks:
-        """Start the other ranks, watch them in a thread, and form the process group with them. `tell` sends messages to
-        the conductor, and is called in that thread: a request for ranks on other machines, and the loss of a rank.
-        After a loss the process is ended.
+        """Start the other ranks, watch them in a thread, and form the process group with them; returns rank 0's
+        collectives. Without other ranks nothing is started. `tell` sends messages to the conductor, and is called in
+        that thread: a request for ranks on other machines, the loss of a rank, or the error that a rank has sent. After
+        the latter two the process is ended.
 
         Raises:
             OSError: the address at which ranks should join is not an address of this machine.
