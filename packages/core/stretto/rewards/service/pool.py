@@ -190,8 +190,8 @@ class RewardPool:
         self._dispatch()
 
     async def _watch(self) -> None:
-        """Kill workers that exceed the timeout on one completion, that send no heartbeat while idle, or whose process
-        has exited. Also bounds the size of the log."""
+        """Kill workers that exceed the timeout on one completion, that give no sign of life for `hung` seconds while
+        they judge nothing, or whose process has exited. Also bounds the size of the log."""
         timeout, patience = self._config.seconds_per_completion, self._clock_seconds
         pause = min(_LOOK_SECONDS, timeout / 10)
         while True:
