@@ -223,7 +223,7 @@ def test_the_navigation_of_the_site_has_every_page_once() -> None:
     _, _, navigation = SITE.partition("\nnav:\n")
     pages = [str(page.relative_to(ROOT / "docs")) for page in SITE_PAGES]
     assert sorted(re.findall(r"(\S+\.md)$", navigation, flags=re.MULTILINE)) == sorted(pages)
-    assert "\nexclude_docs: log.md " in SITE
+    assert "\nexclude_docs: |\n  /log.md\n" in SITE
 
 
 def test_every_page_is_in_one_of_the_four_parts() -> None:
