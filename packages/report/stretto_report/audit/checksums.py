@@ -123,12 +123,13 @@ def broken_files(folder: Path, start: Mapping[str, Mapping[str, Mapping[str, obj
 
 
 def payload_fits(trajectory: str, columns: Sequence[object], payload: bytes) -> bool:
-    """Whether a trajectory's checksum matches; `columns` are its outcome, reward, stop reason and interruptions."""
+    """Whether the checksum at the begin of a trajectory's payload matches. `trajectory`: its id; `columns`: its
+    outcome, reward, stop reason and interruptions."""
     return payload[:CHECKSUM_BYTES] == _checksum(trajectory, columns, payload[CHECKSUM_BYTES:])
 
 
 def segments_of(bulk: Sequence[Any]) -> list[list[Any]] | None:
-    """Segments of a payload; None in format 2, which has a single turn without segments."""
+    """Segments of a decoded payload; None in format 2, which has a single turn without segments."""
     return bulk[0] if isinstance(bulk[1], str) else None
 
 
@@ -174,7 +175,8 @@ def _trained(
 
 
 def unpacked(segment: list[Any]) -> list[Any]:
-    """Fields of a segment with lists of tokens, log-probabilities and versions, as they were before format 6."""
+    """Fields of a segment with lists of tokens, log-probabilities and versions, as they were before format 6. A segment
+    of an earlier format is returned as it is."""
     columns, tokens, versions, *further = segment
     if not isinstance(columns, bytes):
         return segment

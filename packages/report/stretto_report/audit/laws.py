@@ -77,7 +77,9 @@ def nothing_is_trained_twice(history: History) -> Iterator[str]:
 
 
 def versions_grow_by_one(history: History) -> Iterator[str]:
-    """Step n trains at version n - 1 and publishes version n; no step is missing; only the last may be unpublished."""
+    """Step n trains at version n - 1 and publishes version n; no step is missing; only the last may be unpublished. No
+    kept policy and no sampled token has a version above the last step. Versions never fall along the turns of a
+    trajectory."""
     for place, step in enumerate(history.steps, start=1):
         if (step.step, step.version) != (place, place - 1):
             yield f"the {place}. step on record is step {step.step}, at version {step.version}"

@@ -124,7 +124,8 @@ def dead_gradient(found: Evidence) -> Iterator[Alarm]:
 
 
 def exploding_gradient(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the gradient norm is more than a hundred times the initial one, or more than 10,000."""
+    """Alarm if the gradient norm of the newest window is more than a hundred times that of the first, or more than
+    10,000."""
     name = "trainer.grad_norm"
     ill = apart(
         found.steps, found.series.get(name), lambda mean, begin: (mean > 100 * begin) | (mean > 1e4), 1, geometric=0.1
@@ -135,7 +136,8 @@ def exploding_gradient(found: Evidence) -> Iterator[Alarm]:
 
 
 def policy_apart(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the policy's divergence from the sampling policy exceeds 0.5 nats a token, or from the reference 3."""
+    """Alarm if the policy diverges by more than 0.5 nats a token from the versions that sampled its tokens, or by more
+    than 3 from the reference, averaged over the newest window."""
     for name, bound, other in (
         ("trainer.kl_behavior", _FAR, "the versions that sampled its tokens"),
         ("trainer.kl_reference", _FAR_REFERENCE, "its reference"),
@@ -166,9 +168,9 @@ _STEPS, _SHARE, _MIB = 16 * WINDOW, 0.1, 64.0
 
 
 def memory_growing(found: Evidence) -> Iterator[Alarm]:
-    """Alarm for each role whose memory has grown in each quarter of the newest steps, by a tenth and 64 MiB in all, and
-    in the second half at least half as much as in the first. (Caches fill more and more slowly; a leak does not slow
-    down.) The newest 160, 320, 640, … steps are tested."""
+    """Alarm for each role whose memory has grown in each quarter of the newest steps, in all by at least a tenth and at
+    least 64 MiB, and in the second half at least half as much as in the first. (Caches fill more and more slowly; a
+    leak does not slow down.) The newest 160, 320, 640, … steps are tested."""
     for name in sorted(series for series in found.series if series.startswith("memory.")):
         values = found.series[name]
         known = np.flatnonzero(np.isfinite(values))[WINDOW:]

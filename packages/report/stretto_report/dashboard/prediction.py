@@ -197,9 +197,9 @@ def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
 
 
 def compared(machine: str, recipe: str, predicted: Mapping[str, float], measured: Mapping[str, float]) -> PredictedRun:
-    """Compare the terms that are both predicted and measured. `machine`, `recipe`: names of the predicted machine and
-    recipe, for the result. `step_seconds` and `tokens_per_second` follow from the others, so they are never `most_off`.
-    """
+    """Compare the terms that are both predicted and measured. `machine`, `recipe`: machine and recipe digest of the
+    prediction, for the result. `step_seconds` and `tokens_per_second` follow from the others, so they are never
+    `most_off`."""
     terms = {name: _term(name, predicted[name], measured) for name in predicted if name in measured}
     causes = {name: abs(term.off) for name, term in terms.items() if name not in _OUTCOMES}
     return PredictedRun(machine, recipe, terms, max(causes, key=lambda name: causes[name], default=""))

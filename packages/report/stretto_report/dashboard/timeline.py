@@ -123,8 +123,8 @@ def draw_lanes(axes: Axes, spans: Sequence[Span], window: Window) -> set[str]:
 
 
 def middle_window(spans: Sequence[Span], steps_shown: int) -> Window:
-    """Time of `steps_shown` updates in the middle of the run; the whole run if it has no update. `spans` must not be
-    empty."""
+    """Time of `steps_shown` updates (all, if there are fewer) in the middle of the run; the whole run if it has no
+    update. `spans` must not be empty."""
     updates = sorted((span for span in spans if span.name == _STEP), key=lambda span: span.start)
     if not updates:
         return Window(min(span.start for span in spans), max(span.end for span in spans))
@@ -210,6 +210,7 @@ def plot_plan(path: Path, title: str, spans: Sequence[Span], splits: Sequence[tu
     """Write the plot of a plan as PNG to `path`.
 
     Args:
+        title: name of the plan, written above its timeline.
         spans: spans of one engine and of the trainer, in seconds; at least one.
         splits: for each layout the share of devices that train, tokens per second, and devices per engine.
     """

@@ -84,7 +84,8 @@ class NewestLines:
         self._decoded: dict[str, MetricsLine | None] = {}  # by the line as it is written
 
     def read(self, *, keep: bool) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-        """Newest steps, and newest evaluations of the first set, oldest first; both empty without a file.
+        """Newest steps, and newest evaluations of the held-out prompts (without further evaluation sets), oldest first.
+        Unreadable lines are left out; both lists are empty without a file.
 
         Args:
             keep: remember the decoded lines, so that the next call decodes only new ones.

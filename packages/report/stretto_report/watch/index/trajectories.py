@@ -49,7 +49,7 @@ class WordCodes:
         self._codes = {word: code for code, word in enumerate(self.all)}
 
     def codes(self, words: Sequence[str | None]) -> list[int]:
-        """Codes of words; `code` is called once per distinct word."""
+        """Codes of words; new words get new codes, and None is `NONE`."""
         known = {word: self.code(word) for word in dict.fromkeys(words)}
         return [known[word] for word in words]
 
@@ -86,7 +86,7 @@ class Trajectories:
     """The ledger's rows of trajectories as columns. A row in a final state is read once; other rows are read again.
 
     Columns: the numbers of the ledger's row, `NONE` where missing; ``reward`` with NaN; and ``state``, ``verdict``,
-    ``stop``, ``reason``, ``prompt`` as codes of `words`.
+    ``stop``, ``reason``, ``prompt`` as codes of `words`. `indexed`: share of the ledger's trajectories that were read.
     """
 
     def __init__(self, folder: Path, cache: Cache) -> None:

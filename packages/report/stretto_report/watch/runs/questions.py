@@ -73,7 +73,7 @@ class PromptTexts:
         self._hashes = array("q")  # hashes of the texts of the first prompts
 
     def advance(self) -> bool:
-        """Read a few megabytes more; returns whether there is more: not if there is no file.
+        """Read about a megabyte more; returns whether there is more. False if there is no file.
 
         Raises:
             StoreError: it is no regular file.

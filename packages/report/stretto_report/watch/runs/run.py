@@ -191,7 +191,8 @@ class WatchedRun:
     # The summary.
 
     def facts(self) -> tuple[Totals | None, tuple[Membership, ...]]:
-        """Totals and engines on record in the ledger; (None, ()) if it cannot be read, with the fault in `faults`."""
+        """Totals and engines on record in the ledger; (None, ()) if it cannot be read, with the fault in `faults`. A
+        branch of `stretto replay` has no engines."""
         recorded = self._recorded()
         return recorded.totals, recorded.engines
 
@@ -231,7 +232,7 @@ class WatchedRun:
         return found
 
     def condition(self) -> Condition:
-        """State of the run; ``unreadable`` if the folder's lock cannot be tested."""
+        """State of the run and its reason; ``unreadable`` if its lock, ledger or log is no regular file."""
         try:
             return condition(self.folder, self._ended)
         except StoreError as error:

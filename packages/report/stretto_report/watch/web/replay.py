@@ -170,8 +170,8 @@ class Replays:
         return self.state()
 
     def stop(self) -> ReplayState | None:
-        """Ask the running replay to end, and kill it after some seconds. Return its state; None if there was no
-        replay.
+        """Ask the running replay to end, and kill it after five seconds. Return the state of the newest replay, which
+        may still be running; None if there was none.
 
         Raises:
             NotAllowed: replays are forbidden.
