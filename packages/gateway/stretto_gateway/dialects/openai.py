@@ -213,7 +213,7 @@ class ChoiceDialect(OpenAIDialect):
 
     @abstractmethod
     def parse(self, body: bytes) -> Request:
-        """See `Dialect`."""
+        """Decode a body. Raises RefusedRequest, which names the first wrong field and its allowed values."""
 
     @abstractmethod
     def writer(self, request: Any, index: int, text: CompletionText) -> Callable[[Progress], list[Part]]:
@@ -271,7 +271,8 @@ def error_of(why: NotServed) -> dict[str, Any]:
 
 
 def usage_of(prompt: int, sampled: int) -> dict[str, int]:
-    """Token counts; a prompt counts once for all its completions."""
+    """Token counts of a reply in OpenAI's format. `prompt`: tokens of the prompts, each counted once for all its
+    completions; `sampled`: tokens of all completions."""
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
