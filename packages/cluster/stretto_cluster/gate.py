@@ -103,7 +103,7 @@ class Gate:
             machine.publish(version)
 
     async def close(self, why: str, again: bool = False) -> None:
-        """Stop listening, dismiss every machine, and wait a few seconds until all have left. `why`: the reason that
+        """Stop listening, dismiss every machine, and wait until all have left, 5 s at most. `why`: the reason that
         machines get; `again`: they may try to join later, because the run may be resumed."""
         for server in self._servers:
             server.close()

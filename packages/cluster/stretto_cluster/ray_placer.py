@@ -282,8 +282,8 @@ def reply(
     order: PlaceAgents,
     rays_errors: tuple[type[Exception], ...] = _RAYS_ERRORS,
 ) -> AgentsPlaced | NotPlaced:
-    """Carry out an order by `place`, and return the reply. A failed order does not affect present agents. Of a user's
-    mistake, or one of `rays_errors`, the reply is `NotPlaced`."""
+    """Carry out an order by `place`, and return the reply. A RecipeError, or one of `rays_errors`, becomes `NotPlaced`;
+    other errors are raised. A failed order does not affect present agents."""
     try:
         return place(order)
     except RecipeError as error:

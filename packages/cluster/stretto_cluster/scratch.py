@@ -67,7 +67,7 @@ def own_memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
 
 
 def neighbours(folder: Path) -> list[Path]:
-    """Folders of the same kind that belong to this user's other agents on this machine."""
+    """Folders beside `folder` of this user's other agents: those whose name is the same up to the last "-"."""
     found = folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*")
     return [one for one in found if one != folder and not one.is_symlink() and _is_ours(one)]
 

@@ -37,7 +37,8 @@ from stretto_foresight.planner.machine import MachineProfile
 @dataclass(frozen=True)
 class Job:
     """A recipe as the planner sees it. `recomputes`: the objective needs proximal log-probabilities. `converses`: it
-    has a workflow of several turns. `reference`: shape of a second model; `critic`: the trainer has one."""
+    has a workflow of several turns. `reference`: shape of the reference model that the trainer also holds; None: no
+    such model. `critic`: whether the trainer has a critic."""
 
     shape: ModelShape
     lengths: Lengths
@@ -98,7 +99,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """GiB needed on one device for training (`trainer`), and for generation (`engine` weights and KV `cache`);
+    """GiB needed on one device: by a trainer rank (`trainer`), by an engine's weights (`engine`) and by its KV `cache`.
     `available`: usable GiB of a device.
 
     `completion`: least KV cache of an engine, for its longest completion.
@@ -258,8 +259,8 @@ class Costs:
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
     def memory(self) -> Memory:
-        """Memory per device. A rank needs what `trainer.memory` estimates. An engine needs its share of the weights;
-        the KV cache takes the rest, up to its slots and `engine.cache_gib`."""
+        """Memory per device, in GiB. Trainer: the estimate of `trainer.memory`. Engine: its share of the weights. KV
+        cache: what all slots need, but at most `engine.cache_gib` and what the weights leave."""
         job, shape, layout = self.job, self.job.shape, self.layout
         trainer = self.rank().total
         engine = shape.parameters * BYTES[job.engine.dtype] / layout.tensor

@@ -96,8 +96,9 @@ def check_lengths(words: str) -> None:
 
 
 def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
-    """Parse the user's choice of lengths: a named distribution, a file or a run folder. `prompt_tokens`: mean prompt
-    length; `max_tokens`: limit of a completion.
+    """Parse the user's choice of lengths: a named distribution, a file, or a run folder, whose trained completions are
+    read. `prompt_tokens`: mean prompt length, except for a run folder, which has its own; `max_tokens`: limit of a
+    completion.
 
     Raises:
         DataError: it is no distribution, file or run folder, or it has no lengths.

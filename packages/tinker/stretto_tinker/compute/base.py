@@ -169,7 +169,7 @@ class LocalBackend:
         """Make an engine with the weights that `Learner.save` wrote, or of the base model (`folder` None).
 
         Raises:
-            StoreError: files are missing or damaged.
+            StoreError: files are missing or damaged, or of another base model.
         """
         tokenizer = self._shared.tokenizer
         views = _Views(self, None if folder is None else self.shape_of(folder), folder)

@@ -55,7 +55,7 @@ class Call:
         return str(self.request.path_params[name])
 
     def number(self, name: str, default: int, most: int) -> int:
-        """Value of a query parameter, a whole number from 0 to `most`.
+        """Value of the query parameter `name`, a whole number from 0 to `most`; `default` if the request has none.
 
         Raises:
             NotServed: it is not such a number.

@@ -420,7 +420,8 @@ class Worker:
             return found
 
     def _begin(self, lane: Lane, sampling: Sampling, found: Waiting) -> bool:
-        """Open a request, or fail it. False if the record cannot be read now: the request waits in the queue again."""
+        """Open a request, or fail it; returns True. False if the record cannot be read now: the request waits in the
+        queue again."""
         asked = found.asked
         try:
             whole, times = self._record.request(asked.id) or asked, self._record.begin(asked.id)
@@ -439,8 +440,8 @@ class Worker:
         return True
 
     def _forget_engine(self, path: str) -> None:
-        """Close the engines of the weights at `path`, so that new requests load them again. Open requests continue with
-        the weights that they began with."""
+        """Let new requests load the weights at `path` again. Open requests continue with the weights that they began
+        with."""
         self._engines.drop(path)
         with self._wake:
             for lane in [lane for lane in self._samplings if lane.weights == path]:
