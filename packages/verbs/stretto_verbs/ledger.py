@@ -238,12 +238,11 @@ def turn_seeds(most: int = 4_096) -> Callable[[Ticket, int, tuple[int, ...]], Ab
 
 
 class TicketsInFlight:
-    """Samples the tickets of a scheduler and journals their tokens each second, as the loop of a recipe does
-    (`loop.engines.in_flight`). After a kill, a completion continues after its journaled tokens.
+    """Samples the groups that a scheduler has issued tickets for. While `keep` runs, new tokens are journaled each
+    second; after a kill, a completion continues after its journaled tokens.
 
-    A ticket that is sampled again, before its scheduler has finished it, gets the same completions from memory. A group
-    is sampled whole, or each of its members turn by turn, in a session like those of workflows
-    (`loop.engines.sessions`). All methods must be called in one event loop.
+    A group is sampled whole (`generate`), or its members turn by turn (`turn`), not both. If it is sampled again before
+    the scheduler has finished its ticket, the same completions come from memory. Call all methods in one event loop.
     """
 
     def __init__(self, engines: Engines, ledger: FolderLedger) -> None:
