@@ -150,9 +150,11 @@ async def canary_scores(make: Make, text: Sequence[int], name: str, seed: int, c
     prompt and continuation at once. Stale KV entries of earlier weights show as differences between the two.
 
     Args:
+        make: client of the server.
         text: token ids of the canary, which are repeated to make the prompt. With `keep`, KV entries of earlier weights
             are allowed; so the prompt begins with random tokens (seeded by `name`), for which there are no entries.
         name: a unique name for the request.
+        seed: of the continuation.
         context: context length of the server, in tokens.
 
     Returns:
