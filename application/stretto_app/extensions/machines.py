@@ -53,8 +53,7 @@ _FIRST = asyncio.FIRST_COMPLETED
 
 @dataclass
 class Cluster(Machines):
-    """Machines of a run. The pool `engines` grows and shrinks by `stretto scale`, and as
-    machines come and go."""
+    """Machines of a run. The pool `engines` grows and shrinks by `stretto scale`, and as machines come and go."""
 
     plan: Plan
     folder: RunFolder

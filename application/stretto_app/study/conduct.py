@@ -68,8 +68,8 @@ class RunOutcome(Record, frozen=True):
 
 
 def read_outcome(path: Path, steps: int, seed: int, digest: str) -> RunOutcome | None:
-    """Read the outcome of the run in a folder; None if there is no run, it is not finished, or it had fewer than
-    `steps` steps. `seed` and `digest` are copied into the outcome.
+    """Read the outcome of the run in a folder. None if there is no run, it is not finished, it had fewer than `steps`
+    steps, or its version `steps` was not evaluated. `seed` and `digest` are copied into the outcome.
 
     Raises:
         StoreError: the run folder cannot be read.

@@ -58,7 +58,7 @@ class Turns:
         self._engines, self._over = engines, False
 
     def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
-        """See `Generate`.
+        """Sample the completions of `requests` with the pool, and yield each one when it ends (`Generate`).
 
         Raises:
             EngineLost: the gateway is stopping.
