@@ -117,7 +117,8 @@ def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
 
 def no_bound_is_broken(history: History) -> Iterator[str]:
     """No token was trained with more staleness than the bound in force when its group was admitted, nor at a version
-    before its own. Masked tokens may be older; with `beyond_bound = "train"` all may be."""
+    before its own. Masked tokens may be older; with `beyond_bound = "train"` all may be. The staleness of a trajectory
+    whose tokens were not kept is not checked in a step that masked tokens."""
     bounds, policy = {group.id: group.max_staleness for group in history.groups}, history.bounds.beyond_bound
     for step, one in _trained(history):
         bound, oldest = bounds[one.group], step.own_oldest.get(one.group, step.oldest_trainable)

@@ -32,7 +32,7 @@ _ERROR = "trainer.behavior_logprob_error"
 
 
 def mismatch(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if, in two consecutive measured steps, the log-probabilities of engine and trainer differ by more than
+    """Alarm if, in the two newest measured steps, the log-probabilities of engine and trainer differ by more than
     rounding explains for their dtypes; or if the newest window's difference exceeds three times the first window's and
     0.01 nats a token."""
     values = found.series.get(_ERROR)
@@ -51,8 +51,8 @@ def mismatch(found: Evidence) -> Iterator[Alarm]:
 
 
 def canary_drifting(found: Evidence) -> Iterator[Alarm]:
-    """Alarm for each engine whose canary difference from the trainer is at least half of its tolerance, or at least a
-    quarter of it and more than three times the initial difference."""
+    """Alarm for each engine whose canary difference from the trainer, averaged over the newest window, is at least half
+    of its tolerance, or at least a quarter of it and more than three times that of the first window."""
     for name, values in found.series.items():
         if not name.startswith("canary."):
             continue

@@ -224,7 +224,7 @@ class Display(ABC):
             self._changed(self._enter(TRAINING))
 
     def _enter(self, phase: str) -> bool:
-        """Begin `phase`. If another phase was shown, draw its last snapshot and return True."""
+        """Begin `phase`. Return whether another phase was shown before, whose last snapshot is then drawn."""
         another = self._phase not in (None, phase)
         if another:
             self._finish()

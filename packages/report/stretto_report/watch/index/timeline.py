@@ -120,7 +120,7 @@ class Tiles(Record, frozen=True):
 
 
 class Lane(Record, frozen=True):
-    """Tiles of one role."""
+    """Tiles of one role. `machine`: "" if it is not known."""
 
     role: str
     machine: str

@@ -326,8 +326,9 @@ class WatchedRun:
         return self.findings().alarms
 
     def findings(self) -> AlarmReport:
-        """Alarms in the data read so far, and titles of those not measured. They are computed again when there are new
-        steps or evaluations, and when the condition of the run changes."""
+        """Alarms in the data read so far, and titles of those not measured. A dead run has the alarm ``dead_run`` in
+        front. They are computed again when there are new steps or evaluations, and when the condition of the run
+        changes."""
         steps, how = self.tables.steps, self.condition()
         runs = how.state == "running"
         key = (steps.epoch, steps.table.rows, len(steps.evaluations), how)

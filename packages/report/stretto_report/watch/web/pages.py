@@ -149,7 +149,7 @@ def set_of(line: EvaluationLine) -> str:
 
 
 def evaluation_of(line: EvaluationLine) -> dict[str, Any]:
-    """An evaluation as JSON for a page."""
+    """An evaluation as JSON for a page. `set`: name of its evaluation set, "" for the held-out prompts."""
     found = msgspec.to_builtins(line, str_keys=True)
     return {"set": set_of(line), **{name: value for name, value in found.items() if name not in ("kind", "name")}}
 
