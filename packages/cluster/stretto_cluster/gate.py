@@ -83,8 +83,8 @@ class Gate:
         self.machines: dict[str, JoinedMachine] = {}
 
     async def open(self, listen: str, tls: str = "") -> str:
-        """Listen at ``host:port`` or ``unix:/path``; return the address with the actual port. `tls`: folder of
-        certificates; "": no TLS. May be called several times.
+        """Listen at ``host:port`` or ``unix:/path``, beside the addresses of earlier calls; return the address with the
+        actual port. `tls`: folder of certificates; "": no TLS.
 
         Raises:
             RecipeError: the address cannot be bound.

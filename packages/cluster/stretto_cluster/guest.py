@@ -120,7 +120,8 @@ class GuestEngine(HttpEngine):
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         """Ask for the new tokens of unfinished completions, by request and member. `known`: number of tokens of each
-        member that the caller has, by request. Raises WireError for completions that were not requested."""
+        member that the caller has, by request. Raises WireError for completions that were not requested, and for tokens
+        whose versions are missing, fall or are not published."""
         found = await super().partials(known)
         for request, pieces in found.items():
             if any(member not in range(len(known.get(request, ()))) for member in pieces):
@@ -130,7 +131,7 @@ class GuestEngine(HttpEngine):
         return found
 
     async def _machine_is_gone(self) -> bool:
-        """Whether the machine is lost: it has been silent for too long, or its loss comes within half a second.
+        """Whether the machine is lost: it has been silent for `SILENT_SECONDS`, or its loss comes within half a second.
         (Connections to its engines may break before the connection to its agent.)"""
         if self._machine.silence > SILENT_SECONDS:
             return True

@@ -80,7 +80,8 @@ def _is_ours(path: Path) -> bool:
 
 
 def link_first(sources: Iterable[Path], target: Path) -> bool:
-    """Hard-link the first of the files `sources` that exists to `target`; return False if none can be linked."""
+    """Create `target` as a hard link to the first of the files `sources` that can be linked; return False if none
+    can."""
     for source in sources:
         with contextlib.suppress(OSError):  # it is gone, or on another file system
             target.hardlink_to(source)

@@ -161,14 +161,16 @@ class ChatServer(ABC):
 
     @property
     def paths(self) -> frozenset[str]:
-        """All fixed paths."""
+        """All paths that are served, without those that end with a name."""
         return frozenset({*self._dialects, *self._counts, *self.pages()})
 
     async def serve(self, call: ChatExchange) -> None:
         """Call the handler of a request.
 
         Raises:
-            NotServed, RefusedRequest, EngineLost, DeadlineExceeded: the caller sends this error to the client.
+            NotServed: 404 for an unknown path, 405 for another method.
+            NotServed, RefusedRequest, EngineLost, DeadlineExceeded: an error of the handler, which the caller sends to
+                the client.
         """
         method = call.scope["method"]
         if (route := self.route(call.path)) is None:

@@ -52,8 +52,10 @@ class AgentServices:
 
     Attributes:
         table: sessions that the gateway serves.
+        model: the served model.
         address: address of the gateway, ``http://host:port``.
         room: limit on agents that run at once, those of concurrent evaluations included.
+        score: judges completions by the run's reward.
         verdict: converts a reward given over HTTP to a verdict.
         decode: converts token ids to text.
         task: makes the task that an agent gets, from the prompt, the index of the member in its group, and its seed.
@@ -70,7 +72,9 @@ class AgentServices:
 
 
 class Sealed(Record, frozen=True):
-    """Recorded result of an ended session: nodes of the turns that the agent got, and fields of `AgentSession`."""
+    """Recorded result of an ended session. `nodes`: node ids of the turns that the agent got; `last_text`: text of the
+    last one; `reward`, `by_turn`: rewards of the trajectory, and of turns by node; `broken`: why the trajectory is
+    undecided, "" if it is not."""
 
     nodes: tuple[int, ...]
     last_text: str

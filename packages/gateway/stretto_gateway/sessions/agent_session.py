@@ -148,8 +148,9 @@ class AgentSession:
         self._unclaimed = {*self._keyed}  # recorded keys that no client of this process has sent yet
 
     async def answer(self, request: ChatRequest, attempt: Attempt) -> SampledTurn:
-        """Sample the turn for a request, or return the recorded one if the request is a retry. Sampling is cancelled
-        when all clients that wait for the turn have disconnected.
+        """Sample the turn for a request, or return the recorded one if the request is a retry (with an idempotency key
+        also after the end of the session). Sampling is cancelled when all clients that wait for the turn have
+        disconnected.
 
         Raises:
             SessionEnded: the session has ended, or ends meanwhile.
