@@ -41,8 +41,8 @@ _OF_A_RUN = {"transport": "give --host and --port", "base_port": "give --port"}
 
 
 def take_gpu(recipe: Recipe, folder: ModelFolder) -> None:
-    """Choose the GPU on which the engine fits best, and limit this process to its share. Does nothing for an
-    engine on the CPU. Must be called before the first tensor is created.
+    """Choose the GPU on which the engine with the model in `folder` fits best, and limit this process to its share of
+    it. Does nothing for an engine on the CPU. Must be called before the first tensor is created.
 
     Raises:
         RecipeError: there are GPUs that this torch cannot use, or with far too little memory.

@@ -102,7 +102,7 @@ class Memory:
     """GiB needed on one device: by a trainer rank (`trainer`), by an engine's weights (`engine`) and by its KV `cache`.
     `available`: usable GiB of a device.
 
-    `completion`: least KV cache of an engine, for its longest completion.
+    `completion`: least KV cache of an engine: that of its longest completion.
     """
 
     trainer: float
@@ -117,12 +117,13 @@ class Memory:
 
     @property
     def generation(self) -> float:
-        """GiB that an engine needs at least on a device."""
+        """GiB that an engine needs at least on a device: its weights, and the KV cache of its longest completion."""
         return self.engine + self.completion
 
     @property
     def missing(self) -> float:
-        """GiB by which the fuller side exceeds a device; zero or negative if it fits."""
+        """GiB by which the trainer rank or the engine, whichever needs more, exceeds a device; zero or negative if both
+        fit."""
         return max(self.trainer, self.generation) - self.available
 
 
@@ -138,8 +139,9 @@ class TrainingSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Implements the simulator's `Durations` with the formulas above and the machine's record. `slower_generation`,
-    `slower_training`: factors for roles that share cores."""
+    """Implements the simulator's `Durations` with the formulas of this module and the machine's record.
+    `slower_generation`, `slower_training`: factors by which generation and training take longer because they share
+    cores."""
 
     job: Job
     machine: MachineProfile

@@ -60,7 +60,7 @@ class PrefillSample:
 @dataclass(frozen=True)
 class TrainSample:
     """Measured seconds of a training step with one minibatch in `passes` micro-batches, publication included.
-    `sequences`: their lengths."""
+    `sequences`: number of tokens of each sequence."""
 
     shape: ModelShape
     sequences: tuple[int, ...]

@@ -55,8 +55,9 @@ def _normal(at: float) -> float:
 
 @dataclass(frozen=True)
 class MeasuredLengths:
-    """Observed lengths (`seen`), by group if groups are known. They are drawn without replacement, because the mean of
-    a few hundred independent draws would be off by several percent."""
+    """Observed lengths (`seen`), by group if groups are known. `groups` uses all of them, in random order, before it
+    uses one again, because the mean of a few hundred independent draws would be off by several percent. From a known
+    group of another size than wanted, lengths are drawn with replacement."""
 
     seen: tuple[tuple[int, ...], ...]
     prompt_tokens: int = 0

@@ -78,8 +78,8 @@ class RunPlan(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Grained:
-    """Lengths in simulated tokens, each of which stands for `grain` real tokens. Implements the simulator's
-    `GroupLengths`."""
+    """Lengths in simulated tokens, each of which stands for `grain` real tokens; none is less than one. Implements the
+    simulator's `GroupLengths`. `failure_rate`, `filter_rate`: shares of the groups that fail or are filtered."""
 
     lengths: Lengths
     grain: int

@@ -98,7 +98,7 @@ class LocalBackend:
         """Check that a model of this shape can be made, and that it fits into `models_bytes`.
 
         Raises:
-            RefusedRequest: names the wrong field.
+            RefusedRequest: the rank is out of range, nothing would be trained, or the model is too large.
         """
         lora = shape.lora
         if lora is not None and not 1 <= lora.rank <= _MOST_RANK:

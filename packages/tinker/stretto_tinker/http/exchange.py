@@ -51,7 +51,7 @@ class Call:
             return False
 
     def path(self, name: str) -> str:
-        """Value of a path parameter."""
+        """Value of the parameter `name` in the request's path."""
         return str(self.request.path_params[name])
 
     def number(self, name: str, default: int, most: int) -> int:
