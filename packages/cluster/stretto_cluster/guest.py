@@ -147,6 +147,7 @@ class GuestEngine(HttpEngine):
 
         Raises:
             EngineLost: the machine is lost, or the pull or the load made no progress within its time limit.
+            WireError: the engine claims an unpublished version.
         """
         try:
             self._pulls = True

@@ -77,6 +77,7 @@ class _AnyThread(Ledger):
 
         Raises:
             DataError: the value cannot be written as JSON, or the name is taken: "ending" says how the loop ended.
+            RunFolderError: the ledger is closed.
         """
         with self.lock:
             self.check_open()
@@ -94,6 +95,7 @@ class _AnyThread(Ledger):
 
         Raises:
             DataError: the value is of another type.
+            RunFolderError: the ledger is closed.
         """
         with self.lock:
             self.check_open()
@@ -104,13 +106,17 @@ class _AnyThread(Ledger):
                 raise DataError([Problem(f"get: {name}", told, "ask for the type that was put")]) from None
 
     def event(self, name: str, detail: str) -> None:
-        """Record an event for readers of the ledger, such as a skipped step."""
+        """Record an event, such as a skipped step, for readers of the ledger: its `name` and a `detail`."""
         with self.lock:
             self.check_open()
             super().event(name, detail)
 
     def flush(self) -> None:
-        """Write all buffered changes in one transaction."""
+        """Write all buffered changes in one transaction.
+
+        Raises:
+            RunFolderError: the ledger is closed.
+        """
         with self.lock:
             self.check_open()
             super().flush()

@@ -88,6 +88,7 @@ class SourceHere:
         Raises:
             RefusedRequest: the weights are older than those in use.
             TornPublication: the weights belong to another model.
+            EngineLost: the engine is closed.
         """
         self._check_open()
         self._generation.engine.update(weights.version, weights.tensors)

@@ -319,7 +319,8 @@ def _making(folder: Path) -> Path:
 
 
 def _changes(files: Iterable[Path]) -> dict[Path, int]:
-    """When each file was last written, in nanoseconds. Its size does not tell: its parts come at once."""
+    """Time of the last write of each file, in nanoseconds; files that are missing are left out. (Sizes show no
+    progress: a file has its full size from the first part on.)"""
     changes = {}
     for file in files:
         with contextlib.suppress(FileNotFoundError):  # it was completed and renamed

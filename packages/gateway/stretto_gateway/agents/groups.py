@@ -155,8 +155,8 @@ class AgentGroups:
         return await gather_or_cancel(*(self.member(id, prompt, member, seed) for id, member, seed in ids))
 
     async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
-        """Run the agent for one member, as soon as there is room; returns its trajectory, undecided with the reason if
-        the agent fails.
+        """Run the agent for completion number `member` of the group `id`, as soon as there is room. Returns its
+        trajectory, undecided with the reason if the agent fails.
 
         Raises:
             WorkflowError: more than the share `workflow.max_failed` of the last trajectories failed.

@@ -244,8 +244,8 @@ class ChoiceDialect(OpenAIDialect):
         return sent_event({**head, "choices": choices, **shown})
 
     def encoder(self, request: Any, head: Mapping[str, Any]) -> Callable[[Sequence[Part]], bytes]:
-        """Make a function that encodes an event for each entry of `choices`. Its bytes equal those of `event`, but the
-        rest of the event is encoded only once."""
+        """Make a function that encodes entries of `choices`, each as an event of its own, and returns all their bytes.
+        These equal the bytes of `event`, but the rest of the event (`head`) is encoded only once."""
         before, after = self.event(request, head, []).split(_CHOICES, 1)
         before, after = before + _CHOICES[:-1], _CHOICES[-1:] + after
         return lambda parts: b"".join([b"%b%b%b" % (before, encode(part), after) for part in parts])

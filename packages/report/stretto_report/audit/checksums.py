@@ -155,7 +155,8 @@ def _step_fits(
 def _trained(
     size: int, group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
 ) -> tuple[object, ...]:
-    """Part of a trajectory that the checksum of a step covers. `size`: bytes of that checksum, 16 since format 6."""
+    """Part of a trajectory that the checksum of a step covers, made from the columns of its row. `size`: bytes of that
+    checksum, 16 since format 6."""
     bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
     if (segments := segments_of(bulk)) is not None:
         decisive = _decisive_packed if size == _STEP_BYTES else _decisive

@@ -185,7 +185,7 @@ def _draw_publications(axes: Axes, publications: Sequence[Span], origin: float) 
 
 
 def legend_of(names: set[str]) -> list[Artist]:
-    """Legend handles for the span `names`, one for each kind; unknown names share one."""
+    """Legend handles for the span `names`, one for each known name; all unknown names share one."""
     handles: list[Artist] = []
     for name, (colour, label) in _LOOKS.items():
         if name == _LOAD and name in names:
@@ -227,8 +227,9 @@ def plot_plan(path: Path, title: str, spans: Sequence[Span], splits: Sequence[tu
 
 
 def draw_splits(axes: Axes, splits: Sequence[tuple[float, float, int]]) -> None:
-    """Draw throughput against the share of devices that train, one line for each engine size. Layouts of equal share
-    (with other staleness bounds) have the same x position."""
+    """Draw throughput against the share of devices that train, one line for each engine size. `splits`: share,
+    throughput and devices of one engine, for each layout. Layouts of equal share (with other staleness bounds) have the
+    same x position."""
     for tensor in sorted({size for _, _, size in splits}):
         shown = sorted((share, rate) for share, rate, size in splits if size == tensor)
         colour, marker = _LOOKS_OF_ENGINES.get(tensor, _LOOKS_OF_ENGINES[8])

@@ -212,7 +212,8 @@ class Models:
         return found, "json"
 
     def _at_once(self, live: Live, asked: Asked, body: bytes) -> bytes:
-        """Apply a request that is computed in one piece; returns its result as JSON."""
+        """Apply a request that is computed in one piece (step, load, creation); returns its result as JSON. Raises
+        RefusedRequest for a step without a complete gradient, and StoreError for a load of damaged weights."""
         if asked.kind == STEP:
             metrics = self._step(live, adam_of(parse(body, OptimStep)))
             return msgspec.json.encode({"metrics": metrics})

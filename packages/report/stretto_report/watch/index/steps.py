@@ -144,7 +144,7 @@ class Steps:
                 raise KeyError(name)
 
     def values(self, row: int) -> Mapping[str, float | None]:
-        """All series at one row of the table, by name; None where not finite."""
+        """All series at one row (index) of the table, by name; None where not finite."""
         return {name: finite(float(self.column(name)[row])) for name in self.names}
 
 

@@ -96,7 +96,8 @@ class Spans:
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
 
     def starts_of(self, role: str, name: str) -> dict[int, float]:
-        """Start of the newest span with this role and name, by version. Empty if there is none."""
+        """Start of the newest span with this role and name, in seconds on the clock of the spans, for each version.
+        Empty if there is none."""
         codes = self.roles.find(role), self.names.find(name)
         if None in codes:
             return {}

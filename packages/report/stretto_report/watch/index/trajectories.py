@@ -194,7 +194,7 @@ class _Counted(Record, frozen=True):
 
 
 def count_states(connection: sqlite3.Connection, folder: Path, cache: Cache) -> dict[str, int]:
-    """Trajectories by state. Slow counts are cached until the ledger changes."""
+    """Number of trajectories in each state. Slow counts are cached until the ledger changes."""
     stamp, since = _stamp(folder / LEDGER), time.monotonic()
     if (kept := cache.load(_COUNTED, _Counted)) is not None and kept[1].stamp == stamp:
         return kept[1].counts

@@ -73,7 +73,7 @@ def run_page(run: WatchedRun, asked: Asked) -> Any:
 
 def series_page(run: WatchedRun, asked: Asked) -> Any:
     """Curves of the series `names` (default: all) over the steps `from` to `to`, in at most `points` points, and all
-    evaluations, for GET /api/runs/ID/series. RefusedRequest for an unknown series."""
+    evaluations, for GET /api/runs/ID/series. RefusedRequest for an unknown series or an invalid number."""
     steps = run.tables.steps
     names = [name for name in asked.get("names", "").split(",") if name] or steps.names
     for name in names:
@@ -87,7 +87,7 @@ def series_page(run: WatchedRun, asked: Asked) -> Any:
 
 def table_page(run: WatchedRun, asked: Asked) -> Any:
     """One page of the trajectories that pass the filter `where`, for GET /api/runs/ID/trajectories. RefusedRequest for
-    a faulty filter or sort order."""
+    a faulty filter, sort order or number."""
     where, sort = parse_where(asked.get("where", "")), parse_sort(asked.get("sort") or "id")
     offset, limit = _whole(asked, "offset", 0, 0, 1 << 40), _whole(asked, "limit", _ROWS, 1, _MOST_ROWS)
     return run.reader.table.page(where, sort, offset or 0, limit or _ROWS)
@@ -95,7 +95,7 @@ def table_page(run: WatchedRun, asked: Asked) -> Any:
 
 def trajectory_page(run: WatchedRun, asked: Asked) -> Any:
     """All records of a trajectory, with `limit` tokens from `offset` on, for GET /api/runs/ID/trajectories/TRAJECTORY.
-    None if there is no such trajectory."""
+    None if there is no such trajectory; RefusedRequest for an invalid number."""
     offset, limit = _whole(asked, "offset", 0, 0, 1 << 40), _whole(asked, "limit", _TOKENS, 1, MOST_TOKENS)
     found = run.reader.trajectory(asked["/trajectory"], offset or 0, limit or _TOKENS, run.tables.steps.skipped)
     return None if found is None else msgspec.to_builtins(found) | {"tokenizer_fault": run.pieces.why_numbers}
@@ -107,8 +107,8 @@ def group_page(run: WatchedRun, asked: Asked) -> Any:
 
 
 def timeline_page(run: WatchedRun, asked: Asked) -> Any:
-    """Spans of each role, and events, in a window of seconds since the first span, for GET /api/runs/ID/timeline.
-    RefusedRequest if it ends before it begins."""
+    """Spans of each role, steps and events in a window (`from`, `to`: seconds since the first span), for GET
+    /api/runs/ID/timeline. RefusedRequest for an invalid number, or if the window ends before it begins."""
     spans = run.tables.spans
     first, last = _seconds(asked, "from", 0.0), _seconds(asked, "to", spans.end)
     if last < first:
