@@ -61,7 +61,7 @@ class Comparison(Record, frozen=True):
 
 
 def recipe_differences(runs: Sequence[WatchedRun]) -> list[RecipeKey]:
-    """Recipe keys whose values are not equal in all runs."""
+    """Recipe keys whose values are not equal in all runs; the value of a missing key is None."""
     recipes = [flat(run.recipe()) for run in runs]
     keys = sorted(set().union(*recipes))
     found = [RecipeKey(key, [recipe.get(key) for recipe in recipes]) for key in keys]
