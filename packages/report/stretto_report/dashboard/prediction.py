@@ -126,8 +126,9 @@ def terms_of_run(folder: RunFolder) -> dict[str, float] | None:
 
 
 def _other_machine(folder: RunFolder, predicted: str) -> str:
-    """Name of the run's machine if it is not the `predicted` one: processor and cores differ, and so do the names of
-    its accelerators. "" if it may be the same, or is not recorded."""
+    """Name of the run's machine if it is not the `predicted` one; "" if it is, or is not recorded. It is the same if
+    `predicted` is its processor with the cores, or if all words of `predicted` are in the name of one of its
+    accelerators."""
     try:
         ran = msgspec.json.decode((folder.path / "machine.json").read_bytes(), type=Machine)
     except (OSError, *UNREADABLE):

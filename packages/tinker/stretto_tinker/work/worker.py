@@ -117,8 +117,9 @@ class Worker:
         self._again = time.monotonic() + _PAUSE_SECONDS
 
     def cancel(self, id: str) -> None:
-        """Fail a request for samples, unless it is settled; its sequences are dropped. Requests cancelled before the
-        turn ends are searched for together, because each search goes through the requests of all clients."""
+        """Fail a request for samples, unless it is settled, and drop its sequences; both happen at the end of the
+        present turn. Requests cancelled until then are searched for together, because each search goes through the
+        requests of all clients."""
         with self._wake:
             self._cancelled.add(id)
             if len(self._cancelled) == 1:

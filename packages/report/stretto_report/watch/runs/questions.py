@@ -146,7 +146,7 @@ class PromptTexts:
 
     @property
     def repeats(self) -> Repeats:
-        """Number of prompts whose text equals that of another one, among the first million."""
+        """Number and share of the prompts whose text another prompt has too, among the first million."""
         return Repeats.among(np.unique(np.frombuffer(self._hashes, np.int64), return_counts=True)[1].tolist())
 
     @property
