@@ -138,8 +138,8 @@ def newest_mean(values: Numbers) -> float:
 
 
 def needed(looks: float) -> float:
-    """Number of standard errors beyond which a difference is more than chance, corrected for the number of pairs among
-    `looks` values."""
+    """Number of standard errors beyond which a difference between two of `looks` values is more than chance. It grows
+    with the number of pairs that can be compared."""
     return NormalDist().inv_cdf(1 - _CHANCE / max(2.0, looks * (looks + 1)))
 
 

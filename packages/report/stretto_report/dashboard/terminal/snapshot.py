@@ -38,7 +38,8 @@ class Trend:
 
     @property
     def points(self) -> tuple[float, ...]:
-        """Means, oldest first. The last may be over fewer values than the others."""
+        """Means of consecutive values, oldest first, each over the same number of values; only the last may be over
+        fewer."""
         return (*self._means, self._sum / self._count) if self._count else tuple(self._means)
 
 

@@ -103,8 +103,8 @@ class NewestLines:
 
 
 def _decoded(row: str) -> MetricsLine | None:
-    """Decode a line; None if it is unreadable. The first line may be cut off; damage is reported when the run is
-    opened."""
+    """Decode a line; None if it is unreadable, as a first line that is cut off. (Damage is reported when the run is
+    opened.)"""
     try:
         return decode_line(_LINE, row.encode())
     except StoreError:
