@@ -117,9 +117,8 @@ class Worker:
         self._again = time.monotonic() + _PAUSE_SECONDS
 
     def cancel(self, id: str) -> None:
-        """Fail a request for samples, unless it is settled, and drop its sequences; both happen at the end of the
-        present turn. Requests cancelled until then are searched for together, because each search goes through the
-        requests of all clients."""
+        """Fail a request for samples at the end of the present turn, unless it is settled, and drop its sequences. (One
+        search for all that are cancelled in a turn, because it goes through the requests of all clients.)"""
         with self._wake:
             self._cancelled.add(id)
             if len(self._cancelled) == 1:
@@ -421,8 +420,8 @@ class Worker:
             return found
 
     def _begin(self, lane: Lane, sampling: Sampling, found: Waiting) -> bool:
-        """Open a request, or fail it; returns True. False if the record cannot be read now: the request waits in the
-        queue again."""
+        """Open a request, or fail it; True. False if the record cannot be read now: the request waits in the queue
+        again."""
         asked = found.asked
         try:
             whole, times = self._record.request(asked.id) or asked, self._record.begin(asked.id)
