@@ -117,8 +117,8 @@ class Worker:
         self._again = time.monotonic() + _PAUSE_SECONDS
 
     def cancel(self, id: str) -> None:
-        """Fail a request for samples at the end of the present turn, unless it is settled, and drop its sequences. (One
-        search for all that are cancelled in a turn, because it goes through the requests of all clients.)"""
+        """Fail a request for samples at the end of the present turn, unless it is settled, and drop its sequences. (All
+        that are cancelled in a turn are searched for together: a search goes through all requests.)"""
         with self._wake:
             self._cancelled.add(id)
             if len(self._cancelled) == 1:
