@@ -420,7 +420,7 @@ class Worker:
             return found
 
     def _begin(self, lane: Lane, sampling: Sampling, found: Waiting) -> bool:
-        """Open a request, or fail it; True. False if the record cannot be read now: the request waits in the queue
+        """Open a request, or fail it. False only if the record cannot be read now: the request waits in the queue
         again."""
         asked = found.asked
         try:
