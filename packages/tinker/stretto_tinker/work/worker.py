@@ -420,8 +420,7 @@ class Worker:
             return found
 
     def _begin(self, lane: Lane, sampling: Sampling, found: Waiting) -> bool:
-        """Open a request, or fail it. False only if the record cannot be read now: the request waits in the queue
-        again."""
+        """Open a request, or fail it. False only if the record cannot be read now; the request is then queued again."""
         asked = found.asked
         try:
             whole, times = self._record.request(asked.id) or asked, self._record.begin(asked.id)
