@@ -194,7 +194,7 @@ class ExternalEngine:
         an update ended it.
 
         Raises:
-            EngineLost: the server ended the request for another reason.
+            EngineLost: the server ended the request or its stream for another reason, or without one.
             WireError: tokens, their versions, or the reason contradict the request (`take`, `stamp` and `check_end` of
                 `OpenCompletion`).
         """

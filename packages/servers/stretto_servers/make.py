@@ -209,8 +209,9 @@ def make_of(kind: str, http: JsonServer, load_seconds: float) -> Make:
 
 
 def launch_of(config: EngineConfig, model: str, port: int, room: Room | None = None) -> Launch:
-    """Command and environment that start a server of `config.kind` on a port. `room`: its memory on the GPUs (None: no
-    flags), passed by flags from the class's `flags_of_room`, unless `engine.arguments` have these flags."""
+    """Command and environment that start a server of `config.kind` on a port. `room`: its memory on the GPUs, passed by
+    flags from the class's `flags_of_room`, unless `engine.arguments` have these flags. Without it, and on a CPU, there
+    are no such flags."""
     make = MAKES.load(config.kind)
     launch: Launch = getattr(make, "launch")(config, model, port)  # noqa: B009  # of the class
     told = {word.partition("=")[0] for word in config.arguments}

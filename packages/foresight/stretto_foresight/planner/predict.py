@@ -171,9 +171,8 @@ def _may_win(one: Candidate, found: Sequence[LayoutPrediction], goal: str) -> bo
 
 
 def distinct(found: Sequence[LayoutPrediction]) -> list[LayoutPrediction]:
-    """Drop predictions for the layout of an earlier one with nearly the same staleness and step time: their staleness
-    bounds make no difference.
-    """
+    """Return the predictions without those that differ from an earlier one by the staleness bound only, and have nearly
+    its staleness and step time: the bound makes no difference."""
     kept: list[LayoutPrediction] = []
     for one in found:
         if not any(_alike(one, other) for other in kept):

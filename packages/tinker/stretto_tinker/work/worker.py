@@ -347,7 +347,8 @@ class Worker:
         self._settle(asked, lambda: self._record.settle(asked.id, FAILED, body, "json"))
 
     def _sample(self, lane: Lane) -> None:
-        """Take a turn of sampling on one engine. After an error all requests on the engine are settled as failed."""
+        """Take a turn of sampling on one engine. If it, or loading its weights, fails, the requests for it are
+        failed."""
         began = self._clock()
         try:
             sampling = self._sampling(lane)
