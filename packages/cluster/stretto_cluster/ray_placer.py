@@ -77,7 +77,7 @@ class AgentHost:
         return str(ray.get_runtime_context().get_node_id())[:8]
 
     def is_dismissed(self) -> bool:
-        """Whether the conductor has dismissed the agent, which has then ended with exit code 0."""
+        """Whether the agent has ended with exit code 0, as it does when the conductor dismisses it."""
         return self._agent.poll() == 0
 
 

@@ -187,8 +187,8 @@ class AgentGroups:
         return found
 
     async def _end_of(self, session: AgentSession) -> str:
-        """Start the agent's program, or queue the session for a service, and wait for the agent's end; then end the
-        session. Returns why the agent failed, "" if it did not."""
+        """Start the agent's program, or queue the session for a service, and wait for the agent's end, for
+        `workflow.deadline` seconds at most; then end the session. Returns why the agent failed, "" if it did not."""
         if session.state == "ended":
             return ""
         try:

@@ -347,8 +347,7 @@ class Worker:
         self._settle(asked, lambda: self._record.settle(asked.id, FAILED, body, "json"))
 
     def _sample(self, lane: Lane) -> None:
-        """Take a turn of sampling on one engine. If it, or loading its weights, fails, the requests for it are
-        failed."""
+        """Take a turn of sampling on one engine. If it fails, or its weights, the requests for it fail."""
         began = self._clock()
         try:
             sampling = self._sampling(lane)
