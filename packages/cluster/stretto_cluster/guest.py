@@ -131,7 +131,7 @@ class GuestEngine(HttpEngine):
         return found
 
     async def _machine_is_gone(self) -> bool:
-        """Whether the machine is lost: it has been silent for `SILENT_SECONDS`, or its loss comes within half a second.
+        """Whether the machine is lost: it has been silent for four seconds, or its loss comes within half a second.
         (Connections to its engines may break before the connection to its agent.)"""
         if self._machine.silence > SILENT_SECONDS:
             return True

@@ -172,7 +172,7 @@ class Deltas:
             version: version of the new publication; `seal`: its seal.
 
         Raises:
-            NoDelta: more than the share `LARGEST` would be sent, `base` is not published any more or has other tensors,
+            NoDelta: more than half would be sent, `base` is not published any more or has other tensors,
                 or the delta cannot be written or is not made within 8 s.
         """
         if (base, seal) not in self._tasks:

@@ -256,7 +256,7 @@ def predict(
 
 
 def newest_steps(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Spans of the last `_DRAWN` training steps, with times relative to the end of the step before them."""
+    """Spans of the last four training steps, with times relative to the end of the step before them."""
     ends = [0.0, *(span.end for span in spans if span.name == "update")]
     start = ends[max(0, len(ends) - 1 - _DRAWN)]
     return tuple(

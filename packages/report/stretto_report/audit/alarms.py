@@ -110,7 +110,7 @@ def completions_lost(found: Evidence) -> Iterator[Alarm]:
 
 
 def idle_role(found: Evidence) -> Iterator[Alarm]:
-    """Alarm for each role that has been idle for the newest `WINDOW` steps or more, and for ten seconds or more. Reward
+    """Alarm for each role that has been idle for the newest ten steps or more, and for ten seconds or more. Reward
     workers are exempt, because agents and workflows may compute rewards themselves."""
     clock = found.series.get("rl_seconds")
     if clock is None or len(clock) < WINDOW:

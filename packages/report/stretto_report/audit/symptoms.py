@@ -109,7 +109,7 @@ def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
 
 
 def dead_gradient(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the gradient norm has stayed below a ten-thousandth of its initial mean for `WINDOW` steps, although
+    """Alarm if the gradient norm has stayed below a ten-thousandth of its initial mean for ten steps, although
     less than 98 % of the completions are right."""
     name = "trainer.grad_norm"
     right = found.series.get("accuracy")
@@ -150,7 +150,7 @@ def policy_apart(found: Evidence) -> Iterator[Alarm]:
 
 
 def bad_steps(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if at least a fifth of the newest `WINDOW` steps had a gradient that was not finite and was therefore
+    """Alarm if at least a fifth of the newest ten steps had a gradient that was not finite and was therefore
     skipped."""
     name = "trainer.bad_steps"
     values = found.series.get(name)

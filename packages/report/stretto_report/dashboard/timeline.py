@@ -83,7 +83,7 @@ class Window:
 
 def plot_timeline(path: Path, spans: Sequence[Span]) -> None:
     """Write a PNG with the work of each role over time, the weight loads that interrupt completions, and the
-    publications. It shows `STEPS_SHOWN` training steps from the middle of the run. Without spans the plot is empty and
+    publications. It shows twelve training steps from the middle of the run. Without spans the plot is empty and
     says so."""
     lanes = sorted({span.role for span in spans}, key=_lane_order)
     height = _ABOVE + _BELOW + _LANE * max(len(lanes), 3)

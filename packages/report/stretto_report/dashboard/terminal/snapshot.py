@@ -15,7 +15,7 @@ _POINTS = 120
 
 
 class Trend:
-    """Means over equal numbers of consecutive values. When there are `_POINTS` (120) means, neighbours are merged, so
+    """Means over equal numbers of consecutive values. When there are 120 means, neighbours are merged, so
     that memory is bounded for a run of any length."""
 
     def __init__(self) -> None:

@@ -200,7 +200,7 @@ def marks(
 ) -> list[Mark]:
     """Steps, and events of the ledger, between the times `first` and `last`, in seconds since the first span. Steps are
     left out if there are more than `most_steps`, events if no committed step has a span (their clocks cannot be
-    compared). The first `_MOST_MARKS` by time are returned.
+    compared). The first 2,000 by time are returned.
 
     Args:
         committed: steps and the Unix seconds at which their batches were committed.

@@ -42,19 +42,19 @@ NONE = -1  #: stands for a missing number or word
 
 
 class WordCodes:
-    """Codes of words as small integers; `NONE` stands for no word."""
+    """Codes of words as small integers; -1 stands for no word."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         self.all = list(known)
         self._codes = {word: code for code, word in enumerate(self.all)}
 
     def codes(self, words: Sequence[str | None]) -> list[int]:
-        """Codes of words; new words get new codes, and None is `NONE`."""
+        """Codes of words; new words get new codes, and None is -1."""
         known = {word: self.code(word) for word in dict.fromkeys(words)}
         return [known[word] for word in words]
 
     def code(self, word: str | None) -> int:
-        """Code of a word; a new word gets a new code. `NONE` for None."""
+        """Code of a word; a new word gets a new code. -1 for None."""
         if word is None:
             return NONE
         code = self._codes.get(word)
@@ -85,7 +85,7 @@ class _Facts(Record, frozen=True):
 class Trajectories:
     """The ledger's rows of trajectories as columns. A row in a final state is read once; other rows are read again.
 
-    Columns: the numbers of the ledger's row, `NONE` where missing; ``reward`` with NaN; and ``state``, ``verdict``,
+    Columns: the numbers of the ledger's row, -1 where missing; ``reward`` with NaN; and ``state``, ``verdict``,
     ``stop``, ``reason``, ``prompt`` as codes of `words`. `indexed`: share of the ledger's trajectories that were read.
     """
 
@@ -183,7 +183,7 @@ class Trajectories:
 
     @property
     def staleness(self) -> Column:
-        """Versions between the oldest token and the update that trained on it, [rows]; `NONE` if untrained."""
+        """Versions between the oldest token and the update that trained on it, [rows]; -1 if untrained."""
         step, oldest = self.table["step"], self.table["oldest"]
         return np.where((step >= 0) & (oldest >= 0), step - 1 - oldest, NONE)
 
