@@ -285,7 +285,8 @@ class Transfer:
 
     @contextmanager
     def _network(self) -> Iterator[None]:
-        """Turn network errors in the block (context manager) into `_BrokenOff` if transient, else WireError."""
+        """Context manager: a certificate that does not verify raises WireError, any other network error of the block
+        `_BrokenOff`."""
         try:
             yield
         except ssl.SSLCertVerificationError as error:
