@@ -69,7 +69,7 @@ class RunGateway:
 
     @property
     def pids(self) -> None:
-        """None: it works in the conductor's process."""
+        """Process ids of its own: None, because it works in the conductor's process."""
 
     @property
     def ended(self) -> int:

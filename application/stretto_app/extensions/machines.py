@@ -53,8 +53,7 @@ _FIRST = asyncio.FIRST_COMPLETED
 
 @dataclass
 class Cluster(Machines):
-    """Machines of a run. The pool `engines` grows and shrinks by `stretto scale`, and as
-    machines come and go."""
+    """Machines of a run. The pool `engines` grows and shrinks by `stretto scale`, and as machines come and go."""
 
     plan: Plan
     folder: RunFolder
@@ -419,7 +418,7 @@ def identity_of(folder: RunFolder) -> JoinFile:
     """Join file of a new conductor: the run's name and token recorded in the folder (new ones if there are none),
     without addresses. The last conductor's address is added to its field `before`. Nothing is written.
 
-    A token in the environment variable `TOKEN` replaces the recorded one; the variable is removed.
+    A token in the environment variable STRETTO_TOKEN replaces the recorded one; the variable is removed.
     """
     try:
         known = read_join_file(folder.path)

@@ -68,8 +68,8 @@ class RunOutcome(Record, frozen=True):
 
 
 def read_outcome(path: Path, steps: int, seed: int, digest: str) -> RunOutcome | None:
-    """Read the outcome of the run in a folder; None if there is no run, it is not finished, or it had fewer than
-    `steps` steps. `seed` and `digest` are copied into the outcome.
+    """Read the outcome of the run in a folder. None if there is no run, it is not finished, it had fewer than `steps`
+    steps, or its version `steps` was not evaluated. `seed` and `digest` are copied into the outcome.
 
     Raises:
         StoreError: the run folder cannot be read.
@@ -141,7 +141,7 @@ class TrainProcesses:
         return f"{describe_exit(code)}: {last}" if last else describe_exit(code)
 
     async def _ended(self, process: asyncio.subprocess.Process, run: PlannedRun, stop: StopSignal) -> int:
-        """Wait for the process; return its exit code. Once asked to stop, it has `_STOPPING` seconds; if it still runs
+        """Wait for the process; return its exit code. Once asked to stop, it has two minutes; if it still runs
         then, the result is -SIGKILL, but it is not killed here. Before, there is no limit, because a run has its own
         deadlines and watchdog."""
         owner, awaited = "study", f"the run {run.digest}"

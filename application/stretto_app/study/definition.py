@@ -136,8 +136,8 @@ def load_study(path: Path, seeds: int | None = None, steps: int | None = None) -
 
 
 def _or_raise(known: Mapping[str, Any], place: str, problems: Sequence[Problem]) -> StudyFile:
-    """Parse the study without its unknown keys, so that mistakes of its recipe are found too. If it has other mistakes,
-    raise `problems`."""
+    """Parse the keys of a study that are `known`, so that mistakes of its recipe are found too although it has unknown
+    ones. If these keys are wrong too, raise `problems`. `place`: name of the file, for messages."""
     try:
         return validated(known, place, StudyFile)
     except RecipeError:

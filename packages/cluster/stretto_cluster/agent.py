@@ -116,7 +116,8 @@ class _Seat:
 
 
 async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Event) -> str:
-    """Join a run and serve it until it dismisses this machine; join again after a loss. Return why the work is over.
+    """Join a run and serve it until it dismisses this machine; join again after a loss. Return why the work is over:
+    the reason of the dismissal, or "left".
 
     `say` gets sentences for the user. `leave`, once set, asks the conductor to drain the roles and dismiss the machine.
 

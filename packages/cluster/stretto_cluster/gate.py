@@ -83,8 +83,8 @@ class Gate:
         self.machines: dict[str, JoinedMachine] = {}
 
     async def open(self, listen: str, tls: str = "") -> str:
-        """Listen at ``host:port`` or ``unix:/path``; return the address with the actual port. `tls`: folder of
-        certificates; "": no TLS. May be called several times.
+        """Listen at ``host:port`` or ``unix:/path``, beside the addresses of earlier calls; return the address with the
+        actual port. `tls`: folder of certificates; "": no TLS.
 
         Raises:
             RecipeError: the address cannot be bound.
@@ -103,7 +103,7 @@ class Gate:
             machine.publish(version)
 
     async def close(self, why: str, again: bool = False) -> None:
-        """Stop listening, dismiss every machine, and wait a few seconds until all have left. `why`: the reason that
+        """Stop listening, dismiss every machine, and wait until all have left, 5 s at most. `why`: the reason that
         machines get; `again`: they may try to join later, because the run may be resumed."""
         for server in self._servers:
             server.close()

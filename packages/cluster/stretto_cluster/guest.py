@@ -62,7 +62,8 @@ class GuestEngine(HttpEngine):
         an engine of this machine, one that does not reply in time is lost instead of ending the run.
 
         Raises:
-            EngineLied: its reply is impossible.
+            EngineLied: it sent a completion that was not requested, that does not begin with the tokens of its request,
+                or whose versions are missing, fall or are not published.
             EngineLeft: its machine is lost.
             EngineLost: the engine is lost, or does not reply in time.
             RefusedRequest: the engine refused a request.
@@ -79,7 +80,8 @@ class GuestEngine(HttpEngine):
             raise (EngineLeft if await self._machine_is_gone() else EngineLost)(self.name, how) from None
 
     def _check(self, completion: Completion, request: GenerateRequest | None) -> None:
-        """Raise EngineLied if a completion was not requested (`request` None), or has impossible tokens or versions."""
+        """Raise EngineLied if a completion was not requested (`request` None), does not begin with the tokens of its
+        request, or has tokens whose versions are missing, fall or are not published."""
         if request is None or not 0 <= completion.member < len(request.seeds):
             raise EngineLied(self.name, f"sent a completion of {completion.request!r} that it was not asked for")
         prefix = request.prefixes[completion.member] if request.prefixes else Segment()
@@ -118,7 +120,8 @@ class GuestEngine(HttpEngine):
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         """Ask for the new tokens of unfinished completions, by request and member. `known`: number of tokens of each
-        member that the caller has, by request. Raises WireError for completions that were not requested."""
+        member that the caller has, by request. Raises WireError for completions that were not requested, and for tokens
+        whose versions are missing, fall or are not published."""
         found = await super().partials(known)
         for request, pieces in found.items():
             if any(member not in range(len(known.get(request, ()))) for member in pieces):
@@ -128,7 +131,7 @@ class GuestEngine(HttpEngine):
         return found
 
     async def _machine_is_gone(self) -> bool:
-        """Whether the machine is lost: it has been silent for too long, or its loss comes within half a second.
+        """Whether the machine is lost: it has been silent for four seconds, or its loss comes within half a second.
         (Connections to its engines may break before the connection to its agent.)"""
         if self._machine.silence > SILENT_SECONDS:
             return True
@@ -136,13 +139,15 @@ class GuestEngine(HttpEngine):
         return self._machine.lost.done()
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Wait until the machine has pulled `version`, then make the engine load it, with the canary challenge `ask`
-            (None: without).
-        Returns the version in use and the scores of the challenge. If it has pulled a newer version, the engine loads
-        that one. During the pull, the engine samples with its old version.
+        """Wait until the machine has pulled `version`, then make the engine load it. If the machine has a newer version
+        by then, the engine loads that one. During the pull, the engine samples with its old version.
+
+        Returns the version in use, and the engine's scores. `ask` returns the challenge for a version: tokens that the
+        engine scores, to prove its weights. None: no challenge.
 
         Raises:
             EngineLost: the machine is lost, or the pull or the load made no progress within its time limit.
+            WireError: the engine claims an unpublished version.
         """
         try:
             self._pulls = True
@@ -172,9 +177,17 @@ def guest(
     context: ssl.SSLContext | None,
     newest: Callable[[], int],
 ) -> EngineHandle:
-    """Create the handle of an engine in a place of a machine; it is not started yet. `role`: Python module of its
-    process. `changed`: called when its state changes. `newest` returns the newest published version. `load_interval`:
-    least seconds between two loads. `context`: TLS of the connection to the machine; None: no TLS."""
+    """Create the handle of an engine in a place of a machine; it is not started yet.
+
+    Args:
+        place: index of the place.
+        role: Python module of the engine's process.
+        changed: called when the state of the engine changes.
+        proving: challenges the engine after each load, to prove its weights.
+        load_interval: least seconds between two loads.
+        context: TLS of the connection to the machine; None: no TLS.
+        newest: returns the newest published version.
+    """
     key = secrets.token_hex(32)
     process = machine.role(place, spec.name, role, {ENGINE_KEY: key})
     client = GuestEngine(spec, machine, deadlines, key, context, newest)

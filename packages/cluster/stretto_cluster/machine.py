@@ -271,8 +271,8 @@ class RemoteProcess:
         return self._end.result().how
 
     async def stop(self, grace: float) -> None:
-        """Send SIGTERM, then SIGKILL after `grace` seconds. Returns when the process is gone, its machine is lost, or
-        the agent does not reply."""
+        """Send SIGTERM, then SIGKILL after `grace` seconds. Returns when the process is gone or its machine is lost, or
+        ten seconds after the SIGKILL without a reply of the agent."""
         if self.running:
             self._machine.send(StopRole(place=self._place, grace=grace))
             try:

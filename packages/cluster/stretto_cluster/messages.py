@@ -44,8 +44,9 @@ class Join(Record, frozen=True, tag=True):
 
 
 class Look(Record, frozen=True, tag=True):
-    """Question of another conductor of `run`, at `address`. This one replies with its tenure, and ends if `tenure`, the
-    asker's, is newer. `tenure` None: the asker has not begun yet."""
+    """Question of a conductor of `run`, which listens at `address`, to another one of the same run. The other one
+    replies with its own tenure, and ends if `tenure`, the asker's, is newer. `tenure` None: the asker has not begun
+    yet."""
 
     run: str
     tenure: Tenure | None = None

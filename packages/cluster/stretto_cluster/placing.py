@@ -48,8 +48,9 @@ class RayPlacerSpec(Record, frozen=True):
 
 
 class PlaceAgents(Record, frozen=True, tag=True):
-    """Order for `engines` agents for engines, spread over the nodes, and `ranks` agents for ranks, packed on few nodes.
-    A reply carries the `number` of its order, so that late replies are recognised."""
+    """Order that sets how many agents run in all: `engines` for engines, spread over the nodes, and `ranks` for ranks,
+    packed on few nodes. Missing ones are started, and dismissed ones released. A reply has the `number` of its
+    order."""
 
     engines: int
     ranks: int = 0

@@ -77,7 +77,7 @@ class AgentHost:
         return str(ray.get_runtime_context().get_node_id())[:8]
 
     def is_dismissed(self) -> bool:
-        """Whether the conductor has dismissed the agent."""
+        """Whether the agent has ended with exit code 0, as it does when the conductor dismisses it."""
         return self._agent.poll() == 0
 
 
@@ -282,8 +282,8 @@ def reply(
     order: PlaceAgents,
     rays_errors: tuple[type[Exception], ...] = _RAYS_ERRORS,
 ) -> AgentsPlaced | NotPlaced:
-    """Carry out an order by `place`, and return the reply. A failed order does not affect present agents. Of a user's
-    mistake, or one of `rays_errors`, the reply is `NotPlaced`."""
+    """Carry out an order by `place`, and return the reply. A RecipeError, or one of `rays_errors`, becomes `NotPlaced`;
+    other errors are raised. A failed order does not affect present agents."""
     try:
         return place(order)
     except RecipeError as error:

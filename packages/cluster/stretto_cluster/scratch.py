@@ -67,7 +67,7 @@ def own_memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
 
 
 def neighbours(folder: Path) -> list[Path]:
-    """Folders of the same kind that belong to this user's other agents on this machine."""
+    """Folders beside `folder` of this user's other agents: those whose name is the same up to the last "-"."""
     found = folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*")
     return [one for one in found if one != folder and not one.is_symlink() and _is_ours(one)]
 
@@ -80,7 +80,8 @@ def _is_ours(path: Path) -> bool:
 
 
 def link_first(sources: Iterable[Path], target: Path) -> bool:
-    """Hard-link the first of the files `sources` that exists to `target`; return False if none can be linked."""
+    """Create `target` as a hard link to the first of the files `sources` that can be linked; return False if none
+    can."""
     for source in sources:
         with contextlib.suppress(OSError):  # it is gone, or on another file system
             target.hardlink_to(source)

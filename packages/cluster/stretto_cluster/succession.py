@@ -82,8 +82,9 @@ async def assert_alone(folder: Path, tls: str) -> None:
 
 
 async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str, seconds: float = _SEARCH_SECONDS) -> str:
-    """Inform the conductor at `before` that a newer one, with this `tenure`, continues the run. `tls`: folder of
-    certificates; "": no TLS. Return a sentence about the outcome, "" if there is none.
+    """Inform the conductor at `before` that a newer one, with this `tenure`, continues the run. Return a sentence about
+    the outcome; "" if no conductor is left at that address of this machine, or it is this one. `known`: the run's join
+    file; `tls`: folder of certificates; "": no TLS.
 
     It tries for `seconds`, because that conductor may come back after a network partition.
 

@@ -161,14 +161,16 @@ class ChatServer(ABC):
 
     @property
     def paths(self) -> frozenset[str]:
-        """All fixed paths."""
+        """All paths that are served, without those that end with a name."""
         return frozenset({*self._dialects, *self._counts, *self.pages()})
 
     async def serve(self, call: ChatExchange) -> None:
         """Call the handler of a request.
 
         Raises:
-            NotServed, RefusedRequest, EngineLost, DeadlineExceeded: the caller sends this error to the client.
+            NotServed: 404 for an unknown path, 405 for another method.
+            NotServed, RefusedRequest, EngineLost, DeadlineExceeded: an error of the handler, which the caller sends to
+                the client.
         """
         method = call.scope["method"]
         if (route := self.route(call.path)) is None:
@@ -186,7 +188,7 @@ class ChatServer(ABC):
         """Count the tokens of a request's prompt, and send the reply."""
 
     async def health(self, call: ChatExchange) -> None:
-        """Reply to ``GET /health``."""
+        """Reply to ``GET /health`` with the status "ok" and the name of the model."""
         await call.show({"status": "ok", "model": self.model.name})
 
     def failed(self, call: ChatExchange, error: Exception) -> None:  # noqa: B027  # a hook: most servers need none
@@ -224,8 +226,8 @@ class ChatServer(ABC):
         return raw
 
     async def parsed(self, parse: Callable[[bytes], Any], call: ChatExchange) -> Any:
-        """Read the body and decode it with `parse`; returns the request, which is also set on `call`. If sampling
-        options are ignored, the reply gets the header ``x-stretto-unapplied``, which names them.
+        """Read the body and decode it with `parse`; returns the request, which is also set on `call`. If the server
+        ignores sampling options of a chat request, the reply gets the header ``x-stretto-unapplied``, which names them.
 
         Raises:
             NotServed: another model is requested, or the body cannot be read.
@@ -245,7 +247,8 @@ class ChatServer(ABC):
         self, dialect: Dialect, call: ChatExchange, turns: Coroutine[Any, Any, Sequence[SampledTurn]]
     ) -> None:
         """Await `turns` and send them to the client, whole or as a stream of events, as the request of `call` wants. A
-        stream gets keep-alive events until then. If the client disconnects, `turns` is cancelled."""
+        stream gets keep-alive events until then. If the client disconnects, `turns` is cancelled and nothing more is
+        sent."""
         request = call.request
         assert isinstance(request, ChatRequest)
         seconds = _KEEP_ALIVE_SECONDS if request.stream else None

@@ -44,10 +44,10 @@ def check_chat(tokenizer: ChatTemplate, place: str) -> None:
 
 def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> None:
     """Check that the agent can be started: its program exists, or its function can be loaded in another process, which
-    this starts. `place`: folder of the model, for the error message.
+    this starts. An agent that is an external service has neither. `place`: folder of the model, for the error message.
 
     Raises:
-        WorkflowError: it cannot be started; names each problem.
+        WorkflowError: it cannot be started; names the reason.
         ModelFolderError: the tokenizer has no chat template.
     """
     problems = []

@@ -56,7 +56,8 @@ class ServedModel:
         return lru_cache(maxsize=_NAMES)(lambda token: self.template.spell((token,)))
 
     async def encoded(self, characters: int, encode: Callable[[], Encoded]) -> Encoded:
-        """Call `encode`, which encodes a prompt of this many characters; in a thread if the prompt is long.
+        """Return the result of `encode`, which encodes a prompt of this many `characters`. A long prompt is encoded in
+        a thread.
 
         Raises:
             RefusedRequest: the tokenizer or the chat template refuses the prompt.
@@ -95,6 +96,7 @@ class ServedModel:
             id, created: id and Unix time of the turn.
             prompt: tokens of the prompt.
             call_id: returns the id of the n-th call in the message.
+            top_logprobs: likeliest tokens at each position; empty for none.
         """
         ids, stops = segment.token_ids, request.options.stop
         if ids and segment.stop_reason is StopReason.STOP and ids[-1] in self.template.eos_token_ids:

@@ -178,7 +178,8 @@ class Broadcast:
         self._group = await self._with(self._orders.join(self._host, store.port, self._world_size), "join", join)
 
     def _store(self, patience: timedelta) -> TCPStore:
-        """Open the TCP store. It is bound to `host` only, because it trusts every process that can connect."""
+        """Open the TCP store. It is bound to `host` only, because it trusts every process that can connect. `patience`:
+        timeout of its operations."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         server = socket.create_server((self._host, 0), family=family)
         port, descriptor = server.getsockname()[1], server.detach()

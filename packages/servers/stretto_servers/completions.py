@@ -76,7 +76,8 @@ class OpenCompletion:
         a stop text. Tokens after the one that completes it are dropped.
 
         Raises:
-            WireError: ids or log-probabilities are impossible, their numbers differ, or there are too many.
+            WireError: a token is outside the vocabulary or follows a stop token, a log-probability is positive or not
+                finite, there is not one for each token, or there are more tokens than requested.
         """
         self._check(delta, vocab_size)
         stopped = False

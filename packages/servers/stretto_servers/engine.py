@@ -194,8 +194,9 @@ class ExternalEngine:
         an update ended it.
 
         Raises:
-            EngineLost: the server ended the request for another reason.
-            WireError: tokens, versions or the reason are impossible.
+            EngineLost: the server ended the request or its stream for another reason, or without one.
+            WireError: tokens, their versions, or the reason contradict the request (`take`, `stamp` and `check_end` of
+                `OpenCompletion`).
         """
         asked, loads = completion.continuation(next(self._attempts), self.version), self._loads
         ended, stopped = "", False
@@ -248,6 +249,8 @@ class ExternalEngine:
 
         Raises:
             RefusedRequest: the version is older than the one in use.
+            TornPublication, WireError: the version is damaged or not available; the engine continues with the one in
+                use.
             EngineLost: the load failed, and the engine is unusable.
         """
         with waiting(self.name, "the update before", 0.0):

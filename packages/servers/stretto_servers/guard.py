@@ -21,8 +21,8 @@ _GRACE_SECONDS = 2.0
 
 def main(command: list[str]) -> int:
     """Run the server's `command` until it ends or standard input is closed, then kill its process group; returns the
-    server's exit code, or 128 + the signal that ended it. The server gets SIGTERM first, and SIGKILL after some
-    seconds."""
+    server's exit code, or 128 + the signal that ended it. When standard input is closed, the server gets SIGTERM first,
+    and SIGKILL after two seconds."""
     for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(stop, lambda *_: None)  # only the end of stdin ends it; the server would inherit SIG_IGN
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, restore_signals=True)

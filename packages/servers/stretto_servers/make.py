@@ -150,9 +150,11 @@ async def canary_scores(make: Make, text: Sequence[int], name: str, seed: int, c
     prompt and continuation at once. Stale KV entries of earlier weights show as differences between the two.
 
     Args:
+        make: client of the server.
         text: token ids of the canary, which are repeated to make the prompt. With `keep`, KV entries of earlier weights
             are allowed; so the prompt begins with random tokens (seeded by `name`), for which there are no entries.
         name: a unique name for the request.
+        seed: of the continuation.
         context: context length of the server, in tokens.
 
     Returns:
@@ -207,8 +209,9 @@ def make_of(kind: str, http: JsonServer, load_seconds: float) -> Make:
 
 
 def launch_of(config: EngineConfig, model: str, port: int, room: Room | None = None) -> Launch:
-    """Command and environment that start a server of `config.kind` on a port. `room`: its memory on the GPUs (None: no
-    flags), passed by flags from the class's `flags_of_room`, unless `engine.arguments` have these flags."""
+    """Command and environment that start a server of `config.kind` on a port. `room`: its memory on the GPUs, passed by
+    flags from the class's `flags_of_room`, unless `engine.arguments` have these flags. Without it, and on a CPU, there
+    are no such flags."""
     make = MAKES.load(config.kind)
     launch: Launch = getattr(make, "launch")(config, model, port)  # noqa: B009  # of the class
     told = {word.partition("=")[0] for word in config.arguments}

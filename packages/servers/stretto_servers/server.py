@@ -91,7 +91,7 @@ Server = ServerProcess | GivenServer
 
 
 async def until_ready(server: Server, make: Make, seconds: float) -> None:
-    """Wait until the server accepts requests.
+    """Wait until the server accepts requests. `make`: client of the server.
 
     Raises:
         RoleDied: the server ended instead.
@@ -109,8 +109,8 @@ async def until_ready(server: Server, make: Make, seconds: float) -> None:
 
 
 async def lost(server: Server, make: Make) -> RoleDied:
-    """Wait until a ready server has ended or has not answered for 20 s (a server whose workers have died may hang);
-    returns the error."""
+    """Wait until a ready server has ended, or has not answered for 20 s (its workers may have died). Returns the error,
+    and does not raise it. `make`: client of the server."""
     ends = [asyncio.create_task(server.ended()), asyncio.create_task(_silence(f"the server of {server.name}", make))]
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

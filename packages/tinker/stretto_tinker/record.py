@@ -425,7 +425,7 @@ class Record:
         return [(id, state, size or 0, at) for id, state, size, at in self._all(sql, lane, place, first, last)]
 
     def fetched(self, id: str) -> None:
-        """Record that a client has fetched a result."""
+        """Record the time at which a client first fetched a result."""
         self._all("INSERT OR IGNORE INTO fetched VALUES (?, ?)", id, now())
 
     def forget_results(self, lane: str, ids: Iterable[str]) -> None:

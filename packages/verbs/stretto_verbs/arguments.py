@@ -31,7 +31,7 @@ class ArgumentKind:
 
     @property
     def or_none(self) -> ArgumentKind:
-        """The same kind, or None."""
+        """A kind that allows None too; its phrase is the same."""
         return ArgumentKind(self.allowed, lambda given: given is None or self.fits(given))
 
 

@@ -77,6 +77,7 @@ class _AnyThread(Ledger):
 
         Raises:
             DataError: the value cannot be written as JSON, or the name is taken: "ending" says how the loop ended.
+            RunFolderError: the ledger is closed.
         """
         with self.lock:
             self.check_open()
@@ -94,6 +95,7 @@ class _AnyThread(Ledger):
 
         Raises:
             DataError: the value is of another type.
+            RunFolderError: the ledger is closed.
         """
         with self.lock:
             self.check_open()
@@ -104,13 +106,17 @@ class _AnyThread(Ledger):
                 raise DataError([Problem(f"get: {name}", told, "ask for the type that was put")]) from None
 
     def event(self, name: str, detail: str) -> None:
-        """Record an event for readers of the ledger, such as a skipped step."""
+        """Record an event, such as a skipped step, for readers of the ledger: its `name` and a `detail`."""
         with self.lock:
             self.check_open()
             super().event(name, detail)
 
     def flush(self) -> None:
-        """Write all buffered changes in one transaction."""
+        """Write all buffered changes in one transaction.
+
+        Raises:
+            RunFolderError: the ledger is closed.
+        """
         with self.lock:
             self.check_open()
             super().flush()
@@ -238,12 +244,11 @@ def turn_seeds(most: int = 4_096) -> Callable[[Ticket, int, tuple[int, ...]], Ab
 
 
 class TicketsInFlight:
-    """Samples the tickets of a scheduler and journals their tokens each second, as the loop of a recipe does
-    (`loop.engines.in_flight`). After a kill, a completion continues after its journaled tokens.
+    """Samples the groups that a scheduler has issued tickets for. While `keep` runs, new tokens are journaled each
+    second; after a kill, a completion continues after its journaled tokens.
 
-    A ticket that is sampled again, before its scheduler has finished it, gets the same completions from memory. A group
-    is sampled whole, or each of its members turn by turn, in a session like those of workflows
-    (`loop.engines.sessions`). All methods must be called in one event loop.
+    A group is sampled whole (`generate`), or its members turn by turn (`turn`), not both. If it is sampled again before
+    the scheduler has finished its ticket, the same completions come from memory. Call all methods in one event loop.
     """
 
     def __init__(self, engines: Engines, ledger: FolderLedger) -> None:

@@ -48,7 +48,7 @@ def wanted(loss: Loss, settings: Mapping[str, Any], place: str) -> Wanted:
     """Check a loss and its settings, and return both as `Wanted`.
 
     Args:
-        settings: further keys of ``[algorithm]``.
+        settings: further keys of ``[algorithm]``; `aggregation` may also be "sum".
         place: name of the called method, for messages.
 
     Raises:
@@ -142,7 +142,8 @@ def own_gradient(
 
 
 def _by_position(logprobs: Tensor, sample: Sample) -> Tensor:
-    """Reshape the log-probabilities of a sample to [T], or to [T, K] if each position has K targets."""
+    """Reshape a sample's log-probabilities to [T], or to [T, K] with K targets at each position; T is the number of its
+    tokens less one."""
     positions = len(sample.token_ids) - 1
     return logprobs.reshape(positions, -1) if len(logprobs) > positions else logprobs
 
@@ -175,7 +176,8 @@ def _no_loss(loss: Wanted, place: str, value: object) -> RecipeError:
 
 
 def check_own(loss: Wanted, proximal: object, place: str) -> None:
-    """Check that a user's loss can be called, and that no setting is given which it would ignore.
+    """Check that a user's loss can be called, and that no setting is given which it would ignore. `proximal`: that of
+    `forward_backward`, None if not given; `place`: name of the called method, for messages.
 
     Raises:
         RecipeError: the signature is wrong, or a setting would be ignored; names each of them.
@@ -199,7 +201,8 @@ def check_own(loss: Wanted, proximal: object, place: str) -> None:
 
 
 def check_data_settings(settings: Mapping[str, Any], place: str) -> None:
-    """Check that no setting is given for computing advantages: a list of data has its own advantages.
+    """Check that `settings` have none for computing advantages: a list of data has its own advantages. `place`: name of
+    the called method, for messages.
 
     Raises:
         RecipeError: such a setting is given; names each of them.

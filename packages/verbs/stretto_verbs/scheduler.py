@@ -181,7 +181,7 @@ class GroupScheduler:
 
         Raises:
             DataError: the ticket is another scheduler's; or there are too few or too many answers, or an answer lacks
-                log-probabilities, has impossible ones, was sampled with another tokenizer, or by a version that is not
+                log-probabilities, has positive ones, was sampled with another tokenizer, or by a version that is not
                 trained yet.
             RunFolderError: the ledger is closed, or another scheduler uses it now.
         """

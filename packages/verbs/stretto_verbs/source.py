@@ -76,8 +76,9 @@ class SourceHere:
         return self._generation.partials(known)
 
     async def score(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        """Compute the log-probabilities of all tokens but the first of each text (token ids). Raises the errors of
-        `NativeEngine.score`, and EngineLost if the engine is closed."""
+        """Compute the log-probabilities of all tokens but the first of each text (token ids). Raises RefusedRequest for
+        a text that is empty, longer than the context or has tokens outside the vocabulary, and EngineLost if the engine
+        is closed."""
         self._check_open()
         return self._generation.engine.score(texts)
 
@@ -87,6 +88,7 @@ class SourceHere:
         Raises:
             RefusedRequest: the weights are older than those in use.
             TornPublication: the weights belong to another model.
+            EngineLost: the engine is closed.
         """
         self._check_open()
         self._generation.engine.update(weights.version, weights.tensors)

@@ -334,7 +334,7 @@ class LocalTrainer:
             optimizer: also load the state of the optimizer; False: start with a new one.
 
         Raises:
-            RunFolderError: nothing was saved there.
+            RunFolderError: nothing was saved there, or the folder cannot be read.
             StoreError: no checkpoint is complete, or it belongs to another model or to other adapters.
         """
         check("load", folder=(folder, FOLDER))

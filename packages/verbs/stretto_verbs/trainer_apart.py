@@ -135,14 +135,15 @@ class TrainerApart:
         return self._process.pids
 
     def forward(self, data: Data) -> Forward:
-        """See `stretto.Trainer`."""
+        """Compute the log-probabilities of the data, as `stretto.Trainer.forward` does."""
         found: Forward = self._call("forward", listed(data, "forward"))
         return found
 
     def forward_backward(
         self, data: Data, loss: Any = None, *, proximal: Forward | None = None, **algorithm: Any
     ) -> Forward:
-        """See `stretto.Trainer`. If the loss is a function, it must be defined at the top of a module.
+        """Add the gradient of a loss over the data, as `stretto.Trainer.forward_backward` does. If the loss is a
+        function, it must be defined at the top of a module.
 
         Raises:
             RecipeError: another process cannot import the function.
@@ -154,27 +155,27 @@ class TrainerApart:
         return found
 
     def optim_step(self, learning_rate: float | None = None, **numbers: float | None) -> OptimizerStep:
-        """See `stretto.Trainer`."""
+        """Take an optimizer step and clear the gradient, as `stretto.Trainer.optim_step` does."""
         found: OptimizerStep = self._call("optim_step", learning_rate, **numbers)
         return found
 
     def weights(self) -> PolicyWeights:
-        """See `stretto.Trainer`."""
+        """Copy the current weights to the CPU memory of this process, for `Engine.update`."""
         found: PolicyWeights = self._call("weights")
         return found
 
     def save(self, folder: str | Path) -> Path:
-        """See `stretto.Trainer`."""
+        """Save a checkpoint below `folder`, as `stretto.Trainer.save` does; returns the checkpoint's folder."""
         found: Path = self._call("save", _place(folder, "save"))
         return found
 
     def load(self, folder: str | Path, *, optimizer: bool = True) -> int:
-        """See `stretto.Trainer`."""
+        """Load the newest checkpoint of `folder`, as `stretto.Trainer.load` does; returns its version."""
         self._call("load", _place(folder, "load"), optimizer=optimizer)
         return self._version
 
     def export(self, folder: str | Path, *, adapters_only: bool = False) -> None:
-        """See `stretto.Trainer`."""
+        """Write the policy as a Hugging Face folder, as `stretto.Trainer.export` does."""
         self._call("export", _place(folder, "export"), adapters_only=adapters_only)
 
     def close(self) -> None:

@@ -102,8 +102,8 @@ def between_roles(run: Inspection) -> dict[str, float]:
 
 
 def between_steps(run: Path) -> dict[str, float]:
-    """Seconds of the conductor between two training steps, per completion, from an asynchronous run. Only steps count
-    whose next batch was complete already, which are at least a quarter of them."""
+    """Seconds of the conductor between two training steps, per completion, from an asynchronous run. It is the lower
+    quartile of the gaps between steps, because at least a quarter of the steps find their next batch complete."""
     spans = sorted(
         (span.start, span.end, span.name) for span in iterate_spans(RunFolder.open(run).spans) if span.role == "trainer"
     )

@@ -50,15 +50,15 @@ _PROBE = [{"role": "user", "content": "1+1="}]  # prompt that other servers must
 
 
 class Turns:
-    """Generates the turns of all sessions by a pool of engines. Implements `core.engine.Generate`, and is the work of a
-    `GracefulServer`."""
+    """Generates the turns of all sessions by a pool of engines. Implements `core.engine.Generate`, and the work of a
+    `GracefulServer`: what it runs, counts and breaks off when it stops."""
 
     def __init__(self, engines: EnginePool) -> None:
         self.stopping, self.open_requests = False, 0  # a turn that waits for an engine counts as open
         self._engines, self._over = engines, False
 
     def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
-        """See `Generate`.
+        """Sample the completions of `requests` with the pool, and yield each one when it ends (`Generate`).
 
         Raises:
             EngineLost: the gateway is stopping.

@@ -77,7 +77,7 @@ def dealt(ids: Sequence[str], count: int) -> tuple[Mapping[str, str], ...]:
 
 def work(brought: Offer, say: Callable[[str], None]) -> int:
     """Serve the run until it ends, or until SIGTERM or Ctrl-C, which drain this machine's roles first. Return the exit
-    code. `say` gets log lines.
+    code 0. `say` gets log lines.
 
     Raises:
         MachineLost: no gate of the run was found in time.

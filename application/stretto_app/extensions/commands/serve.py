@@ -41,8 +41,8 @@ _OF_A_RUN = {"transport": "give --host and --port", "base_port": "give --port"}
 
 
 def take_gpu(recipe: Recipe, folder: ModelFolder) -> None:
-    """Choose the GPU on which the engine fits best, and limit this process to its share. Does nothing for an
-    engine on the CPU. Must be called before the first tensor is created.
+    """Choose the GPU on which the engine with the model in `folder` fits best, and limit this process to its share of
+    it. Does nothing for an engine on the CPU. Must be called before the first tensor is created.
 
     Raises:
         RecipeError: there are GPUs that this torch cannot use, or with far too little memory.
@@ -68,11 +68,11 @@ def recipe_of_engines(
     refused: Mapping[str, str] = MappingProxyType({}),
     sections: tuple[str, ...] = ("engine",),
 ) -> Recipe:
-    """Recipe for a given model, from overrides ``engine.key=value`` (or of the other `sections`). `refused`: further
-    engine keys that have no meaning here, each with the remedy.
+    """Recipe for a given model, from overrides ``SECTION.key=value`` of these `sections`. `refused`: engine keys that
+    have no meaning here, beside those of a run, each with the remedy.
 
     Raises:
-        RecipeError: lists all malformed overrides and invalid values.
+        RecipeError: overrides are malformed, of another section or refused, or a value is invalid; lists them.
     """
     refused = {f"engine.{name}": instead for name, instead in (_OF_A_RUN | {**refused}).items()}
     keys = [word.partition("=")[0].strip() for word in overrides]

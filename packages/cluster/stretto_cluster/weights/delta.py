@@ -172,7 +172,8 @@ class Deltas:
             version: version of the new publication; `seal`: its seal.
 
         Raises:
-            NoDelta: the delta is too large, impossible, or not made in time.
+            NoDelta: more than half would be sent, `base` is not published any more or has other tensors,
+                or the delta cannot be written or is not made within 8 s.
         """
         if (base, seal) not in self._tasks:
             for old in list(self._tasks)[: -_REMEMBERED + 1]:

@@ -116,11 +116,13 @@ class Mirror:
         self, folder: Path, beside: Callable[[], Iterable[Path]] = tuple, kind: str = "model"
     ) -> None:
         """Download the model folder of version 0 (or with `kind` "reference" that of the reference policy) to `folder`.
-        Every file is checked by its digest, and the folder appears only when it is complete. Files that one of the
-        folders `beside` has are linked.
+        Every file is checked by its digest, and the folder appears only when it is complete. If it is complete already,
+        nothing is transferred. Files that one of the folders `beside` has are linked.
 
         Raises:
-            WireError: the folder exists with other files; or the server serves another run.
+            TornPublication: a file has other bytes than the server's list says.
+            WireError: the folder exists with other files; or the server serves another run, or lists a name that is no
+                file name.
             RefusedRequest: the key is not that of the run.
             SourceLost: the server cannot be reached, or broke off and did not come back.
             DeadlineExceeded: no byte was received or checked for too long.
@@ -129,8 +131,9 @@ class Mirror:
         await self._in_thread(f"the {kind} folder", partial(self._fetch_in_turn, kind, folder, beside))
 
     async def _in_thread(self, what: str, work: Callable[[Transfer], T]) -> T:
-        """Run `work` (named `what` in errors) in a thread, after the transfer before it has ended. If it is cancelled
-        or makes no progress for too long, its connection is closed and no file is switched in."""
+        """Run `work` in a thread, after the transfer before it has ended; returns its result. `what`: its name in
+        errors. If it is cancelled, its connection is closed and no file is switched in; so too without progress for too
+        long, which raises DeadlineExceeded."""
         with waiting("the mirror", "its transfer before", self._seconds):
             await self._one.acquire()
         try:
@@ -316,7 +319,8 @@ def _making(folder: Path) -> Path:
 
 
 def _changes(files: Iterable[Path]) -> dict[Path, int]:
-    """When each file was last written, in nanoseconds. Its size does not tell: its parts come at once."""
+    """Time of the last write of each file, in nanoseconds; files that are missing are left out. (Sizes show no
+    progress: a file has its full size from the first part on.)"""
     changes = {}
     for file in files:
         with contextlib.suppress(FileNotFoundError):  # it was completed and renamed

@@ -136,7 +136,12 @@ class WeightsApp:
 
     async def _send_file(self, file: int, tag: str, request: _Request, form: str = "") -> None:
         """Send an open file, or the requested range of it; status 304 without content if the client has it already. If
-        the client disconnects, the sending ends without an error. `tag`: its ETag; `form`: value of `stretto-form`."""
+        the client disconnects, the sending ends without an error. `tag`: its ETag; `form`: value of `stretto-form`.
+
+        Raises:
+            TornPublication: the file became shorter meanwhile.
+            DeadlineExceeded: the client took nothing for a minute.
+        """
         etag, size, asked, send = _etag(tag), os.fstat(file).st_size, request.headers, request.send
         if asked.get(b"if-none-match") == etag:
             return await self._start(send, 304, {b"etag": etag})

@@ -147,7 +147,8 @@ class Transfer:
 
     def _fetch(self, path: str, file: FileIO, part: _Part, has: str | None = None) -> bool:
         """Fetch a part of the file at `path`, reconnecting as needed. Return False if the content still has the tag
-        `has` (None: always fetch). Raises WireError if the server says so without such a tag."""
+        `has` (None: always fetch). Raises _Changed if the content was replaced, WireError if the server says "not
+        changed" without `has`, and the errors of `download`."""
 
         def asked() -> dict[str, str]:
             known = {"if-range": part.tag} if part.tag else {"if-none-match": f'"{has}"'} if has else {}
@@ -171,7 +172,8 @@ class Transfer:
         return self._until_done(path, asked, read)
 
     def _begin(self, path: str, part: _Part, response: http.client.HTTPResponse) -> None:
-        """Note size and tag of the whole file from a reply; _Changed for another tag, WireError for another range."""
+        """Note the size and the tag of the whole file from a reply. Raises _Changed if the tag is not the one that the
+        part has, and WireError for a reply without a size or with other bytes than requested."""
         tag = response.headers["etag"] or ""
         if part.tag and (tag != part.tag or response.status != 206):
             raise _Changed
@@ -226,7 +228,8 @@ class Transfer:
         read: Callable[[http.client.HTTPResponse, socket.socket], T],
     ) -> T:
         """Repeat a request until it succeeds, as long as bytes keep coming; SourceLost after `patience` seconds without
-        one. `headers` returns those of each attempt; `read` processes the response."""
+        one. Only broken connections and errors of the server are tried again; other errors are raised. `headers`
+        returns those of each attempt; `read` processes the response."""
         self._quiet_since = time.monotonic()
         while True:
             try:
@@ -282,7 +285,8 @@ class Transfer:
 
     @contextmanager
     def _network(self) -> Iterator[None]:
-        """Turn network errors in the block (context manager) into `_BrokenOff` if transient, else WireError."""
+        """Context manager: a certificate that does not verify raises WireError, any other network error of the block
+        `_BrokenOff`."""
         try:
             yield
         except ssl.SSLCertVerificationError as error:

@@ -37,7 +37,8 @@ from stretto_foresight.planner.machine import MachineProfile
 @dataclass(frozen=True)
 class Job:
     """A recipe as the planner sees it. `recomputes`: the objective needs proximal log-probabilities. `converses`: it
-    has a workflow of several turns. `reference`: shape of a second model; `critic`: the trainer has one."""
+    has a workflow of several turns. `reference`: shape of the reference model that the trainer also holds; None: no
+    such model. `critic`: whether the trainer has a critic."""
 
     shape: ModelShape
     lengths: Lengths
@@ -98,10 +99,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """GiB needed on one device for training (`trainer`), and for generation (`engine` weights and KV `cache`);
+    """GiB needed on one device: by a trainer rank (`trainer`), by an engine's weights (`engine`) and by its KV `cache`.
     `available`: usable GiB of a device.
 
-    `completion`: least KV cache of an engine, for its longest completion.
+    `completion`: least KV cache of an engine: that of its longest completion.
     """
 
     trainer: float
@@ -116,12 +117,13 @@ class Memory:
 
     @property
     def generation(self) -> float:
-        """GiB that an engine needs at least on a device."""
+        """GiB that an engine needs at least on a device: its weights, and the KV cache of its longest completion."""
         return self.engine + self.completion
 
     @property
     def missing(self) -> float:
-        """GiB by which the fuller side exceeds a device; zero or negative if it fits."""
+        """GiB by which the trainer rank or the engine, whichever needs more, exceeds a device; zero or negative if both
+        fit."""
         return max(self.trainer, self.generation) - self.available
 
 
@@ -137,8 +139,9 @@ class TrainingSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Implements the simulator's `Durations` with the formulas above and the machine's record. `slower_generation`,
-    `slower_training`: factors for roles that share cores."""
+    """Implements the simulator's `Durations` with the formulas of this module and the machine's record.
+    `slower_generation`, `slower_training`: factors by which generation and training take longer because they share
+    cores."""
 
     job: Job
     machine: MachineProfile
@@ -258,8 +261,8 @@ class Costs:
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
     def memory(self) -> Memory:
-        """Memory per device. A rank needs what `trainer.memory` estimates. An engine needs its share of the weights;
-        the KV cache takes the rest, up to its slots and `engine.cache_gib`."""
+        """Memory per device, in GiB. Trainer: the estimate of `trainer.memory`. Engine: its share of the weights. KV
+        cache: what all slots need, but at most `engine.cache_gib` and what the weights leave."""
         job, shape, layout = self.job, self.job.shape, self.layout
         trainer = self.rank().total
         engine = shape.parameters * BYTES[job.engine.dtype] / layout.tensor

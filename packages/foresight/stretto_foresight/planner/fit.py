@@ -60,7 +60,7 @@ class PrefillSample:
 @dataclass(frozen=True)
 class TrainSample:
     """Measured seconds of a training step with one minibatch in `passes` micro-batches, publication included.
-    `sequences`: their lengths."""
+    `sequences`: number of tokens of each sequence."""
 
     shape: ModelShape
     sequences: tuple[int, ...]
@@ -211,8 +211,8 @@ class RunPair(NamedTuple):
 
 
 def fit_runs(machine: MachineProfile, pairs: Sequence[RunPair]) -> MachineProfile:
-    """Return the record with its costs moved halfway towards the measured runs. On shared cores, its slowdown `beside`
-    is fitted too."""
+    """Return the record with each cost replaced by the geometric mean of itself and its measurement in the runs. On
+    shared cores, its slowdown `beside` is fitted too."""
     slower = [pair.in_turn.slower(machine) for pair in pairs]
     machine = _times(machine, _DECODE, sqrt(geometric_mean(of(_GENERATION) for of in slower)))
     machine = _times(machine, _TRAINING, sqrt(geometric_mean(of(*_TRAINER) for of in slower)))

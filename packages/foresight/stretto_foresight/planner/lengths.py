@@ -55,8 +55,9 @@ def _normal(at: float) -> float:
 
 @dataclass(frozen=True)
 class MeasuredLengths:
-    """Observed lengths (`seen`), by group if groups are known. They are drawn without replacement, because the mean of
-    a few hundred independent draws would be off by several percent."""
+    """Observed lengths (`seen`), by group if groups are known. `groups` uses all of them, in random order, before it
+    uses one again, because the mean of a few hundred independent draws would be off by several percent. From a known
+    group of another size than wanted, lengths are drawn with replacement."""
 
     seen: tuple[tuple[int, ...], ...]
     prompt_tokens: int = 0
@@ -96,8 +97,9 @@ def check_lengths(words: str) -> None:
 
 
 def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
-    """Parse the user's choice of lengths: a named distribution, a file or a run folder. `prompt_tokens`: mean prompt
-    length; `max_tokens`: limit of a completion.
+    """Parse the user's choice of lengths: a named distribution, a file, or a run folder, whose trained completions are
+    read. `prompt_tokens`: mean prompt length, except for a run folder, which has its own; `max_tokens`: limit of a
+    completion.
 
     Raises:
         DataError: it is no distribution, file or run folder, or it has no lengths.

@@ -78,8 +78,8 @@ class RunPlan(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Grained:
-    """Lengths in simulated tokens, each of which stands for `grain` real tokens. Implements the simulator's
-    `GroupLengths`."""
+    """Lengths in simulated tokens, each of which stands for `grain` real tokens; none is less than one. Implements the
+    simulator's `GroupLengths`. `failure_rate`, `filter_rate`: shares of the groups that fail or are filtered."""
 
     lengths: Lengths
     grain: int
@@ -171,9 +171,8 @@ def _may_win(one: Candidate, found: Sequence[LayoutPrediction], goal: str) -> bo
 
 
 def distinct(found: Sequence[LayoutPrediction]) -> list[LayoutPrediction]:
-    """Drop predictions for the layout of an earlier one with nearly the same staleness and step time: their staleness
-    bounds make no difference.
-    """
+    """Return the predictions without those that differ from an earlier one by the staleness bound only, and have nearly
+    its staleness and step time: the bound makes no difference."""
     kept: list[LayoutPrediction] = []
     for one in found:
         if not any(_alike(one, other) for other in kept):
@@ -257,7 +256,7 @@ def predict(
 
 
 def newest_steps(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Spans of the last `_DRAWN` training steps, with times relative to the end of the step before them."""
+    """Spans of the last four training steps, with times relative to the end of the step before them."""
     ends = [0.0, *(span.end for span in spans if span.name == "update")]
     start = ends[max(0, len(ends) - 1 - _DRAWN)]
     return tuple(

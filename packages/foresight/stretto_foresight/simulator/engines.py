@@ -190,8 +190,8 @@ class SimulatedEngine:
         return max(self.load / self._limits.slots, cached / self._limits.cache_tokens)
 
     def arrives(self, version: int) -> None:
-        """Make a version available. It is loaded at once if the engine is idle, else `load_interval` seconds after the
-        previous load."""
+        """Make a version available. It is loaded at once if the engine is idle; else not before `load_interval` seconds
+        after the previous load."""
         self._arrived = max(self._arrived, version)
         self._load_when_due()
 

@@ -101,8 +101,9 @@ class SimulatedRun:
     """One run of `steps` training steps, deterministic for its seed.
 
     `workload`: lengths, and shares of failed groups. `durations`: by default those of the workload. `limits`: number
-    and capacity of the engines. `judges`: number of completions judged at the same time. `measured`: trainer
-    measurements of a batch (default: no mismatch). The report begins after the first `warm` steps.
+    and capacity of the engines. `pacing`: when admitted groups may start; None: at once. `judges`: number of
+    completions judged at the same time. `measured`: trainer measurements of a batch (default: no mismatch). The report
+    begins after the first `warm` steps.
     """
 
     def __init__(

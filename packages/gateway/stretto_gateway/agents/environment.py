@@ -16,11 +16,11 @@ _NO_PROXY = ("NO_PROXY", "no_proxy")
 def environment_of(
     own: Mapping[str, str], address: str, session: str, key: str, model: str, task: str
 ) -> dict[str, str]:
-    """Make the environment of an agent's program.
+    """Make the environment of an agent's program, which reaches the gateway without a proxy.
 
     Args:
         own: environment of the conductor; its variables are kept, except those that begin with ``STRETTO_``.
-        address: address of the gateway, ``http://host:port``.
+        address: address of the gateway, ``http://host:port``; the address of all interfaces becomes the loopback one.
         session, key: id and key of the session, which go into the variables that clients of OpenAI and Anthropic read.
         model: name of the served model.
         task: the task as JSON.

@@ -52,8 +52,10 @@ class AgentServices:
 
     Attributes:
         table: sessions that the gateway serves.
+        model: the served model.
         address: address of the gateway, ``http://host:port``.
         room: limit on agents that run at once, those of concurrent evaluations included.
+        score: judges completions by the run's reward.
         verdict: converts a reward given over HTTP to a verdict.
         decode: converts token ids to text.
         task: makes the task that an agent gets, from the prompt, the index of the member in its group, and its seed.
@@ -70,7 +72,9 @@ class AgentServices:
 
 
 class Sealed(Record, frozen=True):
-    """Recorded result of an ended session: nodes of the turns that the agent got, and fields of `AgentSession`."""
+    """Recorded result of an ended session. `nodes`: node ids of the turns that the agent got; `last_text`: text of the
+    last one; `reward`, `by_turn`: rewards of the trajectory, and of turns by node; `broken`: why the trajectory is
+    undecided, "" if it is not."""
 
     nodes: tuple[int, ...]
     last_text: str
@@ -151,8 +155,8 @@ class AgentGroups:
         return await gather_or_cancel(*(self.member(id, prompt, member, seed) for id, member, seed in ids))
 
     async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
-        """Run the agent for one member, as soon as there is room; returns its trajectory, undecided with the reason if
-        the agent fails.
+        """Run the agent for completion number `member` of the group `id`, as soon as there is room. Returns its
+        trajectory, undecided with the reason if the agent fails.
 
         Raises:
             WorkflowError: more than the share `workflow.max_failed` of the last trajectories failed.
@@ -183,8 +187,8 @@ class AgentGroups:
         return found
 
     async def _end_of(self, session: AgentSession) -> str:
-        """Start the agent's program, or queue the session for a service, and wait for the agent's end; then end the
-        session. Returns why the agent failed, "" if it did not."""
+        """Start the agent's program, or queue the session for a service, and wait for the agent's end, for
+        `workflow.deadline` seconds at most; then end the session. Returns why the agent failed, "" if it did not."""
         if session.state == "ended":
             return ""
         try:

@@ -43,12 +43,12 @@ class ProgramExit:
 
 
 async def run_program(command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> ProgramExit:
-    """Run a program to its end; returns how it ended, with code 127 if it cannot be started. If the call is cancelled,
-    the program and all its descendants are killed. There is no deadline. `folder`: working directory; None: that of
-    this process.
+    """Run a program to its end; returns how it ended, with code 127 if there is no such program or it cannot be
+    executed. If the call is cancelled, the program and all its descendants are killed. There is no deadline. `folder`:
+    working directory; None: that of this process.
 
     Raises:
-        OSError: the system cannot start a process, or `folder` does not exist.
+        OSError: the system cannot start any further process, or `folder` does not exist.
     """
     # Isolated (-I), because the environment may name modules for the program, which the guard must not load.
     whole = [sys.executable, "-I", _GUARD, str(os.getpid()), *command]

@@ -55,7 +55,7 @@ class Dialect(Protocol):
         """Encode the whole reply as JSON. `turns`: the completions, one for each requested."""
 
     def events(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> Iterable[bytes]:
-        """Encode the same reply as server-sent events."""
+        """Encode the whole reply as server-sent events. `turns`: the completions, one for each requested."""
 
     def refuse(self, why: NotServed) -> bytes:
         """Encode the JSON body of an error reply."""

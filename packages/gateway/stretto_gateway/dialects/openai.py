@@ -213,7 +213,7 @@ class ChoiceDialect(OpenAIDialect):
 
     @abstractmethod
     def parse(self, body: bytes) -> Request:
-        """See `Dialect`."""
+        """Decode a body. Raises RefusedRequest, which names the first wrong field and its allowed values."""
 
     @abstractmethod
     def writer(self, request: Any, index: int, text: CompletionText) -> Callable[[Progress], list[Part]]:
@@ -244,8 +244,8 @@ class ChoiceDialect(OpenAIDialect):
         return sent_event({**head, "choices": choices, **shown})
 
     def encoder(self, request: Any, head: Mapping[str, Any]) -> Callable[[Sequence[Part]], bytes]:
-        """Make a function that encodes an event for each entry of `choices`. Its bytes equal those of `event`, but the
-        rest of the event is encoded only once."""
+        """Make a function that encodes entries of `choices`, each as an event of its own, and returns all their bytes.
+        These equal the bytes of `event`, but the rest of the event (`head`) is encoded only once."""
         before, after = self.event(request, head, []).split(_CHOICES, 1)
         before, after = before + _CHOICES[:-1], _CHOICES[-1:] + after
         return lambda parts: b"".join([b"%b%b%b" % (before, encode(part), after) for part in parts])
@@ -271,7 +271,8 @@ def error_of(why: NotServed) -> dict[str, Any]:
 
 
 def usage_of(prompt: int, sampled: int) -> dict[str, int]:
-    """Token counts; a prompt counts once for all its completions."""
+    """Token counts of a reply in OpenAI's format. `prompt`: tokens of the prompts, each counted once for all its
+    completions; `sampled`: tokens of all completions."""
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 

@@ -45,9 +45,11 @@ class TurnRecord(Record, frozen=True):
     """A recorded turn.
 
     Attributes:
+        turn: the reply to the agent's request.
         node: id of its tokens in the session's forest.
         behind: id of the turn whose history it continues; "" for none.
         new: messages between that history and this turn.
+        tools: tools that the request offered.
         key: idempotency key of the request; "" for none.
     """
 
@@ -78,7 +80,8 @@ class Attempt(Record, frozen=True):
 
 @dataclass
 class _PendingTurn:
-    """Turn of one request, in progress or complete, and the number of clients that wait for it."""
+    """Turn of one request, in progress or complete. `digest`: that of the request; `waiting`: number of clients that
+    wait for the turn."""
 
     digest: bytes
     task: asyncio.Task[SampledTurn]
@@ -145,8 +148,9 @@ class AgentSession:
         self._unclaimed = {*self._keyed}  # recorded keys that no client of this process has sent yet
 
     async def answer(self, request: ChatRequest, attempt: Attempt) -> SampledTurn:
-        """Sample the turn for a request, or return the recorded one if the request is a retry. Sampling is cancelled
-        when all clients that wait for the turn have disconnected.
+        """Sample the turn for a request, or return the recorded one if the request is a retry (with an idempotency key
+        also after the end of the session). Sampling is cancelled when all clients that wait for the turn have
+        disconnected.
 
         Raises:
             SessionEnded: the session has ended, or ends meanwhile.

@@ -81,7 +81,8 @@ class SessionTable:
         return self._by_key.get(key)
 
     def dropped(self, key: str) -> str | None:
-        """Id of the dropped session with this key, or None if none was dropped."""
+        """Id of the ended session with this key that was removed from the table; None if there is none, or it was too
+        long ago."""
         return self._dropped.get(key)
 
     def named(self, id: str) -> AgentSession | None:

@@ -68,8 +68,9 @@ def length_explosion(found: Evidence) -> Iterator[Alarm]:
 
 
 def completions_cut_off(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if at least half of the completions end at the token limit and fewer than half are right. (If most are
-    right, the limit may be intended.) If training did not measure this, the newest held-out evaluation decides."""
+    """Alarm if at least half of the completions in the newest window end at the token limit and fewer than half are
+    right. (If most are right, the limit may be intended.) If training did not measure this, the newest held-out
+    evaluation decides."""
     name, title = "truncated", "completions cut off"
     right = found.series.get("accuracy")
     ill = apart(found.steps, found.series.get(name), lambda mean, begin: mean >= _CUT_OFF, 1)
@@ -85,9 +86,9 @@ def completions_cut_off(found: Evidence) -> Iterator[Alarm]:
 
 
 def completions_undecided(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if at least a quarter of the completions have no verdict: they are not trained on, and prompts that the
-    reward cannot judge are missing from training. Where training did not measure this, the newest held-out evaluation
-    decides. Names the most frequent reason."""
+    """Alarm if at least a quarter of the completions in the newest window have no verdict: they are not trained on, and
+    prompts that the reward cannot judge are missing from training. Where training did not measure this, the newest
+    held-out evaluation decides. Names the most frequent reason."""
     name, title, look = "undecided", "completions undecided", "recipe:rewards.function"
     why = f", most often: {found.undecided_reason}" if found.undecided_reason else ""
     ill = apart(found.steps, found.series.get(name), lambda mean, begin: mean >= _UNDECIDED, 1)
@@ -109,7 +110,7 @@ def completions_lost(found: Evidence) -> Iterator[Alarm]:
 
 
 def idle_role(found: Evidence) -> Iterator[Alarm]:
-    """Alarm for each role that has been idle for the newest `WINDOW` steps or more, and for ten seconds or more. Reward
+    """Alarm for each role that has been idle for the newest ten steps or more, and for ten seconds or more. Reward
     workers are exempt, because agents and workflows may compute rewards themselves."""
     clock = found.series.get("rl_seconds")
     if clock is None or len(clock) < WINDOW:
@@ -324,7 +325,7 @@ def last_step_of(recipe: Mapping[str, Any]) -> int | None:
 
 def mismatch_of(recipe: Mapping[str, Any]) -> float:
     """Tolerance, in nats a token, for the difference of log-probabilities between engine and trainer: what rounding
-    explains for the dtypes of the recipe, and for a model with experts."""
+    explains for the coarser of their dtypes in the recipe. It is larger for a model with experts."""
     sections = (recipe.get(name) for name in ("engine", "trainer"))
     types = [section.get("dtype") for section in sections if isinstance(section, dict)]
     dtype = coarser("float32", *(dtype for dtype in types if dtype in AGREEING))

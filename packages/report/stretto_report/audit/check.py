@@ -20,8 +20,8 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Findings:
-    """Result of `check_run`. `breaches`: by law, empty where it was kept. `balance`: number of trajectories by state,
-    and of all that were issued. `notes`: what could not be checked."""
+    """Result of `check_run`. `breaches`: sentences by law, empty where it was kept. `balance`: number of trajectories
+    by state, and of all, as ``issued``. `notes`: what could not be checked."""
 
     breaches: Mapping[str, tuple[str, ...]]
     balance: Mapping[str, int]

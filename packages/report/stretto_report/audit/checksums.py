@@ -123,12 +123,13 @@ def broken_files(folder: Path, start: Mapping[str, Mapping[str, Mapping[str, obj
 
 
 def payload_fits(trajectory: str, columns: Sequence[object], payload: bytes) -> bool:
-    """Whether a trajectory's checksum matches; `columns` are its outcome, reward, stop reason and interruptions."""
+    """Whether the checksum at the begin of a trajectory's payload matches. `trajectory`: its id; `columns`: its
+    outcome, reward, stop reason and interruptions."""
     return payload[:CHECKSUM_BYTES] == _checksum(trajectory, columns, payload[CHECKSUM_BYTES:])
 
 
 def segments_of(bulk: Sequence[Any]) -> list[list[Any]] | None:
-    """Segments of a payload; None in format 2, which has a single turn without segments."""
+    """Segments of a decoded payload; None in format 2, which has a single turn without segments."""
     return bulk[0] if isinstance(bulk[1], str) else None
 
 
@@ -154,7 +155,8 @@ def _step_fits(
 def _trained(
     size: int, group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
 ) -> tuple[object, ...]:
-    """Part of a trajectory that the checksum of a step covers. `size`: bytes of that checksum, 16 since format 6."""
+    """Part of a trajectory that the checksum of a step covers, made from the columns of its row. `size`: bytes of that
+    checksum, 16 since format 6."""
     bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
     if (segments := segments_of(bulk)) is not None:
         decisive = _decisive_packed if size == _STEP_BYTES else _decisive
@@ -174,7 +176,8 @@ def _trained(
 
 
 def unpacked(segment: list[Any]) -> list[Any]:
-    """Fields of a segment with lists of tokens, log-probabilities and versions, as they were before format 6."""
+    """Fields of a segment with lists of tokens, log-probabilities and versions, as they were before format 6. A segment
+    of an earlier format is returned as it is."""
     columns, tokens, versions, *further = segment
     if not isinstance(columns, bytes):
         return segment

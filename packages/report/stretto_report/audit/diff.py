@@ -36,7 +36,8 @@ class Parting(Record, frozen=True):
 
 
 def diff_runs(first: str | Path, second: str | Path) -> Parting:
-    """Compare two runs step by step: batches, measurements, and the weights of the policies that both have kept.
+    """Compare two runs step by step, up to the first difference: batches, measurements, and the weights of the policies
+    that both have kept.
 
     Raises:
         RunFolderError: one folder holds no run.
@@ -108,8 +109,8 @@ def _of_segments(left: Trajectory, right: Trajectory) -> Iterator[str]:
 
 
 def _weights(folders: tuple[RunFolder, RunFolder], version: int, compared: list[int]) -> tuple[str, ...]:
-    """Compare the weights of a version: a field name if they differ, else nothing. A version that both runs have kept
-    is appended to `compared`."""
+    """Compare the weights of a version in both runs. Returns a name for the difference, or an empty tuple if they are
+    equal or not both kept. A version that both have kept is appended to `compared`."""
     same = same_weights(*(folder.policy(version) for folder in folders))
     if same is not None:
         compared.append(version)

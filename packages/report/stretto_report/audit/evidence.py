@@ -84,8 +84,8 @@ def still(steps: Steps, values: Numbers | None) -> Onset | None:
 
 def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
     """Onset of windows whose mean is less than half of the best earlier window's, by more than chance. `was` is the
-    best window. The noise is estimated from differences of neighbours, which a trend does not affect. None: there is no
-    such window, or too little was measured."""
+    mean of the best window. The noise is estimated from differences of neighbours, which a trend does not affect. None
+    if the newest window is not one of them, or less than two windows were measured."""
     if values is None or not measured(values, 2):
         return None
     known = np.flatnonzero(np.isfinite(values))
@@ -138,8 +138,8 @@ def newest_mean(values: Numbers) -> float:
 
 
 def needed(looks: float) -> float:
-    """Number of standard errors beyond which a difference is more than chance, corrected for the number of pairs among
-    `looks` values."""
+    """Number of standard errors beyond which a difference between two of `looks` values is more than chance. It grows
+    with the number of pairs that can be compared."""
     return NormalDist().inv_cdf(1 - _CHANCE / max(2.0, looks * (looks + 1)))
 
 
@@ -225,7 +225,8 @@ class Evidence:
 
     @classmethod
     def of(cls, steps: Sequence[StepMetrics]) -> Evidence:
-        """Evidence from lines of ``metrics.jsonl``."""
+        """Evidence from the step lines of ``metrics.jsonl``: `steps`, `series` and `undecided_reason`. The other fields
+        have their defaults."""
         series: dict[str, Numbers] = {}
         for place, step in enumerate(steps):
             for name, value in numbers_of(step):

@@ -77,7 +77,9 @@ def nothing_is_trained_twice(history: History) -> Iterator[str]:
 
 
 def versions_grow_by_one(history: History) -> Iterator[str]:
-    """Step n trains at version n - 1 and publishes version n; no step is missing; only the last may be unpublished."""
+    """Step n trains at version n - 1 and publishes version n; no step is missing; only the last may be unpublished. No
+    kept policy and no sampled token has a version above the last step. Versions never fall along the turns of a
+    trajectory."""
     for place, step in enumerate(history.steps, start=1):
         if (step.step, step.version) != (place, place - 1):
             yield f"the {place}. step on record is step {step.step}, at version {step.version}"
@@ -115,7 +117,8 @@ def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
 
 def no_bound_is_broken(history: History) -> Iterator[str]:
     """No token was trained with more staleness than the bound in force when its group was admitted, nor at a version
-    before its own. Masked tokens may be older; with `beyond_bound = "train"` all may be."""
+    before its own. Masked tokens may be older; with `beyond_bound = "train"` all may be. The staleness of a trajectory
+    whose tokens were not kept is not checked in a step that masked tokens."""
     bounds, policy = {group.id: group.max_staleness for group in history.groups}, history.bounds.beyond_bound
     for step, one in _trained(history):
         bound, oldest = bounds[one.group], step.own_oldest.get(one.group, step.oldest_trainable)

@@ -12,7 +12,8 @@ from stretto_report.audit.history import History, RecordedData, RecordedGroup
 
 def prompts_come_in_their_order(history: History) -> Iterator[str]:
     """The questions have the recorded digest. The prompts of each epoch come in the order that follows from seed, epoch
-    and weights. A prompt is skipped only if its share of right completions in the previous epoch permits it."""
+    and weights. A prompt is skipped only if its share of right completions in the previous epoch permits it. Nothing is
+    checked for a run without a record of its questions."""
     if (data := history.data) is None:
         return
     if data.found != data.digest:

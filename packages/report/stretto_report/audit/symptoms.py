@@ -32,7 +32,7 @@ _ERROR = "trainer.behavior_logprob_error"
 
 
 def mismatch(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if, in two consecutive measured steps, the log-probabilities of engine and trainer differ by more than
+    """Alarm if, in the two newest measured steps, the log-probabilities of engine and trainer differ by more than
     rounding explains for their dtypes; or if the newest window's difference exceeds three times the first window's and
     0.01 nats a token."""
     values = found.series.get(_ERROR)
@@ -51,8 +51,8 @@ def mismatch(found: Evidence) -> Iterator[Alarm]:
 
 
 def canary_drifting(found: Evidence) -> Iterator[Alarm]:
-    """Alarm for each engine whose canary difference from the trainer is at least half of its tolerance, or at least a
-    quarter of it and more than three times the initial difference."""
+    """Alarm for each engine whose canary difference from the trainer, averaged over the newest window, is at least half
+    of its tolerance, or at least a quarter of it and more than three times that of the first window."""
     for name, values in found.series.items():
         if not name.startswith("canary."):
             continue
@@ -109,7 +109,7 @@ def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
 
 
 def dead_gradient(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the gradient norm has stayed below a ten-thousandth of its initial mean for `WINDOW` steps, although
+    """Alarm if the gradient norm has stayed below a ten-thousandth of its initial mean for ten steps, although
     less than 98 % of the completions are right."""
     name = "trainer.grad_norm"
     right = found.series.get("accuracy")
@@ -124,7 +124,8 @@ def dead_gradient(found: Evidence) -> Iterator[Alarm]:
 
 
 def exploding_gradient(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the gradient norm is more than a hundred times the initial one, or more than 10,000."""
+    """Alarm if the gradient norm of the newest window is more than a hundred times that of the first, or more than
+    10,000."""
     name = "trainer.grad_norm"
     ill = apart(
         found.steps, found.series.get(name), lambda mean, begin: (mean > 100 * begin) | (mean > 1e4), 1, geometric=0.1
@@ -135,7 +136,8 @@ def exploding_gradient(found: Evidence) -> Iterator[Alarm]:
 
 
 def policy_apart(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the policy's divergence from the sampling policy exceeds 0.5 nats a token, or from the reference 3."""
+    """Alarm if the policy diverges by more than 0.5 nats a token from the versions that sampled its tokens, or by more
+    than 3 from the reference, averaged over the newest window."""
     for name, bound, other in (
         ("trainer.kl_behavior", _FAR, "the versions that sampled its tokens"),
         ("trainer.kl_reference", _FAR_REFERENCE, "its reference"),
@@ -148,7 +150,7 @@ def policy_apart(found: Evidence) -> Iterator[Alarm]:
 
 
 def bad_steps(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if at least a fifth of the newest `WINDOW` steps had a gradient that was not finite and was therefore
+    """Alarm if at least a fifth of the newest ten steps had a gradient that was not finite and was therefore
     skipped."""
     name = "trainer.bad_steps"
     values = found.series.get(name)
@@ -166,9 +168,9 @@ _STEPS, _SHARE, _MIB = 16 * WINDOW, 0.1, 64.0
 
 
 def memory_growing(found: Evidence) -> Iterator[Alarm]:
-    """Alarm for each role whose memory has grown in each quarter of the newest steps, by a tenth and 64 MiB in all, and
-    in the second half at least half as much as in the first. (Caches fill more and more slowly; a leak does not slow
-    down.) The newest 160, 320, 640, … steps are tested."""
+    """Alarm for each role whose memory has grown in each quarter of the newest steps, in all by at least a tenth and at
+    least 64 MiB, and in the second half at least half as much as in the first. (Caches fill more and more slowly; a
+    leak does not slow down.) The newest 160, 320, 640, … steps are tested."""
     for name in sorted(series for series in found.series if series.startswith("memory.")):
         values = found.series[name]
         known = np.flatnonzero(np.isfinite(values))[WINDOW:]

@@ -126,8 +126,9 @@ def terms_of_run(folder: RunFolder) -> dict[str, float] | None:
 
 
 def _other_machine(folder: RunFolder, predicted: str) -> str:
-    """Name of the run's machine if it is not the `predicted` one: processor and cores differ, and so do the names of
-    its accelerators. "" if it may be the same, or is not recorded."""
+    """Name of the run's machine if it is not the `predicted` one; "" if it is, or is not recorded. It is the same if
+    `predicted` is its processor with the cores, or if all words of `predicted` are in the name of one of its
+    accelerators."""
     try:
         ran = msgspec.json.decode((folder.path / "machine.json").read_bytes(), type=Machine)
     except (OSError, *UNREADABLE):
@@ -197,9 +198,9 @@ def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
 
 
 def compared(machine: str, recipe: str, predicted: Mapping[str, float], measured: Mapping[str, float]) -> PredictedRun:
-    """Compare the terms that are both predicted and measured. `machine`, `recipe`: names of the predicted machine and
-    recipe, for the result. `step_seconds` and `tokens_per_second` follow from the others, so they are never `most_off`.
-    """
+    """Compare the terms that are both predicted and measured. `machine`, `recipe`: machine and recipe digest of the
+    prediction, for the result. `step_seconds` and `tokens_per_second` follow from the others, so they are never
+    `most_off`."""
     terms = {name: _term(name, predicted[name], measured) for name in predicted if name in measured}
     causes = {name: abs(term.off) for name, term in terms.items() if name not in _OUTCOMES}
     return PredictedRun(machine, recipe, terms, max(causes, key=lambda name: causes[name], default=""))

@@ -83,7 +83,7 @@ class Window:
 
 def plot_timeline(path: Path, spans: Sequence[Span]) -> None:
     """Write a PNG with the work of each role over time, the weight loads that interrupt completions, and the
-    publications. It shows `STEPS_SHOWN` training steps from the middle of the run. Without spans the plot is empty and
+    publications. It shows twelve training steps from the middle of the run. Without spans the plot is empty and
     says so."""
     lanes = sorted({span.role for span in spans}, key=_lane_order)
     height = _ABOVE + _BELOW + _LANE * max(len(lanes), 3)
@@ -123,8 +123,8 @@ def draw_lanes(axes: Axes, spans: Sequence[Span], window: Window) -> set[str]:
 
 
 def middle_window(spans: Sequence[Span], steps_shown: int) -> Window:
-    """Time of `steps_shown` updates in the middle of the run; the whole run if it has no update. `spans` must not be
-    empty."""
+    """Time of `steps_shown` updates (all, if there are fewer) in the middle of the run; the whole run if it has no
+    update. `spans` must not be empty."""
     updates = sorted((span for span in spans if span.name == _STEP), key=lambda span: span.start)
     if not updates:
         return Window(min(span.start for span in spans), max(span.end for span in spans))
@@ -185,7 +185,7 @@ def _draw_publications(axes: Axes, publications: Sequence[Span], origin: float) 
 
 
 def legend_of(names: set[str]) -> list[Artist]:
-    """Legend handles for the span `names`, one for each kind; unknown names share one."""
+    """Legend handles for the span `names`, one for each known name; all unknown names share one."""
     handles: list[Artist] = []
     for name, (colour, label) in _LOOKS.items():
         if name == _LOAD and name in names:
@@ -210,6 +210,7 @@ def plot_plan(path: Path, title: str, spans: Sequence[Span], splits: Sequence[tu
     """Write the plot of a plan as PNG to `path`.
 
     Args:
+        title: name of the plan, written above its timeline.
         spans: spans of one engine and of the trainer, in seconds; at least one.
         splits: for each layout the share of devices that train, tokens per second, and devices per engine.
     """
@@ -226,8 +227,9 @@ def plot_plan(path: Path, title: str, spans: Sequence[Span], splits: Sequence[tu
 
 
 def draw_splits(axes: Axes, splits: Sequence[tuple[float, float, int]]) -> None:
-    """Draw throughput against the share of devices that train, one line for each engine size. Layouts of equal share
-    (with other staleness bounds) have the same x position."""
+    """Draw throughput against the share of devices that train, one line for each engine size. `splits`: share,
+    throughput and devices of one engine, for each layout. Layouts of equal share (with other staleness bounds) have the
+    same x position."""
     for tensor in sorted({size for _, _, size in splits}):
         shown = sorted((share, rate) for share, rate, size in splits if size == tensor)
         colour, marker = _LOOKS_OF_ENGINES.get(tensor, _LOOKS_OF_ENGINES[8])

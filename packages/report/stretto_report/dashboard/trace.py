@@ -118,7 +118,7 @@ def _write(output: BinaryIO | gzip.GzipFile, name: str, events: Iterator[Event])
 
 def _events(table: sqlite3.Connection, machines: Mapping[str, str]) -> Iterator[Event]:
     """Yield trace events ordered by time, in microseconds since the first. A process or lane is named before its first
-    event."""
+    event. `machines`: host of each engine, by role."""
     yield from _named(_RUN, 0, "run")
     roles = [role for (role,) in table.execute("SELECT DISTINCT role FROM spans")]
     numbers = {role: number for number, role in enumerate(sorted(roles, key=role_rank), start=_RUN + 1)}

@@ -37,7 +37,8 @@ class MetricsPoint(Record, frozen=True):
 
 
 def point_of(line: MetricsLine) -> MetricsPoint:
-    """Point with all finite numbers of a line; nested names are joined by "/".
+    """Point with all finite numbers of a line; nested names are joined by "/". Names of an evaluation begin with the
+    point's curve; names of a training step do not.
 
     >>> from stretto.store.series.metrics import EvaluationLine
     >>> line = EvaluationLine(8, 8, 60.0, 50.0, 0.5, prompts=2, pass_at={4: 0.75}, ci95=(0.25, 0.75))

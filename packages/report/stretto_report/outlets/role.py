@@ -51,7 +51,8 @@ class FollowerSpec(Record, frozen=True):
 
 
 def main(arguments: list[str]) -> int:
-    """Follow the run of the spec until it has ended, and send the rest. Return the exit code."""
+    """Follow the run of the spec until it has ended, and send the rest. Return the exit code 0; errors are raised.
+    `arguments`: a `FollowerSpec` as JSON."""
     spec = msgspec.json.decode(arguments[0], type=FollowerSpec)
     end_with_conductor()
     os.nice(_LOWEST)

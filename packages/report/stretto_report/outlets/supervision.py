@@ -42,11 +42,12 @@ async def followed(
     path: str = "",
     hung: float = HUNG_SECONDS,
 ) -> AsyncIterator[None]:
-    """Have each tool of the recipe follow the run during the block.
+    """Have each tool of the recipe follow the run during the block. When the block ends, each tool has 20 s to take the
+    rest, or 2 s if the run was stopped or failed; then its process is killed, which `say` reports.
 
     Args:
         say: gets sentences for the log.
-        stopped: whether the run ends before its last step; then, or when it fails, tools have less time to finish.
+        stopped: whether the run ends before its last step.
         path: folder that is searched first for modules of user-defined tools.
         hung: seconds in which a tool has to reply.
     """

@@ -51,7 +51,7 @@ def watch(
 
     Args:
         token: secret for access on loopback, part of the address; None generates one.
-        password: secret for access from other machines; see `PASSWORD`.
+        password: secret for access from other machines, needed if `host` is not loopback.
         port: 0 takes a free one.
         opens: open the address in a browser; ignored if `host` is not loopback.
         replays: folder for the results of replays started from the page; None forbids replays.

@@ -120,8 +120,8 @@ def _show_on(
 
 @contextlib.contextmanager
 def _keyboard(stream: TextIO) -> Iterator[Leaves]:
-    """Return a function that waits for the key ``q`` (context manager). If `stream` is no terminal, it only waits. The
-    terminal's mode is restored at the end."""
+    """Return a function that waits some seconds for the key ``q``, and tells whether it came (context manager). If
+    `stream` is no terminal, it only waits. The terminal's mode is restored at the end."""
     if not stream.isatty():
         yield lambda seconds: bool(select.select([], [], [], seconds)[0])
         return

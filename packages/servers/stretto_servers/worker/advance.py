@@ -23,7 +23,7 @@ class Advance:
         self._read = _number(self._file)
 
     def add(self, size: int) -> None:
-        """Add `size` bytes and write the file, if possible."""
+        """Add `size` bytes and write the sum to the file; a file that cannot be written stays as it is."""
         self._read += size
         with suppress(OSError):
             self._file.write_text(str(self._read))

@@ -35,8 +35,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Sums:
-    """Sums over the parts of one tensor that were added so far. `dtype`: data type, as safetensors names it. `unit`:
-    bytes per summand. `count`: number of elements."""
+    """Sums over the parts of one tensor that were added so far, modulo 2^64. `dtype`: data type, as safetensors names
+    it. `unit`: bytes per summand. `count`: number of elements. `plain`: sum of the summands. `placed`: sum of each
+    summand times its position in the tensor."""
 
     dtype: str
     unit: int

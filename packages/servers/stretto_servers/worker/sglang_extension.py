@@ -32,8 +32,9 @@ def register() -> None:
 
 
 def handle(original: Callable[..., Any], checker: Any, action: str, *arguments: Any, **settings: Any) -> Any:
-    """Wrapper of SGLang's handler `original`, with the additional action "stretto_held". For it, `skip_tensor_list`
-    holds the folder of the loaded version, and the shapes of its tensors as JSON."""
+    """Wrapper of SGLang's handler `original` with one `action` more, "stretto_held", which returns the checksums of the
+    `checker`'s model. For it, `skip_tensor_list` holds the folder of the loaded version, and the shapes of its tensors
+    as JSON."""
     if action != ACTION:
         return original(checker, action, *arguments, **settings)
     folder, shapes = settings["skip_tensor_list"]
@@ -45,7 +46,8 @@ def handle(original: Callable[..., Any], checker: Any, action: str, *arguments: 
 def counted(
     original: Callable[..., Iterator[tuple[str, Tensor]]], loader: Any, source: Any, *arguments: Any, **settings: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """Wrapper of SGLang's iterator over a load's tensors; each tensor is counted when the next one is requested."""
+    """Wrapper of SGLang's iterator over the tensors of a load. Each tensor's bytes are added to the counter in the
+    folder of `source` when the next one is requested."""
     advance = _ADVANCE.Advance(str(source.model_or_path))
     for name, tensor in original(loader, source, *arguments, **settings):
         yield name, tensor

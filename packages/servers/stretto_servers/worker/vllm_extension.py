@@ -30,6 +30,9 @@ class Loader:
 
         vLLM's reload empties the layers first, so that a failure halfway would end the server at its next step.
         Therefore all files are read once before.
+
+        Raises:
+            FileNotFoundError: the folder has no such file.
         """
         advance = _ADVANCE.Advance(folder)
         tensors = sum(1 for _ in _tensors(Path(folder), advance))

@@ -98,7 +98,7 @@ class LocalBackend:
         """Check that a model of this shape can be made, and that it fits into `models_bytes`.
 
         Raises:
-            RefusedRequest: names the wrong field.
+            RefusedRequest: the rank is out of range, nothing would be trained, or the model is too large.
         """
         lora = shape.lora
         if lora is not None and not 1 <= lora.rank <= _MOST_RANK:
@@ -169,7 +169,7 @@ class LocalBackend:
         """Make an engine with the weights that `Learner.save` wrote, or of the base model (`folder` None).
 
         Raises:
-            StoreError: files are missing or damaged.
+            StoreError: files are missing or damaged, or of another base model.
         """
         tokenizer = self._shared.tokenizer
         views = _Views(self, None if folder is None else self.shape_of(folder), folder)

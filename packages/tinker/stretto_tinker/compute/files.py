@@ -64,7 +64,8 @@ def read_shape(folder: Path, base: Path) -> Shape:
 
 
 def write_adapters(folder: Path, model: PreTrainedModel, rank: int, base: Path) -> None:
-    """Write the adapters of a model, all of this `rank`, in peft's format. `base`: folder of the base model."""
+    """Write the adapters of a model, all of this `rank`, in peft's format. `base`: folder of the base model. Raises
+    OSError if a file cannot be written."""
     tensors = {}
     for name, tensor in adapter_parameters(model):
         for kind, told in ((LORA_A, ".lora_A"), (LORA_B, ".lora_B")):
@@ -110,7 +111,8 @@ def read_policy(folder: Path, model: PreTrainedModel) -> None:
 
 
 def write_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write the state of AdamW; the file has no tensors before the first step."""
+    """Write the state of AdamW; the file has no tensors before the first step. Raises OSError if it cannot be
+    written."""
     tensors = {
         f"{kind}.{name}": torch.as_tensor(value).detach().cpu().contiguous()
         for name, parameter in _trained(model)
@@ -142,7 +144,8 @@ def read_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def write_gradient(folder: Path, model: nn.Module) -> None:
-    """Write the accumulated gradient of a model; the file has no tensors if there is none."""
+    """Write the accumulated gradient of a model; the file has no tensors if there is none. Raises OSError if it cannot
+    be written."""
     named = ((name, parameter.grad) for name, parameter in _trained(model))
     _save({name: grad.cpu().contiguous() for name, grad in named if grad is not None}, folder / GRADIENT)
 

@@ -104,7 +104,8 @@ class Learner:
         return float(value.detach())
 
     def optim_step(self, adam: Adam) -> Mapping[str, float]:
-        """Take one step of AdamW with the accumulated gradient, and clear it; returns metrics by name.
+        """Take one step of AdamW with the accumulated gradient, and clear it. Returns metrics by name: ``grad_norm``,
+        the norm before clipping.
 
         Raises:
             RefusedRequest: the gradient is not finite. It is cleared; weights and optimizer are unchanged.

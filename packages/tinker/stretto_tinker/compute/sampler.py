@@ -101,8 +101,8 @@ class Sampler:
         return self._slots - sum(one.left for one in self._open.values())
 
     def take(self, folder: Path) -> bool:
-        """Replace the weights by those that `Learner.save` wrote. Returns False, with nothing changed, if they
-        have another shape. Call it only while no sequence is open.
+        """Replace the weights by those in `folder`, which `Learner.save` wrote. Returns False, with nothing changed, if
+        they have another shape. Call it only while no sequence is open.
 
         Raises:
             StoreError: files are missing or damaged; this model is unusable from then on.
@@ -113,7 +113,7 @@ class Sampler:
         """Add a request to sample, with the unique `id`; `step` computes it.
 
         Raises:
-            RefusedRequest: names the wrong field.
+            RefusedRequest: a sampling setting is invalid, or the prompt is too long; names the field.
         """
         sampling = sampling_of(wish.settings, self._tokenizer.eos_token_ids, len(wish.prompt), self._context)
         self._engine.add(GenerateRequest(id, wish.prompt, wish.seeds, sampling, top_logprobs=wish.likeliest))
@@ -159,7 +159,8 @@ class Sampler:
             self._engine.limit(cache)
 
     def step(self) -> dict[str, Ended]:
-        """Sample one token of each sequence that has a slot; returns the outcomes of requests that ended, by id."""
+        """Sample one token of each sequence that has a slot. Returns the outcomes of requests that ended, by id: all
+        their sequences, or an error if the model's logits were not finite."""
         try:
             completions = self._engine.step()
         except BrokenLogits as broken:

@@ -51,11 +51,11 @@ class Call:
             return False
 
     def path(self, name: str) -> str:
-        """Value of a path parameter."""
+        """Value of the parameter `name` in the request's path."""
         return str(self.request.path_params[name])
 
     def number(self, name: str, default: int, most: int) -> int:
-        """Value of a query parameter, a whole number from 0 to `most`.
+        """Value of the query parameter `name`, a whole number from 0 to `most`; `default` if the request has none.
 
         Raises:
             NotServed: it is not such a number.

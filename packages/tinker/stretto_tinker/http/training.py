@@ -62,7 +62,12 @@ class Training:
         return self._first(call, body.session_id, body.model_seq_id, facts, CREATE, raw)
 
     def _first(self, call: Call, session: str, seq: int, facts: ModelFacts, kind: str, raw: bytes) -> Response:
-        """Add a model to the record, and accept the request that creates it, which is its request number 0."""
+        """Add a model to the record, and accept the request that creates it, which is its request number 0.
+
+        Raises:
+            RefusedRequest: such a model cannot be made.
+            NotServed: 422 if a different request has this number, 429 if too many wait or the record cannot be written.
+        """
         model = f"{session}:train:{seq}"
         if self._service.record.request(f"{model}:0") is None:  # else a retry of what a larger server has accepted
             self._service.backend.check(facts.shape)

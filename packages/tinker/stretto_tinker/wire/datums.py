@@ -118,7 +118,7 @@ def _array(message: Any, place: str) -> Array:
 
 def _dense(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], place: str) -> Array:
     """Convert a sparse array in CSR format to a dense one; elements that it does not list are 0. Raises RefusedRequest
-    for a sparse array with inconsistent indices."""
+    for indices that do not fit together, and for a shape without two axes. `place`: for messages."""
     if len(shape) != 2:
         raise RefusedRequest(place, f"a sparse array of the shape {shape}", "two axes")
     values = _numbers(csr.values, dtype, place)

@@ -57,7 +57,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class _Accumulated(msgspec.Struct, frozen=True):
-    """The gradient in a snapshot: see `Live`."""
+    """State of the gradient in a snapshot. `broken`: why it is incomplete; "" if it is complete. `grown`: whether there
+    is one."""
 
     broken: str
     grown: bool
@@ -211,7 +212,8 @@ class Models:
         return found, "json"
 
     def _at_once(self, live: Live, asked: Asked, body: bytes) -> bytes:
-        """Apply a request that is computed in one piece; returns its result as JSON."""
+        """Apply a request that is computed in one piece (step, load, creation); returns its result as JSON. Raises
+        RefusedRequest for a step without a complete gradient, and StoreError for a load of damaged weights."""
         if asked.kind == STEP:
             metrics = self._step(live, adam_of(parse(body, OptimStep)))
             return msgspec.json.encode({"metrics": metrics})
@@ -250,9 +252,9 @@ class Models:
         return place.path
 
     def snapshot_if_due(self, live: Live, id: str, *, now: bool = False) -> None:
-        """Write a snapshot if it is due, that is after enough computation in relation to the time that the last one
-        took, or `now`. While a gradient is accumulated, one is written only `now`: it is larger, and the next step
-        makes it smaller.
+        """Write a snapshot if it is due, or at once with `now`. It is due once the computation since the last one has
+        taken 20 times as long as its writing, and at least a second. While a gradient is accumulated, one is written
+        only `now`: it is larger, and the next step makes it smaller.
 
         Raises:
             OSError, sqlite3.Error: the snapshot cannot be written; the earlier one stays.

@@ -96,7 +96,8 @@ class Engines:
         return self._wanted[folder]
 
     def of(self, lane: Lane, folder: Path | None) -> Sampler:
-        """Return the engine of a lane, made if needed. `folder`: its weights, None for the base model.
+        """Return the engine of a lane. If none is in memory, one is made, or an idle one gets the weights; other idle
+        ones are removed if memory is short. `folder`: its weights, None for the base model.
 
         Raises:
             StoreError: files of the weights are missing or damaged.
@@ -279,7 +280,8 @@ class Sampling:
             raise
 
     def _of_prompt(self, sample: Sample, prompt: tuple[int, ...], seed: int) -> Sampled:
-        """Compute the requested log-probabilities and tokens of the prompt; the result has no sequences yet."""
+        """Compute the requested log-probabilities and tokens of the prompt; the result has no sequences yet. Raises
+        RefusedRequest if a token to score is not in the vocabulary."""
         logprobs: Floats | None = None
         likeliest: Likeliest | None = None
         first = 1 if sample.prompt_logprobs_last_n is None else len(prompt) - sample.prompt_logprobs_last_n

@@ -65,7 +65,7 @@ class Turns:
 
         Args:
             lanes: lanes with work, each with the clients that it works for.
-            held: lanes that must wait, not all of `lanes`; the claims of their clients stay.
+            held: lanes that are not chosen now, not all of `lanes`; their clients count as clients with work.
         """
         owners = frozenset(owner for clients in lanes.values() for owner in clients)
         self._least = max(self._least, min((self._spent[owner] for owner in owners & self._busy), default=0.0))

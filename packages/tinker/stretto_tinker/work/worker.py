@@ -117,8 +117,8 @@ class Worker:
         self._again = time.monotonic() + _PAUSE_SECONDS
 
     def cancel(self, id: str) -> None:
-        """Fail a request for samples, unless it is settled; its sequences are dropped. Requests cancelled before the
-        turn ends are searched for together, because each search goes through the requests of all clients."""
+        """Fail a request for samples at the end of the present turn, unless it is settled, and drop its sequences. (All
+        that are cancelled in a turn are searched for together: a search goes through all requests.)"""
         with self._wake:
             self._cancelled.add(id)
             if len(self._cancelled) == 1:
@@ -347,7 +347,7 @@ class Worker:
         self._settle(asked, lambda: self._record.settle(asked.id, FAILED, body, "json"))
 
     def _sample(self, lane: Lane) -> None:
-        """Take a turn of sampling on one engine. After an error all requests on the engine are settled as failed."""
+        """Take a turn of sampling on one engine. If it fails, or its weights, the requests for it fail."""
         began = self._clock()
         try:
             sampling = self._sampling(lane)
@@ -420,7 +420,7 @@ class Worker:
             return found
 
     def _begin(self, lane: Lane, sampling: Sampling, found: Waiting) -> bool:
-        """Open a request, or fail it. False if the record cannot be read now: the request waits in the queue again."""
+        """Open a request, or fail it. False only if the record cannot be read now; the request is then queued again."""
         asked = found.asked
         try:
             whole, times = self._record.request(asked.id) or asked, self._record.begin(asked.id)
@@ -439,8 +439,8 @@ class Worker:
         return True
 
     def _forget_engine(self, path: str) -> None:
-        """Close the engines of the weights at `path`, so that new requests load them again. Open requests continue with
-        the weights that they began with."""
+        """Let new requests load the weights at `path` again. Open requests continue with the weights that they began
+        with."""
         self._engines.drop(path)
         with self._wake:
             for lane in [lane for lane in self._samplings if lane.weights == path]:

@@ -218,13 +218,13 @@ class Display(ABC):
         self._changed(another)
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
-        """Show the held-out accuracy."""
+        """Take a held-out evaluation. Its accuracy is shown once there is a training step."""
         self._alarms.evaluated(evaluation)
         if self._watcher.evaluated(evaluation):
             self._changed(self._enter(TRAINING))
 
     def _enter(self, phase: str) -> bool:
-        """Begin `phase`. If another phase was shown, draw its last snapshot and return True."""
+        """Begin `phase`. Return whether another phase was shown before, whose last snapshot is then drawn."""
         another = self._phase not in (None, phase)
         if another:
             self._finish()
@@ -232,7 +232,8 @@ class Display(ABC):
         return another
 
     def refresh(self) -> None:
-        """Draw new measurements if enough time has passed. Call it regularly, because a run may be silent for long."""
+        """Draw new measurements if the last drawing is long enough ago: 0.5 s for a panel, 5 s for lines. Call it
+        regularly, because a run may be silent for long."""
         if time.monotonic() - self._drawn >= self._seconds:
             self._finish()
 

@@ -15,7 +15,7 @@ _POINTS = 120
 
 
 class Trend:
-    """Means over equal numbers of consecutive values. When there are `_POINTS` (120) means, neighbours are merged, so
+    """Means over equal numbers of consecutive values. When there are 120 means, neighbours are merged, so
     that memory is bounded for a run of any length."""
 
     def __init__(self) -> None:
@@ -38,7 +38,8 @@ class Trend:
 
     @property
     def points(self) -> tuple[float, ...]:
-        """Means, oldest first. The last may be over fewer values than the others."""
+        """Means of consecutive values, oldest first, each over the same number of values; only the last may be over
+        fewer."""
         return (*self._means, self._sum / self._count) if self._count else tuple(self._means)
 
 

@@ -93,7 +93,8 @@ def print_summary(inspection: Inspection, title: str, console: Console | None = 
 
 
 def summary_table(inspection: Inspection, title: str) -> Table:
-    """One row for each value: accuracy and time, work, staleness, busy roles, goodput, engines and weights."""
+    """Table of a run with one row for each value: accuracy and time, work, staleness, busy roles, goodput, engines and
+    weights."""
     table = Table(
         title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
     )
@@ -244,7 +245,7 @@ def canary_rows(proofs: Iterable[CanaryProof]) -> Iterator[tuple[str, str]]:
 
 
 def bar(fraction: float, width: int = _BAR_WIDTH) -> str:
-    """Text bar, padded to `width`.
+    """Bar of block characters for a fraction (below 0 as 0, above 1 as 1), padded to `width` characters.
 
     >>> bar(0.5, width=4), bar(0.3125, width=4)
     ('██  ', '█▎  ')

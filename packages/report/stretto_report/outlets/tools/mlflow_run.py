@@ -84,7 +84,8 @@ class MlflowRun:
 
 
 def accepted_name(name: str) -> str:
-    """Name for MLflow: forbidden characters become "_", and the name is a normal relative file path.
+    """Name for MLflow: forbidden characters become "_". If the name is then no normal relative file path, so do "/" and
+    ".".
 
     >>> accepted_name("lr=1e-4"), accepted_name("rewards/exact, short"), accepted_name("v1/")
     ('lr_1e-4', 'rewards/exact_ short', 'v1_')

@@ -72,7 +72,7 @@ class PrometheusPage:
         self._server.server_close()
 
     def text(self) -> str:
-        """The page as text."""
+        """The page in Prometheus' text format."""
         with self._lock:
             series = sorted(self._values.items())
         return page_of(_metrics(series, self._name))

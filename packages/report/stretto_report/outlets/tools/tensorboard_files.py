@@ -84,9 +84,9 @@ class TensorboardFiles:
 
 
 def _behind_the_others(folder: Path, make: Callable[[], Any]) -> Any:
-    """Create a writer whose file sorts after the existing ones. A file name has the second of its creation, then the
-    pid. If a file of the same second sorts later, the new file is removed and created again. After `_PATIENCE` seconds
-    the writer is returned even so."""
+    """Create a writer, by `make`, whose file in `folder` sorts after the existing ones. A file name has the second of
+    its creation, then the pid. If a file of the same second sorts later, the new file is removed and created again.
+    After two seconds the writer is returned even so."""
     before, until = _names(folder), time.monotonic() + _PATIENCE
     while True:
         writer = make()

@@ -134,7 +134,7 @@ class WandbRun:
 
     def _wait_for(self, number: int) -> None:
         """Wait until the point with W&B's step `number` is in the file, where it survives the process; TimeoutError if
-        W&B does not write it."""
+        W&B does not write it within a minute."""
         until = time.monotonic() + _WRITE_SECONDS
         while self._written.read_on() < number:
             if time.monotonic() > until:

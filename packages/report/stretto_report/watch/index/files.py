@@ -84,7 +84,8 @@ class NewestLines:
         self._decoded: dict[str, MetricsLine | None] = {}  # by the line as it is written
 
     def read(self, *, keep: bool) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-        """Newest steps, and newest evaluations of the first set, oldest first; both empty without a file.
+        """Newest steps, and newest evaluations of the held-out prompts (without further evaluation sets), oldest first.
+        Unreadable lines are left out; both lists are empty without a file.
 
         Args:
             keep: remember the decoded lines, so that the next call decodes only new ones.
@@ -102,8 +103,8 @@ class NewestLines:
 
 
 def _decoded(row: str) -> MetricsLine | None:
-    """Decode a line; None if it is unreadable. The first line may be cut off; damage is reported when the run is
-    opened."""
+    """Decode a line; None if it is unreadable, as a first line that is cut off. (Damage is reported when the run is
+    opened.)"""
     try:
         return decode_line(_LINE, row.encode())
     except StoreError:

@@ -72,7 +72,7 @@ class Steps:
         return self._follower.fault
 
     def advance(self) -> bool:
-        """Read a few megabytes more; returns whether there may be more. If the file was rewritten, everything is read
+        """Read about a megabyte more; returns whether there may be more. If the file was rewritten, everything is read
         again. The columns of a long file are saved to the cache.
 
         Raises:
@@ -144,7 +144,7 @@ class Steps:
                 raise KeyError(name)
 
     def values(self, row: int) -> Mapping[str, float | None]:
-        """All series at one row of the table, by name; None where not finite."""
+        """All series at one row (index) of the table, by name; None where not finite."""
         return {name: finite(float(self.column(name)[row])) for name in self.names}
 
 
@@ -169,8 +169,8 @@ class Curve(Record, frozen=True):
 
 
 class Curves(Record, frozen=True):
-    """Several series of `points` points. Each point stands for `bucket` steps (the last may have fewer). `x`: the
-    values of each possible x axis at the points."""
+    """Several series of `points` points; `steps`: number of all steps of the run. Each point stands for `bucket` steps
+    (the last may have fewer). `x`: the values of each possible x axis, at the last step of each point."""
 
     steps: int
     points: int

@@ -65,7 +65,7 @@ class Spans:
         return float(self.table["end"].max()) - self.begin if self.table.rows else 0.0
 
     def advance(self) -> bool:
-        """Read a few megabytes more; returns whether there may be more. If the file was rewritten, everything is read
+        """Read about a megabyte more; returns whether there may be more. If the file was rewritten, everything is read
         again. The columns of a long file are saved to the cache.
 
         Raises:
@@ -96,7 +96,8 @@ class Spans:
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
 
     def starts_of(self, role: str, name: str) -> dict[int, float]:
-        """Start of the newest span with this role and name, by version. Empty if there is none."""
+        """Start of the newest span with this role and name, in seconds on the clock of the spans, for each version.
+        Empty if there is none."""
         codes = self.roles.find(role), self.names.find(name)
         if None in codes:
             return {}
@@ -106,8 +107,9 @@ class Spans:
 
 
 class Tiles(Record, frozen=True):
-    """Tiles as columns. A tile of several spans reaches from the first start to the last end. `count`: number of spans;
-    `busy`: sum of their seconds."""
+    """Tiles as columns, times in seconds since the first span of the run. A tile of several spans reaches from the
+    first start to the last end. `category`: index in `CATEGORIES`; `count`: number of spans; `busy`: sum of their
+    seconds; `version`: that of the tile's first span."""
 
     start: list[float]
     end: list[float]
@@ -119,7 +121,7 @@ class Tiles(Record, frozen=True):
 
 
 class Lane(Record, frozen=True):
-    """Tiles of one role."""
+    """Tiles of one role. `machine`: "" if it is not known."""
 
     role: str
     machine: str
@@ -127,8 +129,8 @@ class Lane(Record, frozen=True):
 
 
 def lanes(spans: Spans, machines: dict[str, str], first: float, last: float, pixels: int) -> tuple[list[Lane], int]:
-    """Tiles of each role between the times `first` and `last` (seconds since the first span), at a width of `pixels`.
-    Also returns the number of spans. `machines`: machine of a role by name."""
+    """Tiles of each role between the times `first` and `last` (seconds since the first span), at a width of `pixels`,
+    and the number of spans in that time. `machines`: name of the machine of each role, by role."""
     table, begin = spans.table, spans.begin
     inside = np.flatnonzero((table["start"] < begin + last) & (table["end"] > begin + first))
     order = inside[np.lexsort((table["start"][inside], table["role"][inside]))]
@@ -197,8 +199,8 @@ def marks(
     most_steps: int,
 ) -> list[Mark]:
     """Steps, and events of the ledger, between the times `first` and `last`, in seconds since the first span. Steps are
-    left out if there are more than `most_steps`, events if no step is committed. At most the first `_MOST_MARKS` are
-    returned.
+    left out if there are more than `most_steps`, events if no committed step has a span (their clocks cannot be
+    compared). The first 2,000 by time are returned.
 
     Args:
         committed: steps and the Unix seconds at which their batches were committed.

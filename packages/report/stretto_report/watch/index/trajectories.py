@@ -42,19 +42,19 @@ NONE = -1  #: stands for a missing number or word
 
 
 class WordCodes:
-    """Codes of words as small integers; `NONE` stands for no word."""
+    """Codes of words as small integers; -1 stands for no word."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         self.all = list(known)
         self._codes = {word: code for code, word in enumerate(self.all)}
 
     def codes(self, words: Sequence[str | None]) -> list[int]:
-        """Codes of words; `code` is called once per distinct word."""
+        """Codes of words; new words get new codes, and None is -1."""
         known = {word: self.code(word) for word in dict.fromkeys(words)}
         return [known[word] for word in words]
 
     def code(self, word: str | None) -> int:
-        """Code of a word; a new word gets a new code. `NONE` for None."""
+        """Code of a word; a new word gets a new code. -1 for None."""
         if word is None:
             return NONE
         code = self._codes.get(word)
@@ -85,8 +85,8 @@ class _Facts(Record, frozen=True):
 class Trajectories:
     """The ledger's rows of trajectories as columns. A row in a final state is read once; other rows are read again.
 
-    Columns: the numbers of the ledger's row, `NONE` where missing; ``reward`` with NaN; and ``state``, ``verdict``,
-    ``stop``, ``reason``, ``prompt`` as codes of `words`.
+    Columns: the numbers of the ledger's row, -1 where missing; ``reward`` with NaN; and ``state``, ``verdict``,
+    ``stop``, ``reason``, ``prompt`` as codes of `words`. `indexed`: share of the ledger's trajectories that were read.
     """
 
     def __init__(self, folder: Path, cache: Cache) -> None:
@@ -183,7 +183,7 @@ class Trajectories:
 
     @property
     def staleness(self) -> Column:
-        """Versions between the oldest token and the update that trained on it, [rows]; `NONE` if untrained."""
+        """Versions between the oldest token and the update that trained on it, [rows]; -1 if untrained."""
         step, oldest = self.table["step"], self.table["oldest"]
         return np.where((step >= 0) & (oldest >= 0), step - 1 - oldest, NONE)
 
@@ -194,7 +194,7 @@ class _Counted(Record, frozen=True):
 
 
 def count_states(connection: sqlite3.Connection, folder: Path, cache: Cache) -> dict[str, int]:
-    """Trajectories by state. Slow counts are cached until the ledger changes."""
+    """Number of trajectories in each state. Slow counts are cached until the ledger changes."""
     stamp, since = _stamp(folder / LEDGER), time.monotonic()
     if (kept := cache.load(_COUNTED, _Counted)) is not None and kept[1].stamp == stamp:
         return kept[1].counts

@@ -35,7 +35,7 @@ class BranchLine(Record, frozen=True):
 
 
 class Catalog:
-    """All runs below some folders. `all` searches for new runs, at most once a second.
+    """All runs in some folders, or up to three levels below. `all` searches for new runs, at most once a second.
 
     A folder is a run if it has a ledger, or other files of a run. Links below the given folders are not followed.
     """
@@ -151,7 +151,8 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder has the files of a run."""
+    """Whether a folder has the files of a run: a ledger, metrics, or a recipe with a log. False if it cannot be
+    read."""
     try:
         return (
             (folder / "ledger.sqlite").is_symlink()

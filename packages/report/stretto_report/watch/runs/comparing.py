@@ -46,7 +46,8 @@ class PartingToken(Record, frozen=True):
 
 
 class Comparison(Record, frozen=True):
-    """Result of `stretto diff` for the runs `a` and `b`, with the first token and the recipe keys that differ."""
+    """Result of `stretto diff` for the runs with the ids `a` and `b`, with the first token and the recipe keys that
+    differ. `fields`: at most the first hundred. `text`: the result in one sentence."""
 
     a: str
     b: str
@@ -60,7 +61,7 @@ class Comparison(Record, frozen=True):
 
 
 def recipe_differences(runs: Sequence[WatchedRun]) -> list[RecipeKey]:
-    """Recipe keys whose values are not equal in all runs."""
+    """Recipe keys whose values are not equal in all runs; the value of a missing key is None."""
     recipes = [flat(run.recipe()) for run in runs]
     keys = sorted(set().union(*recipes))
     found = [RecipeKey(key, [recipe.get(key) for recipe in recipes]) for key in keys]
@@ -68,7 +69,7 @@ def recipe_differences(runs: Sequence[WatchedRun]) -> list[RecipeKey]:
 
 
 def compare(a: WatchedRun, b: WatchedRun) -> Comparison:
-    """Compare two runs step by step.
+    """Compare two runs step by step, up to the first difference, and their recipes.
 
     Raises:
         RunFolderError: one holds no run.

@@ -36,7 +36,7 @@ def condition(folder: Path, ending: Callable[[], Ending | None]) -> Condition:
 
 
 def logs_of(folder: Path) -> dict[str, str]:
-    """Ends of the logs by name: the run's own, then those of the roles, newest first. At most `_MOST_LOGS` logs of
+    """Ends of the logs by name: the run's own, then those of the roles, newest first. At most 64 logs of
     roles; a log that cannot be read is left out."""
     run = RunFolder(folder)
     found: list[tuple[float, Path]] = []

@@ -70,7 +70,8 @@ class PromptCounts(Record, frozen=True):
 
 
 class TruncationShare(Record, frozen=True):
-    """Share of trained completions cut off at their length limit, in all and by step."""
+    """Share of trained completions cut off at their length limit, in all and in `by_step`: lists ``step`` (the last one
+    of a bucket of steps) and ``share``."""
 
     share: float | None
     by_step: dict[str, list[Any]]

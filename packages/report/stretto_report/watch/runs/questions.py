@@ -73,7 +73,7 @@ class PromptTexts:
         self._hashes = array("q")  # hashes of the texts of the first prompts
 
     def advance(self) -> bool:
-        """Read a few megabytes more; returns whether there is more: not if there is no file.
+        """Read about a megabyte more; returns whether there is more. False if there is no file.
 
         Raises:
             StoreError: it is no regular file.
@@ -146,7 +146,7 @@ class PromptTexts:
 
     @property
     def repeats(self) -> Repeats:
-        """Number of prompts whose text equals that of another one, among the first million."""
+        """Number and share of the prompts whose text another prompt has too, among the first million."""
         return Repeats.among(np.unique(np.frombuffer(self._hashes, np.int64), return_counts=True)[1].tolist())
 
     @property

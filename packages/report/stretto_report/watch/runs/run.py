@@ -191,7 +191,8 @@ class WatchedRun:
     # The summary.
 
     def facts(self) -> tuple[Totals | None, tuple[Membership, ...]]:
-        """Totals and engines on record in the ledger; (None, ()) if it cannot be read, with the fault in `faults`."""
+        """Totals and engines on record in the ledger; (None, ()) if it cannot be read, with the fault in `faults`. A
+        branch of `stretto replay` has no engines."""
         recorded = self._recorded()
         return recorded.totals, recorded.engines
 
@@ -231,7 +232,7 @@ class WatchedRun:
         return found
 
     def condition(self) -> Condition:
-        """State of the run; ``unreadable`` if the folder's lock cannot be tested."""
+        """State of the run and its reason; ``unreadable`` if its lock, ledger or log is no regular file."""
         try:
             return condition(self.folder, self._ended)
         except StoreError as error:
@@ -325,8 +326,9 @@ class WatchedRun:
         return self.findings().alarms
 
     def findings(self) -> AlarmReport:
-        """Alarms in the data read so far, and titles of those not measured. They are computed again when there are new
-        steps or evaluations, and when the condition of the run changes."""
+        """Alarms in the data read so far, and titles of those not measured. A dead run has the alarm ``dead_run`` in
+        front. They are computed again when there are new steps or evaluations, and when the condition of the run
+        changes."""
         steps, how = self.tables.steps, self.condition()
         runs = how.state == "running"
         key = (steps.epoch, steps.table.rows, len(steps.evaluations), how)

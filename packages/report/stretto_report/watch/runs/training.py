@@ -153,8 +153,8 @@ def read_step(folder: Path, step: int, ids: Sequence[str]) -> dict[str, SampledT
     lacks are left out.
 
     Raises:
-        FileNotFoundError: there is none.
-        StoreError: it is damaged, no regular file, or too large.
+        FileNotFoundError: the step has no token file.
+        StoreError: the file is damaged, no regular file, or too large.
     """
     tokens = RunFolder(folder).tokens
     if tokens.is_symlink():

@@ -241,8 +241,8 @@ class Reader:
         return np.arange(begin, end)
 
     def _payload(self, connection: sqlite3.Connection, row: TableRow, key: int) -> Payload:
-        """Segments and text of a trajectory, of one in flight, those journaled so far. The text of one in flight covers
-        at most `LONGEST_TEXT` tokens. Raises StoreError if it is not on record."""
+        """Segments and text of a trajectory; for one in flight, what was journaled so far, with the text of at most
+        `LONGEST_TEXT` tokens. Empty if its tokens were not kept. Raises StoreError if it is not on record."""
         found = connection.execute(_PAYLOAD, (key,)).fetchone()
         if found is None:
             raise StoreError(f"trajectory {row.id} is not on record")

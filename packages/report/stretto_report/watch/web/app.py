@@ -146,7 +146,8 @@ class Dashboard:
             worker.shutdown()
 
     async def read(self, do: Callable[[], Result]) -> Result:
-        """Run a function in the reading thread."""
+        """Run a function in the reading thread, after the calls queued before; returns its result or raises its
+        error."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, do)
 
     def _answer(self, do: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:

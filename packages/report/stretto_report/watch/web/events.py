@@ -38,7 +38,7 @@ class Follower:
         self._evaluations: int | None = None
 
     def news(self) -> list[Event]:
-        """Events since the last call.
+        """Events since the last call, each as (name, id or None, data).
 
         If the run's tables were released, only summary events are sent until one of its pages is opened. Otherwise two
         large runs would evict each other's tables again and again.
@@ -111,8 +111,8 @@ class Follower:
 async def stream(
     news: Callable[[], Awaitable[list[Event]]], is_gone: Callable[[], Awaitable[bool]]
 ) -> AsyncIterator[bytes]:
-    """Poll `news` and encode the events until the client disconnects (`is_gone`). A comment is sent if there are no
-    events for a while."""
+    """Poll `news` every half a second to a second, and encode its events until the client disconnects (`is_gone`). A
+    comment follows the events, and is sent alone after ten seconds without events."""
     yield b"retry: 1000\n\n"
     pinged = time.monotonic()
     while not await is_gone():

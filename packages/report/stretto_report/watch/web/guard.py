@@ -158,8 +158,9 @@ class Guard:
         return hmac.new(self._token, self._cookie.encode(), "sha256").hexdigest()
 
     async def _page(self, scope: Scope, receive: Receive, send: Send, *, wrong: bool) -> None:
-        """Serve the page to a browser without a cookie if its address has the token, and set the cookie. (The page
-        removes the token from the address.) A redirect would lose the cookie after a link from another site."""
+        """Serve the page to a browser without a cookie if its address has the token, and set the cookie; otherwise
+        reply 401 with the login form. `wrong`: the browser has given a wrong secret, so that the reply is delayed. (The
+        page removes the token from the address.) A redirect would lose the cookie after a link from another site."""
         given = _token_of(scope["query_string"])
         if not self._fits(given):
             await self._pause(wrong or bool(given))

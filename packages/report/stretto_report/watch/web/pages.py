@@ -39,7 +39,8 @@ Asked = Mapping[str, str]
 
 
 def list_page(catalog: Catalog) -> Any:
-    """GET /api/runs"""
+    """All runs, newest first, and which are branches of others, for GET /api/runs. The row of a run that cannot be
+    summarised has the reason."""
     rows = [_row(run) for run in catalog.all()]
     return {"runs": rows, "branches": catalog.branches(), "left_out": catalog.left_out, "version": __version__}
 
@@ -53,7 +54,7 @@ def _row(run: WatchedRun) -> RunSummary:
 
 
 def run_page(run: WatchedRun, asked: Asked) -> Any:
-    """GET /api/runs/ID"""
+    """Summary, recipe, machine, engines, alarms and names of the series of a run, for GET /api/runs/ID."""
     totals, engines = run.facts()
     tables = run.tables
     return {
@@ -71,7 +72,8 @@ def run_page(run: WatchedRun, asked: Asked) -> Any:
 
 
 def series_page(run: WatchedRun, asked: Asked) -> Any:
-    """GET /api/runs/ID/series"""
+    """Curves of the series `names` (default: all) over the steps `from` to `to`, in at most `points` points, and all
+    evaluations, for GET /api/runs/ID/series. RefusedRequest for an unknown series or an invalid number."""
     steps = run.tables.steps
     names = [name for name in asked.get("names", "").split(",") if name] or steps.names
     for name in names:
@@ -84,26 +86,29 @@ def series_page(run: WatchedRun, asked: Asked) -> Any:
 
 
 def table_page(run: WatchedRun, asked: Asked) -> Any:
-    """GET /api/runs/ID/trajectories"""
+    """One page of the trajectories that pass the filter `where`, for GET /api/runs/ID/trajectories. RefusedRequest for
+    a faulty filter, sort order or number."""
     where, sort = parse_where(asked.get("where", "")), parse_sort(asked.get("sort") or "id")
     offset, limit = _whole(asked, "offset", 0, 0, 1 << 40), _whole(asked, "limit", _ROWS, 1, _MOST_ROWS)
     return run.reader.table.page(where, sort, offset or 0, limit or _ROWS)
 
 
 def trajectory_page(run: WatchedRun, asked: Asked) -> Any:
-    """GET /api/runs/ID/trajectories/TRAJECTORY"""
+    """All records of a trajectory, with `limit` tokens from `offset` on, for GET /api/runs/ID/trajectories/TRAJECTORY.
+    None if there is no such trajectory; RefusedRequest for an invalid number."""
     offset, limit = _whole(asked, "offset", 0, 0, 1 << 40), _whole(asked, "limit", _TOKENS, 1, MOST_TOKENS)
     found = run.reader.trajectory(asked["/trajectory"], offset or 0, limit or _TOKENS, run.tables.steps.skipped)
     return None if found is None else msgspec.to_builtins(found) | {"tokenizer_fault": run.pieces.why_numbers}
 
 
 def group_page(run: WatchedRun, asked: Asked) -> Any:
-    """GET /api/runs/ID/groups/GROUP"""
+    """All completions of a group, for GET /api/runs/ID/groups/GROUP. None if there is no such group."""
     return run.reader.group(asked["/group"])
 
 
 def timeline_page(run: WatchedRun, asked: Asked) -> Any:
-    """GET /api/runs/ID/timeline"""
+    """Spans of each role, steps and events in a window (`from`, `to`: seconds since the first span), for GET
+    /api/runs/ID/timeline. RefusedRequest for an invalid number, or if the window ends before it begins."""
     spans = run.tables.spans
     first, last = _seconds(asked, "from", 0.0), _seconds(asked, "to", spans.end)
     if last < first:
@@ -126,12 +131,12 @@ def timeline_page(run: WatchedRun, asked: Asked) -> Any:
 
 
 def logs_page(run: WatchedRun, asked: Asked) -> Any:
-    """GET /api/runs/ID/logs"""
+    """Ends of the logs of the run and of its roles, for GET /api/runs/ID/logs."""
     return {"logs": [{"name": name, "text": text} for name, text in logs_of(run.folder).items()]}
 
 
 def health_page(run: WatchedRun, asked: Asked) -> Any:
-    """GET /api/runs/ID/health"""
+    """Data health of a run, as far as it has been read, for GET /api/runs/ID/health."""
     tables = run.tables
     return health_of(
         tables.trajectories, tables.questions, duplicates_of(run.folder, tables.questions), run.inspection()
@@ -144,7 +149,7 @@ def set_of(line: EvaluationLine) -> str:
 
 
 def evaluation_of(line: EvaluationLine) -> dict[str, Any]:
-    """An evaluation as JSON for a page."""
+    """An evaluation as JSON for a page. `set`: name of its evaluation set, "" for the held-out prompts."""
     found = msgspec.to_builtins(line, str_keys=True)
     return {"set": set_of(line), **{name: value for name, value in found.items() if name not in ("kind", "name")}}
 

@@ -170,8 +170,8 @@ class Replays:
         return self.state()
 
     def stop(self) -> ReplayState | None:
-        """Ask the running replay to end, and kill it after some seconds. Return its state; None if there was no
-        replay.
+        """Ask the running replay to end, and kill it after five seconds. Return the state of the newest replay, which
+        may still be running; None if there was none.
 
         Raises:
             NotAllowed: replays are forbidden.
@@ -247,8 +247,8 @@ def _problems(order: ReplayOrder) -> Iterable[Problem]:
 
 
 def _problems_of(setting: str) -> Iterator[Problem]:
-    """Problems of one setting ``SECTION.KEY=VALUE``, whose section must be one that a replay may change.
-    Paths are refused, because a browser must not name files of this machine."""
+    """Yield the problem of one setting, if any: it does not have the form ``SECTION.KEY=VALUE``, a replay may not
+    change its section, or its value is a path, because a browser must not name files of this machine."""
     key, equals, value = setting.partition("=")
     place = f"--set {key.strip()[:80]}"
     if not equals or len(setting) > _LONGEST_SETTING or not setting.isprintable():
