@@ -13,13 +13,8 @@ import griffe
 def fenced(text: str) -> str:
     """Docstring with each example, from its first ``>>>`` to the next empty line, in a fence of its own.
 
-    >>> print(fenced(">>> 1 + 1\\n2\\n\\nMore."))
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
-    <BLANKLINE>
-    More.
+    >>> fenced(">>> 1 + 1\\n2\\n\\nMore.").splitlines()
+    ['```pycon', '>>> 1 + 1', '2', '```', '', 'More.']
     """
     lines: list[str] = []
     open_ = False
