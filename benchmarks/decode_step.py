@@ -6,7 +6,7 @@ matmul.
 The FLOPs of a step's matmuls (all linear layers, and the two of attention), divided by its time and by the rate of the
 fastest square matmul on this core (`benchmarks.flops.ceiling`), give the fraction of the ceiling. The time is split
 into matmuls, attention, the fused loops of norms, rotation and gates, other calls to torch, and the rest: sampling,
-Python, and the engine's work in numpy. A step is one call of a compiled loop (`stretto.model.kernels.program`); to time
+Python, and the engine's work in numpy. A step is one call of a compiled loop (`stretto_kernels.steps.program`); to time
 its parts, further steps call the loop once for each part, in the same order. Shares are of CPU time.
 """
 
@@ -35,8 +35,8 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import load_policy
-from stretto.model.kernels import program
 from stretto_kernels.program_loop import ATTEND, MULTIPLY, run
+from stretto_kernels.steps import program
 
 ROWS, LENGTH, STEPS, PROFILED = 64, 160, 60, 20  # no row changes its bucket in these steps
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -18,13 +18,13 @@ from benchmarks.lengths import batch
 from benchmarks.runs import train
 from stretto.core.records import Sampling
 from stretto.engine.native.sampling import Filtered, draw_by_torch, tempered
-from stretto.model.kernels.draw_by_triton import draw_on_device
 from stretto.model.truncation import Truncation
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.trainer import Trainer
 from stretto.weights.copying import texts
 from stretto.weights.folder import remove, shared_folder
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from stretto_kernels.gpu.draw import draw_on_device
 from stretto_report.audit.check import check_run
 
 LEARN = RECIPE.with_name("gpu_learn.toml")
@@ -51,7 +51,7 @@ def _drawn(asked: Asked, rows: int, vocabulary: int, filters: bool) -> dict[str,
     given = Filtered(every, truncation) if truncation is not None else None
 
     def fused() -> tuple[Any, Any]:
-        return draw_on_device(logits, temperatures, uniforms, every, truncation)
+        return draw_on_device(logits, temperatures, uniforms, every, truncation.settings if truncation else None)
 
     def plain() -> tuple[Any, Any]:
         return draw_by_torch(tempered(logits, temperatures, given), temperatures == 0, uniforms)

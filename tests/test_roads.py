@@ -1,5 +1,6 @@
 """Promises: the road of a decode step is short. From `NativeEngine.step` to the sampled token the step goes through at
-most 12 files of stretto, and none of them is entered again while it waits for another one (A calls B calls A)."""
+most 12 files of stretto and its kernels, and none of them is entered again while it waits for another one (A calls B
+calls A)."""
 
 import sys
 from collections.abc import Callable
@@ -10,29 +11,30 @@ from typing import Any
 import pytest
 
 import stretto
+import stretto_kernels
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.sampling import sample
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
-from stretto.model.kernels.matmul import use_onednn
-from stretto.model.trace import module_forward
+from stretto.model.kernels import use_onednn
+from stretto_kernels.steps.trace import module_forward
 from tests.engine.answering import request
 from tests.model.choosing import always
 from tests.tiny_policy import TINY
 
-PACKAGE = str(Path(stretto.__file__).parent) + "/"
+PACKAGES = tuple(f"{Path(str(one.__file__)).parent}/" for one in (stretto, stretto_kernels))
 MOST_FILES = 12  # five of them compiled loops (decisions 51 and 59)
 
 
 class Road:
-    """The files of a package that a call enters until `end` (the code of a function) returns."""
+    """The files of packages that a call enters until `end` (the code of a function) returns."""
 
-    def __init__(self, package: str, end: object = None) -> None:
+    def __init__(self, *packages: str, end: object = None) -> None:
         self.files: list[str] = []
         self.entered_again: list[str] = []
-        self._package, self._end = package, end
+        self._packages, self._end = packages, end
         self._ended = False
 
     def follow(self, call: Callable[[], Any]) -> None:
@@ -43,7 +45,7 @@ class Road:
             sys.setprofile(None)
 
     def _event(self, frame: FrameType, event: str, _: object) -> None:
-        if self._ended or not frame.f_code.co_filename.startswith(self._package):
+        if self._ended or not frame.f_code.co_filename.startswith(self._packages):
             return
         if event == "return":
             self._ended = frame.f_code is self._end
@@ -55,11 +57,11 @@ class Road:
                 self.entered_again.append(f"{stack[0]} from {stack[1]}")
 
     def _stack(self, frame: FrameType) -> list[str]:
-        """The package's files from a frame outwards."""
+        """The packages' files from a frame outwards."""
         files, here = [], frame
         while here is not None:
-            if here.f_code.co_filename.startswith(self._package):
-                files.append(here.f_code.co_filename.removeprefix(self._package))
+            file = here.f_code.co_filename
+            files += [file.removeprefix(package) for package in self._packages if file.startswith(package)]
             here = here.f_back  # type: ignore[assignment]
         return files
 
@@ -77,21 +79,21 @@ def engine(tmp_path: Path) -> NativeEngine:
 
 
 def test_a_decode_step_goes_through_few_files_and_enters_none_twice(engine: NativeEngine) -> None:
-    road = Road(PACKAGE, end=sample.__code__)
+    road = Road(*PACKAGES, end=sample.__code__)
     road.follow(engine.step)
     assert road.files[0] == "engine/native/engine.py"
-    assert road.files[-2:] == ["engine/native/sampling.py", "model/kernels/draw.py"]
+    assert road.files[-2:] == ["engine/native/sampling.py", "draw.py"]
     assert len(road.files) <= MOST_FILES, road.files
-    whole = Road(PACKAGE)
+    whole = Road(*PACKAGES)
     whole.follow(engine.step)
     assert not whole.entered_again
 
 
 def test_nor_does_a_step_that_calls_the_module(engine: NativeEngine) -> None:
     engine._policy.forward_of_model = module_forward(engine._policy.model)
-    road = Road(PACKAGE)
+    road = Road(*PACKAGES)
     road.follow(engine.step)
-    assert "model/trace.py" in road.files
+    assert "steps/trace.py" in road.files
     assert not road.entered_again
 
 

@@ -7,7 +7,7 @@
 Families: full attention (Qwen2, Qwen3, Llama), a sliding window that is shorter than prompts and answers (Mistral),
 sliding and full layers with two rotary settings (Gemma 3), experts (Qwen3-MoE).
 
-Products are in panels, so that the steps of four families are programs (`model.kernels.program`).
+Products are in panels, so that the steps of four families are programs (`stretto_kernels.steps.program`).
 
 Two logits that differ by less than rounding have no greedy token that both sides must agree on. The seeds are such that
 this does not happen: the test asserts that the best two logits are further apart than rounding at every token.
@@ -31,7 +31,7 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.native import engine as native
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
-from stretto.model.kernels.matmul import use_onednn
+from stretto.model.kernels import use_onednn
 from stretto_kernels.compiled import AVAILABLE
 from tests.engine.answering import (
     EOS,

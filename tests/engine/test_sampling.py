@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.engine.native.sampling import Filtered, draw_by_torch, mix, sample, uniforms
-from stretto.model.kernels.draw import draw as draw_one
 from stretto.model.truncation import Truncation
+from stretto_kernels.draw import draw as draw_one
 from tests.tolerances import near
 
 

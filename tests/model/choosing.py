@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stretto.model.kernels.matmul import Chooser, KernelChoice, Name, Shape
+from stretto_kernels.steps.matmul import Chooser, KernelChoice, Name, Shape
 
 
 def always(kernel: Name, fewest: int = 1) -> Chooser:

@@ -1,4 +1,4 @@
-"""The kernels of `stretto.model.kernels` as assembly for an H100, which compiling does not need.
+"""The kernels of `stretto_kernels.gpu` as assembly for an H100, which compiling does not need.
 
 Words are type, soft cap and width of a head: ``python -m tests.model.compiling bf16,0.0,128 fp16,30.0,96`` prints a
 list as JSON, with the assembly by kernel for each.
@@ -10,9 +10,8 @@ import json
 import sys
 from typing import Any
 
-from stretto.model.kernels import draw_by_triton as draw
-from stretto.model.kernels import triton_attention as ragged_gpu
-from stretto.model.kernels import triton_fused
+from stretto_kernels.gpu import attention as ragged_gpu
+from stretto_kernels.gpu import draw, fused
 
 triton: Any = vars(ragged_gpu)["triton"]  # None where it is not installed
 
@@ -63,10 +62,10 @@ def kernels(kind: str, softcap: str, width: str) -> dict[str, str]:
         "settle": assembly(draw._settle, kind, {"PARTS": 128} | narrow),
         "sums": assembly(draw._sums, kind, parts | {"FILTERS": True}),
         "find": assembly(draw._find, kind, parts | {"FILTERS": True}),
-        "norm": assembly(triton_fused._norm, kind, wide | {"ADDS": True}),
-        "rotate": assembly(triton_fused._rotate, kind, half | {"NORM": True}),
-        "enter": assembly(triton_fused._enter, kind, enter),
-        "gate": assembly(triton_fused._gate, kind, wide),
+        "norm": assembly(fused._norm, kind, wide | {"ADDS": True}),
+        "rotate": assembly(fused._rotate, kind, half | {"NORM": True}),
+        "enter": assembly(fused._enter, kind, enter),
+        "gate": assembly(fused._gate, kind, wide),
     }
 
 

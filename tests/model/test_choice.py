@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.model.kernels import matmul as kernel_choice
-from stretto.model.kernels.matmul import FILE, GENERATION, KernelChoice, Name, Shape, choose, measure
+from stretto.model.kernels import choose
+from stretto_kernels.steps import matmul
+from stretto_kernels.steps.matmul import FILE, GENERATION, KernelChoice, Name, Shape, measure
 
 SHAPES: list[Shape] = [(64, 96), (96, 64)]
 
@@ -23,14 +24,15 @@ UNSTEADY = """
 import os, sys, time
 from pathlib import Path
 import torch
-from stretto.model.kernels import choice as kernel_choice
+from stretto.model.kernels import choose
+from stretto_kernels.steps import matmul
 def unsteady(shape, dtype, kernels):
     time.sleep(0.2)
-    return kernel_choice.KernelChoice("onednn", os.getpid())
-kernel_choice.measure = unsteady
+    return matmul.KernelChoice("onednn", os.getpid())
+matmul.measure = unsteady
 print("ready", flush=True)
 sys.stdin.readline()
-chosen = kernel_choice.choose([(64, 96), (96, 64)], torch.float32, ("onednn",), Path(sys.argv[1]))
+chosen = choose([(64, 96), (96, 64)], torch.float32, ("onednn",), Path(sys.argv[1]))
 print(sorted((shape, choice.fewest) for shape, choice in chosen.items()))
 """
 
@@ -49,7 +51,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, choice: KernelChoice) -> list[Shap
         seen.append(shape)
         return choice
 
-    monkeypatch.setattr(kernel_choice, "measure", measure)
+    monkeypatch.setattr(matmul, "measure", measure)
     return seen
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.model.decode.slot_tables import cut
+from stretto_kernels.gpu.tables import cut
 
 ROWS = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 3000)), min_size=1, max_size=40)
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.model.decode.cuda_graphs import CudaCapture, Graphs, Inputs, captured_size
+from stretto_kernels.gpu.graphs import CudaCapture, Graphs, Inputs, captured_size
 
 CPU = torch.device("cpu")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

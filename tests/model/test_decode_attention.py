@@ -26,7 +26,7 @@ import hashlib, os
 import numpy as np, torch
 from stretto_kernels.rule import Rule
 from stretto_kernels.decode_attention import ragged_attention
-from stretto.model.kernels.draw import draw
+from stretto_kernels.draw import draw
 from stretto_kernels.fused import gate, norm, norm_of_sum, rotate
 
 def show():

@@ -19,9 +19,9 @@ from torch.fx import GraphModule
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from stretto.model.trace import trace
 from stretto_kernels import fused
 from stretto_kernels.compiled import AVAILABLE
+from stretto_kernels.steps.trace import trace
 from tests.model.families import Family
 from tests.model.test_trace import model
 from tests.tolerances import assert_close

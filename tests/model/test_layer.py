@@ -21,14 +21,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.records import Sampling
 from stretto.model.hf.layers import checkpoint_activations, decoder_layers
-from stretto.model.packed import short
 from stretto.model.packed.attention import PACKED_ATTENTION, bucketed
-from stretto.model.packed.layer import fuse_layers
+from stretto.model.packed.layer import fuse_layers, places_of
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens, token_logprobs
-from stretto.model.packed.short import short_attention
 from stretto.trainer.config import LoraConfig
 from stretto.trainer.parallel.lora import adapt
 from stretto_kernels import layer_loops as loops
+from stretto_kernels import short
 from stretto_kernels.compiled import AVAILABLE
 from stretto_kernels.rule import Rule
 from tests.model.families import FAMILIES, VOCABULARY, Family, config
@@ -237,6 +236,11 @@ def attended(way: Any, width: int, heads: int, kv_heads: int) -> list[Tensor]:
 @pytest.mark.parametrize(("width", "heads", "kv_heads"), [(8, 2, 2), (16, 3, 1), (64, 12, 2), (24, 18, 2)])
 def test_short_sequences_attend_as_in_buckets(width: int, heads: int, kv_heads: int) -> None:
     expected = attended(lambda q, k, v, packing: bucketed(q, k, v, packing, Rule(scaling=0.3)), width, heads, kv_heads)
-    found = attended(lambda q, k, v, packing: short_attention(q, k, v, packing, 0.3), width, heads, kv_heads)
+    found = attended(
+        lambda q, k, v, packing: short.short_attention(q, k, v, places_of(packing), packing.longest, 0.3),
+        width,
+        heads,
+        kv_heads,
+    )
     for ours, theirs in zip(found, expected, strict=True):
         assert_close(ours, theirs, 4 * max(width, 64))

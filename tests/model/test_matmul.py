@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.model.kernels.matmul import (
+from stretto.model.kernels import use_onednn
+from stretto_kernels.steps.matmul import (
     GENERATION,
     TRAINING,
     Kernel,
@@ -15,7 +16,6 @@ from stretto.model.kernels.matmul import (
     Name,
     OneDnnLinear,
     fits,
-    use_onednn,
 )
 from tests.model.choosing import always
 from tests.tolerances import assert_close

@@ -23,11 +23,12 @@ import torch
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
-from stretto.model import trace as tracing
 from stretto.model.decode.policy import Context, DecodePolicy
-from stretto.model.kernels.matmul import Chooser, KernelChoice, Name, Shape, use_onednn
-from stretto.model.trace import Forward, trace
+from stretto.model.kernels import use_onednn
 from stretto_kernels.compiled import AVAILABLE
+from stretto_kernels.steps import trace as tracing
+from stretto_kernels.steps.matmul import Chooser, KernelChoice, Name, Shape
+from stretto_kernels.steps.trace import Forward, trace
 from tests.model.choosing import always
 from tests.model.families import VOCABULARY, Family
 from tests.model.test_trace import OPERATIONS, QWEN, both, model, two_steps
@@ -116,7 +117,7 @@ def test_weights_that_change_are_seen_and_earlier_logits_stay() -> None:
 
 
 def test_memory_of_a_long_step_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.model.kernels.program._KEPT_BYTES", 1 << 14)
+    monkeypatch.setattr("stretto_kernels.steps.program._KEPT_BYTES", 1 << 14)
     program, module = both(in_panels(QWEN))
     held = vars(program.forward_of_model.func.__self__)  # type: ignore[attr-defined]
     short, long = (np.arange(tokens) % VOCABULARY for tokens in (5, 200))

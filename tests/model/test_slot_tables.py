@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from stretto.model.attention_support import check_attention
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
 from stretto.model.decode.slot_tables import TableSteps
-from stretto.model.kernels.fusing import KERNELS
-from stretto.model.trace import trace
+from stretto_kernels.steps.fusing import KERNELS
+from stretto_kernels.steps.trace import trace
 from tests.model.families import SLIDING, VOCABULARY, config
 from tests.model.test_cuda_graphs import Again
 from tests.tolerances import LOGITS, operations_of, rounding

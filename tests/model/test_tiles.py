@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.model.decode import slot_tables
-from stretto.model.decode.length_buckets import CacheLayout
-from stretto.model.decode.slot_tables import cut, read_seconds, slots_of
-from stretto.model.kernels.triton_attention import TABLE, Tile, chosen, read_rows
+from stretto_kernels.gpu import tables
+from stretto_kernels.gpu.attention import TABLE, Tile, chosen, read_rows
+from stretto_kernels.gpu.tables import cut, read_seconds, slots_of
 from stretto_kernels.rule import Rule
 from tests.tolerances import assert_close
 
@@ -48,12 +47,11 @@ def test_a_file_that_cannot_be_written_leaves_the_first(tmp_path: Path) -> None:
 
 def test_each_tile_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each size: the interpreter has neither warps nor stages."""
-    monkeypatch.setattr(slot_tables, "_TRIES", 1)
-    layout = CacheLayout(1, 2, 16, 64, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(tables, "_TRIES", 1)
     cache, query = torch.randn(2, 2, 2, 40, 16), torch.randn(2, 4, 16)
     chunks = cut(np.zeros(2, np.int64), np.array([40, 9]), 6, 8)
     slots, items, bounds = map(torch.from_numpy, (slots_of(cache[0], cache[1], 2), chunks.items, chunks.bounds))
     expected = read_rows(query, slots, items, bounds, Rule(), 2)
     for tile in {tile.size: tile for tile in (*TABLE, Tile(1024))}.values():
         assert_close(read_rows(query, slots, items, bounds, Rule(), 2, tile), expected, 40, size=10.0)
-    assert read_seconds(layout, 4, TABLE[0], rows=1, tokens=8) > 0
+    assert read_seconds(torch.empty(2, 16), 4, TABLE[0], rows=1, tokens=8) > 0

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
-from stretto.model import trace as tracing
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
-from stretto.model.kernels.matmul import Name, fits, use_onednn
-from stretto.model.trace import Forward, module_forward, trace
+from stretto.model.kernels import use_onednn
+from stretto_kernels.steps import trace as tracing
+from stretto_kernels.steps.matmul import Name, fits
+from stretto_kernels.steps.trace import Forward, module_forward, trace
 from tests.model.choosing import always
 from tests.model.families import FAMILIES, VOCABULARY, Family, config
 from tests.tolerances import assert_close, operations_of

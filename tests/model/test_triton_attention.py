@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.model.decode.slot_tables import Chunks, cut, slots_of
 from stretto.model.decode.steps import Dense, attention_window
-from stretto.model.kernels.triton_attention import read_rows, reads_ragged, write_rows
+from stretto_kernels.gpu.attention import read_rows, reads_ragged, write_rows
+from stretto_kernels.gpu.tables import Chunks, cut, slots_of
 from stretto_kernels.rule import Rule
 from tests.tolerances import FEW, assert_close
 

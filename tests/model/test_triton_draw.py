@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stretto.engine.native import sampling
 from stretto.engine.native.sampling import Filtered, draw_by_torch, draws, sample, tempered
-from stretto.model.kernels import draw_by_triton
-from stretto.model.kernels.draw_by_triton import draw_on_device
 from stretto.model.truncation import Truncation
+from stretto_kernels.gpu import draw
+from stretto_kernels.gpu.draw import draw_on_device
 from tests.tolerances import near
 from tests.trainer.scale.counting import LiveBytes
 
@@ -32,8 +32,8 @@ Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 def assert_drawn(logits: Tensor, temperatures: list[float], uniforms: list[float], given: Filtered | None) -> None:
     """The same tokens; only a target within rounding of the edge of a token may give its neighbour."""
     degrees, targets = np.array(temperatures, np.float32), np.array(uniforms)
-    rows, truncation = (given.rows, given.truncation) if given is not None else (NOBODY, None)
-    tokens, logprobs = draw_on_device(logits.to(DEVICE), degrees, targets, rows, truncation)
+    rows, filters = (given.rows, given.truncation.settings) if given is not None else (NOBODY, None)
+    tokens, logprobs = draw_on_device(logits.to(DEVICE), degrees, targets, rows, filters)
     kept = tempered(logits, degrees, given)
     expected, known = draw_by_torch(kept, degrees == 0.0, targets)
     edges = kept.double().softmax(-1).cumsum(-1).numpy()
@@ -49,7 +49,7 @@ def assert_drawn(logits: Tensor, temperatures: list[float], uniforms: list[float
 
 @pytest.mark.parametrize(("size", "block"), [(130, 64), (1, 64), (48, 2048)])
 def test_it_takes_the_token_of_the_same_uniform_number(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_by_triton, "_BLOCK", block)
+    monkeypatch.setattr(draw, "_BLOCK", block)
     logits = 4 * torch.randn(5, size, generator=torch.Generator().manual_seed(size))
     logits[1, : size // 2] = -torch.inf
     logits[2, size // 2] = torch.finfo(torch.float32).min
@@ -59,7 +59,7 @@ def test_it_takes_the_token_of_the_same_uniform_number(size: int, block: int, mo
 
 def test_filters_leave_what_the_plain_way_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Top-k and top-p with ties at the edge, alone and together, beside min-p and a row without any."""
-    monkeypatch.setattr(draw_by_triton, "_BLOCK", 16)
+    monkeypatch.setattr(draw, "_BLOCK", 16)
     logits = 2 * torch.randn(5, 30, generator=torch.Generator().manual_seed(3))
     logits[0, [3, 9, 11]] = 5.0  # of these top-k 2 keeps all
     logits[1, [4, 20]] = logits[1].max()

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from stretto.model import trace as tracing
-from stretto.model.decode.slot_tables import slots_of
-from stretto.model.kernels import triton_fused as fused
-from stretto.model.kernels.fusing import KERNELS
-from stretto.model.trace import module_forward, trace
+from stretto_kernels.gpu import fused
+from stretto_kernels.gpu.tables import slots_of
+from stretto_kernels.steps import trace as tracing
+from stretto_kernels.steps.fusing import KERNELS
+from stretto_kernels.steps.trace import module_forward, trace
 from tests.model.families import Family
 from tests.model.test_fused import close, normed, rotated
 from tests.model.test_trace import QWEN, model

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stretto.model.packed import layer, triton_logprobs, triton_loops
+from stretto.model.packed import layer as packed_layer
 from stretto.model.packed.layer import fuse_layers
 from stretto.model.packed.logprobs import PackedTokens, chosen_logprobs, pack_tokens, token_logprobs
-from stretto.model.packed.triton_logprobs import head_logprobs
+from stretto_kernels.gpu import layer_loops
+from stretto_kernels.gpu import logprobs as by_triton
+from stretto_kernels.gpu.logprobs import head_logprobs
+from stretto_kernels.steps import layer
 from tests.model.families import Family
 from tests.model.test_layer import SHAPED, UNCHANGED, build, relative_error
 from tests.tolerances import LOGITS, assert_close, operations_of
@@ -31,9 +34,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "_loops", lambda tensor: triton_loops)
-    monkeypatch.setattr(layer, "LONGEST", 0)  # attention of the CPU's own takes only rows without gaps
-    monkeypatch.setattr(triton_logprobs, "computes", lambda logits: True)
+    monkeypatch.setattr(layer, "_loops", lambda tensor: layer_loops)
+    monkeypatch.setattr(packed_layer, "LONGEST", 0)  # attention of the CPU's own takes only rows without gaps
+    monkeypatch.setattr(by_triton, "computes", lambda logits: True)
 
 
 def few() -> PackedTokens:
@@ -76,7 +79,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_modules_are() -> None:
 
 @pytest.mark.parametrize("width", [1024, 1536, 40])
 def test_sums_over_rows_are_shared_by_programs(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_loops, "_PROGRAMS", 3)
+    monkeypatch.setattr(layer_loops, "_PROGRAMS", 3)
     chance = torch.Generator().manual_seed(1)
     x, gradient, beside = (torch.randn(7, width, generator=chance).to(DEVICE) for _ in range(3))
     weight = torch.randn(width, generator=chance).to(DEVICE)
@@ -85,10 +88,10 @@ def test_sums_over_rows_are_shared_by_programs(width: int, monkeypatch: pytest.M
     normed.backward(gradient.double())
     assert exact.grad is not None
     assert own.grad is not None
-    found, copy, of_weight = triton_loops.norm_back(x, weight, 1e-6, gradient.bfloat16(), beside, copied=True)
+    found, copy, of_weight = layer_loops.norm_back(x, weight, 1e-6, gradient.bfloat16(), beside, copied=True)
     assert copy.dtype is torch.bfloat16
     assert_close(copy.float(), found, 1, dtype=torch.bfloat16)
-    found, _, of_weight = triton_loops.norm_back(x, weight, 1e-6, gradient, beside)
+    found, _, of_weight = layer_loops.norm_back(x, weight, 1e-6, gradient, beside)
     assert_close(found, (exact.grad + beside).float(), width)
     assert_close(of_weight, own.grad.float(), width)
 
@@ -98,7 +101,7 @@ def test_sums_over_rows_are_shared_by_programs(width: int, monkeypatch: pytest.M
 def test_log_probabilities_and_their_gradients_are_those_of_torch(
     kind: torch.dtype, temperature: float, of_logprobs: int, of_entropies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_logprobs, "_BLOCK", 64)
+    monkeypatch.setattr(by_triton, "_BLOCK", 64)
     logits = (torch.randn(5, 300, generator=torch.Generator().manual_seed(2)) * 5).to(DEVICE, kind)
     chosen, weights = torch.tensor([0, 63, 64, 200, 299]).to(DEVICE), torch.linspace(-1, 2, 5).to(DEVICE)
     exact, leaf = logits.double().requires_grad_(), logits.clone().requires_grad_()
@@ -120,7 +123,7 @@ def test_log_probabilities_and_their_gradients_are_those_of_torch(
 
 
 def test_tokens_that_may_not_be_drawn_count_nothing_and_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_logprobs, "_BLOCK", 4)  # the first block has none that may be drawn
+    monkeypatch.setattr(by_triton, "_BLOCK", 4)  # the first block has none that may be drawn
     lowest = torch.finfo(torch.float32).min
     leaf = torch.tensor([[lowest] * 4 + [1.0, lowest, 0.0, lowest]], device=DEVICE).requires_grad_()
     logprobs, entropy = chosen_logprobs(leaf * 1, torch.tensor([4], device=DEVICE), entropy=True)

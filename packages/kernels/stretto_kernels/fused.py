@@ -5,7 +5,7 @@
     gate      out = silu(gate) · up                                      in place of two calls
 
 Numbers are rounded at the same points as by torch's calls, so in bfloat16 the results equal the module's except for the
-order of sums. `model.trace` puts the loops into a traced forward.
+order of sums. `steps.trace` puts the loops into a traced forward.
 
 Axes: T token, N width of the model, H head, D width of a head.
 """

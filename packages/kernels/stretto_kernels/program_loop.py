@@ -1,4 +1,4 @@
-"""The compiled loop of a program (`kernels.program`): executes its steps on addresses.
+"""The compiled loop of a program (`steps.program`): executes its steps on addresses.
 
 Between two attentions a step treats each token alone. So a few tokens at a time go through all steps up to the next
 attention, and what these hand on stays in the core's cache::

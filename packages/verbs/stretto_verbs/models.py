@@ -19,7 +19,7 @@ from stretto.doors.mistakes import checked
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.layers import linear_layers
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
-from stretto.model.kernels.matmul import TRAINING, OneDnnLinear, use_onednn
+from stretto.model.kernels import TRAINING, OneDnnLinear, use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import LoraConfig
 from stretto.trainer.parallel.lora import adapt

@@ -19,7 +19,7 @@ from stretto.doors.mistakes import checked
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype, whole_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
-from stretto.model.kernels.matmul import TRAINING, use_onednn
+from stretto.model.kernels import TRAINING, use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.store import lock
 from stretto.store.checkpoints import Checkpoints

@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from stretto.model.hf.filling import own
 from stretto.model.hf.layers import decoder_layers
-from stretto.model.packed import attention, layer, logprobs, triton_logprobs, triton_loops
+from stretto.model.packed import attention, logprobs
+from stretto.model.packed import layer as packed_layer
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer import optimizer
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
@@ -41,6 +42,9 @@ from stretto.trainer.parallel import ranks as ranks_module
 from stretto.trainer.parallel.lora import adapt
 from stretto.trainer.parallel.ranks import ALONE, Ranks, ShardedRanks
 from stretto.trainer.reference import ReferencePolicy
+from stretto_kernels.gpu import layer_loops as gpu_loops
+from stretto_kernels.gpu import logprobs as gpu_logprobs
+from stretto_kernels.steps import layer
 from tests.trainer.scale.collectives import Collectives, whole_bytes
 from tests.trainer.staging import staged
 
@@ -162,16 +166,16 @@ def _without_kernels(patch: pytest.MonkeyPatch) -> None:
 
     def fuse(model: PreTrainedModel) -> None:
         for module in decoder_layers(model):
-            if (found := layer._layer_of(module)) is not None:
+            if (found := layer._layer_of(module, packed_layer.attend)) is not None:
                 module.forward = partial(layer._forward, module, found, module.forward)
 
-    patch.setattr(layer, "bucketed", attention._flash)
-    patch.setattr(layer, "_loops", lambda tensor: triton_loops)
-    patch.setattr(triton_logprobs, "computes", lambda logits: True)
+    patch.setattr(packed_layer, "bucketed", attention._flash)
+    patch.setattr(layer, "_loops", lambda tensor: gpu_loops)
+    patch.setattr(gpu_logprobs, "computes", lambda logits: True)
     patch.setattr(optimizer, "fuse_layers", fuse)
-    patch.setattr(triton_logprobs, "_plus_product", _in_place)
+    patch.setattr(gpu_logprobs, "_plus_product", _in_place)
     patch.setattr(logprobs, "_is_matrix", lambda head: True)
-    for module in (triton_loops, triton_logprobs):
+    for module in (gpu_loops, gpu_logprobs):
         for name in ("_norm", "_norm_back", "_heads", "_heads_back", "_gate", "_gate_back", "_score", "_back"):
             patch.setattr(module, name, Nothing(), raising=False)
 

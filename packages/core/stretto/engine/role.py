@@ -20,11 +20,11 @@ from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import load_tokenizer
-from stretto.model.kernels.matmul import choose, use_onednn
-from stretto.model.kernels.triton_attention import FILE
+from stretto.model.kernels import choose, use_onednn
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
 from stretto.weights.shared_memory import SharedMemorySubscriber
+from stretto_kernels.gpu.attention import FILE
 
 
 def main(arguments: list[str]) -> int:

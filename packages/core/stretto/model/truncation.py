@@ -44,6 +44,10 @@ class Truncation:
         """The settings of `sampling`, for all rows."""
         return cls(np.array([sampling.top_k]), np.array([sampling.top_p]), np.array([sampling.min_p]))
 
+    @property
+    def settings(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        return self.top_k, self.top_p, self.min_p
+
     def rows(self, rows: npt.NDArray[np.int64]) -> Self:
         """The settings of these rows."""
         if len(self.top_k) == 1:

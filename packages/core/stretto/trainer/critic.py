@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from stretto.core.records import Batch, StopReason
 from stretto.model.hf.filling import without_memory
 from stretto.model.hf.layers import checkpoint_activations
-from stretto.model.kernels.matmul import TRAINING, use_onednn
+from stretto.model.kernels import TRAINING, use_onednn
 from stretto.model.packed.logprobs import PackedTokens, hidden_states
 from stretto.trainer.batch.minibatch import Minibatch
 from stretto.trainer.batch.paths import PathTokens

@@ -36,7 +36,7 @@ from stretto.core.records import Sampling
 from stretto.model.attention_support import check_attention
 from stretto.model.hf.filling import own, without_memory
 from stretto.model.hf.layers import checkpoint_activations
-from stretto.model.kernels.matmul import TRAINING, use_onednn
+from stretto.model.kernels import TRAINING, use_onednn
 from stretto.model.packed.layer import fuse_layers
 from stretto.model.packed.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
 from stretto.trainer.config import OptimizerConfig

@@ -38,7 +38,7 @@ from stretto.model.device import spare
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import load_tokenizer
-from stretto.model.kernels.matmul import use_onednn
+from stretto.model.kernels import use_onednn
 
 _WORKING = 1 << 30  # bytes that a step needs in addition to weights and cache
 
@@ -90,7 +90,7 @@ class NativeEngine:
         self._tiles: Path | None = None
 
     def tune(self, record: Path | None) -> None:
-        """Choose the tile sizes of the kernels for decoding on a GPU (`model.kernels.triton_attention`). `record`: file
+        """Choose the tile sizes of the kernels for decoding on a GPU (`stretto_kernels.gpu.attention`). `record`: file
         that keeps the choice for the run; None: the default sizes. Call it before the first request."""
         self._tiles = record
         self._policy.tune(record)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from stretto.core.records import Likeliest, Sampling
-from stretto.model.kernels.draw import draw
-from stretto.model.kernels.draw_by_triton import DRAWS, draw_on_device
 from stretto.model.truncation import Truncation, truncate
 from stretto_kernels.compiled import compiled, computes, inlined
+from stretto_kernels.draw import draw
+from stretto_kernels.gpu.draw import DRAWS, draw_on_device
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -122,8 +122,9 @@ def sample(
     greedy, targets = temperatures == 0.0, uniforms(seeds, places)
     if draws(logits_RV.device):
         if filtered is None or filtered.allowed is None:
-            rows, truncation = (filtered.rows, filtered.truncation) if filtered is not None else (places[:0], None)
-            return draw_on_device(logits_RV, temperatures, targets, rows, truncation)
+            rows = places[:0] if filtered is None else filtered.rows
+            filters = None if filtered is None else filtered.truncation.settings
+            return draw_on_device(logits_RV, temperatures, targets, rows, filters)
         plain = np.where(greedy, np.float32(0.0), np.float32(1.0))
         return draw_on_device(tempered(logits_RV, temperatures, filtered), plain, targets, places[:0], None)
     logits_RV = tempered(logits_RV, temperatures, filtered)

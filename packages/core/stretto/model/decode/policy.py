@@ -31,7 +31,7 @@ from stretto.model.decode.length_buckets import CacheLayout, LengthBuckets
 from stretto.model.decode.slot_tables import TableSteps, table_steps
 from stretto.model.decode.steps import CACHED_ATTENTION, DecodeStep, FirstTokens, plan_by_bucket
 from stretto.model.layout import Packing, pack, round_length
-from stretto.model.trace import Forward, trace
+from stretto_kernels.steps.trace import Forward, trace
 
 __all__ = ["CACHED_ATTENTION", "Context", "DecodePolicy", "cache_layout"]
 
@@ -100,7 +100,7 @@ class DecodePolicy:
         return self._buckets.tokens_allocated() * self.layout.bytes_per_token
 
     def tune(self, record: Path | None) -> None:
-        """Choose the tile size of the kernels for decoding on a GPU (`model.kernels.triton_attention`); does nothing
+        """Choose the tile size of the kernels for decoding on a GPU (`stretto_kernels.gpu.attention`); does nothing
         where these kernels are not used. `record`: file that keeps the choice for the run; None: the default size. Call
         it before the first step."""
         if self.table_steps is not None:

@@ -1,5 +1,4 @@
-"""Decode steps on a GPU that write and read all rows at once, through a table of slots
-(`model.kernels.triton_attention`). The cached tokens of each row are cut into chunks of about equal length.
+"""Decode steps on a GPU that write and read all rows at once, through tables (`stretto_kernels.gpu.tables`).
 
     rows     address of keys | address of values | stride between heads | bucket    for each row     [R, 4]
     layers   bytes from layer 0 to this layer: of keys | of values                  for each bucket  [Z, B, 2]
@@ -7,27 +6,17 @@
     chunks   row | first token | end                                                for each window  [N, 3]
 
 A step depends only on these integers, so buckets may have any length, and may be reallocated between two steps. Steps
-without contexts (most steps) are therefore captured as CUDA graphs (`model.decode.cuda_graphs`). They are padded with
+without contexts (most steps) are therefore captured as CUDA graphs (`stretto_kernels.gpu.graphs`). They are padded with
 rows that use a scratch slot.
 
-Axes: Z layer, B bucket, T packed token, W written token, R row, N place for a chunk, H query heads, K key/value heads,
-D width of a head.
+The number of chunks depends only on the number of rows, so one captured graph serves all steps with that many rows.
 
-    rows     a a a a a a a a a a        chunks of 4, at most 8     a a a a | a a a a | a a
-             b b                                                   b b
-             c c c c c                                             c c c c | c
-                                                                   (three places are left empty)
-
-The number of places for chunks depends only on the number of rows, so one captured CUDA graph serves all steps with
-that many rows. All chunks of a step have about the same length, chosen by the tokens to read; long rows have more
-chunks.
+Axes: Z layer, B bucket, T packed token, W written token, R row, N place for a chunk, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,95 +26,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stretto.model.decode.cuda_graphs import Capture, CudaCapture, Graphs, Inputs, captured_size
 from stretto.model.decode.length_buckets import Bucket, CacheLayout
 from stretto.model.decode.steps import DecodeStep, StepPlan, written_tokens
-from stretto.model.kernels.triton_attention import (
-    GRAIN,
-    TABLE,
-    Tile,
-    chosen,
-    read_rows,
-    reads_ragged,
-    triton_version,
-    write_rows,
-)
-from stretto.model.kernels.triton_fused import Heads, enter_rotated
 from stretto.model.layout import Packing
-from stretto.model.trace import Forward
-from stretto_kernels.rule import Rule
+from stretto_kernels.gpu.attention import GRAIN, TABLE, chosen, reads_ragged, triton_version
+from stretto_kernels.gpu.graphs import Capture, CudaCapture, Graphs, Inputs, captured_size
+from stretto_kernels.gpu.tables import MORE_PER_ROW, TableRows, cut, read_seconds, slots_of
+from stretto_kernels.steps.trace import Forward
 
 Ints = npt.NDArray[np.int64]
 
-
-@dataclass(frozen=True)
-class Chunks:
-    """The chunks of one step.
-
-    Example: the drawing above is ``cut([0, 0, 0], [10, 2, 5], most=8, grain=4)``: items ``(0, 0, 4) (0, 4, 8)
-    (0, 8, 10) (1, 0, 2) (2, 0, 4) (2, 4, 5)`` and two empty places, bounds ``0 3 4 6``.
-    """
-
-    items: Ints  # [N, 3] row, first token, end token (exclusive); zeros for empty places
-    bounds: Ints  # [R + 1], row r has the chunks bounds[r] to bounds[r + 1] - 1
-
-
-def cut(firsts: Ints, ends: Ints, most: int, grain: int) -> Chunks:
-    """Cut the tokens ``firsts[r] <= p < ends[r]`` of each row into chunks.
-
-    Args:
-        firsts: [R], first token to read of each row.
-        ends: [R], exclusive ends, greater than `firsts`.
-        most: number of places for chunks; greater than R.
-        grain: chunk lengths are multiples of this many tokens, except the last of a row.
-    """
-    seen = ends - firsts
-    # ceil(seen / length) < seen / length + 1, so all rows together have at most total / length + R chunks.
-    grains = -(-int(seen.sum()) // (grain * (most - len(ends))))
-    length = grain * grains
-    counts = -(-seen // length)
-    bounds = np.concatenate([[0], counts.cumsum()])
-    rows = np.arange(len(ends)).repeat(counts)
-    starts = firsts[rows] + (np.arange(len(rows)) - bounds[rows]) * length
-    items = np.zeros((most, 3), np.int64)
-    items[: len(rows)] = np.stack([rows, starts, np.minimum(starts + length, ends[rows])], axis=1)
-    return Chunks(items, bounds)
-
-
-#: Extra chunks per row, and programs per multiprocessor that read chunks: enough to balance the work.
-_MORE_PER_ROW = 2
+#: Programs per multiprocessor that read chunks: enough to balance the work.
 _PER_PROCESSOR = 8
-_TRIES = 5  # measurements of a tile; the first compiles
-
-
-@dataclass(frozen=True)
-class TableRows:
-    """All rows of a step as a table of slots; implements `model.trace.Attends`."""
-
-    start: int  # index of the first newest token among the packed tokens
-    dtype: torch.dtype  # of the KV cache
-    slots: Tensor  # [Z, R, 4] the table "rows", for each layer
-    writes: Tensor  # [W, 3]
-    chunks: Mapping[int | None, tuple[Tensor, Tensor]]  # by attention window: items [N, 3] and bounds [R + 1]
-    tile: Tile = TABLE[0]
-
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
-        # The kernels treat addresses as pointers to this dtype.
-        query_RHD, k_TKD, v_TKD = (x.to(self.dtype) for x in (q_THD[self.start :], k_TKD, v_TKD))
-        write_rows(k_TKD, v_TKD, self.slots[layer], self.writes)
-        return self._read(layer, query_RHD, rule, k_TKD.shape[1])
-
-    def attend_rotated(
-        self, layer: int, query: Heads, key: Heads, value: Tensor, cos: Tensor, sin: Tensor, rule: Rule
-    ) -> Tensor:
-        """Attention of a step without contexts, [1, T, H, D], with the rotary embedding before it. The heads and
-        `value` [1, K, T, D] have the cache's dtype; `cos` and `sin`: [1, T, D]."""
-        query_RHD = enter_rotated(query, key, value, cos, sin, self.slots[layer], self.writes)
-        return self._read(layer, query_RHD, rule, value.shape[1]).unsqueeze(0)
-
-    def _read(self, layer: int, query_RHD: Tensor, rule: Rule, kv_heads: int) -> Tensor:
-        items, bounds = self.chunks[rule.window]
-        return read_rows(query_RHD, self.slots[layer], items, bounds, rule, kv_heads, self.tile)
 
 
 class TableSteps:
@@ -149,7 +61,8 @@ class TableSteps:
         the default tile. Call it before the first step. `heads`: number of query heads."""
         layout, device = self._layout, torch.cuda.get_device_name(self._layout.device)
         name = f"{device}, {layout.dtype}, {heads} heads of {layout.kv_heads} x {layout.head_dim}"
-        self._tile = chosen(f"{name}, triton {triton_version()}", partial(read_seconds, layout, heads), record)
+        like_KD = self._nobodys[0, 0, :, 0]
+        self._tile = chosen(f"{name}, triton {triton_version()}", partial(read_seconds, like_KD, heads), record)
 
     def logits(self, step: DecodeStep, forward: Forward, last: int) -> Tensor:
         """Logits after each of the step's last `last` tokens, [last, V], float32, in memory of their own. For a step
@@ -199,7 +112,7 @@ class TableSteps:
         own = np.stack([np.arange(start, start + rows), np.arange(rows), newest])
         if entering:
             own = np.concatenate([*(written_tokens(row.place, row.sources) for row in entering), own], axis=1)
-        numbers, most = [own.T], rows + max(_MORE_PER_ROW * rows, self._spare)
+        numbers, most = [own.T], rows + max(MORE_PER_ROW * rows, self._spare)
         for window in self._windows:
             firsts = np.zeros_like(newest) if window is None else np.maximum(newest + 1 - window, 0)
             chunks = cut(firsts, newest + 1, most, GRAIN)
@@ -243,41 +156,6 @@ class _Places:
 def _padded(numbers: Ints, rows: int, wanted: int) -> Ints:
     """Numbers of tokens, the last `rows` of them of rows, with zeros for `wanted` rows."""
     return numbers if rows == wanted else np.concatenate([numbers, np.zeros(wanted - rows, np.int64)])
-
-
-def slots_of(keys_SKLD: Tensor, values_SKLD: Tensor, used: int, bucket: int = 0) -> Ints:
-    """The table "rows", [used, 4], for the first `used` slots of a layer's keys and values. `bucket`: number of their
-    bucket."""
-    slots = np.arange(used) * keys_SKLD.stride(0) * keys_SKLD.element_size()
-    heads, buckets = np.full(used, keys_SKLD.stride(1)), np.full(used, bucket)
-    return np.stack([keys_SKLD.data_ptr() + slots, values_SKLD.data_ptr() + slots, heads, buckets], axis=1)
-
-
-def read_seconds(layout: CacheLayout, heads: int, tile: Tile, rows: int = 64, tokens: int = 2048) -> float:
-    """Measure a tile with `heads` query heads: least seconds, of five tries, to read `rows` rows of `tokens` tokens of
-    one layer five times."""
-    device, shape = layout.device, (2, rows, layout.kv_heads, tokens, layout.head_dim)
-    cache = torch.randn(shape, device=device).to(layout.dtype)
-    query = torch.randn(rows, heads, layout.head_dim, device=device).to(layout.dtype)
-    chunks = cut(np.zeros(rows, np.int64), np.full(rows, tokens), rows * (1 + _MORE_PER_ROW), GRAIN)
-    slots, items, bounds = (
-        torch.from_numpy(one).to(device) for one in (slots_of(cache[0], cache[1], rows), chunks.items, chunks.bounds)
-    )
-    best = math.inf
-    for _ in range(_TRIES):
-        wait(device)
-        began = time.perf_counter()
-        for _ in range(_TRIES):
-            read_rows(query, slots, items, bounds, Rule(), layout.kv_heads, tile)
-        wait(device)
-        best = min(best, time.perf_counter() - began)
-    return best
-
-
-def wait(device: torch.device) -> None:
-    """Wait until a CUDA device has finished all queued work; do nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def table_steps(layout: CacheLayout, windows: frozenset[int | None]) -> TableSteps | None:

@@ -31,10 +31,10 @@ from transformers import AttentionInterface
 from stretto.model.decode.length_buckets import Bucket
 from stretto.model.layout import Packing
 from stretto.model.packed.attention import attend_packed, attention_by_products
-from stretto.model.trace import Attends
 from stretto_kernels.compiled import computes
 from stretto_kernels.decode_attention import ragged_attention
 from stretto_kernels.rule import Rule
+from stretto_kernels.steps.trace import Attends
 
 CACHED_ATTENTION = "stretto_cached"
 Ints = npt.NDArray[np.int64]
@@ -75,14 +75,14 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Attention of one step, planned once for all layers; implements `model.trace.Attends`."""
+    """Attention of one step, planned once for all layers; implements `stretto_kernels.steps.trace.Attends`."""
 
     contexts: Packing | None
     rows: tuple[Attends, ...]  # get [T, H, D] and [T, K, D], write the KV entries of their rows, and return [R, H, D]
-    #: For `model.kernels.program`: a line per bucket (rows, length, slots, addresses of each layer's keys and values),
-    #: and the number of tokens of each row. None where rows are not read by the compiled loop.
+    #: For `stretto_kernels.steps.program`: a line per bucket (rows, length, slots, addresses of each layer's keys and
+    #: values), and the number of tokens of each row. None where rows are not read by the compiled loop.
     cached: tuple[Ints, Ints] | None = None
-    #: For `model.kernels.triton_fused`: attention of a step without contexts, with the rotary embedding before it.
+    #: For `stretto_kernels.gpu.fused`: attention of a step without contexts, with the rotary embedding before it.
     rotated: Callable[..., Tensor] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
@@ -202,7 +202,7 @@ def attention_window(newest: Ints, positions: Tensor, window: int | None, dtype:
 
 @dataclass(frozen=True)
 class BucketRows:
-    """The rows of one bucket in a step; implements `model.trace.Attends`."""
+    """The rows of one bucket in a step; implements `stretto_kernels.steps.trace.Attends`."""
 
     bucket: Bucket
     newest: slice  # the rows' newest tokens among the packed tokens

@@ -4,7 +4,7 @@ The model's body runs over all T packed tokens. The output matrix runs only over
 one chunk of the [N, V] logits is in memory, also in the backward pass.
 
 torch's log-softmax and gather need four such tensors: logits, log-softmax, and the gradients of both. Here the logits
-are overwritten by their gradient, block by block (on a GPU by `triton_logprobs`), with z = logits / temperature:
+are overwritten by their gradient, block by block (a GPU has `stretto_kernels.gpu.logprobs`), z = logits / temperature:
 
     d log p(c) / d z_j = [j = c] - p_j,      d H / d z_j = - p_j (log p_j + H)
 
@@ -31,9 +31,9 @@ from transformers import PreTrainedModel
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.core.records import Sampling
 from stretto.model.layout import Ints, Packing, pack, round_length
-from stretto.model.packed import triton_logprobs
 from stretto.model.packed.part import Part
 from stretto.model.truncation import Truncation, truncate
+from stretto_kernels.gpu import logprobs as gpu_logprobs
 
 #: Logits per block; they fit the CPU cache.
 _BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -46,8 +46,8 @@ class _Chosen(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.temperature = temperature
-        if triton_logprobs.computes(logits_NV):
-            scored = triton_logprobs.score(logits_NV, chosen_N, entropy=entropy, temperature=temperature)
+        if gpu_logprobs.computes(logits_NV):
+            scored = gpu_logprobs.score(logits_NV, chosen_N, entropy=entropy, temperature=temperature)
             ctx.save_for_backward(logits_NV, chosen_N, *scored[1:])
             return scored[0], scored[2]
         logprobs_N = torch.empty(len(chosen_N), dtype=torch.float32, device=logits_NV.device)
@@ -72,8 +72,8 @@ class _Chosen(torch.autograd.Function):
         ctx: Any, grad_N: Tensor | None, grad_entropy_N: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
         logits_NV, chosen_N, sums_N, entropy_N = saved = ctx.saved_tensors
-        if triton_logprobs.computes(logits_NV):
-            triton_logprobs.write_gradient(saved, grad_N, grad_entropy_N, ctx.temperature)
+        if gpu_logprobs.computes(logits_NV):
+            gpu_logprobs.write_gradient(saved, grad_N, grad_entropy_N, ctx.temperature)
             return logits_NV, None, None, None
         if grad_N is None:
             grad_N = torch.zeros_like(sums_N)
@@ -280,8 +280,8 @@ def _all_logprobs(
     chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
     weight = cast(Tensor, head.weight)
     rows = max(1, chunk_logits // weight.shape[0])
-    if not sampling.filtered and multiply is head and _is_matrix(head) and triton_logprobs.computes(hidden_NW):
-        found = triton_logprobs.head_logprobs(
+    if not sampling.filtered and multiply is head and _is_matrix(head) and gpu_logprobs.computes(hidden_NW):
+        found = gpu_logprobs.head_logprobs(
             hidden_NW, weight, targets_N, entropy=entropy, temperature=sampling.temperature, most=rows
         )
         return found[0], found[1] if entropy else None

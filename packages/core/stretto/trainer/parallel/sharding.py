@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.model.hf.filling import fill, own, without_memory
-from stretto.model.kernels.matmul import OneDnnLinear
+from stretto.model.kernels import OneDnnLinear
 from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers
 from stretto.trainer.parallel.lora import draw_adapters
 from stretto.trainer.parallel.ranks import Ranks

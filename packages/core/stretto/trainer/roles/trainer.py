@@ -28,7 +28,7 @@ from stretto.doors.loading import look_in
 from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
 from stretto.model.hf.skeleton import skeleton
-from stretto.model.kernels.matmul import TRAINING, choose, unrecorded, use_onednn
+from stretto.model.kernels import TRAINING, choose, unrecorded, use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.fork_server_role import fork_here

@@ -1,4 +1,4 @@
-"""Sequences of calls of a traced forward (`model.trace`) replaced by one call each.
+"""Sequences of calls of a traced forward (`steps.trace`) replaced by one call each.
 
     to pow mean add rsqrt mul to mul      ─► norm            Llama, Qwen, Mistral: weight · (x / √mean x²)
     add, norm of the sum                  ─► norm_of_sum
@@ -8,7 +8,7 @@
     linear, linear, linear of one input   ─► linear          on a GPU: of weights that lie beside each other
 
 Calls are recognised by their functions, arguments and constants; other calls are not changed. `Calls` are the functions
-that replace them: loops on the CPU (`model.kernels.fused`), kernels on a GPU (`model.kernels.triton_fused`).
+that replace them: loops on the CPU (`stretto_kernels.fused`), kernels on a GPU (`gpu.fused`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.nn import functional
 
-from stretto.model.kernels import triton_fused
 from stretto_kernels import fused
 from stretto_kernels.compiled import computes
+from stretto_kernels.gpu import fused as fused_on_gpu
 
 _ALIGNED = 16  # bytes that a product reads at once
 
@@ -33,12 +33,12 @@ _ALIGNED = 16  # bytes that a product reads at once
 Calls = Mapping[str, Callable[..., Any]]
 
 LOOPS: Calls = {name: getattr(fused, name) for name in ("norm", "norm_of_sum", "rotate", "gate")}
-KERNELS: Calls = {name: getattr(triton_fused, name) for name in (*LOOPS, "attend_rotated")}
+KERNELS: Calls = {name: getattr(fused_on_gpu, name) for name in (*LOOPS, "attend_rotated")}
 
 
 def calls_for(device: torch.device, dtype: torch.dtype) -> Calls | None:
     """The calls for models of a dtype on a device; None if there are none."""
-    if triton_fused.fuses_on(device, dtype):
+    if fused_on_gpu.fuses_on(device, dtype):
         return KERNELS
     return LOOPS if computes(device, dtype) else None
 

@@ -20,7 +20,7 @@ numbers at equal distances, and leaves a range of a sixteenth::
      | x | x | x | x | x |   |   |
                      | x x x x   |           round 2      ... and so on until one number is left
 
-Tokens as likely as the last token kept are kept too, as in `model.truncation`. The drawn token is the first whose
+Tokens as likely as the last token kept are kept too. The drawn token is the first whose
 cumulative weight exceeds uniform x mass, as on the CPU: parts are searched first, then the tokens of one part.
 
 Sums over a part are float32, sums of parts float64. TRITON_INTERPRET=1 runs the kernels on the CPU.
@@ -38,13 +38,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stretto.model.truncation import Truncation
-
 try:
     import triton
     import triton.language as tl
 except ImportError:  # optional on a machine without a GPU
     triton = tl = None
+
+#: Top-k (0: off), top-p (1: off) and min-p (0: off) of each row with filters.
+Filters = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]
 
 #: Whether the kernels can be launched.
 DRAWS = triton is not None
@@ -319,7 +320,7 @@ def draw_on_device(
     temperatures: npt.NDArray[np.float32],
     uniforms: npt.NDArray[np.float64],
     rows: npt.NDArray[np.int64],
-    truncation: Truncation | None,
+    filters: Filters | None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Draw a token per row from the softmax of logits / temperature over the tokens that the filters leave; returns
     token ids [R] and their log-probabilities [R]. The log-probability is NaN for a row whose logits are no
@@ -330,22 +331,23 @@ def draw_on_device(
         temperatures: [R]; 0 takes the likeliest token, with its log-probability at temperature 1.
         uniforms: [R], random numbers in [0, 1).
         rows: indices of the rows that have filters.
-        truncation: filter settings of these rows; None: no row has filters.
+        filters: filter settings of these rows; None: no row has filters.
     """
     count = len(logits_RV)
     device = logits_RV.device
     held = torch.zeros((count, _SETTINGS), dtype=torch.float64, pin_memory=device.type == "cuda")
     settings = held.numpy()
     settings[:, 0], settings[:, 1], settings[:, 3], settings[:, 4] = uniforms, temperatures, 1.0, -np.inf
-    if truncation is not None:
-        settings[rows, 2], settings[rows, 3] = truncation.top_k, truncation.top_p
+    if filters is not None:
+        top_k, top_p, min_p = filters
+        settings[rows, 2], settings[rows, 3] = top_k, top_p
         with np.errstate(divide="ignore"):
-            settings[rows, 4] = np.log(truncation.min_p)
+            settings[rows, 4] = np.log(min_p)
     logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
-    kinds = (truncation.top_k > 0, truncation.top_p < 1.0) if truncation is not None else ()
-    filters = truncation is not None, *(bool(np.any(kind)) for kind in kinds)
+    kinds = (filters[0] > 0, filters[1] < 1.0) if filters is not None else ()
+    used = filters is not None, *(bool(np.any(kind)) for kind in kinds)
     # Nothing waits for the device before the result is read: settings and launches are queued behind the logits.
-    drawn = _launched(logits_RV, held.to(device, non_blocking=True), filters).cpu().numpy()
+    drawn = _launched(logits_RV, held.to(device, non_blocking=True), used).cpu().numpy()
     return drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32)
 
 

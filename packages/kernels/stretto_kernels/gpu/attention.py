@@ -2,7 +2,7 @@
 tile of a small table.
 
 A decode step must read the KV cache at least once. The tokens to read are cut into chunks of about equal length
-(`model.decode.slot_tables`). One program per chunk and key head reads for all query heads that share the key head::
+by the caller. One program per chunk and key head reads for all query heads that share the key head::
 
     read      chunk (row, first, end)  x  key head     ->  partial sum [G, D], largest score and mass [G]
     combine   row  x  query head                       ->  the row's partial sums, weighted and added
@@ -23,7 +23,6 @@ file the first tile of the table is used.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stretto.core.errors import UNREADABLE
-from stretto.core.records import Record
-from stretto.model.kernels.matmul import locked
+from stretto_kernels.choices import locked, read_choices, write_choices
 from stretto_kernels.rule import Rule
 
 log = logging.getLogger(__name__)
@@ -43,7 +40,7 @@ FILE = "tiles.json"
 _GAIN = 1.03  # least speedup over the first tile for another tile to be chosen
 
 
-class Tile(Record, frozen=True):
+class Tile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tile of a GPU program. `size`: bytes of keys, and of values, that the program processes at a time. `warps`: of
     the program; twice as many for float32, whose products do not use tensor cores. `stages`: tiles that are loaded
     ahead."""
@@ -63,15 +60,13 @@ def chosen(name: str, seconds: Callable[[Tile], float], record: Path | None) -> 
     if record is None:
         return TABLE[0]
     with locked(record) as written:
-        known = _read_choices(record)
+        known = read_choices(record, Tile)
         if name in known:
             return known[name]
         if not written:  # another engine may measure otherwise
             return TABLE[0]
         found = _fastest(seconds)
-        part = record.with_name(f".{record.name}.{os.getpid()}.part")
-        part.write_bytes(msgspec.json.format(msgspec.json.encode({**known, name: found})) + b"\n")
-        part.replace(record)
+        write_choices(record, {**known, name: found})
     return found
 
 
@@ -84,13 +79,6 @@ def _fastest(seconds: Callable[[Tile], float]) -> Tile:
             log.info("%s cannot be run: %s", tile, error)
     best = min(times, key=times.__getitem__)
     return best if times[best] * _GAIN < times[TABLE[0]] else TABLE[0]
-
-
-def _read_choices(record: Path) -> dict[str, Tile]:
-    try:
-        return msgspec.json.decode(record.read_bytes(), type=dict[str, Tile])
-    except (OSError, *UNREADABLE):
-        return {}
 
 
 try:

@@ -21,11 +21,9 @@ Axes: T token, K input width, N output width.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import logging
 import math
-import os
 import re
 import time
 from collections import Counter
@@ -39,9 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stretto.core.errors import UNREADABLE
-from stretto.core.machine import cache_folder, cores, processor
-from stretto.core.records import Record
+from stretto_kernels.choices import locked, read_choices, write_choices
 from stretto_kernels.compiled import computes
 from stretto_kernels.panels import KINDS, PAIRED, in_panels, multiply_panels
 
@@ -69,13 +65,12 @@ _GAINS = {
     "panels": 1.03,
     "widened": 1.15,
 }  # a copy costs memory and time
-_LOCK_SECONDS = 20.0
 #: Parts of a choice's name that earlier versions did not write.
 _NEWER = re.compile(r" \(family \d+, model \d+\)| in pairs")
 _CPU = torch.device("cpu")
 
 
-class KernelChoice(Record, frozen=True):
+class KernelChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The kernel for a weight shape. `fewest`: least number of tokens for which it is used; for fewer tokens ``linear``
     is used."""
 
@@ -154,22 +149,30 @@ class Kernel:
 
 
 def choose(
-    shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name], record: Path | None = None
+    shapes: Iterable[Shape],
+    dtype: torch.dtype,
+    kernels: Sequence[Name],
+    record: Path | None = None,
+    *,
+    machine: str,
+    cache: Path,
 ) -> dict[Shape, KernelChoice]:
-    """Choose one of `kernels` for each weight shape [N, K]. A choice comes from the file `record` of the run, else from
-    the user's cache, else from a measurement, and is written to both files (`record` None: to the cache alone). A file
-    that cannot be written is not used, with a warning. Shapes too small to matter are left out."""
+    """Choose one of `kernels` for each weight shape [N, K]. A choice comes from the file `record`, else from the file
+    `cache`, else from a measurement, and is written to both files (`record` None: to `cache` alone). `machine`:
+    processor and cores, which choices are kept by. A file that cannot be written is not used, with a warning. Shapes
+    too small to matter are left out."""
     offered = [kernel for kernel in kernels if fits(kernel, dtype)]
-    place = f"{processor()}, {cores()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    place = f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     worth = [shape for shape in shapes if _TOKENS[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
     kind = f"{dtype} in pairs" if PAIRED in KINDS and dtype is torch.bfloat16 else dtype
     names = {shape: f"{place}: {kind}, {shape[0]} x {shape[1]}, {' '.join(offered)}" for shape in worth}
     if not names and record is None:
         return {}
-    files = [*([record] if record is not None else []), cache_folder() / FILE]
+    files = [*([record] if record is not None else []), cache]
     with ExitStack() as locks:
         written = [file for file in files if locks.enter_context(locked(file))]  # all processes in this order
-        cached, recorded = _read(files[-1]), _read(files[0]) if record is not None else {}
+        cached, recorded = (read_choices(file, KernelChoice) for file in (files[-1], files[0]))
+        recorded = recorded if record is not None else {}
         chosen = {
             shape: recorded.get(name)
             or recorded.get(_NEWER.sub("", name))
@@ -228,52 +231,17 @@ def _seconds(x_TK: Tensor, weights: Mapping[Name, list[Tensor]], width: int) -> 
     return best
 
 
-@contextmanager
-def locked(file: Path) -> Iterator[bool]:
-    """Context manager: hold the lock of a file that is read and written in the block. Yields whether the file can be
-    written; if not, or if the lock is not free within 20 s, a warning is logged."""
-    with ExitStack() as held:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context(file.with_name(f".{file.name}.lock").open("w"))
-            end = time.monotonic() + _LOCK_SECONDS
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > end:
-                        raise
-                    time.sleep(0.01)
-        except OSError as error:
-            log.warning("kernels are chosen without %s, which cannot be written: %s", file, error)
-            yield False
-        else:
-            yield True
-
-
-def _read(file: Path) -> dict[str, KernelChoice]:
-    """The choices in a file, by name; empty if the file is missing or damaged."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, KernelChoice])
-    except (OSError, *UNREADABLE):
-        return {}
-
-
 def _add(file: Path, chosen: dict[str, KernelChoice]) -> None:
-    known = _read(file)
+    known = read_choices(file, KernelChoice)
     if chosen.keys() <= known.keys() and file.exists():
         return
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(chosen | known)) + b"\n")
-        part.replace(file)
+        write_choices(file, chosen | known)
     except OSError as error:
         log.warning("the choice of kernels is not kept in %s: %s", file, error)
-        part.unlink(missing_ok=True)
 
 
-#: Chooses a kernel for each weight shape; same arguments as `choose`.
+#: Chooses one of the kernels for each weight shape.
 Chooser = Callable[[Sequence[Shape], torch.dtype, Sequence[Name]], dict[Shape, KernelChoice]]
 
 _PLACES = ("cpu", "meta")  # devices of layers to replace; models on the meta device are filled later, on the CPU
@@ -321,7 +289,7 @@ class OneDnnLinear(nn.Linear):
         return cast(Tensor, y).view(*x.shape[:-1], self.out_features)
 
 
-def use_onednn(model: nn.Module, kernels: Sequence[Name] = GENERATION, chooser: Chooser = choose) -> int:
+def use_onednn(model: nn.Module, kernels: Sequence[Name], chooser: Chooser) -> int:
     """Make every plain `nn.Linear` of the model use its fastest kernel, in place; returns the number of changed layers.
 
     `kernels`: kernels to choose from. If ``columns`` is among them, weights may change their memory layout. `chooser`:

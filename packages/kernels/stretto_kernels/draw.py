@@ -7,7 +7,7 @@ loop reads the logits twice, and the block of the drawn token once more::
     blocks        0.9  |   0.25  |   0.85        sum the exponentials of each block
     target                  ^                    find the block, then the token in it
 
-`model.kernels.draw_by_triton` does the same on a GPU. Sums over a block are float32, sums of blocks float64.
+`gpu.draw` does the same on a GPU. Sums over a block are float32, sums of blocks float64.
 
 Axes: R row, V vocabulary.
 """

@@ -18,13 +18,15 @@ from __future__ import annotations
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stretto.model.layout import Ints, Packing
 from stretto_kernels.compiled import F, U, code, exp, floats, inlined, written
 from stretto_kernels.layer_loops import is_half, load, loop, over, parts_of, store
 from stretto_kernels.panels import LANES, WIDE
+
+Ints = npt.NDArray[np.int64]
 
 #: Longest sequence: its keys and values stay in a core's second cache.
 LONGEST = 512
@@ -312,17 +314,11 @@ class _Short(torch.autograd.Function):
         return own, *(one.to(key.dtype) for one in sums), None, None, None
 
 
-def places_of(packing: Packing) -> Ints:
-    """[S, 4] start of each sequence's own tokens, of its shared prefix, the length of that, the sequence's length."""
-    starts = packing.starts
-    shared = packing.position_ids[0, starts]
-    sources = packing.token_of_cell[packing.cell_of_token[starts] - shared]
-    lengths = torch.tensor(packing.lengths)
-    return cast(Ints, torch.stack([starts, sources, shared, lengths], 1).numpy())
-
-
-def short_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+def short_attention(query: Tensor, key: Tensor, value: Tensor, places_S4: Ints, longest: int, scale: float) -> Tensor:
     """Causal attention within each sequence of a packed row, [T, H, D]. Scores are multiplied by `scale`. Queries and
-    keys must be contiguous, and a token's values; no sequence may be longer than `LONGEST`."""
-    found = _Short.apply(query, key, value, places_of(packing), packing.longest, scale)  # type: ignore[no-untyped-call]
+    keys must be contiguous, and a token's values.
+
+    `places_S4`: start of each sequence's own tokens, of its shared prefix, the length of that, the sequence's length;
+    no sequence is longer than `longest`, which is at most `LONGEST`."""
+    found = _Short.apply(query, key, value, places_S4, longest, scale)  # type: ignore[no-untyped-call]
     return cast(Tensor, found)

@@ -1,5 +1,5 @@
 """Small operations of a layer as single kernels on a GPU (Triton): norm, rotary embedding of heads, gate. They are the
-counterpart of the CPU's loops (`model.kernels.fused`), and `model.kernels.fusing` puts them into a traced forward.
+counterpart of the CPU's loops (`stretto_kernels.fused`) in a traced forward.
 
     norm      sum = x + y;  out = weight · sum / √(mean sum² + eps)      one program per token
     rotate    out = head · cos + turned(head) · sin, after a norm        one program per token and head
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.model.kernels.triton_attention import DTYPES
+from stretto_kernels.gpu.attention import DTYPES
 from stretto_kernels.rule import Rule
 
 try:
@@ -294,7 +294,7 @@ def enter_rotated(
         query, key: heads of the slots' dtype, as `value`.
         value: [1, K, T, D].
         cos, sin: [1, T, D].
-        slots_R4, writes_W3: as in `model.kernels.triton_attention.write_rows`; `writes_W3` has every token once.
+        slots_R4, writes_W3: as in `gpu.attention.write_rows`; `writes_W3` has every token once.
     """
     (asked, query_weight, query_eps), (keys, key_weight, key_eps) = query, key
     asked, keys, values = (_heads(x)[0] for x in (asked, keys, value.transpose(1, 2)))
@@ -350,8 +350,8 @@ def attend_rotated(
     sin: Tensor,
     rule: Rule,
 ) -> Tensor:
-    """Attention of one step with the rotary embedding before it, [1, T, H, D]. `plan` is a
-    `model.trace.Attends`, which may do all at once (`rotated`)."""
+    """Attention of one step with the rotary embedding before it, [1, T, H, D]. `plan` has
+    a method `attend`, and may do all at once (`rotated`)."""
     at_once: Callable[..., Tensor] | None = getattr(plan, "rotated", None)
     if at_once is not None:
         return at_once(layer, query, key, value, cos, sin, rule)

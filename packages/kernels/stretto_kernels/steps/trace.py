@@ -1,5 +1,5 @@
 """A traced forward of a decode step, in which sequences of small calls are replaced by fused ones
-(`model.kernels.fusing`).
+(`steps.fusing`).
 
 For small models Python calls between matmuls take longer than the computation. So the torch calls of a transformers
 module are traced once, on a few tokens, and then run as one straight function::
@@ -13,9 +13,9 @@ weights copied into them take effect; linear layers use their chosen kernels.
 A trace is compared with its module before use. A module runs untraced if it has control flow on tensor values (a
 mixture of experts) or in-place writes, or if its trace differs by more than rounding.
 
-Before the comparison, sequences of calls are replaced by one call each (`model.kernels.fusing`). If all calls are then
-known on the CPU, and a product is in panels, the trace becomes one compiled call (`model.kernels.program`). On a GPU
-the trace is captured as a CUDA graph (`model.decode.cuda_graphs`).
+Before the comparison, sequences of calls are replaced by one call each (`steps.fusing`). If all calls are then
+known on the CPU, and a product is in panels, the trace becomes one compiled call (`steps.program`). On a GPU
+the trace is captured as a CUDA graph (`gpu.graphs`).
 
 The comparison comes afterwards, so a wrong match is never used.
 
@@ -38,10 +38,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
-from stretto.model.kernels.fusing import Calls, calls_for, fuse, join_products
-from stretto.model.kernels.matmul import Kernel, plain
-from stretto.model.kernels.program import program
 from stretto_kernels.rule import Rule
+from stretto_kernels.steps.fusing import Calls, calls_for, fuse, join_products
+from stretto_kernels.steps.matmul import Kernel, plain
+from stretto_kernels.steps.program import program
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class NotTracedError(Exception):
 
 
 class Attends(Protocol):
-    """Attention of one step (`model.decode.steps.StepPlan`), or of some rows of a step."""
+    """Attention of one step, or of some rows of a step."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule, /) -> Tensor:
         """Attend in layer number `layer`: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""

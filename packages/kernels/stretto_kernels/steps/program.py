@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
-from stretto.model.kernels.matmul import Kernel
 from stretto_kernels.decode_attention import NO_CAP, NO_WINDOW
 from stretto_kernels.fused import gate, norm, norm_of_sum, rotate
 from stretto_kernels.panels import kind_of
@@ -47,6 +46,7 @@ from stretto_kernels.program_loop import (
     run,
 )
 from stretto_kernels.rule import Rule
+from stretto_kernels.steps.matmul import Kernel
 
 _KEPT_BYTES = 64 << 20  # most memory for values that a program keeps between steps
 _FIRST_ANGLES = 256  # positions whose angles are computed at first
@@ -318,7 +318,7 @@ class _Program:
         self._vocabulary = written.steps[-1][7] or cast(_Call, written.by_python[len(written.steps) - 1]).out.width
 
     def logits(self, token_ids: Tensor, positions: Tensor, plan: Any, tokens: int, last: int) -> Tensor:
-        """Compute the logits of a step, as the function `model.trace.Forward` does: after the last `-last` tokens, [1,
+        """Compute the logits of a step, as the function `steps.trace.Forward` does: after the last `-last` tokens, [1,
         -last, V]."""
         at, token_ids, positions = self._at, token_ids.contiguous(), positions.contiguous()
         cached = getattr(plan, "cached", None)  # of a plan that the loop can follow
@@ -399,7 +399,7 @@ class _Program:
 
 
 def program(graph: Graph, constants: Mapping[Node, Any], dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """A trace as a program: a `model.trace.Forward`, or None if the trace has other calls or no product in panels.
+    """A trace as a program: a `steps.trace.Forward`, or None if the trace has other calls or no product in panels.
     `constants`: parameters and other constants by their placeholder node."""
     try:
         written = _Writer(graph, constants)

@@ -1,0 +1,65 @@
+"""Choices of kernels on record: files of JSON that processes of one run, or of one user, share under a lock."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+_LOCK_SECONDS = 20.0
+#: What decoding bytes of others with msgspec may raise: bytes of another form, text that is not UTF-8, deep nesting.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+T = TypeVar("T")
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[bool]:
+    """Context manager: hold the lock of a file that is read and written in the block. Yields whether the file can be
+    written; if not, or if the lock is not free within 20 s, a warning is logged."""
+    with ExitStack() as held:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(file.with_name(f".{file.name}.lock").open("w"))
+            end = time.monotonic() + _LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(0.01)
+        except OSError as error:
+            log.warning("kernels are chosen without %s, which cannot be written: %s", file, error)
+            yield False
+        else:
+            yield True
+
+
+def read_choices(file: Path, kind: type[T]) -> dict[str, T]:
+    """The choices in a file, by name; empty if the file is missing or damaged."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, kind])  # type: ignore[valid-type]
+    except (OSError, *_UNREADABLE):
+        return {}
+
+
+def write_choices(file: Path, choices: dict[str, Any]) -> None:
+    """Replace the file by these choices. An OSError leaves it as it was."""
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(choices)) + b"\n")
+        part.replace(file)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
