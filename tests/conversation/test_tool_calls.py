@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.conversation.messages import ToolCall
-from stretto.conversation.tool_calls import (
+from stretto_workflows.chat.messages import ToolCall
+from stretto_workflows.chat.tool_calls import (
     CallForm,
     HermesForm,
     LlamaForm,

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.conversation.bridge import Bridge, CompletedTurn, Renderer
-from stretto.conversation.messages import Match, Message, Tool, ToolCall
 from stretto.core.errors import DataError
+from stretto_workflows.chat.bridge import Bridge, CompletedTurn, Renderer
+from stretto_workflows.chat.messages import Match, Message, Tool, ToolCall
 from tests.gateway.serving import ENDS, tokenizer_of
 
 ADD = Tool("add", "", {"type": "object"})

@@ -8,10 +8,10 @@ import json
 import pytest
 
 from examples.agents.calculator_model import conversations, rendered, tokenizer
-from stretto.conversation.bridge import Bridge, CompletedTurn, Renderer
-from stretto.conversation.messages import Message, Tool, ToolCall
-from stretto.conversation.tool_calls import form_of
 from stretto.model.hf.tokenizer import Tokenizer
+from stretto_workflows.chat.bridge import Bridge, CompletedTurn, Renderer
+from stretto_workflows.chat.messages import Message, Tool, ToolCall
+from stretto_workflows.chat.tool_calls import form_of
 
 TOOLS = (Tool("calculator", "Multiply, such as 12*37.", {"type": "object"}),)
 

@@ -13,12 +13,12 @@ import pytest
 from openai.types.responses import Response, ResponseCompletedEvent, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from stretto.conversation.messages import ChatRequest, Message, SampledToken, SampledTurn, ToolCall
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import StopReason
 from stretto_gateway.dialects.messages import MessagesDialect
 from stretto_gateway.dialects.responses import ResponsesDialect
 from stretto_gateway.requests import NotServed
+from stretto_workflows.chat.messages import ChatRequest, Message, SampledToken, SampledTurn, ToolCall
 
 RESPONSES, MESSAGES = ResponsesDialect(), MessagesDialect()
 CALLS = (ToolCall("call_0", "add", '{"a": 1,  "b": 2}'), ToolCall("call_1", "add", '{"a": 3}'))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from stretto.conversation.messages import ChatRequest, SamplingOptions, Tool
 from stretto.core.records import Sampling
 from stretto_gateway.requests import DISTRIBUTION, SamplingRule
+from stretto_workflows.chat.messages import ChatRequest, SamplingOptions, Tool
 from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway, wished
 
 CHAT_TOOL = {"type": "function", "function": {"name": "add"}}

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from stretto.conversation.messages import ChatRequest, SampledTurn
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
 from stretto.processes.http.asgi import WRITE_NOW, Header, header, read_body, reply, unless_gone
@@ -23,6 +22,7 @@ from stretto_gateway.dialects.dialect import Dialect, TokenCount, refusal
 from stretto_gateway.dialects.openai import ChoiceDialect
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed, Request
+from stretto_workflows.chat.messages import ChatRequest, SampledTurn
 
 _KEEP_ALIVE_SECONDS = 15.0  # usual idle timeouts of proxies and load balancers are 30 s or more
 _BODY_SECONDS = 60.0

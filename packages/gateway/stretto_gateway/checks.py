@@ -9,9 +9,9 @@ import subprocess
 import sys
 from ipaddress import ip_address
 
-from stretto.conversation.bridge import ChatTemplate
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, WorkflowError
 from stretto.launch.recipe.extensions import AgentConfig
+from stretto_workflows.chat.bridge import ChatTemplate
 
 _IMPORT_SECONDS = 60.0
 KEY = "STRETTO_API_KEY"  #: environment variable with the key that opens sessions

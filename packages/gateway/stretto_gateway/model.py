@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
-from stretto.conversation.bridge import ChatTemplate, Renderer
 from stretto.conversation.forest import Tokens
-from stretto.conversation.messages import ChatRequest, Message, SampledToken, SampledTurn
 from stretto.conversation.text import StopFinder
-from stretto.conversation.tool_calls import form_of, knows_reasoning, split_reasoning
 from stretto.core.errors import DataError, ModelFolderError, RefusedRequest
 from stretto.core.records import Likeliest, Segment, StopReason
 from stretto.launch.recipe.extensions import GatewayConfig
 from stretto_gateway.requests import SamplingRule
 from stretto_verify.thoughts import opened
+from stretto_workflows.chat.bridge import ChatTemplate, Renderer
+from stretto_workflows.chat.messages import ChatRequest, Message, SampledToken, SampledTurn
+from stretto_workflows.chat.tool_calls import form_of, knows_reasoning, split_reasoning
 
 _NAMES = 65_536  # size of the cache for texts of single tokens
 _LONG_TEXT = 20_000  # characters; encoding more takes milliseconds, and releases the GIL

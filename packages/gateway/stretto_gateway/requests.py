@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from stretto.conversation.messages import ChatRequest, SamplingOptions
-from stretto.conversation.tool_calls import CallForm
 from stretto.core.engine import json_rule
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record, Sampling
+from stretto_workflows.chat.messages import ChatRequest, SamplingOptions
+from stretto_workflows.chat.tool_calls import CallForm
 
 _HEADERS = {
     401: [(b"www-authenticate", b"Bearer")],

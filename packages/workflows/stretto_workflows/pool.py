@@ -27,9 +27,9 @@ from stretto.processes.spawn import FRESH, Spawner, cut_log
 from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.processes.tree import kill_marked
 from stretto.rollout.controller import Ticket
-from stretto.rollout.failures import RecentFailures
 from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig, WorkflowReady
 from stretto_workflows.exchange import Exchange, Services
+from stretto_workflows.failures import RecentFailures
 from stretto_workflows.wire import RUN_MARK, MemberEnded
 from stretto_workflows.worker_process import WorkerLost, WorkflowProcess
 

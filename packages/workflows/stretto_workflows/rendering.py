@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from stretto.conversation.bridge import ChatTemplate, Renderer
 from stretto.conversation.forest import Tokens
-from stretto.conversation.messages import Message, Tool, ToolCall
-from stretto.conversation.tool_calls import HermesForm, Parsed, form_of, split_reasoning
 from stretto.core.errors import RefusedRequest
 from stretto.worlds.workflows.task import ChatMessage
+from stretto_workflows.chat.bridge import ChatTemplate, Renderer
+from stretto_workflows.chat.messages import Message, Tool, ToolCall
+from stretto_workflows.chat.tool_calls import HermesForm, Parsed, form_of, split_reasoning
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from stretto.conversation.tool_calls import form_of
 from stretto.core.errors import Problem, RecipeError
 from stretto.core.records import Sampling
 from stretto.engine.config import EngineConfig
@@ -32,6 +31,7 @@ from stretto.processes.kernel import event_loop
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import DISTRIBUTION, CallForms, SamplingRule
 from stretto_gateway.serve.app import ServeApp
+from stretto_workflows.chat.tool_calls import form_of
 
 _KEY = re.compile(r"[!-~]+")
 PATIENCE_SECONDS = 30.0

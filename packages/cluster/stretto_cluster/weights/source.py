@@ -22,10 +22,10 @@ from typing import TypeVar
 import msgspec
 
 from stretto.core.errors import UNREADABLE, RefusedRequest, SourceLost, WireError, naming
-from stretto.processes.kernel.splicing import Splice
 from stretto.weights.folder import write_at
 from stretto.weights.manifest import FORM, NEWEST, RUN
 from stretto.weights.spare import cut
+from stretto_cluster.weights.splicing import Splice
 
 PART_SIZE = 16 << 20
 CONNECTIONS = 4  #: connections at once, and threads of a transfer

@@ -1,1 +1,1 @@
-"""Conversations as tokens: the forest of a trajectory, chat messages, recorded turns and calls."""
+"""Conversations as tokens: the forest of a trajectory, recorded turns and calls."""

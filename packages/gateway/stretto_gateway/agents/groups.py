@@ -29,13 +29,13 @@ from stretto.core.records import Outcome, Prompt, Record, Trajectory, Verdict, t
 from stretto.core.tasks import cancel_and_wait, first_of, gather_or_cancel
 from stretto.launch.recipe.extensions import AgentConfig
 from stretto.rollout.controller import Ticket
-from stretto.rollout.failures import RecentFailures
 from stretto_gateway.agents.environment import environment_of
 from stretto_gateway.agents.programs import run_program
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed
 from stretto_gateway.sessions.agent_session import AgentSession, GivenRewards
 from stretto_gateway.sessions.sessions import SessionTable, new_key
+from stretto_workflows.failures import RecentFailures
 
 _LINGER_SECONDS = 5.0  # in which a program that has ended its session itself may exit
 _CREATED, _REWARDED, _ENDED = b"created", b"reward ", b"ended"

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta
 
-from stretto.conversation.messages import ChatRequest, Message, SampledToken, SampledTurn, Tool, ToolCall
 from stretto.core.engine import Progress
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import StopReason
@@ -28,6 +27,7 @@ from stretto_gateway.dialects.openai import (
     logprob_of,
     usage_of,
 )
+from stretto_workflows.chat.messages import ChatRequest, Message, SampledToken, SampledTurn, Tool, ToolCall
 
 
 class ChatTextPart(msgspec.Struct, frozen=True):

@@ -7,12 +7,12 @@ from typing import Any
 
 from msgspec import UNSET
 
-from stretto.conversation.messages import SampledToken
 from stretto.core.engine import Progress
 from stretto.core.errors import RefusedRequest
 from stretto.processes.http.asgi import parse_record
 from stretto_gateway.dialects.openai import ChoiceDialect, CompletionText, OpenAIBody, Part, TopLogprobs
 from stretto_gateway.requests import PromptRequest
+from stretto_workflows.chat.messages import SampledToken
 
 MOST_PROMPTS = 1024
 _USUAL_TOKENS = 16  # OpenAI's default

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import msgspec
 
-from stretto.conversation.messages import ChatRequest, SampledTurn
 from stretto.core.errors import RefusedRequest
 from stretto_gateway.requests import NotServed, Request
+from stretto_workflows.chat.messages import ChatRequest, SampledTurn
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from stretto.conversation.messages import ChatRequest, Message, SampledTurn, SamplingOptions, Tool, ToolCall
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record, StopReason
 from stretto.processes.http.asgi import parse_record, sent_event
 from stretto_gateway.dialects.dialect import TokenCount
 from stretto_gateway.dialects.openai import MostTokens, Stops, Temperature, TopK, TopP
 from stretto_gateway.requests import NotServed
+from stretto_workflows.chat.messages import ChatRequest, Message, SampledTurn, SamplingOptions, Tool, ToolCall
 
 _BILLING = "x-anthropic-billing-header:"
 _KINDS = {

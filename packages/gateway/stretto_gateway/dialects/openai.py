@@ -15,7 +15,6 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from stretto.conversation.messages import SampledToken, SamplingOptions
 from stretto.conversation.text import NO_CHARACTER, RunningText, StopFinder
 from stretto.core.engine import LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS, Progress
 from stretto.core.errors import RefusedRequest
@@ -24,6 +23,7 @@ from stretto.processes.http.asgi import KEEP_ALIVE, sent_event
 from stretto_gateway.dialects.dialect import TokenCount
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed, Request
+from stretto_workflows.chat.messages import SampledToken, SamplingOptions
 
 
 class Piece(NamedTuple):

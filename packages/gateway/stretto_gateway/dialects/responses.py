@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from stretto.conversation.messages import ChatRequest, Message, SampledTurn, SamplingOptions, Tool, ToolCall
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record, StopReason
 from stretto.processes.http.asgi import parse_record, sent_event
@@ -31,6 +30,7 @@ from stretto_gateway.dialects.openai import (
     logprob_of,
 )
 from stretto_gateway.requests import NotServed
+from stretto_workflows.chat.messages import ChatRequest, Message, SampledTurn, SamplingOptions, Tool, ToolCall
 
 _LOGPROBS = "message.output_text.logprobs"
 _RESPONSE = "resp_"

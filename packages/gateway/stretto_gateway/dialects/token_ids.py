@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from stretto.conversation.messages import SamplingOptions
 from stretto.core.engine import Progress
 from stretto.core.records import Likeliest, Record, StopReason
 from stretto.processes.http.asgi import parse_record, sent_event
@@ -29,6 +28,7 @@ from stretto_gateway.dialects.openai import (
     TopP,
 )
 from stretto_gateway.requests import PromptRequest
+from stretto_workflows.chat.messages import SamplingOptions
 
 
 class TokenSampling(Record, frozen=True, kw_only=True):

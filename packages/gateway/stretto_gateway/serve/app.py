@@ -22,7 +22,6 @@ import msgspec
 from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stretto.conversation.messages import ChatRequest
 from stretto.core.engine import EngineHealth, NewToken
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, derive_seed
@@ -42,6 +41,7 @@ from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import PromptRequest, Request
 from stretto_gateway.serve.completing import Completing, Stream
 from stretto_gateway.serve.metrics import Counters
+from stretto_workflows.chat.messages import ChatRequest
 
 _TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/partials", "/spans"})
 _MOST_COMPLETIONS = 4096

@@ -11,13 +11,13 @@ from operator import itemgetter
 
 import msgspec
 
-from stretto.conversation.messages import ChatRequest, SampledTurn
 from stretto.core.engine import NewToken, Progress
 from stretto.core.records import GenerateRequest
 from stretto_gateway.app import ChatExchange, date_of_reply
 from stretto_gateway.dialects.openai import ChoiceDialect, CompletionText, Part, usage_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import Request
+from stretto_workflows.chat.messages import ChatRequest, SampledTurn
 
 _CALL_ID = 9  # letters and digits, as Mistral's templates want
 Stream = AsyncIterator[list[Progress]]

@@ -25,7 +25,6 @@ import msgspec
 from msgspec import UNSET, Meta
 from starlette.types import Scope
 
-from stretto.conversation.messages import ChatRequest, SampledTurn
 from stretto.core.errors import RefusedRequest
 from stretto.processes.http.asgi import header, parse_record
 from stretto.processes.http.names import LOOPBACK, HostNames, own_address
@@ -39,6 +38,7 @@ from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed
 from stretto_gateway.sessions.agent_session import AgentSession, Attempt, SessionEnded, shown
 from stretto_gateway.sessions.sessions import Host, SessionTable
+from stretto_workflows.chat.messages import ChatRequest, SampledTurn
 
 _IN_PATH = re.compile(r"/s/(?P<key>[^/]+)(?P<rest>/.*)")
 _SESSION = re.compile(r"/sessions/(?P<id>[^/]+)(?P<rest>/reward|/end|)")

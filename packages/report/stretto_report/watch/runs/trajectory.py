@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from stretto.conversation.tool_calls import form_of
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, Segment, State
 from stretto.store.ledger.partials import read_member
@@ -22,6 +21,7 @@ from stretto_report.watch.runs.pieces import Pieces
 from stretto_report.watch.runs.questions import PromptTexts
 from stretto_report.watch.runs.table import Table, TableRow
 from stretto_report.watch.runs.training import TrainedIn, Training, TrainingSums, mean_advantages, trained_in
+from stretto_workflows.chat.tool_calls import form_of
 
 LONGEST_TEXT = 20_000  #: most characters of a text in a reply
 LONGEST_OF_MEMBER = 4_000  #: the same, for each completion of a group

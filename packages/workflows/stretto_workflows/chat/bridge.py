@@ -37,10 +37,10 @@ from typing import Any, Protocol
 import msgspec
 
 from stretto.conversation.forest import Tokens
-from stretto.conversation.messages import Match, Message, Tool, compare, shared
 from stretto.conversation.text import Detokenizer
-from stretto.conversation.tool_calls import form_of, instructions, result
 from stretto.core.errors import DataError
+from stretto_workflows.chat.messages import Match, Message, Tool, compare, shared
+from stretto_workflows.chat.tool_calls import form_of, instructions, result
 
 History = tuple[Message, ...]
 

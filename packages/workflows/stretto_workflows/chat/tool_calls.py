@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stretto.conversation.messages import Tool, ToolCall
 from stretto.core.engine import json_rule
 from stretto.core.errors import UNREADABLE
 from stretto_verify.thoughts import MARKS, with_opening
+from stretto_workflows.chat.messages import Tool, ToolCall
 
 NameCall = Callable[[int], str]
 """Returns the id for a call, by its number in the message (from 0)."""
