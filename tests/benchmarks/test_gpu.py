@@ -20,10 +20,10 @@ from benchmarks.gpu import LIMITS, ROOT, Worker, main, measured
 from benchmarks.gpu_parts import RECIPE, REHEARSED, TESTED, Asked, Size, beside_vllm, outlined
 from benchmarks.gpu_sides import LEARN
 from stretto.core.machine import Gpu
-from stretto.launch.preflight import paper
 from stretto.launch.preflight.devices import assumed_gpus, notes_of, seats_of
-from stretto.launch.preflight.paper import outline
 from stretto.launch.recipe.recipe import load_recipe
+from stretto_app.extensions.commands import paper
+from stretto_app.extensions.commands.paper import outline
 
 FOUND = {"decode": "rows", "training": "rows", "memory": "peak_of_estimate", "kernels": "reading", "vllm": "stretto"}
 FOUND |= {

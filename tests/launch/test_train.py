@@ -21,7 +21,7 @@ from stretto.core.errors import RecipeError, RunFolderError, StoreError
 from stretto.launch.assemble.run import StartState
 from stretto.launch.assemble.supervised import copy_policy
 from stretto.launch.commands.recorded import digests_of
-from stretto.launch.commands.train import Prepared, check, prepare
+from stretto.launch.commands.train import Prepared, prepare
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.records.reporter import SilentReporter
 from stretto.loop.recovery import seal_start
@@ -40,6 +40,7 @@ from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
 from stretto.worlds.workflows.config import WorkflowConfig
+from stretto_app.extensions.commands.dry_run import check
 from tests.store.make import Make
 from tests.tiny_policy import SMALL
 from tests.watch.runs import step_line

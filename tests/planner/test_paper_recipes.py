@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto.launch.commands.train import check
-from stretto.launch.preflight import paper
 from stretto.launch.preflight.questions import Sifted
 from stretto.launch.recipe.recipe import load_recipe
+from stretto_app.extensions.commands import paper
+from stretto_app.extensions.commands.dry_run import check
 from stretto_app.extensions.commands.plan import job_of
 from stretto_foresight.planner.costs import Costs, Layout
 from stretto_foresight.planner.layouts import own_layout

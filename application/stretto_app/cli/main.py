@@ -110,7 +110,7 @@ def train(
         modules = refuse_resumed(recipe, overrides or [])
     if dry_run:
         with importing():
-            from stretto.launch.commands.train import check
+            from stretto_app.extensions.commands.dry_run import check
         check(recipe, overrides or [], resume, run_dir)
         return
     with forking(modules) as spawner:

@@ -20,10 +20,9 @@ from stretto.launch.assemble.run import StartState, run
 from stretto.launch.commands.data_record import DATA, DataRecord, write_questions
 from stretto.launch.commands.recorded import RECIPE, changed_sources, record_recipe, record_sources, recorded_recipe
 from stretto.launch.preflight.base import digest
-from stretto.launch.preflight.devices import placed, seat_of_warm_start, seats_of, unplaced, usable_gpus
-from stretto.launch.preflight.estimates import LESS_MEMORY, estimate_disk, estimate_memory, step_and_run, warnings
-from stretto.launch.preflight.paper import is_on_paper, outline
-from stretto.launch.preflight.plan import Outline, Plan, make_plan
+from stretto.launch.preflight.devices import placed, seat_of_warm_start, seats_of, usable_gpus
+from stretto.launch.preflight.estimates import LESS_MEMORY, estimate_memory, warnings
+from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.preflight.trainable import check_checkpoint
 from stretto.launch.recipe.extensions import destinations
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
@@ -84,49 +83,6 @@ def collected_seldom() -> Iterator[None]:
             gc.unfreeze()
 
 
-def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run_dir: Path | None = None) -> None:
-    """Check a recipe and print a summary, as `stretto train --dry-run` does; nothing is started. If the model folder
-    has no weights, everything else is checked, and the skipped checks are named.
-
-    Args:
-        resume: check that a run can be resumed; its folder is then `run_dir`, or `recipe_path` if that is None.
-
-    Raises:
-        UserError: has every mistake.
-    """
-    if resume:
-        prepared = prepare(recipe_path, overrides, run_dir, resume, write=False)
-        prepared.folder.release()
-        plan: Outline = prepared.plan
-        folder = prepared.path
-        for sentence in prepared.beginning.sentences():
-            print(f"resume      {sentence}")
-    else:
-        wanted, folder = load_recipe(recipe_path, overrides), run_dir or Path.cwd() / "runs"
-        plan = _seated(outline(wanted)) if is_on_paper(wanted) else _fitting(make_plan(wanted, dry=True), dry=True)
-    recipe = plan.recipe
-    print(f"recipe      {recipe_path}")
-    for label, sentence in zip(("a step", "the run"), step_and_run(plan), strict=True):
-        print(f"{label:<12}{sentence}")
-    print(f"model       {plan.base.path}: {plan.base.architecture}, {plan.base.parameters:,} parameters")
-    asked = len(plan.held_out)
-    part = "" if asked == plan.kept_apart else f" (evaluation.prompts = {asked:,} are evaluated)"
-    held_out = f"{plan.kept_apart:,} held out{part}, {len(plan.demonstrations):,} demonstrations"
-    print(f"questions   {len(plan.training):,} for training, {held_out}")
-    tokens = f"prompt {plan.longest_prompt} + completion {plan.sampling.max_tokens} tokens"
-    print(f"longest     {tokens}, context {plan.base.context_length}")
-    print(f"memory      {estimate_memory(plan)}")
-    for sentence in placed(plan, plan.seats) or (unplaced(recipe),):
-        print(f"devices     {sentence}")
-    if is_on_paper(recipe):
-        print(f"per device  {_memory_per_device(plan)}")
-    print(f"disk        {estimate_disk(plan, folder)}")
-    found = warnings(plan, folder)
-    for warning in found:
-        print(f"warning     {warning}")
-    print(f"{f'{len(found)} lines of warnings' if found else 'no problems found'}; nothing was started")
-
-
 def prepare(
     recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, write: bool = True
 ) -> Prepared:
@@ -153,7 +109,7 @@ def prepare(
     recipe = load_recipe(recipe_path, overrides)
     path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     has_policy = resume and os.path.exists(RunFolder(path).policy(0))
-    plan = _fitting(make_plan(recipe, has_policy=has_policy, dry=not write), dry=not write)
+    plan = fitting(make_plan(recipe, has_policy=has_policy, dry=not write), dry=not write)
     if not resume:
         return Prepared(plan, _new(path, plan), StartState())
     folder = RunFolder.resume(path)
@@ -175,13 +131,6 @@ def prepare(
     return prepared
 
 
-def _memory_per_device(asked: Outline) -> str:
-    told: str = from_package(
-        "stretto_app.extensions.commands.plan:memory_per_device", "--dry-run", "stretto_foresight"
-    )(asked)
-    return told
-
-
 def _assert_alone(path: Path, recipe: Recipe) -> None:
     """Raise RunFolderError if another conductor of this run is alive, on another copy of its folder."""
     if (path / _JOIN).exists():
@@ -189,11 +138,7 @@ def _assert_alone(path: Path, recipe: Recipe) -> None:
         asyncio.run(alone(path, recipe.cluster.tls or ""))
 
 
-def _seated(plan: Outline) -> Outline:
-    return replace(plan, seats=seats_of(plan, usable_gpus(plan.recipe, dry=True)))
-
-
-def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
+def fitting(plan: Plan, *, dry: bool = False) -> Plan:
     """Return the plan with GPUs assigned to its roles. `dry`: with the GPUs that the environment lets it assume
     (`usable_gpus`). Raises RecipeError if the run needs more than twice the available memory, or if `seats_of` refuses
     the GPUs."""
