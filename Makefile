@@ -72,7 +72,7 @@ tests-again: .venv/ready-test  ## those that failed in `make tests`, alone; an e
 PYTEST := $(RUN) pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The rooms of each package; tests/ mirrors them.
-core := core conversation doors engine loop measures model processes rewards rollout store trainer weights worlds
+core := core doors engine loop model processes rewards rollout store trainer weights worlds
 report := audit dashboard outlets watch
 foresight := planner simulator
 kernels := model

@@ -35,7 +35,6 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.report import Table, save
-from stretto.conversation.session import WholeTurns
 from stretto.core.records import Completion, GenerateRequest, Segment, StopReason
 from stretto.engine.http.connections import Connections
 from stretto.model.hf.folder import quiet_transformers
@@ -45,6 +44,7 @@ from stretto.processes.tree import cpu_ticks
 from stretto_app.extensions.commands.gateway import session_model
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import RecordedSessions, SessionTable
+from stretto_workflows.session import WholeTurns
 
 SESSIONS = (1, 32, 256)
 TURNS, NEW_TOKENS, CONTEXT, SLOTS = 6, 32, 8192, 256

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from stretto.conversation.forest import Tokens
-from stretto.conversation.session import MemoryRecord, Session
+from stretto.core.forest import Tokens
 from stretto.core.records import Outcome, State
 from stretto.processes.tree import descendants
 from stretto.rollout.controller import Controller
 from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig
 from stretto_workflows.pool import WorkflowGroups, WorkflowPool
+from stretto_workflows.session import MemoryRecord, Session
 from tests.launch.running import children
 from tests.rollout.test_controller import controller
 from tests.workflows.benches import Bench

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from stretto.conversation.forest import Tokens
-from stretto.conversation.session import MemoryRecord, Session, TurnRequest
 from stretto.core.errors import RefusedRequest
+from stretto.core.forest import Tokens, TurnRequest
 from stretto.core.records import (
     Batch,
     Completion,
@@ -40,6 +39,7 @@ from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig
 from stretto_workflows.exchange import Services
 from stretto_workflows.pool import WorkflowGroups, WorkflowPool
 from stretto_workflows.rendering import PlainRendering
+from stretto_workflows.session import MemoryRecord, Session
 from tests.rewards.replying import serving
 from tests.rollout.test_controller import answers, controller
 from tests.trainer.test_estimators import FIRST_OF_EACH

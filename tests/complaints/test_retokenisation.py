@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from stretto.conversation.session import Sampler, SessionRecord, TurnRequest
+from stretto.core.forest import TurnRequest
 from stretto.core.records import Segment
+from stretto_workflows.session import Sampler, SessionRecord
 from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway, tokenizer_of
 from tests.gateway.test_chat_sessions import ASK, turn
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stretto.core.events import SupervisedProgress
-from stretto.measures.selection import SELECTION, Bias, SelectionBias
 from stretto.store.inspection import CanaryProof, inspect_run
+from stretto.store.measures.selection import SELECTION, Bias, SelectionBias
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import TOTALS, Totals
 from stretto_report.dashboard.terminal.progress import (

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import RunFolderError
-from stretto.measures.goodput import Category
 from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
+from stretto.store.measures.goodput import Category
 from stretto.store.totals import Totals
 from stretto_report.dashboard.prediction import (
     Term,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from stretto.conversation.text import NO_CHARACTER, RunningText
+from stretto.engine.text import NO_CHARACTER, RunningText
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.byte_policy import VOCABULARY
 from tests.engine.decoders import KINDS, Decoder

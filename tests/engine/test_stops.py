@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from stretto.conversation.text import Detokenizer, StopFinder, StopTexts, Watch
 from stretto.core.errors import ModelFolderError, Problem, RefusedRequest
+from stretto.engine.text import Detokenizer, StopFinder, StopTexts, Watch
 from tests.engine.decoders import KINDS, Decoder, byte_level
 
 

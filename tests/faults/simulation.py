@@ -36,10 +36,9 @@ from stretto.core.states import OPEN
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.in_flight import InFlight, restore
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.rounds import Rounds
-from stretto.loop.engines.sessions import restore
 from stretto.loop.evaluation import Evaluations
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.trainer_link import TrainerLink

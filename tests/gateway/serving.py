@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from stretto.conversation.session import Sampler, SessionRecord, TurnRequest
+from stretto.core.forest import TurnRequest
 from stretto.core.records import Sampling, Segment, StopReason
 from stretto.launch.recipe.extensions import GatewayConfig
 from stretto.model.hf.folder import quiet_transformers
@@ -29,6 +29,7 @@ from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import CallForms, SamplingRule
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import RecordedSessions
+from stretto_workflows.session import Sampler, SessionRecord
 
 TEMPLATES = Path(__file__).parent / "templates"
 MODEL = "scripted"

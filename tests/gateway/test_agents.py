@@ -14,9 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from stretto.conversation.forest import Tokens
-from stretto.conversation.session import MemoryRecord, Session
 from stretto.core.errors import EngineLost, UserError
+from stretto.core.forest import Tokens
 from stretto.core.records import Outcome, Prompt, Trajectory, Verdict
 from stretto.launch.recipe.extensions import AgentConfig
 from stretto.processes.http.server import serving_beside
@@ -25,6 +24,7 @@ from stretto_gateway.agents.environment import environment_of
 from stretto_gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import SessionTable
+from stretto_workflows.session import MemoryRecord, Session
 from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, model_of
 
 HERE = Path(__file__).parent

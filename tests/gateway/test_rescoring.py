@@ -19,7 +19,6 @@ from stretto.core.records import Batch, Group, Outcome, Prompt, Sampling, Trajec
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.launch.recipe.extensions import AgentConfig
-from stretto.loop.engines.sessions import sessions_of_evaluation
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.http.server import serving_beside
@@ -30,6 +29,7 @@ from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import SamplingRule
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import SessionTable
+from stretto_workflows.sessions import sessions_of_evaluation
 from tests.engine.answering import shaken, weights
 from tests.engine.serving import served
 from tests.gateway.serving import MODEL, build_chat_model, in_a_loop

@@ -19,7 +19,6 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from stretto.conversation.session import Sampler, SessionRecord, WholeTurns
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.native.engine import NativeEngine
@@ -28,6 +27,7 @@ from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto_gateway.requests import CallForms
 from stretto_workflows.chat.messages import ChatRequest, SamplingOptions, Tool
 from stretto_workflows.chat.tool_calls import form_of
+from stretto_workflows.session import Sampler, SessionRecord, WholeTurns
 from tests.engine.serving import served
 from tests.gateway.serving import (
     ENDS,

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stretto.core.records import State
 from stretto.launch.recipe.recipe import load_recipe
-from stretto.measures.goodput import CATEGORIES
+from stretto.store.measures.goodput import CATEGORIES
 from stretto.store.series.metrics import read_metrics
 from stretto.store.series.progress import LONGEST
 from stretto.store.series.tokens import TokenOutcome, read_tokens

@@ -24,9 +24,8 @@ from stretto.core.records import (
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.in_flight import InFlight, restore
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.engines.sessions import restore
 from stretto.loop.evaluation import Evaluations, PeriodicEvaluation
 from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.recorder import Recorder

@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stretto.conversation.session import TurnRequest
 from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RefusedRequest
+from stretto.core.forest import TurnRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Prompt, Sampling, Segment, StopReason
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.router import LOSSES, attempts
-from stretto.loop.engines.sessions import sessions_of_evaluation
 from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_unfinished
+from stretto_workflows.sessions import sessions_of_evaluation
 from tests.store.make import completion
 
 ANSWER = tuple(range(100, 110))

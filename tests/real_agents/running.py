@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stretto.conversation.session import TurnRequest
+from stretto.core.forest import TurnRequest
 from stretto.core.records import Segment
 from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway
 

@@ -17,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.logprobs import SMALL
-from stretto.conversation.text import StopTexts
 from stretto.core.canary import TensorDigest
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest, Sampling
@@ -25,6 +24,7 @@ from stretto.core.tasks import cancel_and_wait
 from stretto.engine.backend import Stream
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.client import decoded
+from stretto.engine.text import StopTexts
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber

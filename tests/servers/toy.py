@@ -12,12 +12,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-from stretto.conversation.text import StopTexts
 from stretto.core.errors import EngineLost, TornPublication, WireError
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.engine.backend import Stream
 from stretto.engine.http.client import decoded
+from stretto.engine.text import StopTexts
 from stretto_servers.engine import ExternalEngine, Limits
 from stretto_servers.make import Continuation, Delta, Occupancy, Served
 from stretto_servers.staging import FolderAsItIs

@@ -23,8 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from stretto.conversation.forest import way_to
 from stretto.core.errors import BoundViolated
+from stretto.core.forest import way_to
 from stretto.core.records import (
     NOTHING,
     Batch,

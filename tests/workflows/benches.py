@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stretto.conversation.session import MemoryRecord, Session, TurnRequest
 from stretto.core.errors import Problem, RewardFunctionError
+from stretto.core.forest import TurnRequest
 from stretto.core.records import NOTHING, Outcome, Prompt, Sampling, Segment, StopReason, Trajectory, Verdict
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.worlds.single_turn import Score
@@ -19,6 +19,7 @@ from stretto.worlds.workflows.task import WorkflowTask
 from stretto_workflows.exchange import Exchange, Services
 from stretto_workflows.pool import WorkflowPool
 from stretto_workflows.rendering import PlainRendering
+from stretto_workflows.session import MemoryRecord, Session
 from stretto_workflows.wire import TurnOrder
 from tests.launch.warm import session_server
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.conversation.forest import way_to
-from stretto.conversation.session import MemoryRecord, Session, TurnRequest
+from stretto.core.forest import TurnRequest, way_to
 from stretto.core.records import Prompt, Sampling, Segment, StopReason, Trajectory
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.task import WorkflowTask
@@ -23,6 +22,7 @@ from stretto_workflows.built_in.tools import PythonTool, Search, calculate
 from stretto_workflows.exchange import Exchange, Services
 from stretto_workflows.pool import WorkflowPool
 from stretto_workflows.rendering import PlainRendering, TemplateRendering
+from stretto_workflows.session import MemoryRecord, Session
 from tests.gateway.serving import ENDS, tokenizer_of
 from tests.launch.warm import session_server
 from tests.workflows.benches import score, verdict

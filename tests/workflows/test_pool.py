@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from stretto.conversation.session import TurnRequest
 from stretto.core.errors import RefusedRequest, RewardFunctionError, WorkflowError
+from stretto.core.forest import TurnRequest
 from stretto.core.records import Outcome
 from stretto_workflows.wire import RUN_MARK, CallOrder, MemberEnded
 from tests.launch.running import wait_until

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from stretto.conversation.forest import Tokens
-from stretto.conversation.session import Session
+from stretto.core.forest import Tokens
 from stretto.core.records import Verdict
 from stretto.engine.http.lifecycle import bind
 from stretto.launch.preflight.checks import longest_prompt_allowed
@@ -28,6 +27,7 @@ from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import SamplingRule
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import SessionTable
+from stretto_workflows.session import Session
 
 
 class RunGateway:

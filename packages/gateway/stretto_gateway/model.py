@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
-from stretto.conversation.forest import Tokens
-from stretto.conversation.text import StopFinder
 from stretto.core.errors import DataError, ModelFolderError, RefusedRequest
+from stretto.core.forest import Tokens
 from stretto.core.records import Likeliest, Segment, StopReason
+from stretto.engine.text import StopFinder
 from stretto.launch.recipe.extensions import GatewayConfig
 from stretto_gateway.requests import SamplingRule
 from stretto_verify.thoughts import opened

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from stretto.conversation.text import Watch
 from stretto.core.errors import WireError
 from stretto.core.records import Completion, GenerateRequest, Likeliest, Segment, StopReason, derive_seed
 from stretto.engine.backend import Stream
+from stretto.engine.text import Watch
 from stretto_servers.make import Continuation, Delta
 
 

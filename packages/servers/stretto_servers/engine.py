@@ -24,7 +24,6 @@ from typing import Literal
 
 import msgspec
 
-from stretto.conversation.text import StopTexts
 from stretto.core.canary import Challenge, Loaded, Scores
 from stretto.core.deadlines import waiting
 from stretto.core.engine import EngineHealth
@@ -34,6 +33,7 @@ from stretto.core.records import GenerateRequest, Partials, StopReason
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.backend import ENDED, Stream
 from stretto.engine.native.validate import check_prefixes, check_request, check_text
+from stretto.engine.text import StopTexts
 from stretto_servers.completions import OpenCompletion
 from stretto_servers.make import Make, Occupancy, canary_scores
 from stretto_servers.staging import FolderAsItIs, compare, shapes_of

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.conversation.text import StopTexts
 from stretto.core.frames import LARGEST_FRAME
 from stretto.doors.loading import look_in
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.server import EngineApp, serve_app
+from stretto.engine.text import StopTexts
 from stretto.engine.wire import ENGINE_KEY, EngineSpec
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer

@@ -17,12 +17,10 @@ from typing import Any
 
 import msgspec
 
-from stretto.conversation.session import Session
 from stretto.core.errors import DataError, Problem, RefusedRequest, RunFolderError, StoreError
 from stretto.core.records import Batch, Completion, GenerateRequest, Segment, State, derive_seed, trajectory_id
 from stretto.doors.mistakes import checked
-from stretto.loop.engines.in_flight import Engines, InFlight
-from stretto.loop.engines.sessions import TrajectorySessions, progress_of, unfinished_sessions
+from stretto.loop.engines.in_flight import Engines, InFlight, progress_of
 from stretto.rollout.controller import Ticket
 from stretto.store import lock
 from stretto.store.config import StoreConfig
@@ -30,6 +28,8 @@ from stretto.store.ending import ENDING, Ending
 from stretto.store.ledger.ledger import Ledger, Value
 from stretto.store.ledger.reading import UnfinishedGroup, read_batches, read_unfinished
 from stretto_verbs.arguments import FOLDER, check
+from stretto_workflows.session import Session
+from stretto_workflows.sessions import TrajectorySessions, unfinished_sessions
 
 _KEEP_SECONDS = 1.0
 

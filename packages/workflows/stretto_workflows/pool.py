@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
 
-from stretto.conversation.forest import Tokens
-from stretto.conversation.session import Session
 from stretto.core.deadlines import waiting
 from stretto.core.errors import RoleDied
+from stretto.core.forest import Tokens
 from stretto.core.records import Prompt, Trajectory, trajectory_id
 from stretto.core.tasks import NamedTasks, cancel_and_wait, first_of, gather_or_cancel
 from stretto.processes.spawn import FRESH, Spawner, cut_log
@@ -30,6 +29,7 @@ from stretto.rollout.controller import Ticket
 from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig, WorkflowReady
 from stretto_workflows.exchange import Exchange, Services
 from stretto_workflows.failures import RecentFailures
+from stretto_workflows.session import Session
 from stretto_workflows.wire import RUN_MARK, MemberEnded
 from stretto_workflows.worker_process import WorkerLost, WorkflowProcess
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from stretto.conversation.forest import Tokens
 from stretto.core.errors import RefusedRequest
+from stretto.core.forest import Tokens
 from stretto.worlds.workflows.task import ChatMessage
 from stretto_workflows.chat.bridge import ChatTemplate, Renderer
 from stretto_workflows.chat.messages import Message, Tool, ToolCall

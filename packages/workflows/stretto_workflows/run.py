@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from stretto.conversation.forest import Tokens
-from stretto.conversation.session import Session
+from stretto.core.forest import Tokens
 from stretto.core.records import Verdict
 from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
@@ -16,6 +15,7 @@ from stretto.worlds.workflows.config import WorkflowConfig
 from stretto_workflows.exchange import Services
 from stretto_workflows.pool import WorkflowGroups, WorkflowPool
 from stretto_workflows.rendering import PlainRendering, TemplateRendering
+from stretto_workflows.session import Session
 
 
 class RunWorkflows(WorkflowPool):

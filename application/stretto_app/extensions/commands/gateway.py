@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from stretto.conversation.session import Sampler, SessionRecord, TurnRequest, WholeTurns
 from stretto.core.errors import EngineLost
+from stretto.core.forest import TurnRequest
 from stretto.core.records import Completion, GenerateRequest, Segment
 from stretto.engine.config import EngineConfig, capabilities_of
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
@@ -20,7 +20,6 @@ from stretto.engine.wire import socket_folder
 from stretto.launch.assemble.specs import engines_of_folder
 from stretto.launch.preflight.engines import check_engine_keys, check_model, check_servers, check_window
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.engines.sessions import PersistentTurns
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.inspection import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
@@ -44,6 +43,8 @@ from stretto_gateway.requests import DISTRIBUTION
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import RecordedSessions
 from stretto_verify.thoughts import PIECES
+from stretto_workflows.session import Sampler, SessionRecord, WholeTurns
+from stretto_workflows.sessions import PersistentTurns
 
 _STOP_SECONDS = 1.0
 _PROBE = [{"role": "user", "content": "1+1="}]  # prompt that other servers must tokenize alike

@@ -112,7 +112,7 @@ class Segment(Record, frozen=True, array_like=True):
     A sampled segment without a `stop_reason` is unfinished: another engine, or a resumed run, continues it. Engines
     leave `engines` empty; the engine pool fills it in.
 
-    The segments of a trajectory are a forest (`conversation.forest`): a segment follows the previous segment, and the
+    The segments of a trajectory are a forest (`core.forest`): a segment follows the previous segment, and the
     first segment follows the prompt, unless `parent` says otherwise.
 
     Example: ``Segment.of(token_ids=(4, 4, 2), behavior_logprobs=(-0.1, -0.7, -0.02), versions=(6, 6, 7))``

@@ -22,12 +22,12 @@ from stretto.core.machine import on_gpus
 from stretto.core.records import Batch, Update
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.trainer_replies import TrainerReplies
-from stretto.measures.goodput import AGAIN
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RoleProcess
 from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.supervisor import RestartBudget, Supervisor
+from stretto.store.measures.goodput import AGAIN
 from stretto.trainer.messages import (
     FROM_TRAINER,
     Copied,

@@ -14,13 +14,13 @@ import msgspec
 from stretto.core.admission import BoundChange
 from stretto.core.canary import CANARY, CanaryRecord
 from stretto.core.records import Record
-from stretto.measures.goodput import Category
-from stretto.measures.selection import SELECTION, Bias, MaskedGroups, SelectionBias, report
 from stretto.store import lock
 from stretto.store.ending import branch_of, condition
 from stretto.store.ledger.reading import BOUNDS, fact, tokens_on_record
 from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import check_rows
+from stretto.store.measures.goodput import Category
+from stretto.store.measures.selection import SELECTION, Bias, MaskedGroups, SelectionBias, report
 from stretto.store.run_folder import Branch, RunFolder
 from stretto.store.totals import ENGINES, TOTALS, Carried, Membership, Totals, budget
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stretto.core.records import Record
-from stretto.measures.goodput import Clock, Goodput, OnRecord, Produced, goodput
+from stretto.store.measures.goodput import Clock, Goodput, OnRecord, Produced, goodput
 
 
 class Carried(Record, frozen=True):

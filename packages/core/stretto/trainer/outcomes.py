@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.conversation.forest import paths
 from stretto.core.errors import described
+from stretto.core.forest import paths
 from stretto.core.records import Batch, Segment, Trajectory
 from stretto.store.config import TokensConfig
 from stretto.store.series.tokens import SampledTokens, TokenFiles, TokenOutcome

@@ -17,12 +17,12 @@ from typing import Protocol
 from stretto.core.columns import stamps_of
 from stretto.core.events import Span
 from stretto.core.records import Batch, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
-from stretto.measures.selection import SelectionWatch
 from stretto.rollout.adaptive import Pressure
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.pacing import Pacing
 from stretto.rollout.prompts import PromptStream
+from stretto.store.measures.selection import SelectionWatch
 from stretto_foresight.simulator.accounts import Accounts, SimulationReport
 from stretto_foresight.simulator.engines import Durations, EngineLimits, Flight, SimulatedEngine, VirtualClock
 

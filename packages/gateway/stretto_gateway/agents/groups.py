@@ -23,8 +23,7 @@ import msgspec
 
 import stretto
 import stretto_gateway
-from stretto.conversation.forest import Tokens
-from stretto.conversation.session import Session
+from stretto.core.forest import Tokens
 from stretto.core.records import Outcome, Prompt, Record, Trajectory, Verdict, trajectory_id
 from stretto.core.tasks import cancel_and_wait, first_of, gather_or_cancel
 from stretto.launch.recipe.extensions import AgentConfig
@@ -36,6 +35,7 @@ from stretto_gateway.requests import NotServed
 from stretto_gateway.sessions.agent_session import AgentSession, GivenRewards
 from stretto_gateway.sessions.sessions import SessionTable, new_key
 from stretto_workflows.failures import RecentFailures
+from stretto_workflows.session import Session
 
 _LINGER_SECONDS = 5.0  # in which a program that has ended its session itself may exit
 _CREATED, _REWARDED, _ENDED = b"created", b"reward ", b"ended"

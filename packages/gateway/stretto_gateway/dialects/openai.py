@@ -15,10 +15,10 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from stretto.conversation.text import NO_CHARACTER, RunningText, StopFinder
 from stretto.core.engine import LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS, Progress
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record, StopReason
+from stretto.engine.text import NO_CHARACTER, RunningText, StopFinder
 from stretto.processes.http.asgi import KEEP_ALIVE, sent_event
 from stretto_gateway.dialects.dialect import TokenCount
 from stretto_gateway.model import ServedModel

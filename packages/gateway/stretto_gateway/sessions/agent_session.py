@@ -17,17 +17,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from stretto.conversation.forest import parent_of, paths
-from stretto.conversation.session import Session
 from stretto.core.deadlines import deadline
 from stretto.core.errors import RefusedRequest
 from stretto.core.events import RecordedCall
+from stretto.core.forest import parent_of, paths
 from stretto.core.records import Record, Segment
 from stretto.core.states import LARGEST_REWARD, why_no_reward
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed
 from stretto_workflows.chat.bridge import Bridge, CompletedTurn, NextPrompt
 from stretto_workflows.chat.messages import ChatRequest, Match, Message, SampledTurn, Tool
+from stretto_workflows.session import Session
 
 State = Literal["open", "ended"]
 _SHOWN = 300  # characters of a reason

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stretto.conversation.session import Sampler, Session, SessionRecord, joined_pieces
 from stretto.core.errors import UNREADABLE, Problem, RunFolderError
 from stretto.core.events import RecordedCall
 from stretto.core.records import Record, Segment, derive_seed
@@ -26,6 +25,7 @@ from stretto.store.ledger.rows import segment_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed
 from stretto_gateway.sessions.agent_session import AgentSession, GivenRewards
+from stretto_workflows.session import Sampler, Session, SessionRecord, joined_pieces
 
 _SECRET_BYTES = 18
 _SHOWN = 64  # ended sessions that are kept in memory

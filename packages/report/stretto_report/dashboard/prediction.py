@@ -14,10 +14,10 @@ import msgspec
 
 from stretto.core.errors import UNREADABLE, Problem, RunFolderError
 from stretto.core.records import Record
-from stretto.measures.goodput import parts_of_work
 from stretto.store.inspection import Inspection, inspection_of
 from stretto.store.ledger.reading import fact
 from stretto.store.ledger.schema import reading
+from stretto.store.measures.goodput import parts_of_work
 from stretto.store.provenance import Machine
 from stretto.store.run_folder import RunFolder
 from stretto.store.totals import TOTALS, Totals

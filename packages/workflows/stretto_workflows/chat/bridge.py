@@ -36,9 +36,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stretto.conversation.forest import Tokens
-from stretto.conversation.text import Detokenizer
 from stretto.core.errors import DataError
+from stretto.core.forest import Tokens
+from stretto.engine.text import Detokenizer
 from stretto_workflows.chat.messages import Match, Message, Tool, compare, shared
 from stretto_workflows.chat.tool_calls import form_of, instructions, result
 

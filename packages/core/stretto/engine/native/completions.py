@@ -19,12 +19,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from stretto.conversation.text import StopTexts, Watch
 from stretto.core.columns import stamps_of
 from stretto.core.engine import NewToken, Progress
 from stretto.core.records import Completion, Likeliest, Segment, StopReason
 from stretto.engine.native.sampling import Filtered, SamplingColumns, top_logprobs
 from stretto.engine.native.scheduler import Member
+from stretto.engine.text import StopTexts, Watch
 from stretto.model.hf.grammar import Grammars, Matcher
 
 Ints = npt.NDArray[np.int64]

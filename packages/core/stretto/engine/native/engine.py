@@ -21,7 +21,6 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stretto.conversation.text import Detokenizer, StopTexts
 from stretto.core.canary import Canary, Scores
 from stretto.core.engine import EngineHealth, NewToken, Progress
 from stretto.core.errors import BoundViolated, RefusedRequest
@@ -33,6 +32,7 @@ from stretto.engine.native.parameters import Parameters, Prover
 from stretto.engine.native.sampling import BrokenLogits, sample
 from stretto.engine.native.scheduler import Member, Scheduler, longest_row
 from stretto.engine.native.validate import BrokenGrammar, check_grammar, check_prefixes, check_request, check_text
+from stretto.engine.text import Detokenizer, StopTexts
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
 from stretto.model.device import spare
 from stretto.model.hf.folder import load_policy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from stretto.conversation.text import NO_CHARACTER
 from stretto.core.engine import (
     COLDEST,
     LONGEST_STOP,
@@ -17,6 +16,7 @@ from stretto.core.engine import (
 )
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling, Segment
+from stretto.engine.text import NO_CHARACTER
 from stretto.model.hf.grammar import Grammars
 
 _GRAMMAR = "sampling.grammar"

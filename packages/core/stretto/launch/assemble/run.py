@@ -23,16 +23,14 @@ from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
-from stretto.loop.engines.in_flight import GroupInFlight, InFlight
+from stretto.loop.engines.in_flight import GroupInFlight, InFlight, restore
 from stretto.loop.engines.rounds import Rounds
-from stretto.loop.engines.sessions import TrajectorySessions, restore, unfinished_sessions
 from stretto.loop.evaluation import Evaluations, Evaluator
 from stretto.loop.records.alarms import SlowReward
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import Reporter
 from stretto.loop.records.totals import RunClock, Tenure, carried_over, next_tenure
 from stretto.loop.recovery import Recovery, seal_start
-from stretto.measures.selection import SELECTION, SelectionBias, SelectionWatch
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import CONTROLLER, Controller, ControllerState
@@ -42,6 +40,7 @@ from stretto.store.checkpoints import Checkpoints
 from stretto.store.ending import ENDING, Ending, record_end
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import UnfinishedGroup, last_step, read_batches, read_unfinished
+from stretto.store.measures.selection import SELECTION, SelectionBias, SelectionWatch
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.progress import LEGEND
@@ -342,8 +341,8 @@ def _conversations(
     """Return the generator of completions, and the recipe's workflow on sessions that use it. `unfinished`: groups
     whose sessions continue from their record."""
     in_flight = InFlight(roles.engines, context.ledger)
-    sessions = TrajectorySessions(in_flight, context.ledger, unfinished_sessions(unfinished))
-    return in_flight, workflow_groups(context.plan, pool, sessions, roles.rewards.score_group)
+    score = roles.rewards.score_group
+    return in_flight, workflow_groups(context.plan, pool, in_flight, context.ledger, unfinished, score)
 
 
 def _checkpointing(context: RunContext, roles: Roles, controller: Controller) -> Checkpointing:

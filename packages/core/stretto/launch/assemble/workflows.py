@@ -5,23 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from stretto.conversation.forest import Tokens
-from stretto.conversation.session import Session
 from stretto.core.engine import Generate
+from stretto.core.forest import Tokens
 from stretto.core.records import Completion, Prompt, Trajectory, Verdict
 from stretto.doors.loading import from_package
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.extensions import AgentConfig
-from stretto.loop.engines.sessions import TrajectorySessions, sessions_of_evaluation
+from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.evaluation import Converse
 from stretto.rewards.service.judging import verdict_of
 from stretto.rewards.service.wire import Worth
 from stretto.rollout.controller import Ticket
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import UnfinishedGroup
 from stretto.store.run_folder import RunFolder
 from stretto.worlds.single_turn import Score
 from stretto.worlds.workflows.config import PLACE
+
+_SESSIONS = "stretto_workflows.sessions"
+
+#: Opens the session of a trajectory (`stretto_workflows.session.Session`), by its id, token ids of its prompt, and its
+#: seed.
+Open = Callable[[str, Tokens, int], Any]
 
 
 class Conversations(Protocol):
@@ -48,9 +55,7 @@ class Conversing(Protocol):
 
     async def start(self) -> None: ...
     async def close(self) -> None: ...
-    def groups(
-        self, open_session: Callable[[str, Tokens, int], Session], score: Score, verdict: Callable[[float], Verdict]
-    ) -> Conversations: ...
+    def groups(self, open_session: Open, score: Score, verdict: Callable[[float], Verdict]) -> Conversations: ...
 
 
 def workflow_pool(
@@ -76,15 +81,24 @@ def workflow_pool(
     return made
 
 
-def workflow_groups(plan: Plan, pool: Conversing, sessions: TrajectorySessions, score: Score) -> Conversations:
+def workflow_groups(
+    plan: Plan,
+    pool: Conversing,
+    in_flight: InFlight,
+    ledger: Ledger,
+    unfinished: Sequence[UnfinishedGroup],
+    score: Score,
+) -> Conversations:
     """Return the object that generates the groups of a run by its workflow.
 
     Args:
         pool: worker processes or gateway, from `workflow_pool`.
-        sessions: opens the session of each trajectory.
+        in_flight: generates the turns of the sessions.
+        unfinished: groups whose sessions continue from their record.
         score: judges completions.
     """
-    return pool.groups(sessions.open, score, _verdict_of(plan))
+    opened = from_package(f"{_SESSIONS}:sessions_of_run", PLACE)(in_flight, ledger, unfinished)
+    return pool.groups(opened, score, _verdict_of(plan))
 
 
 def conversing(
@@ -104,7 +118,8 @@ def conversing(
     """
     if pool is None:
         return None
-    return pool.groups(sessions_of_evaluation(generate, count), score, _verdict_of(plan)).member
+    opened = from_package(f"{_SESSIONS}:sessions_of_evaluation", PLACE)(generate, count)
+    return pool.groups(opened, score, _verdict_of(plan)).member
 
 
 def _verdict_of(plan: Plan) -> Callable[[float], Verdict]:

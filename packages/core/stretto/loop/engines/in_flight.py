@@ -1,7 +1,7 @@
 """Completions in flight: journaled while they are generated. When an engine is lost, another one continues them.
 
 engine ─► completions that have ended ─┐
-engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `sessions.restore`
+engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `restore`
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from stretto.conversation.session import TurnRequest
 from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RefusedRequest
+from stretto.core.forest import TurnRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
 from stretto.loop.engines.router import LOSSES
+
+if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
+    from stretto.rollout.controller import Controller, ControllerState
+    from stretto.store.ledger.reading import UnfinishedGroup
 
 
 class Engines(Protocol):
@@ -192,7 +196,7 @@ class InFlight:
 
     async def turn(self, session: str, request: TurnRequest) -> Segment:
         """Sample one whole turn of the trajectory with id `session`; with the id bound, this is a
-        `conversation.session.Sampler`.
+        `stretto_workflows.session.Sampler`.
 
         The turn is journaled before this returns, so the ledger never holds a later turn without it.
 
@@ -275,3 +279,33 @@ class InFlight:
 
 def _given_up(session: str) -> RefusedRequest:
     return RefusedRequest("session", f"{session} was given up", "another one")
+
+
+def restore(
+    controller: Controller, state: ControllerState, unfinished: Sequence[UnfinishedGroup]
+) -> dict[str, GroupInFlight]:
+    """Put the groups that an earlier process of the run left untrained back into the controller.
+
+    Args:
+        state: state of the earlier controller; its count of failures per group is used.
+        unfinished: the groups, as read from the ledger.
+
+    Returns:
+        The journaled tokens of the groups in flight, by group id (for `InFlight`).
+    """
+    for group in unfinished:
+        failures = state.failures.get(group.id, 0)
+        controller.restore(group.id, group.admitted_version, group.trajectories, failures, group.max_staleness)
+    return {group.id: progress_of(group) for group in unfinished if not group.trajectories}
+
+
+def progress_of(group: UnfinishedGroup) -> GroupInFlight:
+    """Journaled tokens of a group whose completions are single turns (one segment each). A segment with a stop reason
+    has ended; the others are prefixes to be continued."""
+    known = {member: found.segments[0] for member, found in group.members.items() if found.segments}
+    ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}
+    return GroupInFlight(
+        ended={member: Completion(group.id, member, segment) for member, segment in ended.items()},
+        prefixes={member: Prefix(segment) for member, segment in known.items() if member not in ended},
+        journaled=set(ended),
+    )

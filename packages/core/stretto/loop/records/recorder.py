@@ -20,7 +20,7 @@ from stretto.loop.records.alarms import SlowReward, WatchedSamples
 from stretto.loop.records.evaluation import Evaluation, mean_rewards
 from stretto.loop.records.reporter import Reporter
 from stretto.loop.records.totals import RunClock, Work, over_the_run, with_activities, with_transfers
-from stretto.measures.selection import SelectionWatch
+from stretto.store.measures.selection import SelectionWatch
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics
 from stretto.store.series.spans import SpanLog

@@ -14,7 +14,7 @@ import msgspec
 
 from stretto.core.events import Span
 from stretto.core.records import Record
-from stretto.measures.goodput import WORK
+from stretto.store.measures.goodput import WORK
 from stretto.store.totals import NEWEST_TRANSFERS, Carried, Totals
 
 

@@ -32,7 +32,6 @@ from stretto.core.admission import BoundChange
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Batch, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
 from stretto.core.states import UNTRAINED
-from stretto.measures.goodput import OnRecord
 from stretto.store.config import StoreConfig
 from stretto.store.files import identity, sync
 from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls, retraction
@@ -56,6 +55,7 @@ from stretto.store.ledger.schema import (
     open_for_writing,
 )
 from stretto.store.ledger.seals import META, find_fact, seal
+from stretto.store.measures.goodput import OnRecord
 
 Value = TypeVar("Value")
 

@@ -16,8 +16,8 @@ from stretto.core.admission import loss_tokens
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Record, Segment, State, StopReason, Trajectory, Update
 from stretto.core.states import ALLOWED
-from stretto.measures.goodput import OnRecord
 from stretto.store.ledger.seals import SIZE, batch_seal, check, find_fact, seal
+from stretto.store.measures.goodput import OnRecord
 
 _Old = tuple[
     tuple[int, ...],

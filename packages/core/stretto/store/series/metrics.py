@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.records import Record
-from stretto.measures.goodput import Category
-from stretto.measures.selection import Bias
+from stretto.store.measures.goodput import Category
+from stretto.store.measures.selection import Bias
 from stretto.store.series.lines import LineWriter, iterate_lines, keep_lines
 
 

@@ -1,4 +1,4 @@
-"""The paths of a trajectory (`conversation.forest`) as token sequences. Each path becomes one sample.
+"""The paths of a trajectory (`core.forest`) as token sequences. Each path becomes one sample.
 
 A sampled token that several paths share belongs to the first of them, where it is an *own* token, and is context in the
 others. A single turn is one path.
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stretto.conversation.forest import Path, paths
 from stretto.core.errors import BoundViolated
+from stretto.core.forest import Path, paths
 from stretto.core.records import Prompt, Segment, StopReason, Trajectory
 
 #: Arrays of a path, in 32 bits as the tensors made from them.

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.core.errors import RunFolderError
-from stretto.measures.goodput import EXPIRED, IDLE, MASKED, RECOMPUTED, role_times
-from stretto.measures.selection import SIGNIFICANT
 from stretto.store.inspection import CanaryProof, EngineRecord, Inspection, WeightsSummary, inspect_run
+from stretto.store.measures.goodput import EXPIRED, IDLE, MASKED, RECOMPUTED, role_times
+from stretto.store.measures.selection import SIGNIFICANT
 from stretto_report.dashboard.prediction import PredictedRun, predicted_beside_measured
 
 _BAR_WIDTH = 24

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from stretto.core.records import State, Trajectory
-from stretto.measures.selection import (
+from stretto.rollout.config import BeyondBound, RolloutConfig
+from stretto.store.measures.selection import (
     MEASURES,
     WINDOW,
     Bias,
@@ -27,7 +28,6 @@ from stretto.measures.selection import (
     masked_groups,
     report,
 )
-from stretto.rollout.config import BeyondBound, RolloutConfig
 from stretto_foresight.simulator.accounts import Accounts
 from stretto_foresight.simulator.run import SimulatedRun, Workload
 from tests.store.make import Make

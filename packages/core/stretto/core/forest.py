@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stretto.core.records import NOTHING, PROMPT, Segment
+from stretto.core.records import NOTHING, PROMPT, Sampling, Segment
 
 Tokens = tuple[int, ...]
 
@@ -127,3 +127,19 @@ class Forest:
                     waiting.append((child, end))
                     best = (child, end) if end > best[1] else best
         return best
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """A turn to sample: segment `node` of the forest, after `prompt`.
+
+    `prefix`: the tokens of the segment that are sampled already (usually none), with its parent and cause. `least`:
+    oldest version that may sample it: the newest version on its path, since versions never fall along a path.
+    """
+
+    node: int
+    prompt: Tokens
+    sampling: Sampling
+    seed: int
+    prefix: Segment
+    least: int = 0

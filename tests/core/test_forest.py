@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.conversation.forest import Attachment, Forest, Path, paths
+from stretto.core.forest import Attachment, Forest, Path, paths
 from stretto.core.records import NOTHING, PROMPT, Segment, StopReason
 
 

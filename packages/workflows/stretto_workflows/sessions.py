@@ -1,5 +1,4 @@
-"""Sessions of a run: trajectories in progress, with their turns and calls in the ledger; the groups that an earlier
-process of the run left untrained.
+"""Sessions of a run: trajectories in progress, with their turns and calls in the ledger.
 
 engine ─► tokens ─► InFlight ─┐
 workflow ─► calls ─► Session ─┴─► ledger ─► after a crash: `TrajectorySessions(restored=...)`
@@ -12,14 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stretto.conversation.session import MemoryRecord, Session, TurnRequest, WholeTurns
 from stretto.core.engine import Generate
+from stretto.core.forest import TurnRequest
 from stretto.core.records import Completion, Segment, trajectory_id
-from stretto.loop.engines.in_flight import GroupInFlight, InFlight, Prefix
+from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.router import attempts
-from stretto.rollout.controller import Controller, ControllerState
 from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import UnfinishedGroup
+from stretto_workflows.session import MemoryRecord, Session, WholeTurns
 
 if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
     from stretto.store.ledger.ledger import Ledger
@@ -27,7 +26,7 @@ if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
 
 @dataclass(frozen=True)
 class LedgerRecord:
-    """The record of one session, in the ledger (satisfies `conversation.session.SessionRecord`). `id`: of its
+    """The record of one session, in the ledger (satisfies `session.SessionRecord`). `id`: of its
     trajectory."""
 
     ledger: Ledger
@@ -71,8 +70,8 @@ class TrajectorySessions:
 
 @dataclass(frozen=True)
 class PersistentTurns:
-    """A sampler that samples a turn again if its engine is lost (satisfies `conversation.session.Sampler`). `whole`:
-    samples a turn once."""
+    """A sampler that samples a turn again if its engine is lost (satisfies `session.Sampler`). `whole`: samples a turn
+    once."""
 
     whole: WholeTurns
 
@@ -120,31 +119,9 @@ def unfinished_sessions(unfinished: Sequence[UnfinishedGroup]) -> dict[str, Unfi
     }
 
 
-def restore(
-    controller: Controller, state: ControllerState, unfinished: Sequence[UnfinishedGroup]
-) -> dict[str, GroupInFlight]:
-    """Put the groups that an earlier process of the run left untrained back into the controller.
-
-    Args:
-        state: state of the earlier controller; its count of failures per group is used.
-        unfinished: the groups, as read from the ledger.
-
-    Returns:
-        The journaled tokens of the groups in flight, by group id (for `InFlight`).
-    """
-    for group in unfinished:
-        failures = state.failures.get(group.id, 0)
-        controller.restore(group.id, group.admitted_version, group.trajectories, failures, group.max_staleness)
-    return {group.id: progress_of(group) for group in unfinished if not group.trajectories}
-
-
-def progress_of(group: UnfinishedGroup) -> GroupInFlight:
-    """Journaled tokens of a group whose completions are single turns (one segment each). A segment with a stop reason
-    has ended; the others are prefixes to be continued."""
-    known = {member: found.segments[0] for member, found in group.members.items() if found.segments}
-    ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}
-    return GroupInFlight(
-        ended={member: Completion(group.id, member, segment) for member, segment in ended.items()},
-        prefixes={member: Prefix(segment) for member, segment in known.items() if member not in ended},
-        journaled=set(ended),
-    )
+def sessions_of_run(
+    in_flight: InFlight, ledger: Ledger, unfinished: Sequence[UnfinishedGroup]
+) -> Callable[[str, tuple[int, ...], int], Session]:
+    """Return a function that opens a session of a run, by (trajectory id, token ids of the prompt, seed). `unfinished`:
+    groups whose sessions continue from their record."""
+    return TrajectorySessions(in_flight, ledger, unfinished_sessions(unfinished)).open

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.conversation.forest import Tokens
-from stretto.conversation.session import MemoryRecord, Session, Turn, TurnRequest, WholeTurns, joined_pieces
 from stretto.core.errors import CallInterrupted, EngineLost
+from stretto.core.forest import Tokens, TurnRequest
 from stretto.core.records import NOTHING, Completion, GenerateRequest, Sampling, Segment, StopReason
+from stretto_workflows.session import MemoryRecord, Session, Turn, WholeTurns, joined_pieces
 
 PROMPT_TOKENS = (7, 8)
 SAMPLING = Sampling(max_tokens=4)

@@ -20,10 +20,10 @@ from typing import Protocol
 
 import msgspec
 
-from stretto.conversation.forest import Forest, Tokens, parent_of, way_to
 from stretto.core.engine import Generate
 from stretto.core.errors import CallInterrupted, EngineLost, StoreError
 from stretto.core.events import RecordedCall
+from stretto.core.forest import Forest, Tokens, TurnRequest, parent_of, way_to
 from stretto.core.records import PROMPT, GenerateRequest, Sampling, Segment, derive_seed
 
 _ONCE = b"once "  # prefix of the recorded request of a call that is not repeatable
@@ -38,22 +38,6 @@ class Turn:
 
     node: int
     segment: Segment
-
-
-@dataclass(frozen=True)
-class TurnRequest:
-    """A turn to sample: segment `node` of the forest, after `prompt`.
-
-    `prefix`: the tokens of the segment that are sampled already (usually none), with its parent and cause. `least`:
-    oldest version that may sample it: the newest version on its path, since versions never fall along a path.
-    """
-
-    node: int
-    prompt: Tokens
-    sampling: Sampling
-    seed: int
-    prefix: Segment
-    least: int = 0
 
 
 #: Samples one turn and records its tokens, as `loop.engines.in_flight` does. Returns the whole segment: the tokens of

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.records import Prompt, State
-from stretto.measures.goodput import (
+from stretto.store.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.measures.goodput import (
     CATEGORIES,
     Clock,
     OnRecord,
@@ -23,8 +25,6 @@ from stretto.measures.goodput import (
     role_times,
     tokens_by_category,
 )
-from stretto.store.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
 from tests.store.make import Make
 
 COUNT = st.integers(0, 10**6)

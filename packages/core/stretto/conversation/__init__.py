@@ -1,1 +1,0 @@
-"""Conversations as tokens: the forest of a trajectory, recorded turns and calls."""
