@@ -27,7 +27,7 @@ from stretto_report.outlets.follower import read_cursor
 from stretto_report.outlets.role import MODULE, FollowerSpec
 from tests.launch.running import TINY, default_dispositions
 from tests.outlets.recorded import RecordedRun, evaluation, sample, step
-from tests.real_outlets.test_tools import READ_BACK, ROOT, command, follow, offline
+from tests.real_outlets.test_tools import READ_BACK, SOURCES, command, follow, offline
 
 TOOLS = ("wandb", "mlflow", "trackio", "tensorboard")
 KILLS, FURTHER_STEPS = 5, 10
@@ -72,7 +72,7 @@ class Training:
         packages = subprocess.run(found, capture_output=True, text=True, check=True).stdout.strip()
         (self.folder / "behind").mkdir(exist_ok=True)
         (self.folder / "behind" / "sitecustomize.py").write_text(_BEHIND)
-        paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{self.folder / 'behind'}", "TOOLS": packages}
+        paths = {"PYTHONPATH": f"{SOURCES}{os.pathsep}{self.folder / 'behind'}", "TOOLS": packages}
         return offline(self.folder) | paths | {"STRETTO_CACHE": str(self.folder / "cache")}
 
     def sent(self) -> dict[str, int]:

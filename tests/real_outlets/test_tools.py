@@ -25,6 +25,8 @@ from tests.real_outlets.wandb_server import WandbServer, wandb_server
 
 READ_BACK = Path(__file__).parent / "programs" / "read_back.py"
 ROOT = Path(__file__).parents[2]
+#: The tools' environment has no stretto of its own: it imports that of this tree.
+SOURCES = os.pathsep.join(map(str, (ROOT, ROOT / "application", *sorted(ROOT.glob("packages/*")))))
 _PATIENCE = 300.0
 _KILL_PATIENCE = 200.0
 
@@ -32,7 +34,7 @@ _KILL_PATIENCE = 200.0
 def offline(folder: Path) -> dict[str, str]:
     """The variables of processes that keep all in a folder."""
     its_own = {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": SOURCES,
         "WANDB_MODE": "offline",
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
         "TRACKIO_DIR": str(folder / "trackio"),

@@ -48,7 +48,7 @@ export function meaning(name: string): { title: string; read: string | undefined
   const family = name.split('.')[0] ?? name
   const found = DERIVED[name] ?? KNOWN[name] ?? KNOWN[family]
   const title = TITLES[name] ?? words(name.replace(/^trainer\./, ''))
-  return { title, read: READ[name] ?? FURTHER[name] ?? FURTHER[family], sentence: found?.sentence ?? '', unit: found?.unit ?? '' }
+  return { title, read: READ[name] ?? FURTHER[name] ?? READ[family] ?? FURTHER[family], sentence: found?.sentence ?? '', unit: found?.unit ?? '' }
 }
 
 export function firstOf(run: Pick<RunDetail, 'series'>): string[] {
