@@ -2,7 +2,8 @@
 
 - every answer comes out as it does with a large cache: same tokens, log-probabilities to rounding;
 - after an update the tokens that were there keep their version, those that come later have the new one;
-- the memory of keys and values stays within the budget; what can never fit is refused before it begins.
+- the memory of keys and values stays within the budget, also within a limit that changes between two steps; what can
+  never fit is refused before it begins.
 """
 
 from __future__ import annotations
@@ -71,6 +72,26 @@ def test_memory_stays_within_the_budget_in_every_step(folder: Path) -> None:
         engine.check_integrity()
         held.append(engine._policy.bytes_allocated)
     assert 900 * TOKEN_BYTES < max(held) <= 1000 * TOKEN_BYTES
+
+
+def test_memory_stays_within_a_limit_that_changes_between_any_two_steps(folder: Path) -> None:
+    requests = [
+        request(f"r{i}", prompt=3 + 9 * i, seeds=(i, i + 50), stop_token_ids=(), max_tokens=80 + i) for i in range(5)
+    ]
+    expected = finish(engine_of(folder, slots=16), *requests)
+    engine, random, ended = cache_of(folder, 600, slots=16), np.random.default_rng(7), list[Completion]()
+    for wanted in requests:
+        engine.add(wanted)
+    for _ in range(200):
+        limit = int(random.choice([0, 64, 78, 150, 300, 600])) * TOKEN_BYTES
+        if random.random() < 0.2:
+            engine.limit(limit)
+        ended += engine.step()
+        engine.check_integrity()
+        assert engine.cache_allocated <= engine._cache_bytes
+    engine.limit(600 * TOKEN_BYTES)
+    found = {(c.request, c.member): c for c in ended} | drain(engine)
+    assert_same_answers(found, expected)
 
 
 def test_tokens_keep_their_version_through_preemption_and_updates(folder: Path, plain: PreTrainedModel) -> None:

@@ -1,5 +1,5 @@
 """Promises: first come, first served; an answer is waiting, pending or running, and only one of them; nothing is lost;
-a full cache preempts the newest answers and never the oldest.
+a full cache preempts the newest answers, and the oldest only under a lowered limit, which no step exceeds.
 
 Laws, under Hypothesis: after any story of the verbs every row and every answer is accounted for; with any cache that
 holds its answers one by one, however they grow and are interrupted, all of them end, and the oldest grows every time.
@@ -163,7 +163,7 @@ def test_aborting_forgets_waiting_pending_and_running_answers_of_that_request_on
     scheduler.check_integrity()
 
 
-VERBS = st.sampled_from(["add", "admit", "take", "grow", "finish", "interrupt", "abort"])
+VERBS = st.sampled_from(["add", "admit", "take", "grow", "finish", "interrupt", "abort", "limit"])
 
 
 @given(st.lists(st.tuples(VERBS, st.integers(0, 5)), max_size=80))
@@ -188,6 +188,8 @@ def test_every_row_and_every_answer_is_accounted_for_whatever_happens(story: lis
             ended += 1
         elif verb == "interrupt":
             scheduler.interrupt()
+        elif verb == "limit":
+            scheduler.limit(7 * number)
         elif verb == "abort":
             for name in {scheduler.member(row).request.id for row in (*scheduler.pending, *scheduler.running)}:
                 scheduler.abort(name)

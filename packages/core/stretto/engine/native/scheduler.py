@@ -13,8 +13,8 @@ the longest prompt plus completion that the context and the KV cache can hold.
 A completion is in one of three places: waiting (no row), pending (a row, nothing cached), running (cached). A running
 completion holds the slot that its tokens need now. A completion starts beside others only if a part of the cache
 (`GROWTH`) stays free for their growth. Running completions are older than pending ones, and those older than waiting
-ones (`check_integrity`). So `grow` never preempts the oldest. `limit` may: then even the oldest waits, until its slot
-fits the budget again.
+ones (`check_integrity`). So the oldest is preempted only under a lowered limit: then it waits, until its slot fits the
+budget again.
 """
 
 from __future__ import annotations
@@ -139,17 +139,17 @@ class Scheduler:
         grown = np.flatnonzero((lengths > self._slots) & (self._slots > 0))
         for row in grown.tolist():
             self._hold(row, self._slot(int(lengths[row])))
-        return self._preempted(least=1)
+        return self._preempted()
 
     def limit(self, cache_tokens: int) -> list[int]:
         """Set the budget of cached tokens, at most the initial budget; returns the rows preempted to keep it, newest
         first. Pending rows whose slots are longer than the budget wait until it is raised."""
         self._cache_tokens = min(cache_tokens, self._most_tokens)
-        return self._preempted(least=0)
+        return self._preempted()
 
-    def _preempted(self, least: int) -> list[int]:
+    def _preempted(self) -> list[int]:
         preempted: list[int] = []
-        while self._held > self._cache_tokens and len(self._running) > least:
+        while self._held > self._cache_tokens:
             newest = max(self._running, key=self._ages.__getitem__)
             self._running.remove(newest)
             self._hold(newest, 0)
@@ -169,7 +169,7 @@ class Scheduler:
         mean = self._held / max(1, len(self._running))
         pending = sum(max(mean, self._slot(int(lengths[row]))) for row in self._pending)
         rows = (len(self._members) + len(self._waiting)) / self._rows
-        return max(rows, (self._held + pending) / self._cache_tokens)
+        return max(rows, (self._held + pending) / max(1, self._cache_tokens))
 
     def has_capacity(self, lengths: Ints) -> bool:
         """Whether the oldest pending row can be computed now."""
