@@ -91,7 +91,7 @@ class SourceHere:
             EngineLost: the engine is closed.
         """
         self._check_open()
-        self._generation.engine.update(weights.version, weights.tensors)
+        self._generation.load(weights.version, weights.tensors)
 
     def close(self) -> None:
         """Begin to end the engine. May be called in any thread, also by the garbage collector."""

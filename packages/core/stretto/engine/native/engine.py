@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from stretto.core.canary import Canary, Scores
 from stretto.core.engine import EngineHealth, NewToken, Progress
-from stretto.core.errors import BoundViolated, RefusedRequest
+from stretto.core.errors import BoundViolated, RefusedRequest, UnprovenWeights
 from stretto.core.events import BusySpans, Span
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.config import EngineConfig
@@ -81,6 +81,7 @@ class NativeEngine:
         self._spans = BusySpans(name)
         self.name = name
         self.version = 0
+        self.in_doubt = False  #: the weights may be a mixture, or are not proven: no step until a version is loaded
         self._generated = self._prefilled = self._recomputed = self._interrupted = self._wasted = self._updates = 0
         self._preempted = 0
         self._busy_seconds = 0.0
@@ -210,7 +211,10 @@ class NativeEngine:
                 the next step fails again.
             BrokenGrammar: the grammar of a request cannot be followed further. No completion got a token. Unless the
                 request is aborted, the next step fails again.
+            UnprovenWeights: the weights are in doubt (`in_doubt`).
         """
+        if self.in_doubt:
+            raise UnprovenWeights(self.name, "may have the weights of no version", 1)
         start, columns = time.monotonic(), self._completions
         self._has_sampled = False
         for row, member in self._scheduler.admit():
@@ -262,7 +266,8 @@ class NativeEngine:
 
     def update(self, version: int, tensors: Mapping[str, Tensor], since: float | None = None) -> None:
         """Interrupt every running completion and load weights. Unless ``engine.on_update = "keep"``, the KV cache is
-        dropped, to be recomputed with the new weights.
+        dropped, to be recomputed with the new weights. After any error but those below the weights are in doubt: every
+        step raises until a version is loaded.
 
         Args:
             version: version of the weights, not older than the version in use.
@@ -277,6 +282,7 @@ class NativeEngine:
         if version < self.version:
             raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
         self._parameters.check(version, tensors)
+        self.in_doubt = True
         self._interrupt()
         self._parameters.load(tensors)
         self._stale = self._stale_rows()
@@ -285,6 +291,7 @@ class NativeEngine:
         if since is not None:
             self._spans.add("map", since, mapped, version, sum(tensor.nbytes for tensor in tensors.values()))
         self._spend("load", mapped)
+        self.in_doubt = False
 
     def prove(self, canary: Canary) -> Scores:
         """Answer a canary: compare the weights in memory with its digests, and score its text with the forward pass of

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import msgspec
+from torch import Tensor
 
 from stretto.core.canary import Challenge, Loaded
 from stretto.core.deadlines import deadline
@@ -134,7 +135,6 @@ class Generation:
         self.engine = engine
         self._mailbox = mailbox
         self.stopping = False  # open requests are finished, new ones refused
-        self._in_doubt = False  # the weights failed their proof: nothing is sampled
         self._listeners: dict[str, FrameListener | TokenStream] = {}
         self._by_token: set[str] = set()  # requests whose listeners get each token
         self._work = asyncio.Event()
@@ -235,7 +235,7 @@ class Generation:
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
         """Load a published version, unless it is loaded and proven, and answer the challenge (None: there is none)
-        before the next step. After an answer outside the tolerance no step runs until the version is loaded again.
+        before the next step. After an answer outside the tolerance, or none, no step runs until a version is loaded.
 
         Raises:
             WireError: the version is not available, damaged or not of this model; the engine keeps its version.
@@ -244,18 +244,24 @@ class Generation:
         if self._mailbox is None:
             raise WireError(f"version {version} cannot be loaded: {self.engine.name} serves the weights of its folder")
         sampled: tuple[tuple[float, float], ...] = ()
-        if version != self.engine.version or not self.engine.updates or self._in_doubt:
+        if version != self.engine.version or not self.engine.updates or self.engine.in_doubt:
             # Reading and checking touch nothing of the engine, so steps go on meanwhile: the pause is the copy alone.
             start = time.monotonic()
             tensors = await asyncio.to_thread(self._mailbox.load, version)
             sampled = () if challenge is None else self.engine.sampled_again(challenge.sampled)
             self.engine.update(version, tensors, since=start)
-        scores, self._in_doubt = None, False
+        scores = None
         if challenge is not None:
+            self.engine.in_doubt = True  # also if the answer fails
             scores = msgspec.structs.replace(self.engine.prove(challenge.canary), sampled=sampled)
-            self._in_doubt = not challenge.is_answered(scores)
+            self.engine.in_doubt = not challenge.is_answered(scores)
         self._work.set()
         return Loaded(self.engine.version, scores)
+
+    def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Load weights that the caller has, without a mailbox. Raises the errors of `NativeEngine.update`."""
+        self.engine.update(version, tensors)
+        self._work.set()  # an earlier load may have failed halfway
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
@@ -280,7 +286,7 @@ class Generation:
         Whenever the engine becomes idle, its integrity is checked."""
         try:
             while True:
-                if self.engine.idle or self._in_doubt:
+                if self.engine.idle or self.engine.in_doubt:
                     if self.engine.idle:
                         self.engine.check_integrity()  # an idle engine holds nothing
                     self._work.clear()

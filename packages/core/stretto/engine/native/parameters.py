@@ -16,6 +16,7 @@ Axes: L token of a text, N sampled token that is computed again, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,7 @@ class Parameters:
         weights of all layers with adapters do not fit in them, they are kept in host memory and copied back layer by
         layer."""
         self._spare, self._beyond = spare, False  # beyond the device
+        self._torn = False  # a load of all parameters has failed halfway
         self._parameters = dict(model.named_parameters())
         self._beside = _adapters_of(model)  # of a model that computes W x + B A x: its weights are never changed
         self._bases: dict[str, Tensor] = {}  # without adapters, of the parameters that have had some
@@ -56,6 +58,7 @@ class Parameters:
                 parameter.copy_(tensors[name])
             return
         if not _is_of_adapters(tensors):
+            self._torn = True
             for name, parameter in self._parameters.items():
                 if parameter.is_contiguous():
                     parameter.copy_(tensors[name])
@@ -63,6 +66,7 @@ class Parameters:
                     parameter.t().copy_(tensors[name].t())
             self._bases.clear()
             self._adapters.clear()
+            self._torn = False
             return
         self._adapters = {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}
         weights = {layer: self._parameters[f"{layer}.weight"] for layer in _layers(tensors)}
@@ -108,12 +112,15 @@ class Parameters:
         """Refuse a version that does not fit this model exactly.
 
         Raises:
-            TornPublication: a name is missing or unknown, or a shape differs.
+            TornPublication: a name is missing or unknown, or a shape differs; or adapters would be added to base
+                weights that were loaded only in part.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         if self._beside:
             shapes = {name: tuple(parameter.shape) for name, parameter in self._beside.items()}
         elif _is_of_adapters(tensors):
+            if self._torn:
+                raise TornPublication(f"version {version} has adapters, and its base was loaded only in part")
             shapes = _adapter_shapes(tensors, shapes)
         missing, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
         if missing or unknown:
@@ -183,27 +190,33 @@ class Prover:
     """Scores text with the engine's policy over a KV cache of its own, so completions are not touched."""
 
     def __init__(self, policy: DecodePolicy) -> None:
-        self._policy = DecodePolicy(policy.model, _SPARE_TOKENS * policy.layout.bytes_per_token)
+        self._model, self._bytes = policy.model, _SPARE_TOKENS * policy.layout.bytes_per_token
+        self._policy: DecodePolicy | None = DecodePolicy(self._model, self._bytes)
+
+    def _scored(self, logprobs: Callable[[DecodePolicy], Tensor]) -> Tensor:
+        """Log-probabilities that `logprobs` computes with the policy. After an error, or a result that is not finite,
+        the next call has a new policy: the cache may hold rows, or NaN, which no mask keeps out (0 * nan is nan)."""
+        policy = self._policy if self._policy is not None else DecodePolicy(self._model, self._bytes)
+        self._policy = None
+        found = logprobs(policy)
+        self._policy = policy if bool(found.isfinite().all()) else None
+        return found
 
     def text(self, token_ids: Sequence[int]) -> tuple[tuple[float, ...], int]:
         """Log-probabilities of all tokens but the first of a text of at least three tokens, and the number of last
         tokens that were decoded one at a time over the KV cache."""
         text = np.asarray(token_ids, np.int64)
         decoded = min(DECODED, len(text) - 2)
-        logits_LV = self._policy.forward_of_text(text[:-1], decoded)
-        return tuple(_logprobs(logits_LV, text[1:]).tolist()), decoded
+        found = self._scored(lambda policy: _logprobs(policy.forward_of_text(text[:-1], decoded), text[1:]))
+        return tuple(found.tolist()), decoded
 
     def texts(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Log-probabilities of all tokens but the first of each text, at temperature 1 without filters; empty for a
         text of one token."""
         found = list[tuple[float, ...]]()
-        for text in texts:
-            if len(text) < 2:
-                found.append(())
-                continue
-            tokens = np.asarray(text, np.int64)
-            logits_LV = self._policy.forward_of_texts([tokens[:-1]])
-            found.append(tuple(_logprobs(logits_LV, tokens[1:]).tolist()))
+        for tokens in (np.asarray(text, np.int64) for text in texts):
+            own = partial(_text_logprobs, tokens=tokens)
+            found.append(tuple(self._scored(own).tolist()) if len(tokens) > 1 else ())
         return found
 
     def sampled(
@@ -219,13 +232,16 @@ class Prover:
         starts = np.cumsum([0, *map(len, texts)])
         places = [completions.sampled_with(row, version) for row in chosen]
         tokens, told = (np.concatenate(column) for column in zip(*map(completions.told, chosen, places), strict=True))
-        logits_LV = self._policy.forward_of_texts(texts)
         before = np.concatenate([start + place - 1 for start, place in zip(starts, places, strict=False)])
-        logits_NV = logits_LV[torch.from_numpy(before).to(logits_LV.device)]
         rows_N = np.repeat(chosen, list(map(len, places)))
         settings = completions.sampling
-        logits_NV = tempered(logits_NV, settings.temperatures[rows_N], settings.filtered(rows_N))
-        again = _logprobs(logits_NV, tokens)
+
+        def logprobs(policy: DecodePolicy) -> Tensor:
+            logits_LV = policy.forward_of_texts(texts)
+            logits_NV = logits_LV[torch.from_numpy(before).to(logits_LV.device)]
+            return _logprobs(tempered(logits_NV, settings.temperatures[rows_N], settings.filtered(rows_N)), tokens)
+
+        again = self._scored(logprobs)
         # Rounding may move a filter's edge; a token that it removes this time has no log-probability.
         return tuple(pair for pair in zip(told.tolist(), again.tolist(), strict=True) if pair[1] > _LEAST)
 
@@ -242,6 +258,10 @@ def _chosen(completions: Completions, rows: Sequence[int], version: int, wanted:
             chosen.append(row)
             found += count
     return chosen
+
+
+def _text_logprobs(policy: DecodePolicy, tokens: Ints) -> Tensor:
+    return _logprobs(policy.forward_of_texts([tokens[:-1]]), tokens[1:])
 
 
 def _logprobs(logits_NV: Tensor, tokens_N: Ints) -> Tensor:
