@@ -153,6 +153,7 @@ def ground(
     mixture: str = "",
     layers: int = 2,
     trained: Literal["float32", "bfloat16"] = "float32",
+    on_update: Literal["recompute", "keep"] = "recompute",
 ) -> Iterator[Ground]:
     """Trainer and engine of one tiny model, or of one with experts, neither of which has published or loaded
     anything."""
@@ -161,8 +162,8 @@ def ground(
     config = TrainerConfig(steps=1, dtype=trained, lora=LoraConfig(rank=4, alpha=16) if lora else None)
     if config.lora is not None:
         adapt(policy, config.lora)
-    trainer = Trainer(policy, config, AlgorithmConfig())
-    engine_config = EngineConfig(slots=8, cache_gib=0.05, dtype=dtype)
+    trainer = Trainer(policy, config, AlgorithmConfig(), evidence="uninterrupted" if on_update == "keep" else "all")
+    engine_config = EngineConfig(slots=8, cache_gib=0.05, dtype=dtype, on_update=on_update)
     engine = NativeEngine.load(model, engine_config, name="engine-0")
     memory, held = tmp_path / "memory", getattr(torch, dtype)
     spec = EngineSpec("engine-0", "", str(model), RUN, str(memory), engine_config.model_dump_json(), 1, 0.0)

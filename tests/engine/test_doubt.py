@@ -128,9 +128,8 @@ def test_an_error_at_any_call_of_an_update_ends_the_sampling_until_a_version_is_
         if engine.idle:
             engine.add(request(f"r{version}", prompt=3, seeds=(1, 2), stop_token_ids=(), max_tokens=20))
         engine.step()
-        with _FailsAt(faults + 1) as fault:
-            with contextlib.suppress(Fault):
-                update(version)
+        with _FailsAt(faults + 1) as fault, contextlib.suppress(Fault):
+            update(version)
         if fault.made <= faults:
             break  # it has failed at every call before
         faults += 1

@@ -260,11 +260,12 @@ class ExternalEngine:
             if version < self.version:
                 raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
             if version > self.version or not self._counts.updates or self._in_doubt:
+                wanted = 0 if challenge is None or self._in_doubt else challenge.sampled
+                sampled = await self._sampled_again(wanted)  # before the new weights lie in the folder of the old
                 start = time.monotonic()
                 folder = await asyncio.to_thread(self._weights.folder_of, version)
                 size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
                 self._spans.add("map", start, time.monotonic(), version, size)
-                sampled = () if challenge is None else await self._sampled_again(challenge.sampled)
                 scores = await self._load(folder, version, challenge)
                 scores = None if scores is None else msgspec.structs.replace(scores, sampled=sampled)
             else:

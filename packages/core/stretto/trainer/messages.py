@@ -5,6 +5,7 @@ torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -12,6 +13,12 @@ from stretto.core.canary import Agreement, Canary
 from stretto.core.events import Span, SupervisedProgress
 from stretto.core.records import Batch, Record, Sampling, Update
 from stretto.processes.run_role import Failed
+
+
+#: The sampled tokens that show which weights an engine has, since their version alone has computed their context: every
+#: token; those of completions that no update has interrupted (the native engine with ``engine.on_update = "keep"``); or
+#: none (other servers with "keep", which also keep the KV entries of earlier prompts).
+Evidence = Literal["all", "uninterrupted", "none"]
 
 
 class TokensSpec(Record, frozen=True):
@@ -52,6 +59,7 @@ class TrainerSpec(Record, frozen=True):
     canary: tuple[int, ...] = ()  # the text by which engines prove each version (`core.canary`)
     gpus: tuple[str, ...] = ()  # ids of the GPUs that the ranks of a machine see; empty: all
     share: float = 1.0  # part of its GPU's memory that a rank's tensors may take
+    evidence: Evidence = "all"  # tokens by which engines are judged
 
 
 class RankSpec(Record, frozen=True):

@@ -37,6 +37,7 @@ from stretto.trainer.batch.samples import NO_SCORES, Sample, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
 from stretto.trainer.gradients import Gradients
+from stretto.trainer.messages import Evidence
 from stretto.trainer.metrics import Meter
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner, learning_rate
@@ -70,6 +71,7 @@ class Trainer:
         critic: Critic | None = None,
         ranks: Ranks = ALONE,
         sink: TokenSink | None = None,
+        evidence: Evidence = "all",
     ) -> None:
         """Every rank has a trainer; all must call the same methods with the same arguments.
 
@@ -81,12 +83,14 @@ class Trainer:
                 its own reference to the initial policy; then None.
             critic: required if the algorithm has a critic, otherwise None.
             sink: receives the per-token results of the steps that it keeps.
+            evidence: the tokens by which engines are judged (`trainer.messages`).
 
         Raises:
             ValueError: a reference or critic is missing, or is given without need.
         """
         self.learner = Learner(model, config, sampling, ranks)
         self._ranks, self._sink, self._adapted = ranks, sink, adapted_layers(model)
+        self._evidence: Evidence = evidence
         if algorithm.reference is not None and algorithm.reference.path is None and self._adapted:
             reference = WithoutAdapters(self.learner)
         if (algorithm.reference is None) != (reference is None):
@@ -121,7 +125,7 @@ class Trainer:
         began = time.monotonic()
         values = self._critic.token_values(batch) if self._critic else NO_SCORES
         reference = self._in_reward.token_logprobs(batch) if self._in_reward else NO_SCORES
-        sampled = samples_of(batch, self._algorithm, self._longest, values, reference)
+        sampled = samples_of(batch, self._algorithm, self._longest, values, reference, self._evidence)
         samples = sampled.samples
         if sampled.kl_reference is not None:
             meter.kl_in_reward(sampled.kl_reference)

@@ -31,6 +31,7 @@ Ints = npt.NDArray[np.int64]
 
 _FIRST_WIDTH = 128
 _NO_TOKEN = -1
+_NOWHERE = 1 << 62  # beyond any length
 
 
 class Completions:
@@ -47,6 +48,7 @@ class Completions:
         self.lengths: Ints = np.zeros(rows, np.int64)  # prompt and completion
         self.prompts: Ints = np.zeros(rows, np.int64)  # tokens of the prompt
         self.limits: Ints = np.zeros(rows, np.int64)  # limit of `lengths`
+        self._own: Ints = np.zeros(rows, np.int64)  # from here tokens have a context of their own version; see `mixed`
         self.sampling = SamplingColumns(rows)
         self._watches: dict[int, Watch] = {}
         self.matchers: dict[int, Matcher] = {}  # rows with a grammar
@@ -68,7 +70,7 @@ class Completions:
         self._widen(int(self.limits[row]), len(sampling.stop_token_ids))
         self._history[row, : len(prompt)] = prompt
         self.newest[row] = prompt[-1]
-        self.lengths[row] = self.prompts[row] = len(prompt)
+        self.lengths[row] = self.prompts[row] = self._own[row] = len(prompt)
         self.sampling.set(row, member.request.seeds[member.index], sampling)
         self._watches.pop(row, None)
         if sampling.stop:
@@ -96,7 +98,7 @@ class Completions:
         self._history[row, start:end] = token_ids
         self._logprobs[row, start:end] = prefix.behavior_logprobs
         self._versions[row, start:end] = prefix.versions
-        self.newest[row], self.lengths[row] = token_ids[-1], end
+        self.newest[row], self.lengths[row], self._own[row] = token_ids[-1], end, end
         self.interrupted[row] = prefix.interrupted
         if row in self._watches:
             self._completed_stop(row)  # the watch has counted these tokens
@@ -107,9 +109,18 @@ class Completions:
         """All tokens of a row except the newest: the tokens whose KV entries the row needs before its next step."""
         return self._history[row, : self.lengths[row] - 1]
 
+    def mixed(self, rows: list[int]) -> None:
+        """Note that these rows keep KV entries of an earlier version, which later tokens attend to."""
+        self._own[rows] = _NOWHERE
+
+    def recomputed(self, rows: list[int]) -> None:
+        """Note that the KV entries of these rows are computed with one version."""
+        self._own[rows] = np.minimum(self._own[rows], self.lengths[rows])
+
     def sampled_with(self, row: int, version: int) -> Ints:
-        """Positions in a row's history of the tokens sampled by `version`."""
-        begin, end = int(self.prompts[row]), int(self.lengths[row])
+        """Positions in a row's history of the tokens that `version` sampled here, over a context that it computed
+        itself."""
+        begin, end = int(self._own[row]), int(self.lengths[row])
         return begin + np.flatnonzero(self._versions[row, begin:end] == version)
 
     def told(self, row: int, places: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:

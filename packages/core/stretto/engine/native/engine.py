@@ -211,7 +211,7 @@ class NativeEngine:
                 the next step fails again.
             BrokenGrammar: the grammar of a request cannot be followed further. No completion got a token. Unless the
                 request is aborted, the next step fails again.
-            UnprovenWeights: the weights are in doubt (`in_doubt`).
+            UnprovenWeights: the weights are `in_doubt`.
         """
         if self.in_doubt:
             raise UnprovenWeights(self.name, "may have the weights of no version", 1)
@@ -266,8 +266,7 @@ class NativeEngine:
 
     def update(self, version: int, tensors: Mapping[str, Tensor], since: float | None = None) -> None:
         """Interrupt every running completion and load weights. Unless ``engine.on_update = "keep"``, the KV cache is
-        dropped, to be recomputed with the new weights. After any error but those below the weights are in doubt: every
-        step raises until a version is loaded.
+        dropped, to be recomputed with the new weights. Any error but those below leaves the weights `in_doubt`.
 
         Args:
             version: version of the weights, not older than the version in use.
@@ -319,7 +318,7 @@ class NativeEngine:
 
     def sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
         """Recompute, without the KV cache, the log-probabilities of about `wanted` tokens that the version in use
-        sampled for running completions. Returns (as sampled, recomputed) pairs; empty if no completion is running."""
+        sampled for running completions, over a context that it has computed. Returns (as sampled, recomputed) pairs."""
         start = time.monotonic()
         completions, most = self._completions, self._config.max_prefill_tokens
         found = self._prover.sampled(completions, self._scheduler.running, self.version, wanted, most)
@@ -385,6 +384,7 @@ class NativeEngine:
             shared = not resumed and first_rows.setdefault(request, row) != row
             costs[row] = 1 if shared else int(columns.lengths[row])
         taken = scheduler.take_pending(costs, self._config.max_prefill_tokens, columns.lengths)
+        columns.recomputed(taken)
         again = self._interrupted_contexts([row for row in taken if self._has_prefix(row)])
         prompts: dict[str, list[int]] = {}
         for row in (row for row in taken if not self._has_prefix(row)):
@@ -432,6 +432,8 @@ class NativeEngine:
         if self._config.on_update == "recompute":
             self._scheduler.interrupt()
             self._policy.clear()
+        else:
+            self._completions.mixed(rows)
 
     def _stale_rows(self) -> tuple[str, ...]:
         """A tuple with one message if KV entries of earlier weights are left that an update should have dropped;

@@ -248,7 +248,8 @@ class Generation:
             # Reading and checking touch nothing of the engine, so steps go on meanwhile: the pause is the copy alone.
             start = time.monotonic()
             tensors = await asyncio.to_thread(self._mailbox.load, version)
-            sampled = () if challenge is None else self.engine.sampled_again(challenge.sampled)
+            if challenge is not None and not self.engine.in_doubt:
+                sampled = self.engine.sampled_again(challenge.sampled)
             self.engine.update(version, tensors, since=start)
         scores = None
         if challenge is not None:

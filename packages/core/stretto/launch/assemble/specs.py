@@ -18,7 +18,7 @@ from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.processes.spawn import Spawner
 from stretto.store.config import TokensConfig
-from stretto.trainer.messages import TokensSpec, TrainerSpec
+from stretto.trainer.messages import Evidence, TokensSpec, TrainerSpec
 
 #: Names of files in the folder of a run's sockets.
 CONTROL, WEIGHTS_KEY = "control.sock", "weights.key"
@@ -103,6 +103,12 @@ def engines_of_folder(
     return EnginePool(specs, logs, recipe.deadlines, recipe.engine.role, spawner=spawner)
 
 
+def _evidence(recipe: Recipe) -> Evidence:
+    if recipe.engine.on_update == "recompute":
+        return "all"
+    return "uninterrupted" if recipe.engine.kind == "native" else "none"
+
+
 def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) -> TrainerSpec:
     """Return the spec of the trainer. `model`: folder of version 0; `tokens`: folder for per-token data."""
     recipe, folder = plan.recipe, inspect_model_folder(model)
@@ -119,6 +125,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) ->
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
         published=_published(recipe),
         held=recipe.engine.dtype,
+        evidence=_evidence(recipe),
         rank_host=_rank_host(recipe) if recipe.trainer.remote_ranks else "",
         tls=str(Path(tls).absolute()) if recipe.trainer.remote_ranks and (tls := recipe.cluster.tls) else "",
         path=recipe.path or "",

@@ -121,6 +121,7 @@ class MicroBatch:
     returns: Tensor  # [N], the critic's targets; empty without a critic
     engines: tuple[str, ...]  # [S], engine that sampled the newest tokens of each sequence
     ids: tuple[str, ...] = ()  # [S], path ids
+    mixed: Tensor | None = None  # [N], the tokens that are no evidence of their engines' weights; None: all are
     chosen: Tensor | None = None  # [N], indices of the loss tokens among the scored tokens; None: all are loss tokens
 
 
@@ -185,8 +186,16 @@ def _micro_batch(samples: Sequence[Sample], scales: Sequence[float], device: tor
         returns=column(sample.returns for sample in samples),
         engines=tuple(sample.engine for sample in samples),
         ids=tuple(sample.id for sample in samples),
+        mixed=_mixed(samples, device),
         chosen=_chosen(samples, device),
     )
+
+
+def _mixed(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
+    if not any(len(sample.mixed) for sample in samples):
+        return None
+    each = [np.asarray(one.mixed) if len(one.mixed) else np.zeros(len(one.loss_positions)) for one in samples]
+    return torch.from_numpy(np.concatenate(each) > 0).to(device)
 
 
 def _packed(samples: Sequence[Sample], device: torch.device) -> PackedTokens:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from stretto.core.errors import BoundViolated
 from stretto.core.forest import Path, paths
 from stretto.core.records import Prompt, Segment, StopReason, Trajectory
+from stretto.trainer.messages import Evidence
 
 #: Arrays of a path, in 32 bits as the tensors made from them.
 Ints = npt.NDArray[np.int32]
@@ -53,10 +54,14 @@ class PathTokens:
     turns_before: int  # number of turns before them, which belong to earlier paths
     stop_reason: StopReason | None  # stop reason of the last turn
     engine: str = ""  # engine that sampled the tokens of its newest version; "" if there are several, or unrecorded
+    mixed: (
+        Ints | tuple[()]
+    ) = ()  # [S], 1 if the token's context may have KV entries of another version; empty: none has
 
 
-def paths_of(prompt: Prompt, trajectory: Trajectory) -> list[PathTokens]:
-    """The paths of a decided trajectory as token sequences; empty if no token was sampled.
+def paths_of(prompt: Prompt, trajectory: Trajectory, evidence: Evidence = "all") -> list[PathTokens]:
+    """The paths of a decided trajectory as token sequences; empty if no token was sampled. `evidence`: tokens whose
+    context is of their version.
 
     Raises:
         BoundViolated: the checksum of a segment does not match, or a token was sampled without any context.
@@ -65,7 +70,7 @@ def paths_of(prompt: Prompt, trajectory: Trajectory) -> list[PathTokens]:
         if not segment.intact:
             raise BoundViolated(f"trajectory {trajectory.id}: its tokens are not what was sampled: no checksum fits")
     return [
-        _tokens(prompt, trajectory, path, path_id(trajectory.id, number))
+        _tokens(prompt, trajectory, path, path_id(trajectory.id, number), evidence)
         for number, path in enumerate(paths(trajectory.segments))
     ]
 
@@ -81,7 +86,7 @@ def trajectory_of(path: str) -> str:
     return group + slash + member.partition(":")[0]
 
 
-def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str) -> PathTokens:
+def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str, evidence: Evidence) -> PathTokens:
     start = end = len(prompt.token_ids) if path.behind_prompt else 0
     spans = list[Ints]()
     for place in path.segments:
@@ -102,6 +107,16 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str) -> Path
         turns_before=sum(trajectory.segments[place].sampled for place in path.segments) - len(own),
         stop_reason=own[-1].stop_reason,
         engine=_newest_writer(own),
+        mixed=_mixed(own, evidence),
+    )
+
+
+def _mixed(own: Sequence[Segment], evidence: Evidence) -> Ints | tuple[()]:
+    if evidence == "all":
+        return ()
+    return np.repeat(
+        np.array([evidence == "none" or segment.interrupted > 0 for segment in own], np.int32),
+        [segment.length for segment in own],
     )
 
 

@@ -22,6 +22,7 @@ from stretto.core.records import Batch
 from stretto.core.states import LARGEST_REWARD
 from stretto.trainer.batch.credit import ScoredPath, ScoredTrajectory, advantages_by_path, rewarded
 from stretto.trainer.batch.paths import PathTokens, as_column, paths_of
+from stretto.trainer.messages import Evidence
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.returns import Column, Doubles, Whole
 from stretto.trainer.objective.token_estimators import targets
@@ -36,6 +37,7 @@ _KINDS = {
     "loss_positions": np.int32,
     "behavior_logprobs": np.float32,
     "staleness": np.int32,
+    "mixed": np.int32,
     "advantages": np.float64,
     "values": np.float64,
     "returns": np.float64,
@@ -65,6 +67,7 @@ class Sample:
     values: Column = ()  # [N], by the critic before the step; empty without a critic
     returns: Column = ()  # [N], the critic's targets; empty without a critic
     engine: str = ""  # engine that sampled the newest of its tokens (`PathTokens.engine`)
+    mixed: Whole = ()  # [N], 1 if the token is no evidence of its engine's weights (`PathTokens.mixed`); empty: all are
     weights: Column = ()  # [N], factors of the tokens in the loss; empty: all 1
     scored: Whole = ()  # [M], positions whose log-probabilities are wanted, with loss_positions; empty: loss_positions
     targets: Whole = ()  # [M], tokens scored at these positions; empty: the tokens of the sequence
@@ -109,18 +112,19 @@ def samples_of(
     longest: int,
     values: TokenScores = NO_SCORES,
     reference_logprobs: TokenScores = NO_SCORES,
+    evidence: Evidence = "all",
 ) -> SampledBatch:
     """Compute advantages over the whole batch, then build one sample for each path that has loss tokens.
 
     `longest`: ``sampling.max_tokens``. `values`: the critic's value of the state before each sampled token; empty
     without a critic. `reference_logprobs`: log-probabilities by the reference policy, needed if the KL is part of the
-    reward.
+    reward. `evidence`: tokens by which engines may be judged.
 
     Raises:
         BoundViolated: the version of a token is not published yet, or `paths_of` refuses a trajectory.
         RecipeError: a user's estimator returned a wrong shape or a non-finite number.
     """
-    paths = {t.id: paths_of(group.prompt, t) for group in batch.groups for t in group.trajectories}
+    paths = {t.id: paths_of(group.prompt, t, evidence) for group in batch.groups for t in group.trajectories}
     kl = _kl([path for own in paths.values() for path in own], config, reference_logprobs)
     groups = [
         [
@@ -197,6 +201,7 @@ def _sample(scored: ScoredPath, advantages: Doubles, version: int, targets: Mapp
         staleness=version - _chosen(path.versions, scored.trained),
         advantages=advantages,
         engine=path.engine,
+        mixed=() if isinstance(path.mixed, tuple) else _chosen(path.mixed, scored.trained),
         values=targets.get("values", ()),
         returns=targets.get("returns", ()),
     )

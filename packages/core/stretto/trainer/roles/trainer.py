@@ -102,7 +102,15 @@ class TrainerRole:
         reference, critic = self._reference(algorithm, config), self._critic(algorithm, config)
         sink = TokenWriter(spec.tokens, ranks.rank) if spec.tokens is not None else None
         return Trainer(
-            model, config, algorithm, spec.sampling, reference=reference, critic=critic, ranks=ranks, sink=sink
+            model,
+            config,
+            algorithm,
+            spec.sampling,
+            reference=reference,
+            critic=critic,
+            ranks=ranks,
+            sink=sink,
+            evidence=spec.evidence,
         )
 
     def _memory_named(self, doing: str) -> AbstractContextManager[None]:
