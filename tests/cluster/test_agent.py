@@ -87,7 +87,7 @@ async def test_a_machine_joins_serves_and_leaves_without_a_trace(home: Path) -> 
         log = home / "logs" / "toy-0.txt"
         await until(lambda: log.exists() and "listens at 127.0.0.1" in log.read_text())
         process.kill()
-        assert await process.ended() == "was killed by SIGKILL (out of memory?)"
+        assert await process.ended() == "was killed by SIGKILL"
         assert process.killed
         await process.start(ToySpec(machine.places[0].address, str(home / "newest")), 1)  # in its place again
         await answering(client)

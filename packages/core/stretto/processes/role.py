@@ -17,7 +17,7 @@ import msgspec
 from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
 from stretto.processes.heartbeat import HEARTBEAT
-from stretto.processes.spawn import FRESH, RunningProcess, Spawn, Spawner
+from stretto.processes.spawn import FRESH, GUESS, RunningProcess, Spawn, Spawner
 from stretto.processes.tree import cpu_ticks
 
 _END_SECONDS = 10.0
@@ -60,6 +60,7 @@ class RoleProcess:
         self._spawner = spawner
         self._process: RunningProcess | None = None
         self._end: asyncio.Task[str] | None = None
+        self._killed_here = False  # by `kill`
         self._changing = asyncio.Lock()  # `stop` waits until `start` is done
 
     async def start(
@@ -82,6 +83,7 @@ class RoleProcess:
         """
         async with self._changing:
             self._process = self._end = None
+            self._killed_here = False
             with contextlib.ExitStack() as undo:
                 try:
                     heartbeat = Heartbeat()
@@ -116,7 +118,8 @@ class RoleProcess:
                 await asyncio.wait([end], timeout=_LISTEN_SECONDS)
             with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left, or they are another user's
                 os.killpg(process.pid, signal.SIGKILL)
-            return self._spawner.describe_end(process)
+            how = self._spawner.describe_end(process)
+            return how.removesuffix(GUESS) if self._killed_here else how
         finally:
             end.cancel()
             heartbeat.close()
@@ -181,7 +184,9 @@ class RoleProcess:
                 await self.ended()
 
     def kill(self) -> None:
+        """Send SIGKILL to the process group. The description of the end then guesses at no reason."""
         if self.running:
+            self._killed_here = True
             with contextlib.suppress(ProcessLookupError):  # it has ended, and has not been waited for yet
                 os.killpg(self.pid, signal.SIGKILL)
 

@@ -103,12 +103,16 @@ class FreshSpawner:
 FRESH = FreshSpawner()
 
 
+#: What an unexplained SIGKILL may mean, at the end of `describe_exit`.
+GUESS = " (out of memory?)"
+
+
 def describe_exit(code: int) -> str:
     """Exit code in words: ``"was killed by SIGKILL (out of memory?)"``, ``"ended with exit code 3"``."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    return f"was killed by {name}" + (GUESS if name == "SIGKILL" else "")
 
 
 def environment(threads: int) -> dict[str, str]:
