@@ -10,6 +10,7 @@
 - Files and functions can be read at a glance; every third-party import is declared; every recipe loads.
 - Each of these checkers catches a violation that is planted in a small house."""
 
+import ast
 import re
 import tomllib
 from collections.abc import Callable
@@ -77,7 +78,27 @@ def laws_of(house: law.House, refused: frozenset[str], declared: Callable[[Path]
         "undeclared": lambda package: law.undeclared(package, declared(package)),
         "too_long": law.too_long,
         "by_wall_clock": law.by_wall_clock,
+        "equal_digests": equal_digests,
     }
+
+
+_DIGEST = re.compile(r"digest_of_tensor|TensorDigest")
+_OF_A_DIGEST = re.compile(r"digest_of_tensor\(|(^|[._])digests?(\[.*\])?$|\.(checksum|sums)$")
+
+
+def equal_digests(package: Path) -> list[str]:
+    """Uses of == and != on digests of tensors, whose fields may be empty: `TensorDigest.agrees` compares them."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if not _DIGEST.search(text):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Eq | ast.NotEq):
+                continue
+            if any(map(_OF_A_DIGEST.search, map(ast.unparse, (node.left, *node.comparators)))):
+                found.append(f"{file.relative_to(package)}:{node.lineno}: {ast.unparse(node)}: digests `agree`")
+    return found
 
 
 def project_of(folder: Path) -> dict[str, Any]:
@@ -264,6 +285,10 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {
     "too_long": [
         ("rewards/long.py", "\n" * 481, "rewards/long.py: 481 lines"),
         ("rewards/long.py", "def run():\n" + "    pass\n" * 60, "long.py:1: run has 61 lines"),
+    ],
+    "equal_digests": [
+        ("rewards/proof.py", "late = digest_of_tensor(one) != digest\n", "rewards/proof.py:1: digest_of_tensor(one)"),
+        ("rewards/proof.py", "TensorDigest\nlate = a.checksum == b\n", "rewards/proof.py:2: a.checksum == b"),
     ],
     "by_wall_clock": [("rewards/slow.py", "late = time.time() > 9\n", "rewards/slow.py:1: time.time may jump")],
     "heavy": [("rewards/learned.py", "from stretto.model import load\n", "rewards: importing it loads torch")],

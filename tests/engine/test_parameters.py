@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from stretto.core.canary import TensorDigest
@@ -127,6 +128,22 @@ def test_weights_on_a_gpu_are_compared_by_their_sums_and_never_copied_back(monke
             made.first.weight.copy_(made.first.weight.flip(1))
             assert parameters.differing(digests)[0] == ("first.weight",)
             assert parameters.differing({"first.bias": TensorDigest("F16", "", "0" * 32)}) == ((), 0)
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["engine on a CPU", "engine on a GPU"])
+@pytest.mark.parametrize("summed", [False, True], ids=["trainer on a CPU", "trainer on a GPU"])
+def test_every_form_of_publication_is_compared_wherever_the_engine_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: bool, summed: bool
+) -> None:
+    made = model()
+    digests = SharedMemoryPublisher("run", tmp_path).publish(0, made.named_parameters())
+    if summed:
+        digests = {name: replace(digests[name], sums=one) for name, one in texts(dict(made.named_parameters())).items()}
+    monkeypatch.setattr(engine_parameters, "is_away", lambda tensor: away)
+    parameters = Parameters(made)
+    assert parameters.differing(digests) == ((), 3)
+    made.second.weight.view(torch.int32)[1, 0] ^= 1
+    assert parameters.differing(digests) == (("second.weight",), 3)
 
 
 def test_a_tensor_that_the_engine_has_rounded_is_not_compared_and_counts_as_such(tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from stretto.core.canary import TensorDigest
 from stretto.core.errors import WireError
+from stretto.weights.copying import texts
 from stretto.weights.shared_memory import digest_of_tensor
 from stretto_servers.staging import compare
 from stretto_servers.worker.readback import Sums, held, sums_of
@@ -159,6 +161,16 @@ def test_whatever_is_fused_cut_padded_or_packed_is_what_was_published(
 ) -> None:
     tensors = published(dtype)
     assert compared(tmp_path, tensors, workers, packed=packed) == ((), len(tensors))
+
+
+def test_digests_of_a_trainer_on_a_gpu_which_have_sums_too_are_compared_like_others(tmp_path: Path) -> None:
+    tensors = published()
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = digests(tensors)
+    summed = {name: replace(found[name], sums=one) for name, one in texts(tensors).items()}
+    assert compare(tmp_path, summed, [told_by(tensors)]) == ((), len(tensors))
+    other = summed | {"model.norm.weight": replace(summed["model.norm.weight"], checksum="0" * 16)}
+    assert compare(tmp_path, other, [told_by(tensors)])[0] == ("model.norm.weight",)
 
 
 @pytest.mark.parametrize("workers", [1, 4])

@@ -121,8 +121,8 @@ class _OneAtATime:
 _GRACE_SECONDS = 1.0
 
 
-def _checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: digest_of_tensor(one).checksum for name, one in tensors.items()}
+def _digests_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorDigest]:
+    return {name: digest_of_tensor(one) for name, one in tensors.items()}
 
 
 class SourceApart:
@@ -148,7 +148,7 @@ class SourceApart:
         self._shapes = Parameters(skeleton(model))
         self._tasks: list[asyncio.Future[Any]] = []
         self._changing = asyncio.Lock()
-        self._checksums = dict[str, str]()  # of the weights that were published last
+        self._digests = dict[str, TensorDigest]()  # of the weights that were published last
         self._closed = False
         try:
             with told_if_slow(f"Engine.load, {config.count} of kind {config.kind!r}", self._folder):
@@ -209,13 +209,14 @@ class SourceApart:
                 raise RefusedRequest("version", str(weights.version), f"at least {used}, the version in use")
             tensors = merged(self._base, weights.tensors) if self._base else weights.tensors
             self._shapes.check(weights.version, tensors)  # refusing engines would be replaced for ever
-            if weights.version == used and self._checksums:  # an engine does not load a version again
-                if self._checksums != await asyncio.to_thread(_checksums_of, tensors):
+            if weights.version == used and self._digests:  # an engine does not load a version again
+                found = await asyncio.to_thread(_digests_of, tensors)
+                if self._digests.keys() ^ found.keys() or differing(self._digests, found):
                     told, allowed = f"{used}, which is in use with other weights", f"a version above {used}"
                     raise RefusedRequest("version", told, allowed)
             else:
-                digests = await asyncio.to_thread(self._publisher.publish, weights.version, tensors.items())
-                self._checksums = {name: digest.checksum for name, digest in digests.items()}
+                publish = self._publisher.publish
+                self._digests = await asyncio.to_thread(publish, weights.version, tensors.items())
                 self._pool.publish(weights.version)
             await self._pool.reach(weights.version)
 

@@ -100,11 +100,23 @@ def _jumps(dtype: str, *, routed: bool) -> bool:
 class TensorDigest(Record, frozen=True):
     """Checksums of a tensor. `dtype`: its name in safetensors (F32, BF16). `checksum`: xxh3 (64 bits, 16 hex digits) of
     its values in this dtype, row-major and little endian. `sums`: sums of its bits (`weights.copying`), only from a
-    trainer on a GPU; an engine on a GPU compares the sums, since it can compute them on the GPU."""
+    trainer on a GPU; an engine on a GPU compares the sums, since it can compute them on the GPU. A reader fills in what
+    it can compute, and "" for the other. Digests are compared by `agrees` alone, since == would compare "" too."""
 
     dtype: str
     checksum: str
     sums: str = ""
+
+    def agrees(self, other: TensorDigest) -> bool:
+        """Whether both are of equal tensors: the dtypes are equal, and all that both have, at least one of checksum and
+        sums.
+
+        >>> published, found = TensorDigest("F32", "12", sums="7 9"), TensorDigest("F32", "12")
+        >>> published == found, published.agrees(found), published.agrees(TensorDigest("F32", "", sums="7 8"))
+        (False, True, False)
+        """
+        both = [pair for pair in ((self.checksum, other.checksum), (self.sums, other.sums)) if all(pair)]
+        return self.dtype == other.dtype and bool(both) and all(one == another for one, another in both)
 
 
 class Canary(Record, frozen=True):
@@ -174,13 +186,14 @@ class Scores(Record, frozen=True):
     sampled: tuple[tuple[float, float], ...] = ()
 
 
-def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the tensors whose checksum in `held` (an engine's memory, by name) differs from the published digest.
+def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, TensorDigest]) -> tuple[str, ...]:
+    """Names of the tensors whose digest in `held` (of an engine's memory, by name) does not agree with the published one.
 
-    >>> differing({"a": TensorDigest("F32", "12"), "b": TensorDigest("F32", "34")}, {"a": "12", "b": "35"})
+    >>> published = {"a": TensorDigest("F32", "12"), "b": TensorDigest("F32", "34")}
+    >>> differing(published, {"a": TensorDigest("F32", "12"), "b": TensorDigest("F32", "35")})
     ('b',)
     """
-    return tuple(name for name, checksum in held.items() if digests[name].checksum != checksum)
+    return tuple(name for name, digest in held.items() if not digests[name].agrees(digest))
 
 
 class Loaded(Record, frozen=True):

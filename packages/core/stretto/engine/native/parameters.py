@@ -87,11 +87,11 @@ class Parameters:
         there = {name: tensor for name, tensor in held.items() if tensor is not None}
         alike = {name: tensor for name, tensor in there.items() if name_of(tensor.dtype) == digests[name].dtype}
         away = {name: tensor for name, tensor in alike.items() if digests[name].sums and is_away(tensor)}
-        wrong = [name for name, found in texts(away).items() if found != digests[name].sums]
-        found = {name: digest_of_tensor(one).checksum for name, one in alike.items() if name not in away}
+        sums = {name: TensorDigest(digests[name].dtype, "", one) for name, one in texts(away).items()}
+        found = {name: digest_of_tensor(one) for name, one in alike.items() if name not in away} | sums
         lost = [name for name, tensor in held.items() if tensor is None]
         added = [f"{layer}.weight" for layer in self._bases if not self._is_sum(layer)]
-        return (*lost, *differing(digests, found), *wrong, *added), len(alike) + len(lost)
+        return (*lost, *differing(digests, found), *added), len(alike) + len(lost)
 
     def _held(self, name: str) -> Tensor | None:
         """The tensor in memory for a published name; for a weight with adapters, its base weight; None if there is
