@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.errors import CallInterrupted, EngineLost
+from stretto.core.errors import CallInterrupted, EngineLost, StoreError
 from stretto.core.forest import Tokens, TurnRequest
 from stretto.core.records import NOTHING, Completion, GenerateRequest, Sampling, Segment, StopReason
 from stretto_workflows.session import MemoryRecord, Session, Turn, WholeTurns, joined_pieces
@@ -134,6 +134,56 @@ def test_wherever_it_crashes_a_program_makes_the_same_forest_and_no_turn_or_call
     calls = Counter(call.asked for call in world.record.calls)
     assert calls == undisturbed.made  # each call is on record once, and all have ended
     assert all(call.reply == call.asked[::-1] for call in world.record.calls)
+
+
+class FullDisk(World):
+    """Of what is put on record, the thing after `steps` others fails, and no later one. A turn is put on record when
+    it has ended."""
+
+    def step(self) -> None:
+        self.steps -= 1
+        if self.steps == -1:
+            raise OSError
+
+    async def sample(self, request: TurnRequest) -> Segment:
+        segment = Segment.of((request.seed % 3,), (-0.5,), (0,), stop_reason=StopReason.STOP)
+        self.journal(request.node, segment)
+        return segment
+
+
+@given(
+    st.lists(st.one_of(st.lists(st.integers(0, 2), max_size=2).map(tuple), st.binary(max_size=1))), st.integers(0, 9)
+)
+def test_whichever_write_fails_nothing_has_happened_and_the_record_is_the_session(
+    steps: list[tuple[int, ...] | bytes], failing: int
+) -> None:
+    world = FullDisk(steps=failing)
+    session = world.session()
+
+    async def tried(step: tuple[int, ...] | bytes, history: Tokens) -> Tokens:
+        if isinstance(step, bytes):
+            return history + tuple(await world.call(session, step))
+        return history + step + (await session.turn(history + step, SAMPLING)).segment.token_ids
+
+    async def run() -> None:
+        history: Tokens = PROMPT_TOKENS
+        for step in steps:
+            try:
+                history = await tried(step, history)
+            except OSError:
+                restored = world.session()  # as after a kill
+                assert (restored.forest.segments, restored.calls) == (session.forest.segments, session.calls)
+                history = await tried(step, history)
+
+    asyncio.run(run())
+    restored = world.session()
+    assert (restored.forest.segments, restored.calls) == (session.forest.segments, session.calls)
+    assert all(call.reply == call.asked[::-1] for call in restored.calls if call.reply is not None)
+
+
+def test_a_piece_behind_a_gap_is_refused() -> None:
+    with pytest.raises(StoreError, match="segment 1 is missing, and segment 2 is there"):
+        joined_pieces([(0, Segment.of((1,))), (2, Segment.of((3,)))])
 
 
 @given(THREADS)

@@ -5,6 +5,9 @@
     call(asked)  ─► recorded ─► its reply
                 └─► new      ─► begin recorded, run, end recorded
 
+Every change is written to the record first and made in memory after it: if the write fails, nothing has happened, and
+the next attempt leaves no gap in the record.
+
 After a crash, the workflow or the agent's program is started again from its beginning. Its turns and calls are answered
 from the record until it makes one that is not recorded. Records are found by content: the tokens of a prompt, or the
 bytes of a call. Each record is used once. If parallel turns have equal prompts, each takes the next recorded turn.
@@ -47,7 +50,7 @@ Sampler = Callable[[TurnRequest], Awaitable[Segment]]
 
 
 class SessionRecord(Protocol):
-    """Storage of one session's turns and calls (Protocol)."""
+    """Storage of one session's turns and calls (Protocol). A method that raises has stored nothing."""
 
     def journal(self, node: int, piece: Segment) -> None:
         """Append the tokens of `piece` to segment `node`. The first piece also sets the segment's parent and cause."""
@@ -212,12 +215,13 @@ class Session:
         else:
             if not repeatable:
                 self.check_calls()
-            call = RecordedCall(len(self._calls), kept)
-            self._calls.append(call)
+            call = RecordedCall(self._calls[-1].number + 1 if self._calls else 0, kept)
             self._record.begin_call(call.number, kept, durable=durable or not repeatable)
+            self._calls.append(call)
         if call.reply is None:
-            call.reply = await run()
-            self._record.end_call(call.number, call.reply)
+            reply = await run()
+            self._record.end_call(call.number, reply)
+            call.reply = reply
         return call.reply
 
     def check_calls(self) -> None:
@@ -302,9 +306,8 @@ class Session:
         return node
 
     def _append(self, segment: Segment) -> int:
-        node = self.forest.append(segment)
-        self._record.journal(node, segment)
-        return node
+        self._record.journal(len(self.forest.segments), segment)
+        return self.forest.append(segment)
 
 
 class MemoryRecord:
@@ -331,9 +334,15 @@ class MemoryRecord:
 
 def joined_pieces(pieces: Iterable[tuple[int, Segment]]) -> list[Segment]:
     """Join the pieces of segments, given as (segment index, piece), first pieces in order of the index. Returns the
-    whole segments."""
+    whole segments.
+
+    Raises:
+        StoreError: there is a gap before a piece: the first piece of an earlier segment is missing.
+    """
     found: list[Segment] = []
     for node, piece in pieces:
+        if node > len(found):
+            raise StoreError(f"segment {len(found)} is missing, and segment {node} is there")
         if node == len(found):
             found.append(piece)
         else:

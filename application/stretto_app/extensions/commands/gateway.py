@@ -202,6 +202,8 @@ async def _serve(
     try:
         recorded = RecordedSessions(folder, model, turns.sampler)
         app = GatewayApp(recorded.load(), recorded, model, operator_key=key, names=names)
+        for name, why in recorded.set_aside.items():
+            say(f"{name} is set aside, and the other sessions go on: {why}")
         await stopped.unless(engines.start(0))
         if stopped.requested:
             sys.exit(stopped.exit_code)

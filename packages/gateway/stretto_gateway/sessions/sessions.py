@@ -2,8 +2,9 @@
 
     FOLDER/ID.jsonl    one record a line: the opening, pieces of segments, calls and their replies, rewards, the end
 
-A record is written before the client gets its reply. After a kill, a new process reads the files, drops an incomplete
-last line, and restores every session.
+A record is written before the session changes, and the client gets its reply after both. After a kill, a new process
+reads the files, drops an incomplete last line, and restores every session. One that cannot be restored is set aside:
+its file stays as it is, its key is that of an ended session, and the others go on.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from stretto.core.errors import UNREADABLE, Problem, RunFolderError
+from stretto.core.errors import UNREADABLE, Problem, RunFolderError, StoreError
 from stretto.core.events import RecordedCall
-from stretto.core.records import Record, Segment, derive_seed
+from stretto.core.forest import parent_of
+from stretto.core.records import NOTHING, Record, Segment, derive_seed
 from stretto.store.ledger.rows import segment_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed
@@ -30,6 +33,7 @@ from stretto_workflows.session import Sampler, Session, SessionRecord, joined_pi
 _SECRET_BYTES = 18
 _SHOWN = 64  # ended sessions that are kept in memory
 _RETIRED = 16_384  # dropped sessions whose keys are remembered, to reply "has ended" in place of "wrong key"
+_TAIL = 1 << 16  # bytes at the end of a file in which an end is looked for; one of them is shorter
 _IDLE_SECONDS = 3600.0  # without a request, after which a session is ended if a new one needs room
 
 
@@ -72,7 +76,11 @@ class SessionTable:
             old = self._ended.popleft()
             if self._by_id.get(old.id) is old:
                 del self._by_id[old.id], self._by_key[old.key]
-                self._dropped[old.key] = old.id
+                self.drop(old.key, old.id)
+
+    def drop(self, key: str, id: str) -> None:
+        """Remember of an ended session no more than its key and id, for `dropped`; only the newest keys are kept."""
+        self._dropped[key] = id
         while len(self._dropped) > _RETIRED:
             del self._dropped[next(iter(self._dropped))]
 
@@ -170,20 +178,27 @@ class RecordedSessions:
         session from its id and record. `most`: limit of open sessions."""
         self._folder, self._model, self._sampler, self._most = folder, model, sampler, most
         self._table = SessionTable()
+        self.set_aside: dict[str, str] = {}  # files that are no record of a session, by name, with the reason
 
     def load(self) -> SessionTable:
         """Restore the sessions of earlier processes from the folder; returns the table, to which the caller adds new
-        ones. An incomplete last line is removed from its file.
-
-        Raises:
-            RunFolderError: a file is not the record of a session.
-        """
+        ones. An incomplete last line is removed from its file. Of ended sessions, the newest are restored; of the
+        others, only the keys are read. Files that are no record of a session are named in `set_aside`."""
+        ended = list[tuple[int, Path]]()
         for path in sorted(self._folder.glob("*.jsonl")):
-            if lines := _read(path):
-                session = self._restored(path, lines)
-                self._table.add(session)
-                if session.state == "ended":
-                    self._table.retire(session)
+            with self._setting_aside(path):
+                if _has_ended(path):
+                    ended.append((path.stat().st_mtime_ns, path))
+                elif session := self._restored(path):
+                    self._add(session)
+        ended.sort()
+        for at, (_, path) in enumerate(ended, start=1):
+            with self._setting_aside(path):
+                if len(ended) - at >= _SHOWN:
+                    opened = _opening(path)
+                    self._table.drop(opened.key, opened.id)
+                elif session := self._restored(path):
+                    self._add(session)
         return self._table
 
     async def open(self, about: Mapping[str, Any]) -> AgentSession:
@@ -199,7 +214,7 @@ class RecordedSessions:
         path = self._folder / f"{opened.id}.jsonl"
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # private, because it holds the key
         FolderRecord(path).write(opened)
-        return self._restored(path, [opened])
+        return self._of_lines(path, [opened])
 
     async def rewarded(self, session: AgentSession) -> None:
         FolderRecord(self._folder / f"{session.id}.jsonl").write(Rewarded(**msgspec.structs.asdict(session.given)))
@@ -218,16 +233,37 @@ class RecordedSessions:
         await self.ended(oldest)
         oldest.end()
 
-    def _restored(self, path: Path, lines: list[Line]) -> AgentSession:
+    def _add(self, session: AgentSession) -> None:
+        self._table.add(session)
+        if session.state == "ended":
+            self._table.retire(session)
+
+    @contextmanager
+    def _setting_aside(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever one file holds, the other sessions go on
+            self.set_aside[path.name] = str(error) or type(error).__name__
+            with suppress(Exception):  # without an opening, nobody can know its key
+                opened = _opening(path)
+                self._table.drop(opened.key, opened.id)
+
+    def _restored(self, path: Path) -> AgentSession | None:
+        """Restore the session of a file, and cut off an incomplete last line; None if the file has no whole line."""
+        lines, size = _read(path)
+        if not lines:
+            return None
+        found = self._of_lines(path, lines)
+        if size < path.stat().st_size:
+            os.truncate(path, size)
+        return found
+
+    def _of_lines(self, path: Path, lines: list[Line]) -> AgentSession:
         opened = lines[0]
         if not isinstance(opened, Opened):
             raise RunFolderError([Problem(f"{path}:1", "is not the beginning of a session", "give another folder")])
-        record = FolderRecord(path)
-        calls = [RecordedCall(line.number, line.asked) for line in lines if isinstance(line, Began)]
-        for line in lines:
-            if isinstance(line, Replied):
-                calls[line.number].reply = line.reply
-        segments = joined_pieces((line.node, line.segment) for line in lines if isinstance(line, Written))
+        record, calls = FolderRecord(path), _calls(path, lines)
+        segments = _segments(line for line in lines if isinstance(line, Written))
         sampler, seed = self._sampler(opened.id, record), derive_seed(opened.key)
         session = Session(opened.id, (), seed, sampler, record, segments, calls)
         found = AgentSession(opened.id, opened.key, opened.created, opened.about, session, self._model)
@@ -241,19 +277,58 @@ class RecordedSessions:
         return found
 
 
-def _read(path: Path) -> list[Line]:
-    """Read the lines of a session's file, cutting off an incomplete last one; RunFolderError for a malformed line."""
+def _calls(path: Path, lines: Sequence[Line]) -> list[RecordedCall]:
+    """Collect the calls and their replies, by number. A number may be missing: a call that was never recorded began
+    nothing. Raises RunFolderError for the reply to a call that is missing."""
+    found = dict[int, RecordedCall]()
+    for at, line in enumerate(lines, start=1):
+        if isinstance(line, Began):
+            found[line.number] = RecordedCall(line.number, line.asked)
+        elif isinstance(line, Replied):
+            if line.number not in found:
+                raise RunFolderError([Problem(f"{path}:{at}", f"replies to call {line.number}, which is missing")])
+            found[line.number].reply = line.reply
+    return [found[number] for number in sorted(found)]
+
+
+def _segments(lines: Iterable[Written]) -> list[Segment]:
+    """Join the segments, whose parents must stand before them. Raises StoreError if one is missing."""
+    found = joined_pieces((line.node, line.segment) for line in lines)
+    for place in range(len(found)):
+        if not NOTHING <= parent_of(found, place) < place:
+            raise StoreError(f"segment {place} follows segment {found[place].parent}, which is not before it")
+    return found
+
+
+def _opening(path: Path) -> Opened:
+    """Read the first line of a session's file; msgspec.MsgspecError if it is not an opening."""
+    with path.open("rb") as file:
+        return msgspec.json.decode(file.readline(), type=Opened)
+
+
+def _has_ended(path: Path) -> bool:
+    """Whether the last line of a session's file is its end; reads only that line."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - _TAIL))
+        lines = file.read(_TAIL).split(b"\n")
+    try:
+        return len(lines) > 2 and not lines[-1] and isinstance(msgspec.json.decode(lines[-2], type=Line), Ended)
+    except UNREADABLE:  # a longer line: the whole file is read
+        return False
+
+
+def _read(path: Path) -> tuple[list[Line], int]:
+    """Read the whole lines of a session's file; returns them and their bytes. RunFolderError for a malformed line."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
     found: list[Line] = []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             found.append(_line(line))
         except (KeyError, ValueError, *UNREADABLE) as error:
             raise RunFolderError([Problem(f"{path}:{number}", f"is no record of a session: {error}")]) from None
-    return found
+    return found, len(whole)
 
 
 def _line(text: bytes) -> Line:
