@@ -171,9 +171,8 @@ async def failed_at_the_judge(folder: Path) -> list[Sequence[Trajectory]]:
     def reply(question: Mapping[str, Any], said: str) -> bytes:
         asked = question["messages"][0]["content"]
         content = f"Score: {asked}" if asked[0].isdigit() else "I cannot say"
-        return (
-            b"no JSON" if asked == "breaks" else json.dumps({"choices": [{"message": {"content": content}}]}).encode()
-        )
+        choice = {"message": {"content": content}, "finish_reason": "stop"}
+        return b"no JSON" if asked == "breaks" else json.dumps({"choices": [choice]}).encode()
 
     with serving(reply, (200, "")) as server:
         judge = {"address": f"{server.address}/v1", "model": "m", "tries": 1, "prompt": "{completion}", "full": 1}

@@ -25,6 +25,7 @@ class ReplyServer(ThreadingHTTPServer):
         self.body = body
         self.replies = [first]
         self.headers: dict[str, str] = {}
+        self.requests = 0  # of any method
         self.seen: list[tuple[str, dict[str, Any]]] = []  # path and question
         self.keys: list[str | None] = []
         self.drip = 0.0  # seconds between two bytes
@@ -38,6 +39,10 @@ class ReplyServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: ReplyServer
+
+    def parse_request(self) -> bool:
+        self.server.requests += 1
+        return super().parse_request()
 
     def do_POST(self) -> None:
         server, question = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -23,7 +23,13 @@ from tests.rewards.scoring import scored
 
 
 def chat(question: Question, said: str) -> bytes:
-    return json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": said}}]}).encode()
+    return ended(said, "stop")
+
+
+def ended(said: str | None, reason: str | None, **message: str) -> bytes:
+    """A reply with its finish reason; None: it names none."""
+    told = {} if reason is None else {"finish_reason": reason}
+    return json.dumps({"choices": [{"index": 0, "message": {"content": said, **message}, **told}]}).encode()
 
 
 @pytest.fixture
@@ -54,7 +60,7 @@ def test_the_reward_is_the_score_that_the_reply_ends_with(server: ReplyServer, s
     [
         *[(200, "Fine."), (200, ""), (200, "Score: 11"), (200, "Score: -1"), (200, "Score: 10 would be too much")],
         *[(200, b"no JSON"), (200, b"{}"), (200, b'{"choices": []}')],
-        *[(200, b'{"choices": [{"message": {"content": null}}]}'), (400, "bad"), (401, "no key")],
+        *[(200, ended(None, "stop")), (400, "bad"), (401, "no key")],
         *[(404, "no such model"), (500, "broken"), (503, "busy")],
     ],
 )
@@ -63,6 +69,30 @@ def test_a_judge_without_a_score_leaves_the_completion_undecided(server: ReplySe
     with pytest.raises(Undecided, match="judge"):
         judge(server)("q", "c", "a")
     assert len(server.seen) == (3 if reply[0] >= 500 else 1)
+
+
+@pytest.mark.parametrize("score", ["0", "1", "10"])
+@pytest.mark.parametrize(
+    "reason", ["length", "max_tokens", "content_filter", "refusal", "tool_calls", "function_call", "abort", "", None]
+)
+def test_a_reply_that_did_not_end_by_itself_is_no_verdict(server: ReplyServer, reason: str | None, score: str) -> None:
+    """Of a score of 10 that is cut off the first digit is left, and a rubric may end in "score: 0"."""
+    server.replies = [(200, ended(f"One sign is wrong. Score: {score}", reason))]
+    with pytest.raises(Undecided, match="did not end by itself"):
+        judge(server)("q", "c", "a")
+    server.replies = [(200, ended(f"Score: {score}", "stop", refusal="I cannot grade this."))]
+    with pytest.raises(Undecided, match="the judge refuses"):
+        judge(server)("q", "c", "a")
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_key_follows_no_redirect(server: ReplyServer, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "k1")
+    with serving(chat, (200, "Score: 10")) as other:
+        server.replies, server.headers = [(status, "")], {"Location": f"{other.address}/v1/chat/completions"}
+        with pytest.raises(Undecided, match=f"redirects to {other.address}"):
+            judge(server, key_variable="JUDGE_KEY")("q", "c", "a")
+        assert (len(server.seen), other.requests) == (1, 0)
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 529])

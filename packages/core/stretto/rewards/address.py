@@ -17,10 +17,11 @@ from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Self, TypeVar
 from urllib.error import HTTPError
-from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
+from urllib.request import HTTPHandler, HTTPSHandler, Request
 
 from pydantic import BaseModel, Field, model_validator
 
+from stretto.processes.http.redirects import opener
 from stretto.rewards.functions import Undecided
 
 Read = TypeVar("Read")
@@ -105,6 +106,10 @@ class Asker:
             if refusal.code in _AGAIN or refusal.code >= 500:
                 asked_for = refusal.headers.get("Retry-After", "")
                 raise _Busy(said, float(asked_for) if asked_for.isdecimal() else 0.0) from None
+            if place := refusal.headers.get("Location"):  # it is not followed: the key is for the configured address
+                raise Undecided(
+                    f"{self._who} redirects to {place[:300]}, which is not the configured address"
+                ) from None
             words = refusal.read(300).decode(errors="replace")
             raise Undecided(f"{self._who} refuses: {said}: {words}") from None
         except (OSError, HTTPException) as error:
@@ -127,8 +132,7 @@ def _opened(request: Request, until: float) -> Iterator[HTTPResponse]:
     timer.daemon = True
     timer.start()
     try:
-        opener = build_opener(_Plain(used), _Secured(used))
-        with opener.open(request, timeout=_left(until)) as reply:
+        with opener(_Plain(used), _Secured(used)).open(request, timeout=_left(until)) as reply:
             yield reply
     finally:
         timer.cancel()

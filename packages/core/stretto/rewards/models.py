@@ -1,8 +1,8 @@
 """Rewards by models behind an address: a judge, which grades completions, and a reward model, which gives a prompt and
 its completion one number.
 
-A judge gets question, completion and gold answer, and must end its reply with ``Score: N``. If it is late, refuses, or
-its reply ends otherwise, the completion is undecided, never scored zero.
+A judge gets question, completion and gold answer, and must end its reply with ``Score: N``. If it is late, refuses,
+its reply ends otherwise or was cut off, the completion is undecided, never scored zero.
 
 A request to a reward model has one of the three forms in which vLLM serves such models. Of the reply one number is
 used:
@@ -64,10 +64,12 @@ class JudgeConfig(AddressConfig, extra="forbid", frozen=True):
 
 class _Message(msgspec.Struct):
     content: str | None = None
+    refusal: str | None = None
 
 
 class _Choice(msgspec.Struct):
     message: _Message
+    finish_reason: str | None = None
 
 
 class _Reply(msgspec.Struct):
@@ -104,6 +106,10 @@ class Judge:
         except (ValueError, *UNREADABLE) as error:
             raise Undecided(f"the judge's reply is no chat completion: {error}") from None
         said = (choice.message.content or "").strip()
+        if choice.message.refusal:
+            raise Undecided(f"the judge refuses: {choice.message.refusal[:200]!r}")
+        if choice.finish_reason != "stop":  # "length", "content_filter" and others: it had not ended what it says
+            raise Undecided(f"the judge's reply did not end by itself ({choice.finish_reason}): {said[-80:]!r}")
         found = _SCORE.search(said)
         if found is None:
             raise Undecided(f"the judge's reply does not end with a score: {said[-80:]!r}")

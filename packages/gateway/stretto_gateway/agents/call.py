@@ -18,6 +18,7 @@ from typing import Any
 
 from stretto.core.errors import RecipeError
 from stretto.doors.loading import load, look_in
+from stretto.processes.http.redirects import opener
 from stretto_gateway.agents.environment import SESSION, TASK
 
 _SECONDS = 60.0
@@ -51,8 +52,7 @@ def main(place: str) -> None:
         body = json.dumps({"reward": float(result)}).encode()
         request = urllib.request.Request(f"{os.environ[SESSION]}/reward", body)
         request.add_header("Authorization", f"Bearer {os.environ['OPENAI_API_KEY']}")
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        opener.open(request, timeout=_SECONDS).close()
+        opener(urllib.request.ProxyHandler({})).open(request, timeout=_SECONDS).close()
 
 
 if __name__ == "__main__":
