@@ -19,7 +19,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from stretto.processes.handshake import client_context, server_context
-from stretto.processes.http.server import HttpServer, admit, settings_of
+from stretto.processes.http.server import HttpServer, admit, give_way, settings_of
 from tests.certificates import authority
 
 _MOST, _PATIENCE = 16, 0.5
@@ -33,10 +33,12 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Replies to one who has the key, and at /slow after a while to anyone."""
+    """Replies to one who has the key, and at /slow after a while to anyone; at /wrong, to one with a wrong secret."""
     if (b"authorization", b"Bearer key") in scope["headers"]:
         admit(scope)
-    if scope["path"] == "/slow":
+    if scope["path"] == "/wrong":
+        give_way(scope)
+    if scope["path"] in ("/slow", "/wrong"):
         await asyncio.sleep(2 * _PATIENCE)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"ok"})
@@ -145,6 +147,31 @@ def test_a_stranger_whose_request_is_being_answered_is_not_cut_off() -> None:
         time.sleep(0.3)  # they are under way
         assert _is_closed(stack.enter_context(socket.create_connection(address)), 1.0)
         assert all(_reply(client).startswith(b"HTTP/1.1 200") for client in served)
+
+
+def test_who_guesses_gives_way_to_any_other_caller() -> None:
+    """Those who wait for the reply to a wrong secret are as many as there may be strangers."""
+    wrong = b"GET /wrong HTTP/1.1\r\nhost: x\r\n\r\n"
+    with ExitStack() as stack, _serving() as address:
+        guessing = [stack.enter_context(socket.create_connection(address)) for _ in range(_MOST)]
+        for client in guessing:
+            client.sendall(wrong)
+        time.sleep(0.2)  # they wait for their replies
+        for turned_out in guessing[:3]:
+            client = stack.enter_context(socket.create_connection(address))
+            client.sendall(_REQUEST.replace(b"key", b"none"))
+            _reply(client)
+            assert _is_closed(turned_out, 20)
+
+
+def test_a_stranger_that_asks_again_and_again_is_not_idle() -> None:
+    with _serving() as address, socket.create_connection(address) as client:
+        until = time.monotonic() + 4 * _PATIENCE
+        while time.monotonic() < until:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            _reply(client)
+            time.sleep(_PATIENCE / 4)
+        assert _is_closed(client, 20)
 
 
 def test_who_does_not_end_the_handshake_of_tls_is_turned_out_too(tmp_path: Path) -> None:

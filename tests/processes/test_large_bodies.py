@@ -61,7 +61,7 @@ def test_who_sends_17_mb_and_then_reads_finds_the_413(address: tuple[str, int], 
 
 
 def test_a_body_without_an_end_is_refused_too(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi, "_DROPPED_BYTES", 4 << 20)
+    monkeypatch.setattr(asgi, "DROPPED_BYTES", 4 << 20)
     piece = b"%x\r\n%b\r\n" % (1 << 20, bytes(1 << 20))
     with socket.create_connection(address, timeout=30) as client:
         client.sendall(_head("transfer-encoding: chunked", "connection: close"))
@@ -72,14 +72,14 @@ def test_a_body_without_an_end_is_refused_too(address: tuple[str, int], monkeypa
 def test_a_body_that_stops_coming_is_refused_after_a_while(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asgi, "_DROPPED_SECONDS", 0.2)
+    monkeypatch.setattr(asgi, "DROPPED_SECONDS", 0.2)
     with socket.create_connection(address, timeout=30) as client:
         client.sendall(_head(f"content-length: {_LONG}") + b"x")
         assert _heard(client).startswith(b"HTTP/1.1 413")
 
 
 def test_who_asks_before_sending_is_told_at_once(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi, "_DROPPED_SECONDS", 600.0)
+    monkeypatch.setattr(asgi, "DROPPED_SECONDS", 600.0)
     start = time.monotonic()
     with socket.create_connection(address, timeout=30) as client:
         client.sendall(_head(f"content-length: {_LONG}", "expect: 100-continue"))

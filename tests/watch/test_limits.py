@@ -1,6 +1,7 @@
 """Promises: of too many runs the newest are shown, and how many are left out is said; open runs together hold a bounded
 number of bytes, also when they are only followed, and a follower does not push another run out; a tokenizer that
-cannot be read is a fault; prompts are searched piece by piece. A wrong secret costs a wait wherever it was shown;
+cannot be read is a fault; prompts are searched piece by piece. A wrong secret costs a wait wherever it was shown, and
+no other caller anything;
 the names of the machine are looked up once; one comparison is made at a time, and no reading holds up the end of the
 process; what is the matter with one run, one line or one file of the cache leaves the others as they are; a recipe
 is read once, a ledger opened once for a row; an alarm of a running run ends with it.
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 
 import httpx
@@ -27,6 +28,7 @@ from starlette.responses import Response
 
 from stretto.core.errors import StrettoError
 from stretto.processes.http.names import HostNames
+from stretto.processes.http.server import HttpServer, settings_of
 from stretto.store import lock
 from stretto_report.watch.index import trajectories as trajectories_module
 from stretto_report.watch.index.columns import Cache
@@ -41,6 +43,7 @@ from stretto_report.watch.web import app as app_module
 from stretto_report.watch.web.events import Follower
 from stretto_report.watch.web.guard import Guard
 from stretto_report.watch.web.pages import list_page
+from tests.processes.test_http_server import serving as serving_at
 from tests.store.lines import write_lines
 from tests.store.make import ledger_at
 from tests.watch.conftest import alone, serving
@@ -72,6 +75,24 @@ def test_wrong_secrets_wait_for_each_other_wherever_they_are(
         replies = list(pool.map(lambda one: httpx.get(client.base_url.join(one[0]), headers=one[1], timeout=30), asked))
     assert [reply.status_code for reply in replies] == [401] * 3
     assert time.monotonic() - start >= 0.6
+
+
+def test_those_who_guess_do_not_shut_out_who_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight guesses that wait for their replies, over four connections that strangers may have."""
+    monkeypatch.setattr("stretto_report.watch.web.guard._WRONG_SECONDS", 600.0)
+    guard = Guard(Response("inner"), "secret", 80, HostNames(loopback=True))
+    asked = b"GET /api/runs HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer %b\r\n\r\n"
+    with serving_at(HttpServer(settings_of(guard), strangers=4)) as address, ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(socket.create_connection(address)).sendall(asked % b"guess")
+        time.sleep(0.3)  # they wait
+        client = stack.enter_context(socket.create_connection(address, timeout=20))
+        client.sendall(asked % b"secret")
+        assert client.recv(12) == b"HTTP/1.1 200"
+        until = time.monotonic() + 20
+        while len(guard._wrong._waiters or ()) > 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(guard._wrong._waiters or ()) <= 3, "those who were turned out wait no longer"
 
 
 def test_the_names_of_the_machine_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from stretto.core.tasks import cancel_and_wait
 
 #: Default limit on the body of a request, in bytes; a longer body is refused before it is read to its end.
 LARGEST_BODY = 16 << 20
-_DROPPED_BYTES, _DROPPED_SECONDS = 64 << 20, 5.0  # most that is read and dropped of a refused body
+DROPPED_BYTES, DROPPED_SECONDS = 64 << 20, 5.0  #: most that is read and dropped of a refused request
 #: ASGI extension: a function with which an application writes a part of a reply at once (`processes.http.server`).
 WRITE_NOW = "stretto.write_now"
 KEEP_ALIVE = b": keep-alive\n\n"  #: a comment in a stream of events, which clients skip
@@ -63,9 +63,9 @@ async def read_body(scope: Scope, receive: Receive, largest: int = LARGEST_BODY)
 
 async def _drop(receive: Receive) -> None:
     """Read and drop the rest of a body, at most 64 MiB and for at most 5 seconds."""
-    left, more = _DROPPED_BYTES, True
+    left, more = DROPPED_BYTES, True
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DROPPED_SECONDS):
+        async with asyncio.timeout(DROPPED_SECONDS):
             while more and left > 0:
                 message = await receive()
                 left -= len(message.get("body", b""))

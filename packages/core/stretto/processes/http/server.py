@@ -1,8 +1,10 @@
-"""uvicorn's server with bounds on strangers: connections that have not yet shown the key.
+"""uvicorn's server with bounds on strangers: connections that have not yet shown the key. On the heads of requests it
+has a bound for everyone (`processes.http.heads`).
 
-At most `strangers` are open. A further one replaces the one that was idle for longest; strangers whose request is being
-answered are not replaced, and if all are, the new caller is refused. A stranger that is idle for `patience` seconds
-(sends nothing, does not finish TLS, or sends a request very slowly) is disconnected.
+At most `strangers` are open. A further one replaces one that has shown a wrong secret, or else the one that was idle
+for longest; strangers whose request is being answered are not replaced, and if all are, the new caller is refused. A
+stranger that is idle for `patience` seconds after its last reply (sends nothing, does not finish TLS, or sends a
+request very slowly) is disconnected.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Scope
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from stretto.core.tasks import cancel_and_wait
 from stretto.processes.http.asgi import WRITE_NOW
+from stretto.processes.http.heads import BoundedHeads
 from stretto.processes.http.transport import Gathered, GatheringTransport, zero_copy
 
 STRANGERS = 256
@@ -33,7 +36,7 @@ _KEEP_ALIVE_SECONDS = 120
 _LOOK_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
 _AT_ONCE = 128  # callers accepted in a row before other tasks run
-_ADMIT = "stretto.admit"
+_ADMIT, _GIVE_WAY = "stretto.admit", "stretto.give_way"
 
 
 def admit(scope: Scope) -> None:
@@ -41,6 +44,13 @@ def admit(scope: Scope) -> None:
     key."""
     if (admitted := scope.get("state", {}).get(_ADMIT)) is not None:
         admitted()
+
+
+def give_way(scope: Scope) -> None:
+    """Mark the connection of this request as the first to be replaced. The application calls it for a wrong secret,
+    before it delays the reply: those who guess take no room from those who know."""
+    if (gives_way := scope.get("state", {}).get(_GIVE_WAY)) is not None:
+        gives_way()
 
 
 def settings_of(app: ASGIApp, **further: Any) -> uvicorn.Config:
@@ -57,8 +67,12 @@ def settings_of(app: ASGIApp, **further: Any) -> uvicorn.Config:
 class _Stranger:
     connection: socket.socket
     since: float = field(default_factory=time.monotonic)  # when it was last seen to be busy
-    protocol: HttpToolsProtocol | None = None  # None until the TLS handshake is done
+    protocol: _Protocol | None = None  # None until the TLS handshake is done
     greeting: asyncio.Task[None] | None = None
+    gives_way: bool = False  # it has shown a wrong secret
+
+    def give_way(self) -> None:
+        self.gives_way = True
 
     @property
     def gone(self) -> bool:
@@ -69,6 +83,11 @@ class _Stranger:
         """Whether a complete request has arrived and its reply is not complete."""
         cycle = self.protocol.cycle if self.protocol is not None else None
         return cycle is not None and not cycle.more_body and not cycle.response_complete
+
+    @property
+    def idle_since(self) -> float:
+        """When it was last seen to be busy, or got its last reply."""
+        return self.since if self.protocol is None else max(self.since, self.protocol.answered_at)
 
 
 def _write_now(cycle: RequestResponseCycle, part: Callable[[], bytes]) -> bool:
@@ -91,17 +110,22 @@ def _written_now(inner: ASGI3Application) -> ASGI3Application:
     return app
 
 
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with batched writes (`Gathered`), files sent by the kernel (`zero_copy`) and the
-    extension `WRITE_NOW`."""
+class _Protocol(BoundedHeads):
+    """uvicorn's HTTP protocol with bounded heads, batched writes (`Gathered`), files sent by the kernel (`zero_copy`)
+    and the extension `WRITE_NOW`. `answered_at`: when the last reply was complete, in seconds of `time.monotonic`."""
 
     def __init__(self, gathered: Gathered, *settings: Any) -> None:
         super().__init__(*settings)
         self._gathered = gathered
         self.app = _written_now(zero_copy(self))
+        self.answered_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(GatheringTransport(transport, self._gathered))
+
+    def on_response_complete(self) -> None:
+        self.answered_at = time.monotonic()
+        super().on_response_complete()
 
 
 class HttpServer(uvicorn.Server):
@@ -181,18 +205,19 @@ class HttpServer(uvicorn.Server):
         if len(self._strangers) >= self._most_strangers:
             self._forget_the_gone()
         if len(self._strangers) >= self._most_strangers:
-            idle = [stranger for stranger in self._strangers if not stranger.busy]
+            idle = [stranger for stranger in self._strangers if stranger.gives_way or not stranger.busy]
             if not idle:
                 return False
-            self._turn_out(min(idle, key=lambda stranger: stranger.since))
+            self._turn_out(min(idle, key=lambda stranger: (not stranger.gives_way, stranger.idle_since)))
         return True
 
     def _greet(self, connection: socket.socket) -> None:
         loop, stranger = asyncio.get_running_loop(), _Stranger(connection)
         self._strangers[stranger] = None
-        state = self.lifespan.state | {_ADMIT: partial(self._strangers.pop, stranger, None)}
+        further = {_ADMIT: partial(self._strangers.pop, stranger, None), _GIVE_WAY: stranger.give_way}
+        state = self.lifespan.state | further
 
-        def protocol() -> HttpToolsProtocol:
+        def protocol() -> _Protocol:
             stranger.protocol = _Protocol(self._gathered, self.config, self.server_state, state, loop)
             return stranger.protocol
 
@@ -214,7 +239,7 @@ class HttpServer(uvicorn.Server):
             for stranger in [*self._strangers]:
                 if stranger.busy:
                     stranger.since = now
-                elif now - stranger.since > self._idle_seconds:
+                elif now - stranger.idle_since > self._idle_seconds:
                     self._turn_out(stranger)
             await asyncio.sleep(_LOOK_SECONDS)
 

@@ -17,9 +17,9 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.core.errors import RefusedRequest
-from stretto.processes.http.asgi import header, read_body, reply
+from stretto.processes.http.asgi import header, read_body, reply, unless_gone
 from stretto.processes.http.names import HostNames
-from stretto.processes.http.server import admit
+from stretto.processes.http.server import admit, give_way
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
@@ -97,7 +97,7 @@ class Guard:
         elif scope["path"] == "/":
             await self._page(scope, receive, guarded, wrong=bool(fits))
         else:
-            await self._pause(bool(fits))
+            await self._pause(bool(fits), scope, receive)
             await _refuse(guarded, 401, "token", "missing or wrong", "send it as: Authorization: Bearer TOKEN")
 
     async def _posted(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,7 +105,7 @@ class Guard:
         site can send neither this content type nor this server's Origin together with the cookie."""
         content = (header(scope, b"content-type") or b"").decode("latin-1").partition(";")[0].strip().lower()
         if not any(fits := self._shown(scope)):
-            await self._pause(bool(fits))
+            await self._pause(bool(fits), scope, receive)
             await _refuse(send, 401, "token", "missing or wrong", "send it as: Authorization: Bearer TOKEN")
         elif content != "application/json":
             await _refuse(send, 415, "content-type", f"{content[:40]!r}", "application/json")
@@ -142,12 +142,17 @@ class Guard:
             fits.append(hmac.compare_digest(found.value.encode(), self._cookie_value.encode()))
         return fits
 
-    async def _pause(self, wrong: bool) -> None:
+    async def _pause(self, wrong: bool, scope: Scope, receive: Receive) -> None:
         """Delay the reply after a secret that is `wrong`; else do nothing. Concurrent wrong requests are delayed one
-        after another."""
-        if wrong:
+        after another, until their clients disconnect, and give way to other callers."""
+
+        async def delay() -> None:
             async with self._wrong:
                 await asyncio.sleep(_WRONG_SECONDS)
+
+        if wrong:
+            give_way(scope)
+            await unless_gone(receive, delay())
 
     def _fits(self, given: bytes) -> bool:
         return hmac.compare_digest(given, self._token)
@@ -163,7 +168,7 @@ class Guard:
         page removes the token from the address.) A redirect would lose the cookie after a link from another site."""
         given = _token_of(scope["query_string"])
         if not self._fits(given):
-            await self._pause(wrong or bool(given))
+            await self._pause(wrong or bool(given), scope, receive)
             await reply(send, 401, "text/html; charset=utf-8", _LOGIN, _FORM_HEADERS)
             return
 
@@ -185,7 +190,7 @@ class Guard:
         except (TimeoutError, ValueError, RefusedRequest):
             body = None
         if not self._fits(_token_of(body or b"")):
-            await self._pause(wrong=True)
+            await self._pause(True, scope, receive)
             await reply(send, 401, "text/html; charset=utf-8", _LOGIN, _FORM_HEADERS)
             return
         await reply(send, 303, "text/plain", b"", [(b"location", b"/"), self._set_cookie()])
