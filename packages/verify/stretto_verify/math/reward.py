@@ -19,7 +19,8 @@ from stretto_verify.math.compare.naming import is_naming, name
 from stretto_verify.math.compare.opinion import accepts, parsed_whole
 from stretto_verify.math.compare.scalars import Opinion
 from stretto_verify.math.extract.denials import is_open
-from stretto_verify.math.extract.final import FinalAnswer, final_answer, in_prose, stated, without_frame
+from stretto_verify.math.extract.final import FinalAnswer, final_answer, in_prose, without_frame
+from stretto_verify.math.extract.statements import stated
 from stretto_verify.math.extract.subjects import is_of_another, subject
 from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
 from stretto_verify.math.parse.expressions import expression
@@ -44,9 +45,10 @@ from stretto_verify.verdicts import Undecided
 
 _DECIMAL = re.compile(r"[^0-9,()\[\]]*[0-9]+\.[0-9]+[^0-9,()\[\]]*")
 _MODULUS = re.compile(r"mod(?![a-z])[\s{}()\\:]*([0-9]+|[a-z])")
+_RESIDUE = re.compile(r"([0-9]+)[\s$]*(?:\\p|\(\s*\\?(?:text\{\s*)?|\\text\{\s*\()mod(?![a-z])[\s{}\\:]*([0-9]+)")
 _ONLY_SUBJECT = re.compile(  # of a question that has one
     r"\W*(?:it|this|that|(?:(?:the|this|that|given)\s+)*(?:answer|claim|conclusion|equation|expression|figure|formula|"
-    r"function|graph|identity|implication|inequality|integral|limit|matrix|map|operation|proposition|quadrilateral|"
+    r"function|number|integer|event|curve|graph|identity|implication|inequality|integral|limit|matrix|map|operation|proposition|quadrilateral|"
     r"relation|result|sequence|series|set|statement|solution|system|theorem|triangle)s?)\s+(?:is|are|will|must|would|"
     r"should)\b",
     re.IGNORECASE,
@@ -199,9 +201,13 @@ def _same_statement(gold: str, given: str) -> Opinion:
 
 
 def _differ_in_modulus(gold: str, given: str) -> bool:
-    """Whether both texts name a modulus, and not the same."""
-    if "mod" not in gold or "mod" not in given:
+    """Whether both texts name a modulus, and not the same; or only the second one does, and its number is no remainder:
+    ``42 (mod 5)``."""
+    if "mod" not in given:
         return False
+    if "mod" not in gold:
+        residue = _RESIDUE.search(given)
+        return residue is not None and int(residue[1]) >= int(residue[2])
     one, other = ({found[1] for found in _MODULUS.finditer(text)} for text in (gold, given))
     return bool(one and other) and one != other
 

@@ -42,7 +42,8 @@ from stretto_verify.math.parse.structure import (
     letters,
 )
 
-_TOLD = re.compile(r"([0-9]{1,2})(?:\s*:\s*([0-9]{2}))?\s*([ap])\s*\.?\s*m\.?", re.IGNORECASE)
+_TOLD = re.compile(r"([0-9]{1,2})(?:\s*:\s*([0-9]{2}))?\s*(?:([ap])\s*\.?\s*m\.?|o'clock)", re.IGNORECASE)
+_CALLED = re.compile(r"(?:12(?::00)?\s*)?(noon|midnight)", re.IGNORECASE)
 _TEXTS = re.compile(r"\\text\{([^{}]*)\}")
 _NOON = 12 * 60
 _JOINT = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
@@ -71,11 +72,14 @@ def same_time(gold: Node, answer: Node) -> bool | None:
 
 def _time(given: Node) -> Time | None:
     match given:
+        case Words(text=text) if (called := _CALLED.fullmatch(_TEXTS.sub(r" \1 ", text).strip())) is not None:
+            return Time(_NOON * (called[1].lower() == "noon"), sure=True)
         case Words(text=text) if (told := _TOLD.fullmatch(_TEXTS.sub(r" \1 ", text).strip())) is not None:
             hour, minute = int(told[1]), int(told[2] or 0)
             if not (1 <= hour <= 12 and minute < 60):
                 return None
-            return Time(60 * (hour % 12) + minute + _NOON * (told[3].lower() == "p"), sure=True)
+            half = (told[3] or "").lower()
+            return Time(60 * (hour % 12) + minute + _NOON * (half == "p"), sure=bool(half))
         case Ratio(parts=(Scalar(latex=hours), Scalar(latex=minutes))):
             is_time = hours.isdigit() and minutes.isdigit() and len(minutes) == 2
             if not is_time or int(hours) > 23 or int(minutes) > 59:

@@ -15,11 +15,13 @@ from stretto_verify.math.compare.equality import same_value, within
 from stretto_verify.math.parse.expressions import Number, expression, number
 from stretto_verify.math.parse.measures import TWO_UNITS, conversion
 from stretto_verify.math.parse.structure import Scalar, Unreadable
+from stretto_verify.math.parse.units import LEFT_OUT
 
 Opinion = bool | None
 
 _PLACES = 6  # decimal places that an approximation of an exact value needs, as in math-verify
 _SIGNIFICANT = 5
+_PERCENT = Fraction(1, 100)
 _CONSTANT = re.compile(r"(.*\+\s*)([Cc])\s*", re.DOTALL)
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _VARIABLES = frozenset("tuvwxyz")
@@ -46,8 +48,12 @@ def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
     if answer.unit.startswith("base ") and answer.unit != "base 10" and not gold.unit:
         return False  # a numeral without a base is decimal, unless the question says otherwise (`reward.judged`)
     scales = gold.scale, answer.scale
+    if gold.scale != answer.scale and any(
+        one.scale == _PERCENT and other.unit for one, other in ((gold, answer), (answer, gold))
+    ):
+        return False  # 25% is not 25 cm
     factors = [answer.scale / gold.scale]
-    if scales[0] != scales[1] and 1 in scales:
+    if scales[0] != scales[1] and 1 in scales and LEFT_OUT.issuperset(scales):
         factors.append(Fraction(1))
     return any_of(_same_latex(gold.latex, answer.latex, _factor(factor)) for factor in factors)
 

@@ -31,6 +31,8 @@ _SENTENCE = re.compile(  # states an answer ("The answer is 9", "Option B"); no 
     r"|\s*[\u4e00-\u9fff]{2,}\s*[:：是为]",
     re.DOTALL | re.IGNORECASE,
 )
+_STRICT_SIGNS = ("<", ">", *(rf"\{name}" for name in ("gt", "lt", "gg", "ll", "ngtr", "nless")))
+_STRICT = re.compile(r"(?:[\w)}|]\s+|[)}|]|(?<![\w<\\/])[a-zA-Z])(?:[<>]|\\(?:gt|lt|gg|ll|ngtr|nless))$")
 _WORD = re.compile(r"\b(?:and|or)\b")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
@@ -54,7 +56,7 @@ def boxed(text: str) -> str | None:
     if not found:
         bare = _BARE_BOX.findall(text)
         return bare[-1] if bare else None
-    found = [box for box in found if not denied(text, box.start, box.end)]
+    found = [box for box in found if not (denied(text, box.start, box.end) or _is_passed(text, box.start))]
     if not found:
         return ""
     kept = [found[-1]]
@@ -68,11 +70,25 @@ def boxed(text: str) -> str | None:
     return ",".join(dict.fromkeys(contents))
 
 
+def _is_passed(text: str, start: int) -> bool:
+    """Whether a box stands behind a sign by which it is no value: ``x > \\boxed{12}``."""
+    before = text[max(0, start - 40) : start].rstrip(" $")
+    return before.endswith(_STRICT_SIGNS) and _STRICT.search(before) is not None
+
+
 def last_box(text: str) -> int:
     """Position of the last box; -1 if there is none."""
     return max(
         [found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)|(?<![A-Za-z\\])boxed\{", text)], default=-1
     )
+
+
+def only_box(text: str) -> str | None:
+    """Content of the box that is the whole text; None for other texts."""
+    bare = text.strip("$ \n.*")
+    found = list(_boxes(bare))
+    is_only = len(found) == 1 and found[0][:2] == (0, len(bare)) and bare.endswith("}")
+    return found[0].content.strip() if is_only else None
 
 
 def _inner(content: str) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from stretto_verify.math.parse.units import NUMBER_WORD
+
 _TURN = (  # words that end the scope of a denial
     r"\b(?:but|so|hence|thus|therefore|then|giving|which gives|sino|pero|y|mais|donc|et|sondern|aber|also|und"
     r"|quindi|mas"
@@ -21,10 +23,12 @@ _FOREIGN = (
     r"|bukan(?:lah)?|tidak|không"
 )
 _DENIED_BEFORE = re.compile(
-    r"(?:\b(?:not|non|pas|nicht)\b(?!-)|n't\b|\bnever\b|\bneither\b|\bnor\b|\bcannot be\b|\brather than\b"
+    r"(?:\b(?:not|non|pas|nicht)\b(?!-)|n't\b|\bnever\b|\bneither\b|\bnor\b"
+    r"|\bcannot (?:be|equal|get|reach|obtain)\b|\brather than\b"
     r"|\binstead of\b|\\neq?|≠|!=|\bby no means\b|\bno way\b"
     r"|(?<!no )\bdoubt\b|\bimpossible\b|\bunlikely\b|\bhardly\b|\b(?:any|every)thing but\b|\bexcept\b|\bother than\b"
-    r"|\bfar from\b)"
+    r"|\bfar from\b"
+    r"|\b(?:false|wrong|incorrect) that\b)"
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$",
     re.IGNORECASE,
 )
@@ -37,8 +41,11 @@ _FIRST_WORDS = frozenset(_FIRST_WORDS_TEXT.split())
 _DENIED_BEFORE_ELSEWHERE = re.compile(  # in other scripts
     r"(?:\b(?:не|ни|ні|није|никогда|ніколи|нельзя|δεν|όχι|ليس|ليست|لا|ليسا|לא|אינ[הו]|איננ[הו])\b|ไม่)"
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$،؛]){{0,24}}\$?$"
-    r"|(?:不(?:可能|应该?|應該?|会|會|能|再|会?应该?)?(?:是|为|為|等于|等於|得|选|選|对|對)|[并並绝絕而]?非|≠)[\s(（$\\*{“「\"'択择擇项項:：]{0,6}$"
+    r"|(?:不(?:可能|应该?|應該?|会|會|能|再|会?应该?)?(?:是|为|為|等于|等於|得|选|選|对|對)|[并並绝絕而]?非|≠)[\s(（$\\*{“「\"'択择擇项項:：]{0,6}$",
+    re.IGNORECASE,
 )
+_NO = re.compile(r"^\W*no\s+[$(*]{0,3}$", re.IGNORECASE)  # "no 42"; "no, 42" is a correction
+_DATED = re.compile(r"\b(?:before|after|until)\s*$", re.IGNORECASE)
 _LABELLED = re.compile(  # "This is not the final answer: 42"
     r"(?:\b(?:not|never|wrong|false|incorrect)"
     r"|n't)\b[^.,;:\n!?0-9$]{0,30}\banswer\b[^.,;:\n!?0-9$]{0,10}[:：]\s*[$(*]{0,3}$",
@@ -47,8 +54,11 @@ _LABELLED = re.compile(  # "This is not the final answer: 42"
 _BESIDE = re.compile(  # the answer is another number, described by this one
     r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than"
     r"|exceed(?:s|ing)?"
+    r"|(?:(?:reject|avoid|discard|eliminate|exclude)(?:s|e?d)?|rul(?:e|ed|es|ing) out)"
+    r"(?: (?:the )?(?:answer|value|option|choice|solution|root))?"
     r"|without|exclud(?:e[sd]?|ing)|differ(?:s|ent)? from|unequal to|menos|moins|минус"
-    r"|below|above|beyond|close to|nearly|almost|twice|double|triple|half(?: of)?|thrice|divisible by"
+    r"|below|above|(?:just|slightly|well|a (?:bit|little)) (?:over|under|short of)|beyond|close to|nearly|almost"
+    r"|twice|double|triple|half(?: of)?|thrice|divisible by"
     r"|(?:square|cube|square root|cube root|root|sqrt|opposite|reciprocal|negative|inverse|double|half|multiple"
     r"|log|logarithm|ln|sine?|cosine|tangent|factorial|floor|ceiling|derivative|integral|absolute value"
     r"|third|quarter|fifth|tenth|digits?|divisors?|factors?|power|remainder) of)"
@@ -57,21 +67,25 @@ _BESIDE = re.compile(  # the answer is another number, described by this one
 )
 _OPEN = r"(?:or|and) (?:more|less|greater|fewer|larger|smaller|bigger|higher|lower|above|below|beyond|up|over)"
 _OPEN_BEHIND = re.compile(rf"{_OPEN}\W*$", re.IGNORECASE)
-_NUMBER_WORD = (
-    r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen"
-    r"|seventeen|eighteen"
-    r"|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|a hundred|a half)\b"
-)
 _DENIED_AFTER = re.compile(
     r"^[\s$.)}*]{0,3}\s*(?:isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
     r"|(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible|too)\b"
     r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b|(?:is|was) (?:ruled out|excluded"
     r"|no answer)"
-    r"|would be (?:a mistake|wrong|incorrect)|\?\s*not\b"
+    r"|,?\s*but (?:that|this|it|which) (?:is|was|would be|seems) (?:not|wrong|incorrect|false)\b"
+    r"|(?:is|was|would be) (?:an? (?:mistake|wrong|incorrect|false)|wrong|incorrect|out of the question)\b|\?\s*not\b"
     rf"|\s(?:squared|cubed|factorial|less (?:one|[0-9])|(?:more|less) than [0-9]|(?:or|plus|minus"
-    rf"|times) {_NUMBER_WORD}|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
+    rf"|times) {NUMBER_WORD}|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
     re.IGNORECASE,
 )
+_PARTS = "half|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth"
+_ANOTHER_BEHIND = re.compile(  # 42 halves, the 42nd prime, 42 degrees below zero
+    r"\s?(?:st|nd|rd|th)\}*\$?\s+(?:[a-z]+\s+)?(?:primes?|powers?|roots?|multiple|square|cube|composite|fibonacci|triangular)\b"
+    rf"|\$?\s(?:halves|(?:{_PARTS})s\b|(?:[a-z]+\s){{0,2}}below\s(?:zero|freezing|sea level|ground))"
+    r"|\$?\s(?:less|fewer|lower|short|score)[\s.!]*$",
+    re.IGNORECASE,
+)
+_CONTINUED = re.compile(rf"\s(?:and\s)?{NUMBER_WORD}", re.IGNORECASE)  # 5 thousand and one
 #: "42 no es …", "42 ist falsch", "42 değil"
 _DENIED_AFTER_ELSEWHERE = re.compile(
     r"^[\s$.)}*\"”」]{0,3}\s*(?:(?:ist|es|est|é|è|är|er|je|jest|este|to|là|adalah)\s+(?:nicht|kein\w*|falsch|no"
@@ -94,21 +108,56 @@ _DENYING_ELSEWHERE = re.compile(
     re.IGNORECASE,
 )
 _DENYING = re.compile(r"\b(?:not|never|doubt|impossible|unlikely|wrong|incorrect|false)\b|n't\b", re.IGNORECASE)
-_SIGNS = " \n\t$.)}*"
+#: Words of which one stands in every denial, or description of another number, in front of its object.
+_DENYING_WORDS_TEXT = """
+not non pas nicht never neither nor cannot than instead means way doubt impossible unlikely hardly but except far wrong
+false incorrect exceed exceeds exceeding without exclude excludes excluded excluding from to menos moins below above
+beyond nearly almost twice double triple half thrice by of no before after until over under avoid
+"""
+_DENYING_WORDS = (
+    frozenset(_DENYING_WORDS_TEXT.split())
+    | _FIRST_WORDS
+    | {
+        f"{verb}{end}"
+        for verb in ("reject", "discard", "eliminate", "exclude", "avoid")
+        for end in ("", "s", "d", "ed")
+    }
+    | {"rule", "rules", "ruled", "ruling", "out"}
+)
+_WORD = re.compile("[a-z]+")
+_SIGNS = ' \n\t\r\f\v\u00a0\u3000$.)}*"”」'
 _SEEN = 60, 40  # characters before and after that are searched
 
 
 def denied(text: str, start: int, end: int) -> bool:
     """Whether the text denies that its part from `start` to `end` is the answer, or only uses it to describe another
     number."""
-    before, after = text[max(0, start - _SEEN[0]) : start], text[end : end + _SEEN[1]]
-    if any(form.search(before) for form in (_DENIED_BEFORE, _LABELLED, _BESIDE)) or _DENIED_AFTER.search(after):
+    before, content = text[max(0, start - _SEEN[0]) : start], text[start:end]
+    if content[:1].isalpha() and _DATED.search(before) is not None:
         return True
-    if not _FIRST_WORDS.isdisjoint(before.lower().split()) and _DENIED_BEFORE_ABROAD.search(before) is not None:
+    return _denied_before(before) or _denied_behind(content, text[end : end + _SEEN[1]])
+
+
+def _denied_before(before: str) -> bool:
+    if not before.isascii() and _DENIED_BEFORE_ELSEWHERE.search(before) is not None:
         return True
-    if after.strip(_SIGNS) and _DENIED_AFTER_ELSEWHERE.search(after) is not None:
+    is_signed = "n't" in before or r"\ne" in before or "!=" in before or not before.isascii()
+    if not is_signed and _DENYING_WORDS.isdisjoint(_WORD.findall(before.lower())):
+        return False
+    if any(form.search(before) for form in (_DENIED_BEFORE, _LABELLED, _BESIDE)):
         return True
-    return not before.isascii() and _DENIED_BEFORE_ELSEWHERE.search(before) is not None
+    if len(before) < _SEEN[0] and _NO.match(before) is not None:
+        return True
+    return not _FIRST_WORDS.isdisjoint(before.lower().split()) and _DENIED_BEFORE_ABROAD.search(before) is not None
+
+
+def _denied_behind(content: str, after: str) -> bool:
+    first = after.lstrip(_SIGNS)[:1]
+    if not first or not (first.isalpha() or first in "?," or not after.isascii()):
+        return False
+    if any(form.match(after) for form in (_DENIED_AFTER, _ANOTHER_BEHIND, _DENIED_AFTER_ELSEWHERE)):
+        return True
+    return content[-1:].isalpha() and _CONTINUED.match(after) is not None
 
 
 def is_open(answer: str) -> bool:

@@ -19,9 +19,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box
+from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box, only_box
 from stretto_verify.math.extract.denials import denied, is_denying
-from stretto_verify.math.extract.subjects import is_named
+from stretto_verify.math.extract.statements import STATES, concluded, is_reply, reasoned, stance, stated
 from stretto_verify.math.extract.terms import in_digits, terms, unquoted
 from stretto_verify.math.limits import LONGEST_TAIL
 from stretto_verify.math.parse.forms import undeclared
@@ -73,7 +73,7 @@ _CHOICE = r"(?:(?:option|choice)\s+)?\(?(?P<{}>[A-J])\)?"
 _HEDGE = r"(?:perhaps|maybe|probably|presumably|surely|clearly|I (?:think|believe|guess)(?: that)?)"
 _CHOSEN = re.compile(
     rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+|it(?:'s|\s+is)\s+"
-    rf"|not\s+\(?[A-J]\)?,?\s+but\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct"
+    rf"|not\s+\(?[A-J]\)?,?\s+but\s+|\(?[A-J]\)?\s+is\s+(?:wrong|incorrect|false|too\s+\w+)[,;.]\s+(?:so|hence|thus|therefore),?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct"
     rf"|right)"
     rf"(?:\s+(?:answer|option|choice|one))?"
     rf"|I(?:(?:\s+would|\s+will|'d|'ll)\s+|\s+)(?:choose|pick|select|go with)\s+{_CHOICE.format('c')})[.!。]?\s*$",
@@ -89,7 +89,6 @@ _NEXT_CHOICE = re.compile(  # another answer behind a choice, unless a sentence 
     r"[. \t]*(?:\(+[0-9]|[A-J][).:]"
     r"|(?:\([A-J]\)|[A-J](?![\w']))(?!\s+(?!(?:if|when|where|for|or|and|with|vs|not)\b)[a-z]{2}))"
 )
-_REASONED = re.compile(r"(yes|no|true|false)\b\W{0,3}(?:since|because|as|given|due to)\b[^\\\n]*", re.IGNORECASE)
 _CORRECTED = re.compile(  # "The answer is 42. No, 43."
     r"[.!?;}\n]\s{0,8}(?:no|wait|actually|sorry|oops|correction|(?:just )?kidding"
     r"|scratch that)\b[,.:!]?\s{1,8}(?:[^.\n0-9$\\]{0,60}[:,]\s{0,8})?"
@@ -109,7 +108,8 @@ _NEAR = re.compile(r"\s*(?:≈|\\approx)\s*")
 _NUMBER = re.compile(
     r"(?<![0-9A-Za-z_^{\\.,])(?<![_^]\{[-−+])(?<![_^][-−+])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?(?:\\?\$|[€£¥])?"
     r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
-    rf"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|(?:percent(?:age)?|{'|'.join(MAGNITUDES)})\b))?(?![0-9])"
+    rf"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|(?:percentage points?|per ?cent(?:age)?"
+    rf"|{'|'.join(MAGNITUDES)})\b))?(?![0-9])"
 )
 _TERM = r"(?:[0-9]++(?:\.[0-9]++)?|[√π]|[a-zA-Z](?![a-zA-Z])|\((?:[^()\n]{1,40})\)|\*\*|\^-?)"
 _EXPRESSION = rf"[-+−]?{_TERM}(?:\s*[-+−*/]\s*{_TERM}|{_TERM})*+"
@@ -124,7 +124,11 @@ _SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
 _PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?:(?::| : )[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
 _TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
 _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
-_ASIDE = re.compile(r"不是|,?\s+\(?(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s")
+_ASIDE = re.compile(
+    r"不是(?!\s*(?:正[确確])?答案)"
+    r"|,?\s+\(?(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s"
+)
+_IN_SPANISH, _NO_OTHER = re.compile("respuesta", re.IGNORECASE), re.compile(r",\s+no\s+(?=\S)")
 _LETTER_ALONE = re.compile(  # D, it cannot be A or B
     r"\(?([A-J])\)?,\s+it (?:isn't|is not|can't be|cannot be|doesn't make sense (?:for it )?to be)\s+\(?[A-J]\b"
 )
@@ -135,26 +139,18 @@ _TITLED = re.compile(
     r"(?P<title>\W*[A-Za-z]{2,}.*)\b(?:is|are|equals)\b[\s:]*(?P<value>\S.*)", re.DOTALL
 )  # the sum of 2 and 3 is 5
 _CLAUSE = re.compile(r"\b(?:that|which|who|whose|where|when|what|if)\b[^.,;:]*?\b(?:is|are|be|equals)\b", re.IGNORECASE)
-_STATES = re.compile(r"\b(?:is|are|(?<!to )be|equals)\b")
 _ARTICLE = re.compile(r"\b(?:the|an?|this|that|its?|my|our|his|her|their|so|hence|thus)\b", re.IGNORECASE)
 _OTHER_SCRIPT = re.compile(
     r"[\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0400-\u1fff\u3040-\u9fff\uac00-\ud7af]"
 )  # words, not formulas
 _DOLLAR = re.compile(r"\\(?:textdollar(?![a-zA-Z])\s*(?:\{\})?|\$)(?:\s+(?=[0-9]))?")
 _IN_WORDS = re.compile(r"\\text(?:bf|it|rm|sf|tt|normal)?\s*\{([^{}]*)\}")
-_WORD_OR_NUMBER = r"(?:(?:a|[A-Za-z]{2,})[.,]?|\\?\$?[0-9][0-9.,/]*(?:\\?%)?)"
+_WORD_OR_NUMBER = r"(?:(?:a|[A-Za-z]{2,})[.,]?|-?\\?\$?[0-9][0-9.,/]*(?:\\?%)?)"
 _WORDS_AND_NUMBERS = re.compile(rf"{_WORD_OR_NUMBER}(?: {_WORD_OR_NUMBER})*")
 _LONGEST_WHOLE, _MOST_ITEMS = 300, 12  # characters; items of a list
 _ITEMS = re.compile(r"[,;]|\bor\b|\band\b")
 _FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:[ ,]+[A-Za-z'-]+){0,5}[.!]?")
-_STATEMENT = re.compile(
-    r"(?P<subject>[A-Za-z ,'-]*?)\b(?:is|are|(?:will|must|would|should) be)\s+"
-    r"(?P<said>[A-Za-z'-]+(?: [A-Za-z'-]+){0,3})[.!]?",
-    re.IGNORECASE,
-)
-_NEGATED = re.compile(r"\b(?:no|none|neither|nothing|nobody|hardly|either|whether|if|which|what|who)\b", re.IGNORECASE)
 _NAMES_STANCE = re.compile(r"(?<![\w\\])(?:yes|no|true|false)\b")
-_STANCE = re.compile(r"(yes|no|true|false)[,.!]\s+[^0-9$\\]{0,200}", re.IGNORECASE)
 _BOUND = re.compile(
     r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)"
     r"\s+(\S.*)",
@@ -203,7 +199,8 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
     if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
         return _untagged(tagged[-1].strip())
     if (corrected := _CORRECTED.search(text)) is not None:
-        return FinalAnswer(corrected["piece"].strip("$"), certain=True)
+        piece = corrected["piece"].strip("$")
+        return FinalAnswer(boxed(piece) or piece, certain=True)
     box = boxed(text)
     final = _marked(text, _FINAL, is_all=is_all)
     if box is not None and (final is None or last_box(text) > final[0]):
@@ -211,7 +208,7 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
     marked = final or _marked(text, _ANSWER, is_all=is_all)
     if marked is not None:
         return marked[1]
-    if is_list(text) and (is_all or _NAMES_STANCE.search(text)):
+    if is_list(text) and (is_all or _NAMES_STANCE.search(text)) and not is_reply(text.strip()):
         return FinalAnswer(text.strip(), certain=True)
     return _whole(text.strip()) or _last(_ATTAINED.sub("", text), is_all=is_all)
 
@@ -227,6 +224,8 @@ def in_prose(text: str) -> FinalAnswer | None:
 
 def _untagged(inner: str) -> FinalAnswer:
     """The answer between ``<answer>`` and ``</answer>``."""
+    if (content := only_box(inner)) is not None:
+        return _untagged(content)
     if (whole := _whole(inner)) is not None:
         return whole
     return final_answer(inner, is_all=True) or FinalAnswer(_told(inner) if "\n" in inner else inner, certain=True)
@@ -236,32 +235,16 @@ def _whole(text: str) -> FinalAnswer | None:
     """The answer, if the whole text is one (rule 5); else None."""
     if not is_short(text):
         return None
-    if (reasoned := _REASONED.fullmatch(text)) is not None:
-        return FinalAnswer(reasoned[1], certain=True)
+    if (taken := reasoned(text)) is not None:
+        return FinalAnswer(taken, certain=True)
     if (chosen := _CHOSEN.fullmatch(_ASIDE.split(text)[0])) is not None:
         return FinalAnswer(next(letter for letter in chosen.groups() if letter is not None), certain=True)
     written = plain(text)
     if is_formula(without_unit(undeclared(written.rstrip(".")))[0]) or _is_spoken(text):
         return FinalAnswer(", ".join(line for line in written.split("\n") if line.strip()), certain=True)
     if _FEW_WORDS.fullmatch(text):
-        if (told := stated(text)) is not None:
-            return FinalAnswer(told, certain=True)
-        stance = _STANCE.fullmatch(text)
-        if stance is None or len(re.findall(r"\b(?:yes|no|true|false)\b", text, re.IGNORECASE)) > 1:
-            return FinalAnswer(text, certain=True)
-        return FinalAnswer(stance[1], certain=True)
+        return FinalAnswer(stated(text) or stance(text) or concluded(text), certain=True)
     return None
-
-
-def stated(text: str) -> str | None:
-    """Predicate of a short sentence ("true" in "The statement is true."); None if it is negated, there is no single
-    predicate, or its subject has a name."""
-    found = _STATEMENT.fullmatch(text)
-    if found is None or len(_STATES.findall(text)) > 1 or is_denying(text) or _NEGATED.search(found["subject"]):
-        return None
-    if is_named(found["subject"]):  # "Alice is taller" says who is
-        return None
-    return found["said"] if says_nothing(found["subject"]) else None
 
 
 def _is_spoken(text: str) -> bool:
@@ -317,7 +300,7 @@ def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, Fin
             _, but, rest = _sentence(rest).partition(" but ")
             if not but:
                 return found.start(), FinalAnswer("", certain=True)
-        rest = rest.lstrip()
+        rest = _NO_OTHER.sub(", not ", rest.lstrip()) if _IN_SPANISH.search(lead) else rest.lstrip()
         if is_all and not says_nothing(rest[len(_sentence(rest)) :]):
             return found.start(), FinalAnswer(rest, certain=True)
         return found.start(), _piece_of(rest)
@@ -346,6 +329,8 @@ def _piece_of(rest: str) -> FinalAnswer:
         return FinalAnswer("" if _NEXT_CHOICE.match(_bare(behind)) else told, certain=True)
     if (first := _FORMULA.match(rest)) is not None:
         contents, end = _formulas(rest, first)
+        if denied(told, 0, end):
+            return FinalAnswer("", certain=True)
         if end >= len(told) or says_nothing(told[end:]):
             return FinalAnswer(",".join(contents), certain=True)
         return FinalAnswer(told, certain=True)
@@ -431,7 +416,7 @@ def _is_title(words: str, of_choice: bool) -> bool:
     bare = _FORMULA.sub(" ", words)
     if "\\" in bare or not all(found.isdigit() for found in candidates(bare)) or is_denying(words):
         return False
-    if _STATES.search(_CLAUSE.sub(" ", words)) is not None:
+    if STATES.search(_CLAUSE.sub(" ", words)) is not None:
         return False
     return not of_choice or (_ARTICLE.search(bare) is not None and all(map(str.isdigit, candidates(words))))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from unicodedata import normalize
 
 from stretto_verify.math.parse.measures import KNOWN
@@ -29,6 +30,17 @@ _ANSWER = re.compile(r'"(?:final[ _])?answer"\s*:\s*"((?:[^"\\\n]|\\.)*)"', re.I
 _DIGIT = re.compile(r"(?![0-9])\d")
 _MARKS = str.maketrans("٫٬⁄", ".,/")
 _NEGATIVE = re.compile(r"(?<![胜勝正])(?:[负負]|マイナス|마이너스)\s?(?=[0-9])")
+_MYRIAD = re.compile(
+    r"(?<![0-9.,])([0-9]{1,9}(?:\.[0-9]{1,4})?)\s?(?:([万萬億亿])|\\text\s*\{\s*([万萬億亿])\s*\})(?![0-9])"
+)
+_UNITS_IN_CHINESE = (
+    "厘米 cm 公分 cm 毫米 mm 米 m 公里 km 千米 km 公斤 kg 千克 kg 克 g 升 liters 毫升 ml 秒 seconds "
+    "小时 hours 小時 hours 分钟 minutes 分鐘 minutes"
+).split()
+_CHINESE_UNITS = dict(zip(_UNITS_IN_CHINESE[::2], _UNITS_IN_CHINESE[1::2], strict=True))
+_IN_CHINESE = re.compile(
+    rf"(?<=[0-9])\s?(?:{'|'.join(sorted(_CHINESE_UNITS, key=len, reverse=True))})(?![\u4e00-\u9fff])"
+)
 _VULGAR = re.compile(r"(?<![^\s(:=$*-])([0-9]{0,9})([½⅓⅔¼¾⅕-⅞])(?![A-Za-z0-9π(√^²³])")  # not in ½π, √½
 
 
@@ -38,7 +50,14 @@ def in_digits(text: str) -> str:
         return text
     text = _VULGAR.sub(lambda found: f"{found[1]} {normalize('NFKC', found[2])}".strip(), text)
     text = _DIGIT.sub(lambda found: str(int(found[0])), text.translate(_MARKS))
+    text = _IN_CHINESE.sub(lambda found: f" {_CHINESE_UNITS[found[0].strip()]}", _MYRIAD.sub(_in_full, text))
     return _NEGATIVE.sub("-", text)
+
+
+def _in_full(found: re.Match[str]) -> str:
+    """``42万`` as 420000."""
+    whole = Fraction(found[1]) * 10 ** (4 if (found[2] or found[3]) in "万萬" else 8)
+    return str(whole) if whole.denominator == 1 else found[0]
 
 
 def unquoted(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Numbers in words: "forty-two", "one hundred and five", "two thirds", "two and a half", "three point one four"."""
+"""Numbers in words: "forty-two", "one hundred and five", "two thirds", "two and a half", "three point one four", 十."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ _PARTS: Final = {"half": 2, "quarter": 4, "hundredth": 100, "thousandth": 1000} 
 }
 _MOST_WORDS: Final = 16
 
+_CHINESE: Final = {digit: number for number, digit in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2, "兩": 2}
+_PLACES: Final = {"十": 10, "百": 100, "千": 1000}
+_MYRIADS: Final = {"万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8}
+_IN_CHINESE = re.compile(  # with a word that counts
+    r"(?:\\text\s*\{)?\s*([负負])?([0-9]{1,15}|[零〇一二两兩三四五六七八九十百千万萬亿億]{1,16})\s*[个個只隻条條张張本人名位件棵颗枚种種次组組块塊]?"
+    r"\s*\}?[\s。.]*"
+)
+
 
 def counted(words: str) -> Fraction | None:
     """Value of a number written in words; None if the text is no such number.
@@ -43,6 +51,39 @@ def counted(words: str) -> Fraction | None:
         found = _amount(parts[1:])
         return None if found is None else -found
     return _amount(parts)
+
+
+def counted_in_chinese(text: str) -> int | None:
+    """Value of a whole number in Chinese, or of digits with a Chinese word that counts; None for other texts.
+
+    >>> [counted_in_chinese(text) for text in ("五", "十五", "一百零五", "三万五千", "5个", "五五", "不")]
+    [5, 15, 105, 35000, 5, None, None]
+    """
+    if (found := _IN_CHINESE.fullmatch(text)) is None:
+        return None
+    value = int(found[2]) if found[2].isdecimal() and found[2].isascii() else _in_places(found[2])
+    return -value if value is not None and found[1] else value
+
+
+def _in_places(signs: str) -> int | None:
+    """Value of Chinese digits with their places; None if two digits or two places have no order."""
+    total = group = 0
+    digit: int | None = None
+    place, largest = 10**4, 10**16
+    for sign in signs:
+        if sign in _CHINESE:
+            if digit:
+                return None
+            digit = _CHINESE[sign]
+        elif sign in _PLACES and _PLACES[sign] < place and (digit or sign == "十"):
+            place = _PLACES[sign]
+            group, digit = group + (digit or 1) * place, None
+        elif sign in _MYRIADS and _MYRIADS[sign] < largest and (group or digit):
+            largest, place = _MYRIADS[sign], 10**4
+            total, group, digit = total + (group + (digit or 0)) * largest, 0, None
+        else:
+            return None
+    return total + group + (digit or 0)
 
 
 def _amount(parts: list[str]) -> Fraction | None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from stretto_verify.math.parse.expressions import number
 from stretto_verify.math.parse.measures import KNOWN
-from stretto_verify.math.parse.numerals import counted
+from stretto_verify.math.parse.numerals import counted, counted_in_chinese
 from stretto_verify.math.parse.structure import Dots, Listing, Node, Ratio, Scalar, Union, Words
 from stretto_verify.math.parse.units import SPOKEN, amount
 
@@ -78,6 +78,8 @@ def phrase(text: str) -> Node | None:
 
 def in_words(piece: str) -> Scalar | None:
     """Parse a text that is as a whole a number in words, with or without a unit; None if it is none."""
+    if not piece.isascii() and (value := counted_in_chinese(piece)) is not None:
+        return Scalar(str(value))
     if (found := _SPELT.fullmatch(piece)) is None:
         return None
     number_of, _, last = found[1].rpartition(" ")

@@ -11,7 +11,7 @@ from typing import Final
 
 _SIGNS = re.compile(
     r"\\(?:bigcup|[lr]brack|[lr]paren|sfrac|nicefrac|surd|root|[ij]math|cr(?![a-z])|check|black|square|Box|qed|mathrm|mathsf"
-    r"|text|approx)|[✓✔✅∎□■]|base|ption|hoice|nswer:|floor|_\{1,|_\{\(|[A-J]\)\s*$"
+    r"|text|approx)|[✓✔✅∎□■]|base|ption|hoice|nswer:|floor|_\{1,|_\{\(|_\{[0-9]+\+|[A-J]\)\s*$"
 )
 _BRACKETS: Final = {"lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")"}
 _REPLACED: Final = tuple(
@@ -51,6 +51,7 @@ _REPLACED: Final = tuple(
             r",\1\2",
         ),
         (r"(?<=\S)\s*\(\s*(?:\\approx|≈)\s*([^()]*)\)\s*$", r"\\approx \1"),
+        (r"_\{([0-9]+)\+([a-zA-Z])\}", r"_{\2+\1}"),
         (r"([a-z])_\{1,\s*2\}\s*=", r"\1="),
         (
             r"(?<![a-zA-Z])floor\s*\(([^()]*)\)|\\(?:text|mathrm)\{\s*floor\s*\}\s*\(([^()]*)\)",

@@ -18,7 +18,7 @@ from stretto_verify.math.limits import check_piece
 from stretto_verify.math.parse.expressions import Number, number
 from stretto_verify.math.parse.forms import reformed
 from stretto_verify.math.parse.phrases import in_words, phrase
-from stretto_verify.math.parse.spelling import closing_at, spelled, unwrapped
+from stretto_verify.math.parse.spelling import PLAIN_NUMBER, closing_at, spelled, unwrapped
 from stretto_verify.math.parse.structure import (
     Dots,
     LeftOver,
@@ -34,7 +34,7 @@ from stretto_verify.math.parse.structure import (
     Words,
     accounts_for,
 )
-from stretto_verify.math.parse.units import MAGNITUDES, without_unit
+from stretto_verify.math.parse.units import MAGNITUDES, NUMBER_WORD, without_unit
 
 _SIGNS: Final = re.compile(r"\\Rightarrow|\\approx|\\equiv|\\neq|\\le(?![a-z])|\\ge(?![a-z])|\\in(?![a-z])|[=<>]")
 _MATRIX = re.compile(r"\\begin\{([pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -51,6 +51,7 @@ _CHOICE = re.compile(
     r"((?!\\(?:cdot|times|cup|cap|mid|to|in|neq|le|ge|approx|equiv|Rightarrow|pm|ldots)(?![a-z]))(?:(?<=\s)-(?=[0-9a-z\\.])|[^\W_]|[\\(\[{.\"'|√]).*)",
     re.DOTALL,
 )
+_UNMARKED = re.compile(r"\\text\{\s*[A-J]\s*\}(?!\s*[).:])")
 _OTHER_CHOICE = re.compile(
     r"(?:\\text\{\s*)?(?:(?<![\w})^\]])\([A-J]\)|(?<![\w})^\](])[A-J][).](?=\s|$))|(?<=\))\([A-J]\)"
 )
@@ -78,6 +79,7 @@ _INTRODUCED = re.compile(
     r"(?=[a-z]\s*(?:[<>]|\\(?:le|ge)(?![a-z])))"
 )
 _MAGNITUDE = re.compile(rf"(?<=[0-9}}\s{{])(?:{'|'.join(MAGNITUDES)})s?\b")
+_CONTINUED = re.compile(rf"[\s,]*(?:and\s)?{NUMBER_WORD}")  # 5 thousand and one
 _DEGREES = re.compile(r"([0-9.]+)\s*\^\s*\{?\\circ\}?")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 
@@ -91,6 +93,8 @@ def read(piece: str) -> Node:
         LeftOver: a part outside the structure could be an answer too.
         Unreadable: its form is unknown.
     """
+    if PLAIN_NUMBER.fullmatch(piece) is not None:
+        return Scalar(piece)
     check_piece(piece)
     if (counted := in_words(unwrapped(piece))) is not None:
         return counted
@@ -178,6 +182,7 @@ def _chosen(found: re.Match[str]) -> Node:
     letter, content = Words(found[1] or found[2] or found[3]), node(found[4])
     left = content.sides[:-1] if isinstance(content, Relation) else ()
     others = any(isinstance(part, Letter) or _is_choice(part) for part in _parts(content))
+    others |= _UNMARKED.match(found[0]) is not None and _is_choice(content)  # D B, unlike (D) B
     if others or not all(map(_is_named, left)):
         return Listing("", "", (letter, content))
     return Letter(letter.text, content)
@@ -370,6 +375,8 @@ def _bracketed(text: str) -> Node | None:
 def _scalar(text: str) -> Scalar:
     scale = Fraction(1)
     if (magnitude := _MAGNITUDE.search(text)) is not None:
+        if _CONTINUED.match(text, magnitude.end()) is not None:
+            raise LeftOver(f"a number that goes on in words in {text!r}")
         scale = Fraction(MAGNITUDES[magnitude[0].rstrip("s")])
         text = re.sub(r"\\text\{\s*\}", "", text[: magnitude.start()] + text[magnitude.end() :])
     body, unit = without_unit(text)

@@ -47,6 +47,7 @@ _MONTHS: Final = (
 )
 _MONTH: Final = "|".join(f"{month[:3]}(?:{month[3:]})?" if month[3:] else month for month in _MONTHS)
 _DAY: Final = r"([0-9]{1,2})(?:st|nd|rd|th)?"
+_AT_A_DATE = re.compile(rf"[Oo]n (?=(?:the )?[0-9]|[A-Z][a-z]+day\b|{_MONTH})|[Ii]n (?={_MONTH})")
 _DATES = re.compile(  # 5 June, the 5th of June 1990, Jun. 5
     rf"\s*(?:(?:the )?{_DAY} (?:of )?({_MONTH})\.?|({_MONTH})\.? {_DAY})(?:,?\s+([0-9]{{4}}))?[\s.]*"
 )
@@ -80,6 +81,8 @@ def plain(text: str) -> str:
         return ",".join(f"{name}={value.strip()}" for name, value in re.findall(_ENTRY, text))
     if (number := _COMPLEX.fullmatch(text)) is not None:
         return f"{number[1]}i{number[2]}"
+    if text[:2] in ("on", "On", "in", "In"):
+        text = _AT_A_DATE.sub("", text)
     if (date := _DATES.fullmatch(text)) is not None:
         month = next(month for month in _MONTHS if month.startswith((date[2] or date[3])[:3]))
         return f"{month} {date[1] or date[4]}" + (f", {date[5]}" if date[5] else "")
@@ -339,7 +342,7 @@ _REPLACED: Final = tuple(
         (rf"\\frac\s*{_GROUP}\s*([0-9a-z])", r"\\frac{\1}{\2}"),
         (r"\\sqrt\s*(\[[^\[\]]*\])?\s*([0-9a-zA-Z])", r"\\sqrt\1{\2}"),
         (r"(?<![0-9])\.(?=[0-9]|\\overline)", "0."),
-        (r"(?<=[0-9])\s*(?:percent(?:age)?|pct)(?![a-z])|\\text\{\s*(?:percent(?:age)?|pct)\s*\}", "%"),
+        (r"(?<=[0-9])\s*(?:per ?cent(?:age)?|pct)(?!\s+point|[a-z])|\\text\{\s*(?:percent(?:age)?|pct)\s*\}", "%"),
         (r"^\s*(?:minus|negative)\s+(?=[0-9\\(])", "-"),
         (r"\s+", " "),
     )
@@ -359,6 +362,8 @@ _WHOLE_COMMA = re.compile(
 )  # 1000,99
 _ROW_SPACE = re.compile(r"\\\\\s*\[-?[0-9.]+\s*(?:pt|em|ex|mm|cm|in|px|mu|\\[a-z]+)\]")
 _SUM_OF_MONEY = re.compile(r"^\s*\$\s*([0-9][0-9.,]*)(?=[^$]*$)")
+#: Numbers of which nothing is rewritten.
+PLAIN_NUMBER: Final = re.compile(r"-?[0-9]{1,40}(?:\.[0-9]{1,40})?")
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]%$])")
 
 
@@ -369,6 +374,8 @@ def spelled(text: str) -> str:
     >>> spelled(r"$\dfrac12\,$."), spelled("-1 + exp(16)"), spelled(r"\(12\text{ and }13\)")
     ('\\frac{1}{2}', '-1 + e^{16}', '12,13')
     """
+    if PLAIN_NUMBER.fullmatch(text) is not None:
+        return text
     text = _DECIMAL_COMMA.sub(".", _ROW_SPACE.sub(r"\\\\", plain(text)))
     text = _SMALL.sub(_aligned, text)
     text = _THOUSANDS.sub(",", _SUM_OF_MONEY.sub(r"\\$\1", text.translate(_LETTERS)))

@@ -21,7 +21,18 @@ MAGNITUDES: Final = {
     "million": 10**6,
     "billion": 10**9,
     "trillion": 10**12,
+    "lakh": 10**5,
+    "crore": 10**7,
+    "googol": 10**100,
 }
+#: Words of numbers that may follow another number.
+NUMBER_WORD: Final = (
+    r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
+    r"|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|an? (?:hundred|half|third|quarter))\b"
+)
+#: Sizes of the words that a question may have given, so that "3 dozen" is 3, too; those of the others may not be left
+#: out.
+LEFT_OUT: Final = frozenset([1, Fraction(1, 100), 12, 100, 10**3, 10**6, 10**9, 10**12])
 
 #: Symbols of units. Case matters: mW is not MW. Symbols that could be the letter of a choice or a line (J, MN) are left
 #: out.
@@ -45,6 +56,7 @@ _PLAIN_PRODUCT: Final = re.compile(  # 10 ft-lb, 5 kg*m/s^2, outside of texts
 _INCHES: Final = re.compile(r"^((?:sq|square|cu|cubic)\s+)?in$", re.IGNORECASE)
 
 _UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
+_SHARE = re.compile("percentage point|basis point|per ?mille?")  # units beside percent
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
 #: Texts with numbers that are parsed as words: a day, a date, a time of day, an amount in two units.
 SPOKEN: Final = re.compile(
@@ -52,6 +64,7 @@ SPOKEN: Final = re.compile(
     rf"|{_MONTH} [0-9]{{1,2}}(?:,? [0-9]{{4}})?(?![0-9])"
     rf"|[0-9]{{1,2}}(?:st|nd|rd|th)? (?:of )?{_MONTH}(?:,? [0-9]{{4}})?(?![0-9])"
     r"|[0-9]{1,2}(?::[0-9]{2})?\s?[apAP]\.?\s?[mM]\b\.?"
+    r"|12(?::00)? (?:noon|midnight)\b|[0-9]{1,2} o'clock\b"
     rf"|(?<![0-9.])[0-9.]{{0,12}}[0-9]\s?(?:{_UNITS}),?\s(?:and\s)?[0-9.]{{0,12}}[0-9]\s?(?:{_UNITS})(?![a-zA-Z])"
 )
 
@@ -75,8 +88,10 @@ _BASE = re.compile(
     r"^(?P<open>\()?(?P<body>-?[0-9A-Z]*[0-9][0-9A-Z]*)(?(open)\)|)_\{?(?:\\text\{)?(?P<base>[0-9]{1,2}|[a-z]{3,7})\}*$"
 )  # 101_2
 _DENIED = re.compile(
-    r"\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial"
-    r"|fails?|excluded|below|halves"
+    r"^\W*(?:squared|cubed)\b|\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial"
+    r"|fails?|excluded|too|below|halves|(?:third|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s"
+    r"|(?:st|nd|rd|th) (?:[a-z]+ )?(?:primes?|powers?|roots?|multiple|square|cube|composite|fibonacci|triangular)"
+    r"|(?:less|fewer|lower|short|score)(?=\s*$)"
     r"|(?:and|or) (?:an? )?(?:half|third|quarter|one|two|three|four|five|six|seven|eight|nine|ten|twenty|thirty"
     r"|forty))\b",
     re.IGNORECASE,
@@ -163,6 +178,8 @@ def _unit(words: str, power: str | None) -> str:
     words = words.strip(" .")
     if words.startswith(UNCLEAR):  # see `united`
         return words
+    if (share := _SHARE.match(words)) is not None:
+        return share[0]
     if words in _IN_PRODUCT:
         return ""
     if unit := product(_INCHES.sub(r"\1inch", words), power):

@@ -1,0 +1,94 @@
+"""Short sentences that state an answer: "The statement is true." says true, "Yes, it is." says yes."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from stretto_verify.math.extract.denials import is_denying
+from stretto_verify.math.extract.subjects import is_named
+from stretto_verify.math.parse.structure import says_nothing
+
+#: Verbs that state something of a subject.
+STATES: Final = re.compile(r"\b(?:is|are|(?<!to )be|equals)\b")
+_STATEMENT = re.compile(
+    r"(?P<subject>[A-Za-z ,'-]*?)\b(?:is|are|(?:will|must|would|should) be)\s+"
+    r"(?P<said>(?P<not>not )?(?P<rest>[A-Za-z'-]+(?: [A-Za-z'-]+){0,3}))[.!]?",
+    re.IGNORECASE,
+)
+_NEGATED = re.compile(r"\b(?:no|none|neither|nothing|nobody|hardly|either|whether|if|which|what|who)\b", re.IGNORECASE)
+_REASONED = re.compile(
+    r"(yes|no|true|false)\b\W{0,3}(?:since|because|as|given|due to)\b[^\\\n]*"
+    r"|(-?[0-9][0-9.,/]*),? (?:since|because)\b(?:(?!\b(?:so|hence|thus|therefore|but)\b)[^\\\n])*",
+    re.IGNORECASE,
+)
+_CONCLUDED = re.compile(r"(?:so|thus|hence|therefore),?\s+(?=\S)", re.IGNORECASE)
+_CONTRASTED = re.compile(r"([A-Za-z'-]+(?: [A-Za-z'-]+){0,2}), not [A-Za-z' -]+[.!]?")
+_STANCE = re.compile(r"(yes|no|true|false)[,.!]\s+[^0-9$\\]{0,200}", re.IGNORECASE)
+_STANCES = re.compile(r"\b(?:yes|no|true|false)\b", re.IGNORECASE)
+_REPLY = re.compile(  # yes, it is
+    r"(?:(?P<yes>yes|true)|no|false)[,.!]\s+(?:it|they|he|she|there|that|this|we|you|one|I)\s+(?:is|are|was|were|does|do|did"
+    r"|can|could|will|would|has|have|had|should)(?P<not>n't|\s+not)?[.!]?",
+    re.IGNORECASE,
+)
+
+
+def stated(text: str) -> str | None:
+    """Predicate of a short sentence ("true" in "The statement is true."); None if the sentence denies more than its
+    predicate, there is no single predicate, or its subject has a name.
+
+    >>> stated("The function is not even."), stated("Neither is even"), stated("Alice is taller")
+    ('not even', None, None)
+    """
+    found = _STATEMENT.fullmatch(text)
+    if found is None or len(STATES.findall(text)) > 1 or _NEGATED.search(found["subject"]):
+        return None
+    if is_denying(f"{found['subject']} {found['rest']}" if found["not"] else text):
+        return None
+    if is_named(found["subject"]):  # "Alice is taller" says who is
+        return None
+    return found["said"] if says_nothing(found["subject"]) else None
+
+
+def stance(text: str) -> str | None:
+    """The yes, no, true or false with which a text begins, if it has no other one and does not contradict itself.
+
+    >>> stance("Yes, it is."), stance("Yes, it is not."), stance("Yes. Or no.")
+    ('Yes', None, None)
+    """
+    found = _STANCE.fullmatch(text)
+    if found is None or len(_STANCES.findall(text)) > 1:
+        return None
+    reply = _REPLY.fullmatch(text)
+    return found[1] if reply is None or _is_consistent(reply) else None
+
+
+def reasoned(text: str) -> str | None:
+    """The yes, no, true, false or number of a text that goes on with a reason; None for other texts.
+
+    >>> reasoned("Yes, since 42 is even."), reasoned("17 because 16 is even"), reasoned("17 since it is odd, so 18")
+    ('Yes', '17', None)
+    """
+    found = _REASONED.fullmatch(text)
+    return None if found is None else found[1] or found[2].rstrip(".,")
+
+
+def concluded(text: str) -> str:
+    """A few words without the word that draws a conclusion, and without what they deny.
+
+    >>> concluded("So Ann is taller"), concluded("green, not red"), concluded("not green, not red")
+    ('Ann is taller', 'green', 'not green, not red')
+    """
+    bare = _CONCLUDED.sub("", text, count=1)
+    found = _CONTRASTED.fullmatch(bare)
+    return bare if found is None or is_denying(found[1]) else found[1]
+
+
+def is_reply(text: str) -> bool:
+    """Whether a text is a stance that a short sentence repeats: "yes, it is", and not "no, it is"."""
+    reply = _REPLY.fullmatch(text)
+    return reply is not None and _is_consistent(reply)
+
+
+def _is_consistent(reply: re.Match[str]) -> bool:
+    return (reply["yes"] is None) == (reply["not"] is not None)
