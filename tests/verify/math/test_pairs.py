@@ -3,6 +3,7 @@
 Promises: of the pairs of tests/data/math_pairs.jsonl (numbers, units, money, times and dates, equations, intervals,
 lists, vectors, expressions, choices, frames around a final answer; and beside each what is nearly the same and is not)
 none is accepted falsely, and at most 2 % are rejected falsely; what has no finite value is right for no gold answer.
+Every answer of tests/data/math_adversary.txt, written to be accepted falsely or beside one that was, has its verdict.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import pytest
 
 from stretto_verify.math.reward import gold
 from stretto_verify.verdicts import Undecided
-from tests.verify.math.judged import boxed, right
+from tests.verify.math.judged import boxed, right, verdict
+from tests.verify.tables import cases
 
-PAIRS = [
-    json.loads(line)
-    for line in (Path(__file__).parents[2] / "data" / "math_pairs.jsonl").read_text(encoding="utf-8").splitlines()
-]
+DATA = Path(__file__).parents[2] / "data"
+PAIRS = [json.loads(line) for line in (DATA / "math_pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+ADVERSARY = cases((DATA / "math_adversary.txt").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("part", [3, pytest.param(1, marks=pytest.mark.long)])
@@ -40,6 +41,16 @@ def test_every_answer_that_is_right_has_a_gold_answer_that_can_be_read() -> None
         except Undecided as error:
             refused.append((expected, str(error)))
     assert refused == []
+
+
+@pytest.mark.parametrize("part", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_answers_that_were_written_to_be_accepted_falsely_have_their_verdicts(part: int) -> None:
+    """Every third one, and in the long tests all."""
+    told = [(gold, answer, verdict(gold, answer)) for gold, answer, _ in ADVERSARY[::part]]
+    assert len(ADVERSARY) > 1_900
+    assert [
+        one for one, (_, _, is_right) in zip(told, ADVERSARY[::part], strict=True) if (one[2] == "right") != is_right
+    ] == []
 
 
 NO_VALUE = [r"\ln 0", r"\log_0 5", r"\frac{1}{0}", r"\tan 90^\circ", r"\infty-\infty", r"\frac{0}{0}", r"e^{1/0}"]

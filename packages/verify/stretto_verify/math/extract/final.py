@@ -135,6 +135,7 @@ _LETTER_ALONE = re.compile(  # D, it cannot be A or B
 _ATTAINED = re.compile(  # the maximum is 12, attained at x = 3
     r",?\s+(?:(?:which is )?(?:achieved|attained|reached)|which occurs)\s(?:at|when|for|if)\b[^.\n]{1,80}\.?\s*$"
 )
+_ENDS_OF_RANGE = re.compile(r"\$?,?\s+\(?(in|ex)clusive\b", re.IGNORECASE)  # between 3 and 5 inclusive
 _TITLED = re.compile(
     r"(?P<title>\W*[A-Za-z]{2,}.*)\b(?:is|are|equals)\b[\s:]*(?P<value>\S.*)", re.DOTALL
 )  # the sum of 2 and 3 is 5
@@ -392,6 +393,9 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
             return _piece_of(titled["value"])
         return FinalAnswer(text, certain=False)
     contents = ",".join(content for _, _, content in reversed(joined))
+    ends = _ENDS_OF_RANGE.match(text, joined[0][1]) if len(joined) == 2 else None
+    if ends is not None and text[: joined[1][0]].rstrip(" $").endswith("between"):
+        contents = f"[{contents}]" if ends[1].lower() == "in" else f"({contents})"
     return FinalAnswer(contents, certain=kept[0][:2] in formulas)
 
 

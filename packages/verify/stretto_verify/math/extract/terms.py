@@ -33,11 +33,11 @@ _NEGATIVE = re.compile(r"(?<![胜勝正])(?:[负負]|マイナス|마이너스)\
 _MYRIAD = re.compile(
     r"(?<![0-9.,])([0-9]{1,9}(?:\.[0-9]{1,4})?)\s?(?:([万萬億亿])|\\text\s*\{\s*([万萬億亿])\s*\})(?![0-9])"
 )
-_UNITS_IN_CHINESE = (
-    "厘米 cm 公分 cm 毫米 mm 米 m 公里 km 千米 km 公斤 kg 千克 kg 克 g 升 liters 毫升 ml 秒 seconds "
-    "小时 hours 小時 hours 分钟 minutes 分鐘 minutes"
-).split()
-_CHINESE_UNITS = dict(zip(_UNITS_IN_CHINESE[::2], _UNITS_IN_CHINESE[1::2], strict=True))
+_UNITS_TEXT = """
+厘米 cm 公分 cm 毫米 mm 米 m 公里 km 千米 km 公斤 kg 千克 kg 克 g 升 liters 毫升 ml 秒 seconds
+小时 hours 小時 hours 分钟 minutes 分鐘 minutes
+"""
+_CHINESE_UNITS = dict(zip(_UNITS_TEXT.split()[::2], _UNITS_TEXT.split()[1::2], strict=True))
 _IN_CHINESE = re.compile(
     rf"(?<=[0-9])\s?(?:{'|'.join(sorted(_CHINESE_UNITS, key=len, reverse=True))})(?![\u4e00-\u9fff])"
 )
