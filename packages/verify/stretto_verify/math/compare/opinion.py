@@ -34,7 +34,7 @@ _UNDERSTOOD = re.compile(
     r"|\\(?:cdot|times)(?![a-zA-Z]|\s*\\)|\\in(?=\s*[\[({\\])|\^\s*\{?\\circ|(?<=\\mathbb\{R\})\s*\\setminus(?=\s*\\\{))*"
 )
 _TRUNCATED = re.compile(
-    r"\\[lc]?dots|\.\.\.|…|[0-9a-z]\s*:\s*[0-9a-z].*:|\\text\{[^{}]*$|(?:[-+*/^=<>]|\\(?:cdot|times|div|pm))\s*\$?$"
+    r"\\[lc]?dots|\.\.\.|…|[0-9a-z]\s*:\s*[0-9a-z].*:|\\text\{[^{}]*$|(?:[-+*/^=<>]|\\(?:cdot|times|div|pm|neq?|leq?|geq?|approx|in|cup|cap))\s*\$?$"
     r"|^(?!.*\\begin).*&|^[^|{]*\|[^|{]*(?:\|[^|]*\|[^|]*)*$"
 )
 

@@ -41,10 +41,16 @@ _FIRST_WORDS = frozenset(_FIRST_WORDS_TEXT.split())
 _DENIED_BEFORE_ELSEWHERE = re.compile(  # in other scripts
     r"(?:\b(?:не|ни|ні|није|никогда|ніколи|нельзя|δεν|όχι|ليس|ليست|لا|ليسا|לא|אינ[הו]|איננ[הו])\b|ไม่)"
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$،؛]){{0,24}}\$?$"
-    r"|(?:不(?:可能|应该?|應該?|会|會|能|再|会?应该?)?(?:是|为|為|等于|等於|得|选|選|对|對)|[并並绝絕而]?非|≠)[\s(（$\\*{“「\"'択择擇项項:：]{0,6}$",
+    r"|(?:不(?:可能|应该?|應該?|会|會|能|再|会?应该?)?(?:是|为|為|等于|等於|得|选|選|对|對)|[并並绝絕而]?非|≠|小[于於]|大[于於]|超[过過]|不到|不足|少[于於]|多[于於]|至少|至多|[高低][于於])[\s(（$\\*{“「\"'択择擇项項:：]{0,6}$",
     re.IGNORECASE,
 )
 _NO = re.compile(r"^\W*no\s+[$(*]{0,3}$", re.IGNORECASE)  # "no 42"; "no, 42" is a correction
+_COMPARED_ABROAD = re.compile(
+    r"\b(?:(?:moins|plus) d[e']|(?:mehr|weniger) als|(?:más|menos|mais) d[eo]|(?:più|meno) di|(?:meer|minder) dan"
+    r"|(?:mer|mindre) än|(?:mere|mindre) end|(?:więcej|mniej) niż"
+    r"|(?:больше|меньше|более|менее)(?: чем)?)\s*[$(*]{0,3}$",
+    re.IGNORECASE,
+)
 _DATED = re.compile(r"\b(?:before|after|until)\s*$", re.IGNORECASE)
 _LABELLED = re.compile(  # "This is not the final answer: 42"
     r"(?:\b(?:not|never|wrong|false|incorrect)"
@@ -73,8 +79,9 @@ _DENIED_AFTER = re.compile(
     r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b|(?:is|was) (?:ruled out|excluded"
     r"|no answer)"
     r"|,?\s*but (?:that|this|it|which) (?:is|was|would be|seems) (?:not|wrong|incorrect|false)\b"
-    r"|(?:is|was|would be) (?:an? (?:mistake|wrong|incorrect|false)|wrong|incorrect|out of the question)\b|\?\s*not\b"
-    rf"|\s(?:squared|cubed|factorial|less (?:one|[0-9])|(?:more|less) than [0-9]|(?:or|plus|minus"
+    r"|(?:is|was|would be) (?:(?:an?|the) (?:mistake|wrong|incorrect|false)|wrong|incorrect|out of the question)\b"
+    r"|\?\s*not\b"
+    rf"|\s(?:squared|cubed|factorial|less (?:one|[0-9]+)|(?:more|less) than [0-9]+|(?:or|plus|minus"
     rf"|times) {NUMBER_WORD}|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
     re.IGNORECASE,
 )
@@ -82,7 +89,7 @@ _PARTS = "half|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|tho
 _ANOTHER_BEHIND = re.compile(  # 42 halves, the 42nd prime, 42 degrees below zero
     r"\s?(?:st|nd|rd|th)\}*\$?\s+(?:[a-z]+\s+)?(?:primes?|powers?|roots?|multiple|square|cube|composite|fibonacci|triangular)\b"
     rf"|\$?\s(?:halves|(?:{_PARTS})s\b|(?:[a-z]+\s){{0,2}}below\s(?:zero|freezing|sea level|ground))"
-    r"|\$?\s(?:less|fewer|lower|short|score)[\s.!]*$",
+    r"|\$?\s(?:less|fewer|lower|short|score|below|above|under|over)[\s.!]*$",
     re.IGNORECASE,
 )
 _CONTINUED = re.compile(rf"\s(?:and\s)?{NUMBER_WORD}", re.IGNORECASE)  # 5 thousand and one
@@ -99,7 +106,7 @@ _DENIED_AFTER_ELSEWHERE = re.compile(
     r"|نیست|ليس|خطأ|غلط|नहीं|गलत|לא\b|שגוי"
     r"|(?:は|が)?\s*(?:では|じゃ|で)(?:ない|ありません|なく)|(?:は|が)\s*(?:間違|誤り|違|不正解)|とは?異なる|以外"
     r"|(?:가|이|은|는)?\s*(?:아니|아닙|아님|아닌|틀[렸린])"
-    r"|[是这這个個答案，,\s]{0,6}(?:不是|不对|不對|不正[确確]|不成立|不符|[错錯]|并不|並不|以外|除外|是不))",
+    r"|[是这這个個答案，,\s]{0,6}(?:不是|不对|不對|不正[确確]|不成立|不符|[错錯]|并不|並不|以外|除外|是不)|\s?(?:以[上下内內]|未満|未满))",
     re.IGNORECASE,
 )
 _DENYING_ELSEWHERE = re.compile(
@@ -112,7 +119,7 @@ _DENYING = re.compile(r"\b(?:not|never|doubt|impossible|unlikely|wrong|incorrect
 _DENYING_WORDS_TEXT = """
 not non pas nicht never neither nor cannot than instead means way doubt impossible unlikely hardly but except far wrong
 false incorrect exceed exceeds exceeding without exclude excludes excluded excluding from to menos moins below above
-beyond nearly almost twice double triple half thrice by of no before after until over under avoid
+beyond nearly almost twice double triple half thrice by of de als di dan end no before after until over under avoid
 """
 _DENYING_WORDS = (
     frozenset(_DENYING_WORDS_TEXT.split())
@@ -133,7 +140,7 @@ def denied(text: str, start: int, end: int) -> bool:
     """Whether the text denies that its part from `start` to `end` is the answer, or only uses it to describe another
     number."""
     before, content = text[max(0, start - _SEEN[0]) : start], text[start:end]
-    if content[:1].isalpha() and _DATED.search(before) is not None:
+    if not content.isdigit() and re.search("[A-Za-z:]", content) and _DATED.search(before) is not None:
         return True
     return _denied_before(before) or _denied_behind(content, text[end : end + _SEEN[1]])
 
@@ -144,7 +151,7 @@ def _denied_before(before: str) -> bool:
     is_signed = "n't" in before or r"\ne" in before or "!=" in before or not before.isascii()
     if not is_signed and _DENYING_WORDS.isdisjoint(_WORD.findall(before.lower())):
         return False
-    if any(form.search(before) for form in (_DENIED_BEFORE, _LABELLED, _BESIDE)):
+    if any(form.search(before) for form in (_DENIED_BEFORE, _LABELLED, _BESIDE, _COMPARED_ABROAD)):
         return True
     if len(before) < _SEEN[0] and _NO.match(before) is not None:
         return True

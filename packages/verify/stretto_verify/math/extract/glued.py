@@ -42,7 +42,9 @@ _SIDE_BEHIND = re.compile(
     r"|\\\\|;|,(?![0-9])|\.(?![0-9])|≈|⇒|→"
 )
 _ATOM = re.compile(r"[0-9.,]+|[a-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})*")
-_OR = re.compile(r"\$?\s+or\s+\$?(-?[0-9][0-9./]*)\$?(?=[\s.,;:]|$)")
+_OR = re.compile(
+    r"\$?\s*(?:\\text\{\s*or\s*\}|(?<=[\s$}])or\s+(?:(?:maybe|perhaps|possibly|even)\s+)?)\s*\$?(-?[0-9][0-9./]*)\$?(?=[\s.,;:]|$)"
+)
 _LIST_NUMBER = re.compile(r"\s*(?:[0-9]+[.)]|[-*+•]\s)\s*")
 _UNIT = re.compile(
     r"[\s$~]*(?:\\[,;: ]\s*)*(?:\\(?:text|mathrm|rm|mbox)\s*\{~?\s*(?P<text>[^{}]*)\}(?P<power>\^\{?-?[1-9]\}?)?"

@@ -31,7 +31,7 @@ _DIGIT = re.compile(r"(?![0-9])\d")
 _MARKS = str.maketrans("٫٬⁄", ".,/")
 _NEGATIVE = re.compile(r"(?<![胜勝正])(?:[负負]|マイナス|마이너스)\s?(?=[0-9])")
 _MYRIAD = re.compile(
-    r"(?<![0-9.,])([0-9]{1,9}(?:\.[0-9]{1,4})?)\s?(?:([万萬億亿])|\\text\s*\{\s*([万萬億亿])\s*\})(?![0-9])"
+    r"(?<![0-9.,])([0-9]{1,9}(?:\.[0-9]{1,4})?)\s?(?:([万萬億亿]|千(?![克米瓦卡]))|\\text\s*\{\s*([万萬億亿千])\s*\})(?![0-9])"
 )
 _UNITS_TEXT = """
 厘米 cm 公分 cm 毫米 mm 米 m 公里 km 千米 km 公斤 kg 千克 kg 克 g 升 liters 毫升 ml 秒 seconds
@@ -56,7 +56,7 @@ def in_digits(text: str) -> str:
 
 def _in_full(found: re.Match[str]) -> str:
     """``42万`` as 420000."""
-    whole = Fraction(found[1]) * 10 ** (4 if (found[2] or found[3]) in "万萬" else 8)
+    whole = Fraction(found[1]) * 10 ** {"千": 3, "万": 4, "萬": 4}.get(found[2] or found[3], 8)
     return str(whole) if whole.denominator == 1 else found[0]
 
 

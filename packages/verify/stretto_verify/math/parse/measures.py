@@ -23,7 +23,7 @@ _SPELLINGS: Final = {
     "yd": "yd yard yards",
     "mi": "mile miles mi",
     "g": "g gram grams gm",
-    "kg": "kg kilogram kilograms",
+    "kg": "kg kilogram kilograms kilo kilos",
     "mg": "mg milligram milligrams",
     "lb": "lb lbs pound pounds",
     "oz": "oz ounce ounces",
@@ -50,6 +50,13 @@ _SPELLINGS: Final = {
     "Hz": "hz hertz",
     "acre": "acre acres",
     "gal": "gal gallon gallons",
+    "ton": "ton tons",
+    "Mg": "tonne tonnes",
+    "quart": "quart quarts",
+    "pint": "pint pints",
+    "cup": "cup cups",
+    "tablespoon": "tablespoon tablespoons tbsp",
+    "teaspoon": "teaspoon teaspoons tsp",
 }
 #: Words for units, in any case; the canonical name of each.
 KNOWN: Final = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}

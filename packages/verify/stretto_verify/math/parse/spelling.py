@@ -47,7 +47,10 @@ _MONTHS: Final = (
 )
 _MONTH: Final = "|".join(f"{month[:3]}(?:{month[3:]})?" if month[3:] else month for month in _MONTHS)
 _DAY: Final = r"([0-9]{1,2})(?:st|nd|rd|th)?"
-_AT_A_DATE = re.compile(rf"[Oo]n (?=(?:the )?[0-9]|[A-Z][a-z]+day\b|{_MONTH})|[Ii]n (?={_MONTH})")
+_AT_A_DATE = re.compile(
+    rf"[Oo]n (?=(?:the )?[0-9]|[A-Z][a-z]+day\b|{_MONTH})|[Ii]n (?={_MONTH})"
+    r"|[Aa]t (?=noon|midnight|[0-9]{1,2}:[0-9]|[0-9]{1,2} ?[ap]\.?m)"
+)
 _DATES = re.compile(  # 5 June, the 5th of June 1990, Jun. 5
     rf"\s*(?:(?:the )?{_DAY} (?:of )?({_MONTH})\.?|({_MONTH})\.? {_DAY})(?:,?\s+([0-9]{{4}}))?[\s.]*"
 )
@@ -81,7 +84,7 @@ def plain(text: str) -> str:
         return ",".join(f"{name}={value.strip()}" for name, value in re.findall(_ENTRY, text))
     if (number := _COMPLEX.fullmatch(text)) is not None:
         return f"{number[1]}i{number[2]}"
-    if text[:2] in ("on", "On", "in", "In"):
+    if text[:2] in ("on", "On", "in", "In", "at", "At"):
         text = _AT_A_DATE.sub("", text)
     if (date := _DATES.fullmatch(text)) is not None:
         month = next(month for month in _MONTHS if month.startswith((date[2] or date[3])[:3]))
