@@ -7,6 +7,7 @@ to what they deny: before it ("no es 42") or behind it ("42 değil").
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from stretto_verify.math.parse.units import NUMBER_WORD
 
@@ -28,7 +29,7 @@ _DENIED_BEFORE = re.compile(
     r"|\binstead of\b|\\neq?|≠|!=|\bby no means\b|\bno way\b"
     r"|(?<!no )\bdoubt\b|\bimpossible\b|\bunlikely\b|\bhardly\b|\b(?:any|every)thing but\b|\bexcept\b|\bother than\b"
     r"|\bfar from\b"
-    r"|\b(?:false|wrong|incorrect) that\b)"
+    r"|\b(?:false|wrong|incorrect) (?:that|to)\b|\bnobody\b|\bno one\b)"
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$",
     re.IGNORECASE,
 )
@@ -63,7 +64,7 @@ _BESIDE = re.compile(  # the answer is another number, described by this one
     r"|(?:(?:reject|avoid|discard|eliminate|exclude)(?:s|e?d)?|rul(?:e|ed|es|ing) out)"
     r"(?: (?:the )?(?:answer|value|option|choice|solution|root))?"
     r"|without|exclud(?:e[sd]?|ing)|differ(?:s|ent)? from|unequal to|menos|moins|минус"
-    r"|below|above|(?:just|slightly|well|a (?:bit|little)) (?:over|under|short of)|beyond|close to|nearly|almost"
+    r"|below|above|over|under|short of|beyond|close to|nearly|almost"
     r"|twice|double|triple|half(?: of)?|thrice|divisible by"
     r"|(?:square|cube|square root|cube root|root|sqrt|opposite|reciprocal|negative|inverse|double|half|multiple"
     r"|log|logarithm|ln|sine?|cosine|tangent|factorial|floor|ceiling|derivative|integral|absolute value"
@@ -77,7 +78,7 @@ _DENIED_AFTER = re.compile(
     r"^[\s$.)}*]{0,3}\s*(?:isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
     r"|(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible|too)\b"
     r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b|(?:is|was) (?:ruled out|excluded"
-    r"|no answer)"
+    r"|no answer)|(?:must|has to|should) be (?:rejected|excluded|discarded|eliminated|ruled out)\b"
     r"|,?\s*but (?:that|this|it|which) (?:is|was|would be|seems) (?:not|wrong|incorrect|false)\b"
     r"|(?:is|was|would be) (?:(?:an?|the) (?:mistake|wrong|incorrect|false)|wrong|incorrect|out of the question)\b"
     r"|\?\s*not\b"
@@ -89,7 +90,7 @@ _PARTS = "half|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|tho
 _ANOTHER_BEHIND = re.compile(  # 42 halves, the 42nd prime, 42 degrees below zero
     r"\s?(?:st|nd|rd|th)\}*\$?\s+(?:[a-z]+\s+)?(?:primes?|powers?|roots?|multiple|square|cube|composite|fibonacci|triangular)\b"
     rf"|\$?\s(?:halves|(?:{_PARTS})s\b|(?:[a-z]+\s){{0,2}}below\s(?:zero|freezing|sea level|ground))"
-    r"|\$?\s(?:less|fewer|lower|short|score|below|above|under|over)[\s.!]*$",
+    r"|\$?\stoo\b|\$?\s(?:off|less|fewer|lower|short|score|below|above|under|over)[\s.!]*$",
     re.IGNORECASE,
 )
 _CONTINUED = re.compile(rf"\s(?:and\s)?{NUMBER_WORD}", re.IGNORECASE)  # 5 thousand and one
@@ -106,7 +107,7 @@ _DENIED_AFTER_ELSEWHERE = re.compile(
     r"|نیست|ليس|خطأ|غلط|नहीं|गलत|לא\b|שגוי"
     r"|(?:は|が)?\s*(?:では|じゃ|で)(?:ない|ありません|なく)|(?:は|が)\s*(?:間違|誤り|違|不正解)|とは?異なる|以外"
     r"|(?:가|이|은|는)?\s*(?:아니|아닙|아님|아닌|틀[렸린])"
-    r"|[是这這个個答案，,\s]{0,6}(?:不是|不对|不對|不正[确確]|不成立|不符|[错錯]|并不|並不|以外|除外|是不)|\s?(?:以[上下内內]|未満|未满))",
+    r"|[是这這个個答案，,\s]{0,6}(?:不是|不对|不對|不正[确確]|不成立|不符|[错錯]|并不|並不|以外|除外|是不)|\s?(?:以[上下内內]|未満|未满|倍|的(?:一半|平方|立方|[^，。]{0,3}倍)))",
     re.IGNORECASE,
 )
 _DENYING_ELSEWHERE = re.compile(
@@ -119,7 +120,8 @@ _DENYING = re.compile(r"\b(?:not|never|doubt|impossible|unlikely|wrong|incorrect
 _DENYING_WORDS_TEXT = """
 not non pas nicht never neither nor cannot than instead means way doubt impossible unlikely hardly but except far wrong
 false incorrect exceed exceeds exceeding without exclude excludes excluded excluding from to menos moins below above
-beyond nearly almost twice double triple half thrice by of de als di dan end no before after until over under avoid
+beyond nearly almost twice double triple half thrice by of nobody one de als di dan end no before after until over
+under avoid
 """
 _DENYING_WORDS = (
     frozenset(_DENYING_WORDS_TEXT.split())
@@ -132,6 +134,7 @@ _DENYING_WORDS = (
     | {"rule", "rules", "ruled", "ruling", "out"}
 )
 _WORD = re.compile("[a-z]+")
+_NOR = re.compile(r"\s*\$?,?\s*(?:or|nor)\s+\$?")
 _SIGNS = ' \n\t\r\f\v\u00a0\u3000$.)}*"”」'
 _SEEN = 60, 40  # characters before and after that are searched
 
@@ -143,6 +146,17 @@ def denied(text: str, start: int, end: int) -> bool:
     if not content.isdigit() and re.search("[A-Za-z:]", content) and _DATED.search(before) is not None:
         return True
     return _denied_before(before) or _denied_behind(content, text[end : end + _SEEN[1]])
+
+
+def undenied(text: str, spans: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """The spans (start, end, content) that are not denied, last one first. "Not 41 or 43" denies both numbers."""
+    kept, at, is_denied = list[tuple[int, int, str]](), 0, False
+    for start, end, content in spans:
+        is_joined = is_denied and _NOR.fullmatch(text[at:start]) is not None
+        at, is_denied = end, is_joined or denied(text, start, end)
+        if not is_denied:
+            kept.insert(0, (start, end, content))
+    return kept
 
 
 def _denied_before(before: str) -> bool:

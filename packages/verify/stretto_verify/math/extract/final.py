@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box, only_box
-from stretto_verify.math.extract.denials import denied, is_denying
+from stretto_verify.math.extract.denials import denied, is_denying, undenied
 from stretto_verify.math.extract.statements import STATES, concluded, is_reply, reasoned, stance, stated
 from stretto_verify.math.extract.terms import in_digits, terms, unquoted
 from stretto_verify.math.limits import LONGEST_TAIL
@@ -72,7 +72,7 @@ _ANSWER = re.compile(
 _CHOICE = r"(?:(?:option|choice)\s+)?\(?(?P<{}>[A-J])\)?"
 _HEDGE = r"(?:perhaps|maybe|probably|presumably|surely|clearly|I (?:think|believe|guess)(?: that)?)"
 _CHOSEN = re.compile(
-    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+|it(?:'s|\s+is)\s+"
+    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+|it(?:'s|\s+(?:is|must be|can only be))\s+"
     rf"|not\s+\(?[A-J]\)?,?\s+but\s+|\(?[A-J]\)?\s+is\s+(?:wrong|incorrect|false|too\s+\w+)[,;.]\s+(?:so|hence|thus|therefore),?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct"
     rf"|right)"
     rf"(?:\s+(?:answer|option|choice|one))?"
@@ -109,7 +109,7 @@ _NUMBER = re.compile(
     r"(?<![0-9A-Za-z_^{\\.,])(?<![_^]\{[-−+])(?<![_^][-−+])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?(?:\\?\$|[€£¥])?"
     r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
     rf"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|(?:percentage points?|per ?cent(?:age)?"
-    rf"|{'|'.join(MAGNITUDES)})\b))?(?![0-9])"
+    rf"|{'|'.join(MAGNITUDES)})\b)){{0,2}}(?![0-9])"
 )
 _TERM = r"(?:[0-9]++(?:\.[0-9]++)?|[√π]|[a-zA-Z](?![a-zA-Z])|\((?:[^()\n]{1,40})\)|\*\*|\^-?)"
 _EXPRESSION = rf"[-+−]?{_TERM}(?:\s*[-+−*/]\s*{_TERM}|{_TERM})*+"
@@ -164,7 +164,7 @@ _NOTATION = re.compile(
 _SHORT_WORDS = re.compile(
     r"is|it|of|the|at|to|we|so|if|no|by|an|as|be|do|he|in|me|my|up|us|but|not|for|get|has|was|are|had|his|her|him|its"
     r"|our|out|who|why|how|all|any|can|did|now|own|per|she|too|use|via|yes|you|am|pm|go|oh|ok|let|say|see|two|one"
-    r"|six|ten|got|may|new|old|off|put|run|try|yet|few|buy|pay|add|end|way|won|saw"
+    r"|six|ten|got|may|new|old|off|put|run|try|yet|few|buy|pay|add|end|way|won|saw|sum"
 )
 _WHOLE_WORDS = re.compile(
     r"(?<=[0-9)])or(?=[A-Za-z(])"
@@ -383,7 +383,7 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
     numbers = _found(_NUMBER, text, spans)
     spans += [(start, end, _COMMA_DECIMAL.sub(r"\1.\2", content)) for start, end, content in numbers]
     spans = _approximated(text, sorted(spans))
-    kept = [span for span in reversed(spans) if not denied(text, span[0], span[1])]
+    kept = undenied(text, spans)
     if not kept:
         return FinalAnswer("", certain=True) if spans else _letter(text)
     joined = _with_neighbours(text, kept)

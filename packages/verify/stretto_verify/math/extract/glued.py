@@ -45,6 +45,7 @@ _ATOM = re.compile(r"[0-9.,]+|[a-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})*")
 _OR = re.compile(
     r"\$?\s*(?:\\text\{\s*or\s*\}|(?<=[\s$}])or\s+(?:(?:maybe|perhaps|possibly|even)\s+)?)\s*\$?(-?[0-9][0-9./]*)\$?(?=[\s.,;:]|$)"
 )
+_COMMA = re.compile(r"\$?,\s*\$?(-?[0-9][0-9./]*)\$?[.\s]*$")
 _LIST_NUMBER = re.compile(r"\s*(?:[0-9]+[.)]|[-*+•]\s)\s*")
 _UNIT = re.compile(
     r"[\s$~]*(?:\\[,;: ]\s*)*(?:\\(?:text|mathrm|rm|mbox)\s*\{~?\s*(?P<text>[^{}]*)\}(?P<power>\^\{?-?[1-9]\}?)?"
@@ -68,7 +69,7 @@ def with_glued(content: str, before: str, after: str) -> str:
         glued = _in_formula(content, left, right, is_marked=opened and closed)
     if glued is not None:
         return glued
-    if (other := _OR.match(after)) is not None:
+    if (other := _OR.match(after) or _COMMA.match(after)) is not None:
         return f"{content}, {other[1]}"
     return _with_unit(content, after)
 

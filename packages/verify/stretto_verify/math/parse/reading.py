@@ -374,10 +374,10 @@ def _bracketed(text: str) -> Node | None:
 
 def _scalar(text: str) -> Scalar:
     scale = Fraction(1)
-    if (magnitude := _MAGNITUDE.search(text)) is not None:
+    while (magnitude := _MAGNITUDE.search(text)) is not None:
         if _CONTINUED.match(text, magnitude.end()) is not None:
             raise LeftOver(f"a number that goes on in words in {text!r}")
-        scale = Fraction(MAGNITUDES[magnitude[0].rstrip("s")])
+        scale *= Fraction(MAGNITUDES[magnitude[0].rstrip("s")])
         text = re.sub(r"\\text\{\s*\}", "", text[: magnitude.start()] + text[magnitude.end() :])
     body, unit = without_unit(text)
     power = () if unit or body == text else tuple(re.findall(r"\^\s*\{?([0-9])\}?\s*$", text))  # of an unknown unit

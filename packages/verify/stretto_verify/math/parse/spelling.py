@@ -35,6 +35,7 @@ _CONDITIONED = re.compile(r"\s*\{(\s*[a-z]\s*(?:\||:|\\mid(?![a-z])).*[<>=].*)\}
 _UNDERSCORED = re.compile(r"\s*[-+]?[0-9]{1,3}(?:_[0-9]{3})+(?:\.[0-9]+)?\s*")
 _REPEATING = re.compile(r"(?<![0-9.])([0-9]*)\.\(([0-9]+)\)(?![0-9(])")
 _ALONE = re.compile(r"\s*\\text(?:bf|it|rm|sf|tt|normal)?\s*\{([^{}\\]*)\}[\s.]*")
+_TITLE = re.compile(r"\s*(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is|:)\s+")
 _WORDLESS = re.compile(r"\s*(?:[a-z]\s*[=<>≤≥])?[^A-Za-z]*[0-9][^A-Za-z]*")
 _LABELLED = re.compile(r"(?:^|[;,\n]|\\q?quad)\s*(?:\\text\s*\{\s*)?\(([1-6a-f])\)\s*\}?\s*:?")
 _REMAINDER = re.compile(r"\s*([0-9]{1,15})\s*(?:\\b?mod(?![a-z])|\bmod\b)\s*([1-9][0-9]{0,14})\s*")
@@ -67,7 +68,8 @@ def plain(text: str) -> str:
     ('1000000', '0.\\overline{3}', 'New York', '(1, 2)', '[1; 2]')
     """
     if r"\text" in text and (alone := _ALONE.fullmatch(text)) is not None:
-        text = alone[1] if _WORDLESS.fullmatch(alone[1]) or _DATES.fullmatch(alone[1]) else text
+        inner = _TITLE.sub("", alone[1])
+        text = inner if _WORDLESS.fullmatch(inner) or _DATES.fullmatch(inner) else text
     if (made := _CONSTRUCTED.fullmatch(text)) is not None:
         return made[1]
     if "mod" in text and (remainder := _REMAINDER.fullmatch(text)) is not None:
