@@ -78,9 +78,9 @@ _DENIED_AFTER = re.compile(
     r"^[\s$.)}*]{0,3}\s*(?:isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
     r"|(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible|too)\b"
     r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b|(?:is|was) (?:ruled out|excluded"
-    r"|no answer)|(?:must|has to|should) be (?:rejected|excluded|discarded|eliminated|ruled out)\b"
+    r"|no answer)|(?:must|has to|should|can) be (?:rejected|excluded|discarded|eliminated|ruled out)\b"
     r"|,?\s*but (?:that|this|it|which) (?:is|was|would be|seems) (?:not|wrong|incorrect|false)\b"
-    r"|(?:is|was|would be) (?:(?:an?|the) (?:mistake|wrong|incorrect|false)|wrong|incorrect|out of the question)\b"
+    r"|(?:is|was|would be) (?:(?:an?|the|my|our) (?:mistake|wrong|incorrect|false)|wrong|incorrect|out of the question)\b"
     r"|\?\s*not\b"
     rf"|\s(?:squared|cubed|factorial|less (?:one|[0-9]+)|(?:more|less) than [0-9]+|(?:or|plus|minus"
     rf"|times) {NUMBER_WORD}|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
@@ -90,7 +90,7 @@ _PARTS = "half|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|tho
 _ANOTHER_BEHIND = re.compile(  # 42 halves, the 42nd prime, 42 degrees below zero
     r"\s?(?:st|nd|rd|th)\}*\$?\s+(?:[a-z]+\s+)?(?:primes?|powers?|roots?|multiple|square|cube|composite|fibonacci|triangular)\b"
     rf"|\$?\s(?:halves|(?:{_PARTS})s\b|(?:[a-z]+\s){{0,2}}below\s(?:zero|freezing|sea level|ground))"
-    r"|\$?\stoo\b|\$?\s(?:off|less|fewer|lower|short|score|below|above|under|over)[\s.!]*$",
+    r"|\$?\stoo\s[a-z]|\$?\s(?:off|less|fewer|lower|short|score|below|above|under|over)[\s.!]*$",
     re.IGNORECASE,
 )
 _CONTINUED = re.compile(rf"\s(?:and\s)?{NUMBER_WORD}", re.IGNORECASE)  # 5 thousand and one

@@ -78,8 +78,8 @@ def phrase(text: str) -> Node | None:
 
 def in_words(piece: str) -> Scalar | None:
     """Parse a text that is as a whole a number in words, with or without a unit; None if it is none."""
-    if not piece.isascii() and (value := counted_in_chinese(piece)) is not None:
-        return Scalar(str(value))
+    if not piece.isascii() and (whole := counted_in_chinese(piece)) is not None:
+        return Scalar(str(whole))
     if (found := _SPELT.fullmatch(piece)) is None:
         return None
     number_of, _, last = found[1].rpartition(" ")
