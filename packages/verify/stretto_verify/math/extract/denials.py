@@ -80,7 +80,8 @@ _DENIED_AFTER = re.compile(
     r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b|(?:is|was) (?:ruled out|excluded"
     r"|no answer)|(?:must|has to|should|can) be (?:rejected|excluded|discarded|eliminated|ruled out)\b"
     r"|,?\s*but (?:that|this|it|which) (?:is|was|would be|seems) (?:not|wrong|incorrect|false)\b"
-    r"|(?:is|was|would be) (?:(?:an?|the|my|our) (?:mistake|wrong|incorrect|false)|wrong|incorrect|out of the question)\b"
+    r"|(?:is|was|would be) (?:(?:an?|the|my|our) (?:mistake|wrong|incorrect|false)|wrong|incorrect"
+    r"|out of the question)\b"
     r"|\?\s*not\b"
     rf"|\s(?:squared|cubed|factorial|less (?:one|[0-9]+)|(?:more|less) than [0-9]+|(?:or|plus|minus"
     rf"|times) {NUMBER_WORD}|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
