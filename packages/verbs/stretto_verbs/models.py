@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import Problem, RecipeError, TornPublication
 from stretto.doors.mistakes import checked
+from stretto.model.families import check_family_of
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.layers import linear_layers
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
@@ -51,6 +52,7 @@ class SharedModel:
         """
         check("SharedModel", folder=(folder, FOLDER))
         self.folder = Path(folder).expanduser()
+        check_family_of(self.folder)
         self._model = load_policy(self.folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=device)
         self._model.requires_grad_(False)
         use_onednn(self._model, TRAINING)

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 from torch import Tensor
 
+from stretto.core.canary import TensorDigest, differing
 from stretto.core.errors import EngineLost, RefusedRequest, StrettoError
 from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.core.tasks import cancel_and_wait

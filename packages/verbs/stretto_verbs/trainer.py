@@ -17,6 +17,7 @@ from stretto.core.errors import DataError, Problem, RecipeError, RunFolderError,
 from stretto.core.records import Batch
 from stretto.doors.mistakes import checked
 from stretto.loop.config import DeadlinesConfig
+from stretto.model.families import check_family_of
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype, whole_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.kernels import TRAINING, use_onednn
@@ -175,6 +176,7 @@ class LocalTrainer:
         return TrainerApart(Path(model).expanduser().absolute(), given, threads, waits)
 
     def _load(self, folder: Path) -> Any:
+        check_family_of(folder)
         model = load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=self._settings.device)
         use_onednn(model, TRAINING)
         return model

@@ -187,7 +187,7 @@ class Scores(Record, frozen=True):
 
 
 def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, TensorDigest]) -> tuple[str, ...]:
-    """Names of the tensors whose digest in `held` (of an engine's memory, by name) does not agree with the published one.
+    """Names of the tensors whose digest in `held` (of an engine's memory, by name) does not agree with the publication.
 
     >>> published = {"a": TensorDigest("F32", "12"), "b": TensorDigest("F32", "34")}
     >>> differing(published, {"a": TensorDigest("F32", "12"), "b": TensorDigest("F32", "35")})

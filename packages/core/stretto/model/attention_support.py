@@ -139,6 +139,8 @@ def _mistakes(config: PreTrainedConfig, requested: list[Requested]) -> list[str]
     found = [f"attention with {name}" for name in sorted({name for layer in requested for name in layer.unsupported})]
     if len({(layer.kv_heads, width) for layer in requested for width in (layer.head_dim, layer.value_dim)}) > 1:
         found.append("keys and values of different shapes")
+    if len({layer.layer for layer in requested}) < len(requested):
+        found.append("several attention calls in a layer")
     if not all(layer.causal for layer in requested):
         found.append("attention to later tokens")
     if lost := [layer.layer for layer in requested if layer.window is None and _window(config, layer.layer)]:
@@ -175,10 +177,14 @@ def _recording_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    stretto_request: Callable[[Requested], None],
+    stretto_request: Callable[[Requested], None] | None = None,
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
+    if stretto_request is None:
+        found = "attention that does not hand its arguments on"
+        raise ModelFolderError([Problem(type(module).__name__, found, _REMEDY)])
+    unsupported = [name for name in UNSUPPORTED if rest.get(name) is not None]
     stretto_request(
         Requested(
             layer=cast(int, module.layer_idx),
@@ -187,7 +193,7 @@ def _recording_attention(
             head_dim=key.shape[3],
             value_dim=value.shape[3],
             causal=getattr(module, "is_causal", True) is not False,
-            unsupported=tuple(name for name in UNSUPPORTED if rest.get(name) is not None),
+            unsupported=(*unsupported, *(["a mask of its own"] if attention_mask is not None else [])),
         )
     )
     return query.transpose(1, 2), None

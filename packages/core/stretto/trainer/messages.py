@@ -14,7 +14,6 @@ from stretto.core.events import Span, SupervisedProgress
 from stretto.core.records import Batch, Record, Sampling, Update
 from stretto.processes.run_role import Failed
 
-
 #: The sampled tokens that show which weights an engine has, since their version alone has computed their context: every
 #: token; those of completions that no update has interrupted (the native engine with ``engine.on_update = "keep"``); or
 #: none (other servers with "keep", which also keep the KV entries of earlier prompts).

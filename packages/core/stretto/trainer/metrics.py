@@ -60,8 +60,8 @@ class Meter:
             self._sums["entropy"].append(entropy.detach().sum())
 
     def compared(self, micro: MicroBatch, proximal_logprobs: Tensor) -> None:
-        """Compare the log-probabilities of engines and trainer for tokens sampled by the version before the step, over a
-        context that it has computed (`MicroBatch.mixed`): others differ in an honest engine too. `proximal_logprobs`: [N], by the trainer."""
+        """Compare the log-probabilities of engines and trainer for tokens of the version before the step, over a
+        context that it has computed (`MicroBatch.mixed`). `proximal_logprobs`: [N], by the trainer."""
         on_policy = micro.staleness == 0 if micro.mixed is None else (micro.staleness == 0) & ~micro.mixed
         difference = (micro.behavior_logprobs - proximal_logprobs).abs().masked_fill(~on_policy, 0.0)
         sums_S = micro.sequences.sums(torch.stack([difference, on_policy.to(difference.dtype)], dim=1))

@@ -71,7 +71,6 @@ class Trainer:
         critic: Critic | None = None,
         ranks: Ranks = ALONE,
         sink: TokenSink | None = None,
-        evidence: Evidence = "all",
     ) -> None:
         """Every rank has a trainer; all must call the same methods with the same arguments.
 
@@ -83,14 +82,12 @@ class Trainer:
                 its own reference to the initial policy; then None.
             critic: required if the algorithm has a critic, otherwise None.
             sink: receives the per-token results of the steps that it keeps.
-            evidence: the tokens by which engines are judged (`trainer.messages`).
 
         Raises:
             ValueError: a reference or critic is missing, or is given without need.
         """
         self.learner = Learner(model, config, sampling, ranks)
         self._ranks, self._sink, self._adapted = ranks, sink, adapted_layers(model)
-        self._evidence: Evidence = evidence
         if algorithm.reference is not None and algorithm.reference.path is None and self._adapted:
             reference = WithoutAdapters(self.learner)
         if (algorithm.reference is None) != (reference is None):
@@ -98,12 +95,12 @@ class Trainer:
         if (algorithm.critic is None) != (critic is None):
             raise ValueError("algorithm.advantages.critic needs a critic, and nothing else does")
         self.version = version
-        self._config, self._algorithm = config, algorithm
-        self._critic = critic
+        self._config, self._algorithm, self._critic = config, algorithm, critic
         in_reward = algorithm.divergence("reward") is not None
         self._gradients = Gradients(self.learner, algorithm, None if in_reward else reference)
         self._in_reward = reference if in_reward else None
         self._longest = sampling.max_tokens
+        self.evidence: Evidence = "all"  #: tokens by which engines are judged
         self._spans: list[Span] = []
         self._publication = Publication(dict)  # of the last version that was copied
         self._text: tuple[Sequence[int], PackedTokens] | None = None  # of the last canary; a run has one text
@@ -125,7 +122,7 @@ class Trainer:
         began = time.monotonic()
         values = self._critic.token_values(batch) if self._critic else NO_SCORES
         reference = self._in_reward.token_logprobs(batch) if self._in_reward else NO_SCORES
-        sampled = samples_of(batch, self._algorithm, self._longest, values, reference, self._evidence)
+        sampled = samples_of(batch, self._algorithm, self._longest, values, reference, self.evidence)
         samples = sampled.samples
         if sampled.kl_reference is not None:
             meter.kl_in_reward(sampled.kl_reference)

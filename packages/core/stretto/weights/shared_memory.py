@@ -98,10 +98,8 @@ class SharedMemoryPublisher:
         def write() -> dict[str, TensorDigest]:
             copies.wait()
             digests = self._switch(manifest, ((name, copies.tensors.pop(name)) for name in held))
-            return {name: msgspec.structs.replace(one, sums=told(name)) for name, one in digests.items()}
-
-        def told(name: str) -> str:
-            return as_text(copies.sums[name]) if name in copies.sums else ""
+            sums = {name: as_text(one) for name, one in copies.sums.items()}
+            return {name: msgspec.structs.replace(one, sums=sums.get(name, "")) for name, one in digests.items()}
 
         return Publication(write, copies.hold, manifest.size, sum(one.nbytes for one in copies.tensors.values()))
 
@@ -138,8 +136,7 @@ class SharedMemorySubscriber:
     """Loads the versions that a `SharedMemoryPublisher` of the same run and folder publishes; an engine's side."""
 
     def __init__(self, run: str, folder: Path) -> None:
-        self._run, self._folder = run, folder
-        self.checked = 0
+        self._run, self._folder, self.checked = run, folder, 0
 
     def _check(self, size: int) -> None:
         self.checked += size

@@ -14,6 +14,7 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.device import spare
+from stretto.model.families import check_family_of
 from stretto.model.hf.folder import load_policy, save_policy
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.inspection import inspect_model_folder
@@ -76,6 +77,7 @@ class LocalBackend:
             ModelFolderError: the folder cannot be loaded, or its model cannot be trained here.
         """
         about = inspect_model_folder(folder)
+        check_family_of(folder)
         self.folder, self.name = folder.resolve(), name
         self.architecture, self.context, self.vocabulary = about.architecture, about.context_length, about.vocab_size
         self.parameters, self.cache_bytes = about.parameters, config.cache_bytes

@@ -35,6 +35,7 @@ from stretto.engine.native.validate import BrokenGrammar, check_grammar, check_p
 from stretto.engine.text import Detokenizer, StopTexts
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
 from stretto.model.device import spare
+from stretto.model.families import check_family_of
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -78,8 +79,7 @@ class NativeEngine:
         self._stop_texts = StopTexts(detokenizer)
         self.grammars = grammars(self._vocab_size) if grammars is not None else None
         self._completions = Completions(config.slots, layout.context_length, self._stop_texts, self.grammars)
-        self._spans = BusySpans(name)
-        self.name = name
+        self.name, self._spans = name, BusySpans(name)
         self.version = 0
         self.in_doubt = False  #: the weights may be a mixture, or are not proven: no step until a version is loaded
         self._generated = self._prefilled = self._recomputed = self._interrupted = self._wasted = self._updates = 0
@@ -104,16 +104,15 @@ class NativeEngine:
         Raises:
             ModelFolderError: the folder cannot be loaded, or the cache does not support its attention.
         """
+        check_family_of(folder)
         model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
         tokenizer = partial(load_tokenizer, folder)
-        grammars = partial(Grammars, tokenizer)
-        return cls(model, config, name=name, detokenizer=tokenizer, grammars=grammars)
+        return cls(model, config, name=name, detokenizer=tokenizer, grammars=partial(Grammars, tokenizer))
 
     def _spare(self) -> int | None:
         """Bytes free on the device after the KV cache at its largest and the working memory of a step; None without a
         limit."""
-        cache = self._cache_bytes - self._policy.bytes_allocated
-        return spare(self._policy.layout.device, cache + _WORKING)
+        return spare(self._policy.layout.device, self._cache_bytes - self._policy.bytes_allocated + _WORKING)
 
     @property
     def updates(self) -> int:
@@ -215,8 +214,7 @@ class NativeEngine:
         """
         if self.in_doubt:
             raise UnprovenWeights(self.name, "may have the weights of no version", 1)
-        start, columns = time.monotonic(), self._completions
-        self._has_sampled = False
+        start, columns, self._has_sampled = time.monotonic(), self._completions, False
         for row, member in self._scheduler.admit():
             columns.open(row, member)
         if columns.matchers:
@@ -319,9 +317,8 @@ class NativeEngine:
     def sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
         """Recompute, without the KV cache, the log-probabilities of about `wanted` tokens that the version in use
         sampled for running completions, over a context that it has computed. Returns (as sampled, recomputed) pairs."""
-        start = time.monotonic()
-        completions, most = self._completions, self._config.max_prefill_tokens
-        found = self._prover.sampled(completions, self._scheduler.running, self.version, wanted, most)
+        start, most = time.monotonic(), self._config.max_prefill_tokens
+        found = self._prover.sampled(self._completions, self._scheduler.running, self.version, wanted, most)
         self._spend("prove", start)
         return found
 

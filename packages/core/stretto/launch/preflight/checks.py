@@ -31,6 +31,7 @@ from stretto.engine.native.scheduler import longest_row_of
 from stretto.launch.recipe.extensions import OUTLETS, OutletsConfig
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
+from stretto.model.families import check_family
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.skeleton import check_fit
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
@@ -318,6 +319,7 @@ def check_kind(base: ModelFolder) -> None:
     config = check_fit(base)
     refuse_unsupported(config)
     refuse_untrainable(config)
+    check_family(config)
 
 
 def is_free(port: int) -> bool:
