@@ -52,8 +52,7 @@ class SharedModel:
         """
         check("SharedModel", folder=(folder, FOLDER))
         self.folder = Path(folder).expanduser()
-        check_family_of(self.folder)
-        self._model = load_policy(self.folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=device)
+        self._model = trainable(self.folder, device)
         self._model.requires_grad_(False)
         use_onednn(self._model, TRAINING)
         self.tokenizer: Tokenizer = load_tokenizer(self.folder)
@@ -128,6 +127,13 @@ class PolicyWeights:
     def bytes(self) -> int:
         """Size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def trainable(folder: Path, device: str) -> PreTrainedModel:
+    """Load a policy in float32 for training. Raises ModelFolderError: the folder cannot be loaded, or the packed path
+    does not compute what its family does."""
+    check_family_of(folder)
+    return load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=device)
 
 
 def merged(base: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -17,11 +17,9 @@ from stretto.core.errors import DataError, Problem, RecipeError, RunFolderError,
 from stretto.core.records import Batch
 from stretto.doors.mistakes import checked
 from stretto.loop.config import DeadlinesConfig
-from stretto.model.families import check_family_of
-from stretto.model.hf.folder import load_policy, save_policy, saved_dtype, whole_folder
+from stretto.model.hf.folder import save_policy, saved_dtype, whole_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.kernels import TRAINING, use_onednn
-from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.store import lock
 from stretto.store.checkpoints import Checkpoints
 from stretto.trainer import checkpoint
@@ -61,7 +59,7 @@ from stretto_verbs.loss import (
     own_gradient,
     wanted,
 )
-from stretto_verbs.models import MODEL, Lora, PolicyWeights, SharedModel, check_targets, lora_of
+from stretto_verbs.models import MODEL, Lora, PolicyWeights, SharedModel, check_targets, lora_of, trainable
 from stretto_verbs.small_model import replacing
 from stretto_verbs.trainer_apart import TrainerApart
 
@@ -176,8 +174,7 @@ class LocalTrainer:
         return TrainerApart(Path(model).expanduser().absolute(), given, threads, waits)
 
     def _load(self, folder: Path) -> Any:
-        check_family_of(folder)
-        model = load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=self._settings.device)
+        model = trainable(folder, self._settings.device)
         use_onednn(model, TRAINING)
         return model
 
