@@ -1,4 +1,5 @@
-"""A server that is killed: what was acknowledged is computed once, and gives the same results."""
+"""A server that is killed: what was acknowledged is computed once, and gives the same results. A snapshot is on disk,
+with the record that names it, before the earlier one is deleted. The record is its owner's only."""
 
 import signal
 import sqlite3
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from stretto_tinker import checkpoints
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.record import Record
 from stretto_tinker.serve import RECORD
@@ -176,6 +178,44 @@ def test_a_record_that_is_malformed_for_a_while_costs_no_step_and_takes_none_twi
     if not calm:
         calm.append(played(backend, tmp_path / "calm"))
     assert played(backend, tmp_path / "broken", broken) == calm[0]
+
+
+def test_what_holds_prompts_and_a_secret_is_for_its_owner_only(tmp_path: Path) -> None:
+    """Also a record that an earlier version made, with its log."""
+    place = tmp_path / RECORD
+    for _ in range(2):
+        record = Record(place)
+        record.fact("secret", "x" * 64)
+        assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+            RECORD + log: 0o600 for log in ("", "-wal", "-shm")
+        }
+        record.close()
+        place.chmod(0o644)
+
+
+def test_a_snapshot_is_on_disk_before_the_earlier_one_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two, a loss of power leaves the one that the record names: its commit is synced, after all files."""
+    synced: list[Path] = []
+    monkeypatch.setattr(checkpoints, "sync", synced.append)
+    record, weights = Record(tmp_path / RECORD), checkpoints.Weights(tmp_path)
+    said: list[str] = []
+    record._connection.set_trace_callback(said.append)
+
+    def save(folder: Path) -> None:
+        (folder / "a.safetensors").write_bytes(b"weights")
+        assert said == []
+
+    folder = weights.snapshot("s:1", 7)
+    weights.write(folder, save, synced=True)
+    assert [path.name for path in synced[:1]] == ["a.safetensors"]
+    assert synced[2:] == [folder.parent, folder.parent.parent]
+    record.snapshotted("s:1", 7)
+    assert said[0] == "PRAGMA synchronous = FULL"
+    assert said[-2:] == ["COMMIT", "PRAGMA synchronous = NORMAL"]
+    assert record._all("PRAGMA synchronous") == [(1,)]
+    record.close()
 
 
 def test_requests_that_come_again_or_out_of_order_are_taken_once(client: Client, id: str) -> None:

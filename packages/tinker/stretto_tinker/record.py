@@ -11,6 +11,7 @@ of power may lose the last ones, but leaves no partial row.
 from __future__ import annotations
 
 import hashlib
+import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
@@ -135,6 +136,15 @@ class CheckpointRow:
     body: bytes
 
 
+def _make_private(path: Path) -> None:
+    """Create a database that only its owner may read, or take the rights of others from an existing one. It holds
+    prompts, and the secret of signed addresses. SQLite gives new log files the rights of the database."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    for file in (path, *(path.with_name(path.name + log) for log in ("-wal", "-shm"))):
+        if file.exists() and file.stat().st_mode & 0o077:
+            file.chmod(0o600)
+
+
 Row = TypeVar("Row", Asked, SessionRow, ModelRow, SamplerRow, CheckpointRow)
 _TABLES: dict[type, str] = {
     Asked: "requests",
@@ -157,6 +167,7 @@ class Record:
         """
         self._lock = threading.RLock()
         try:
+            _make_private(path)
             self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has an effect only before tables exist
             self._connection.execute("PRAGMA journal_mode = WAL")
@@ -164,7 +175,7 @@ class Record:
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.executescript(_SCHEMA)
             found = self.fact("format", str(_FORMAT))
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             raise RunFolderError([Problem(str(path), f"is no record: {error}", "give another folder")]) from None
         if found != str(_FORMAT):
             told = f"is of format {found}, this version writes {_FORMAT}"
@@ -192,6 +203,16 @@ class Record:
                 if self._connection.in_transaction:  # on a full disk, SQLite has rolled it back already
                     self._connection.execute("ROLLBACK")
                 raise
+
+    @contextmanager
+    def _synced(self) -> Iterator[None]:
+        """Context manager: the transaction in the block, and all before it, are on disk when it has ended."""
+        with self._lock:
+            self._connection.execute("PRAGMA synchronous = FULL")
+            try:
+                yield
+            finally:
+                self._connection.execute("PRAGMA synchronous = NORMAL")
 
     def _all(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         with self._lock:
@@ -286,8 +307,9 @@ class Record:
         self._all("UPDATE models SET body = ? WHERE id = ?", body, id)
 
     def snapshotted(self, id: str, seq: int) -> None:
-        """Record that the model's snapshot holds the effect of its requests up to `seq`, and drop their bodies."""
-        with self.together():
+        """Record that the model's snapshot holds the effect of its requests up to `seq`, and drop their bodies. On
+        return this is synced to disk: the earlier snapshot is deleted next."""
+        with self._synced(), self.together():
             self._all("UPDATE models SET snapshot = ? WHERE id = ?", seq, id)
             self._all("UPDATE requests SET body = NULL WHERE lane = ? AND seq <= ? AND state != 'queued'", id, seq)
 
