@@ -19,6 +19,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from stretto.processes.handshake import client_context, server_context
+from stretto.processes.http.asgi import unless_gone
 from stretto.processes.http.server import HttpServer, admit, give_way, settings_of
 from tests.certificates import authority
 
@@ -32,10 +33,21 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.processes.http.server._LOOK_SECONDS", 0.05)
 
 
+async def _long(send: Send) -> None:
+    """A reply without an end."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    while True:
+        await send({"type": "http.response.body", "body": bytes(1 << 18), "more_body": True})
+        await asyncio.sleep(0.005)
+
+
 async def _app(scope: Scope, receive: Receive, send: Send) -> None:
     """Replies to one who has the key, and at /slow after a while to anyone; at /wrong, to one with a wrong secret."""
     if (b"authorization", b"Bearer key") in scope["headers"]:
         admit(scope)
+    if scope["path"] == "/long":
+        await unless_gone(receive, _long(send))
+        return
     if scope["path"] == "/wrong":
         give_way(scope)
     if scope["path"] in ("/slow", "/wrong"):
@@ -162,6 +174,23 @@ def test_who_guesses_gives_way_to_any_other_caller() -> None:
             client.sendall(_REQUEST.replace(b"key", b"none"))
             _reply(client)
             assert _is_closed(turned_out, 20)
+
+
+def test_who_does_not_read_a_long_reply_is_idle_and_who_reads_it_is_not() -> None:
+    asked = b"GET /long HTTP/1.1\r\nhost: x\r\n\r\n"
+    with _serving() as address, ExitStack() as stack:
+        reads = stack.enter_context(socket.create_connection(address, timeout=20))
+        reads.sendall(asked)
+        crowd = [stack.enter_context(socket.create_connection(address)) for _ in range(_MOST - 1)]
+        for stranger in crowd:
+            stranger.sendall(asked)
+        until = time.monotonic() + 4 * _PATIENCE
+        while time.monotonic() < until:
+            assert len(reads.recv(1 << 20))
+        client = stack.enter_context(socket.create_connection(address))
+        client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        _reply(client)
+        assert len(reads.recv(1 << 20))
 
 
 def test_a_stranger_that_asks_again_and_again_is_not_idle() -> None:

@@ -3,8 +3,8 @@ has a bound for everyone (`processes.http.heads`).
 
 At most `strangers` are open. A further one replaces one that has shown a wrong secret, or else the one that was idle
 for longest; strangers whose request is being answered are not replaced, and if all are, the new caller is refused. A
-stranger that is idle for `patience` seconds after its last reply (sends nothing, does not finish TLS, or sends a
-request very slowly) is disconnected.
+stranger that is idle for `patience` seconds after its last reply (sends nothing, does not finish TLS, sends a request
+very slowly, or takes nothing of its reply) is disconnected.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class _Stranger:
     protocol: _Protocol | None = None  # None until the TLS handshake is done
     greeting: asyncio.Task[None] | None = None
     gives_way: bool = False  # it has shown a wrong secret
+    unsent: int = 0  # bytes of its reply that waited at the last look
+    stalled: bool = False  # between the last two looks it took none of them
 
     def give_way(self) -> None:
         self.gives_way = True
@@ -80,9 +82,16 @@ class _Stranger:
 
     @property
     def busy(self) -> bool:
-        """Whether a complete request has arrived and its reply is not complete."""
+        """Whether a complete request has arrived, its reply is not complete, and the caller takes it."""
         cycle = self.protocol.cycle if self.protocol is not None else None
-        return cycle is not None and not cycle.more_body and not cycle.response_complete
+        return cycle is not None and not cycle.more_body and not cycle.response_complete and not self.stalled
+
+    def look(self) -> None:
+        """Find out whether the caller takes its reply."""
+        if self.protocol is not None and self.protocol.flow is not None:
+            unsent = self.protocol.transport.get_write_buffer_size()
+            self.stalled = self.protocol.flow.write_paused and unsent >= self.unsent > 0
+            self.unsent = unsent
 
     @property
     def idle_since(self) -> float:
@@ -237,6 +246,7 @@ class HttpServer(uvicorn.Server):
             self._forget_the_gone()
             now = time.monotonic()
             for stranger in [*self._strangers]:
+                stranger.look()
                 if stranger.busy:
                     stranger.since = now
                 elif now - stranger.idle_since > self._idle_seconds:
