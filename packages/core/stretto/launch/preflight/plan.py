@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -54,7 +54,7 @@ from stretto.rewards.service.wire import Row
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.prompts import PromptSource
 from stretto.trainer.messages import Demonstration
-from stretto.worlds.data.task import Question, Questions
+from stretto.worlds.data.task import Question, Questions, with_own_ids
 from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig, WorkflowReady
 from stretto_verify.thoughts import PIECES
@@ -296,7 +296,8 @@ def _check_descriptors(recipe: Recipe) -> None:
 
 
 def _questions(recipe: Recipe) -> tuple[Questions, list[list[Question]]]:
-    """Read the questions of the task, and of each further set; check that each source has a reward.
+    """Read the questions of the task, and of each further set, each with an id of its own; check that each source has
+    a reward.
 
     Raises:
         DataError: has the mistakes of all files.
@@ -313,7 +314,9 @@ def _questions(recipe: Recipe) -> tuple[Questions, list[list[Question]]]:
     mistakes.done()
     names = {question.source for question in (*found.training, *found.held_out)}
     check_reward_sources(recipe.rewards, names | {one.source.title for one in recipe.evaluation.sets})
-    return found, sets
+    parts = (found.training, found.held_out, *sets)
+    training, held_out, *sets = with_own_ids(parts, apart=recipe.workflow is not None)
+    return replace(found, training=training, held_out=held_out), sets
 
 
 def encoded_within_limits(
@@ -392,11 +395,11 @@ def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer
     if recipe.workflow is None:
         return QuestionDetails()
     chats = {
-        (row.text, row.answer): row.messages or row.as_chat
+        row.key: row.messages or row.as_chat
         for row in questions
         if row.messages or (row.as_chat and tokenizer.has_chat_template)
     }
-    return QuestionDetails({(row.text, row.answer): row.fields for row in questions if row.fields}, chats)
+    return QuestionDetails({row.key: row.fields for row in questions if row.fields}, chats)
 
 
 def _plain(questions: Sequence[Question]) -> str | None:

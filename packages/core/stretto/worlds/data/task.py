@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -34,6 +34,11 @@ class Question:
     template_arguments: tuple[tuple[str, object], ...] = ()
     source: str = ""  # the name of the source that it is from, in a task of several
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Id, prompt and gold answer, as the question's `Prompt` has them."""
+        return self.id, self.text, self.answer
+
 
 @dataclass(frozen=True)
 class Questions:
@@ -53,6 +58,33 @@ class Questions:
     def demonstrations(self) -> Sequence[Question]:
         """Questions with worked solutions, for a warm start."""
         return self.demonstrate()
+
+
+def with_own_ids(parts: Iterable[Sequence[Question]], *, apart: bool) -> Iterator[list[Question]]:
+    """Yield the questions of each part of a run, each with an id of its own: a question whose id is taken gets ``~2``
+    behind it, or ``~3``, ...; the others keep theirs. An id is taken if an earlier question of the part has it.
+
+    Args:
+        parts: questions for training, held-out ones, those of each further set.
+        apart: an id is taken too if a question of any part has it, with the same prompt and gold answer and with other
+            fields or messages. Then `Question.key` identifies the data of a question.
+
+    >>> rows = [Question("a:1", "3+8=", "11"), Question("a:1", "9-2=", "7"), Question("a:2", "1+1=", "2")]
+    >>> [one.id for part in with_own_ids([rows], apart=True) for one in part]
+    ['a:1', 'a:1~2', 'a:2']
+    """
+    known = dict[tuple[str, str, str], object]()
+    for questions in parts:
+        found, taken = list[Question](), set[str]()
+        for question in questions:
+            own, tries = question, 1
+            data = (question.fields, question.messages, question.as_chat)
+            while own.id in taken or (apart and known.setdefault(own.key, data) != data):
+                tries += 1
+                own = replace(question, id=f"{question.id}~{tries}")
+            taken.add(own.id)
+            found.append(own)
+        yield found
 
 
 _HELD_OUT_PART = 5

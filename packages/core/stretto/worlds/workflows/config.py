@@ -59,20 +59,20 @@ class QuestionDetails:
     """Data of questions for workflows, beside their prompts.
 
     Attributes:
-        fields: further fields of each row (JSON object), by prompt text and gold answer.
-        chats: messages of questions that are chats, by prompt text and gold answer.
+        fields: further fields of each row (JSON object), by id, prompt text and gold answer (`Question.key`).
+        chats: messages of questions that are chats, by the same.
     """
 
-    fields: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    chats: Mapping[tuple[str, str], Sequence[ChatMessage]] = field(default_factory=dict)
+    fields: Mapping[tuple[str, str, str], str] = field(default_factory=dict)
+    chats: Mapping[tuple[str, str, str], Sequence[ChatMessage]] = field(default_factory=dict)
 
     def is_chat(self, prompt: Prompt) -> bool:
         """Whether the prompt was rendered by the chat template."""
-        return (prompt.text, prompt.answer) in self.chats
+        return (prompt.id, prompt.text, prompt.answer) in self.chats
 
     def task(self, prompt: Prompt, member: int, seed: int) -> WorkflowTask:
         """Make the task of one member of the prompt's group; `seed` is the member's."""
-        key = (prompt.text, prompt.answer)
+        key = (prompt.id, prompt.text, prompt.answer)
         messages = tuple(self.chats.get(key) or ({"role": "user", "content": prompt.text},))
         fields = json.loads(self.fields.get(key) or "{}")
         return WorkflowTask(prompt.id, prompt.text, prompt.answer, messages, fields, seed, member)
