@@ -65,7 +65,11 @@ def test_rows_of_one_number_in_two_files_stay_apart(policy: Path, tmp_path: Path
     assert (tries(plan, plan.training), tries(plan, plan.held_out)) == ([1, 2, 3], [4, 5, 3])
     assert [prompt.id for prompt in plan.training] == ["1", "2", "3"]
     assert [prompt.id for prompt in plan.held_out] == ["1~2", "2", "3"]  # only the first could be mistaken
-    assert [prompt.id for prompt in planned(policy, task).held_out] == ["1", "2", "3"]  # no workflow, nothing to mistake
+    assert [prompt.id for prompt in planned(policy, task).held_out] == [
+        "1",
+        "2",
+        "3",
+    ]  # no workflow, nothing to mistake
 
 
 def test_a_new_id_is_never_one_that_a_question_has() -> None:

@@ -11,6 +11,7 @@ import abc
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from stretto.core.records import NOTHING, PROMPT
@@ -58,19 +59,21 @@ class Workflow(abc.ABC):
 
 class _Histories:
     """Message histories of one trajectory, the newest first: the task's messages, and each that ends with a sampled
-    turn."""
+    turn. They are copies that nothing else refers to, because a workflow may edit its messages in place."""
 
     def __init__(self, task: WorkflowTask) -> None:
-        self._known: list[tuple[list[ChatMessage], int]] = [(list(task.messages), PROMPT)] if task.messages else []
+        self._known: list[tuple[list[ChatMessage], int]] = []
+        if task.messages:
+            self.hold(deepcopy(list(task.messages)), PROMPT)
 
-    def hold(self, messages: Sequence[ChatMessage], node: int) -> None:
-        self._known.insert(0, (list(messages), node))
+    def hold(self, messages: list[ChatMessage], node: int) -> None:
+        self._known.insert(0, (messages, node))
 
-    def find(self, messages: Sequence[ChatMessage]) -> tuple[int, int]:
-        """Find the longest known history that `messages` begin with; returns its number of messages and the node of its
-        last turn, or ``(0, NOTHING)``."""
-        fits = [(len(known), node) for known, node in self._known if list(messages[: len(known)]) == known]
-        return max(fits, key=lambda found: found[0], default=(0, NOTHING))
+    def find(self, messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], int]:
+        """Find the longest known history that `messages` begin with; returns it with the node of its last turn, or
+        ``([], NOTHING)``."""
+        fits = [(known, node) for known, node in self._known if list(messages[: len(known)]) == known]
+        return max(fits, key=lambda found: len(found[0]), default=([], NOTHING))
 
 
 class Conversation:
@@ -90,9 +93,10 @@ class Conversation:
     """
 
     def __init__(self, orders: Orders, task: WorkflowTask) -> None:
-        self.messages: list[ChatMessage] = list(task.messages)
+        self.messages: list[ChatMessage] = deepcopy(list(task.messages))
         self._orders, self._task, self._histories = orders, task, _Histories(task)
-        self._held, self._node, self._cause = list(task.messages), PROMPT, ""
+        # A history that a turn has ended with, as the model was given it: `messages` may have been changed since.
+        self._held, self._node, self._cause = deepcopy(self.messages), PROMPT, ""
 
     def say(self, text: str, role: str = "user", **further: Any) -> None:
         """Append a message; `further` are keys beside its role and content."""
@@ -101,19 +105,19 @@ class Conversation:
     def new(self, messages: Iterable[ChatMessage] = (), cause: str = "subagent") -> Conversation:
         """Begin another conversation in the same trajectory, for another role for example. It begins with `messages`
         alone, without the task's. `cause`: reason of the branch, for the record."""
-        other = self._beside(list(messages), cause)
+        other = self._beside(messages, cause)
         other._held, other._node = [], NOTHING
         return other
 
     def copy(self, cause: str = "fork") -> Conversation:
         """Copy this conversation. The copy is a branch of the trajectory; `cause`: reason of it, for the record."""
-        other = self._beside(list(self.messages), cause)
-        other._held, other._node = list(self._held), self._node
+        other = self._beside(self.messages, cause)
+        other._held, other._node = self._held, self._node
         return other
 
-    def _beside(self, messages: list[ChatMessage], cause: str) -> Conversation:
+    def _beside(self, messages: Iterable[ChatMessage], cause: str) -> Conversation:
         other = Conversation(self._orders, self._task)
-        other.messages, other._histories, other._cause = messages, self._histories, cause
+        other.messages, other._histories, other._cause = deepcopy(list(messages)), self._histories, cause
         return other
 
     async def generate(
@@ -128,9 +132,9 @@ class Conversation:
     ) -> TurnReply:
         """Sample the next turn.
 
-        By default the turn continues this conversation and is appended to its messages. If `messages` or `token_ids`
-        are given, the turn continues them, and this conversation does not change. Messages that begin with the history
-        of an earlier turn reuse its tokens: sampled turns are never encoded again.
+        By default the turn continues the messages that this conversation has now, and is appended to them when it has
+        ended. If `messages` or `token_ids` are given, the turn continues them, and this conversation does not change.
+        Messages that begin with the history of an earlier turn reuse its tokens: sampled turns are not encoded again.
 
         Args:
             messages: the whole history before the turn.
@@ -148,27 +152,29 @@ class Conversation:
         if stop:
             sampling["stop"] = list(stop)
         own = messages is None and not token_ids
-        asked = self.messages if messages is None else messages
-        _check("messages", asked, Mapping)
+        given = self.messages if messages is None else messages
+        _check("messages", given, Mapping)
         _check("tools", tools, Mapping)
         _check("token_ids", token_ids, int)
-        known, node = (len(self._held), self._node) if own else self._histories.find(asked)
-        if own and self.messages[:known] != self._held:  # it was changed
-            known, node = self._histories.find(asked)
+        held, node = self._held, self._node
+        if not own or given[: len(held)] != held:  # other messages, or they were changed
+            held, node = self._histories.find(given)
+        asked = [*held, *deepcopy(list(given[len(held) :]))]  # stays as it is, while `messages` may be changed
         reply = await self._orders.turn(
             () if token_ids else asked,
-            known,
+            len(held),
             node,
             token_ids=token_ids,
             tools=tools,
             sampling=sampling,
             cause=cause or (self._cause if own else ""),
         )
+        ended = [*asked, deepcopy(reply.message)]
         if not token_ids:
-            self._histories.hold([*asked, reply.message], reply.node)
+            self._histories.hold(ended, reply.node)
         if own:
             self.messages.append(reply.message)
-            self._held, self._node, self._cause = list(self.messages), reply.node, ""
+            self._held, self._node, self._cause = ended, reply.node, ""
         return reply
 
     async def tool(

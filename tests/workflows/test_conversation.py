@@ -1,0 +1,153 @@
+"""Promise: a turn continues the messages that its conversation had when it began, whatever is said, sampled or edited
+meanwhile; no reply is lost, and what is sampled again behind an unchanged history reuses its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from stretto.core.forest import TurnRequest
+from stretto.core.records import Prompt, Sampling, Segment, StopReason, Verdict
+from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.task import TurnReply, WorkflowTask
+from stretto_workflows.conversation import Conversation
+from stretto_workflows.exchange import Exchange, Services
+from stretto_workflows.rendering import PlainRendering
+from stretto_workflows.session import MemoryRecord, Session
+from stretto_workflows.wire import TurnOrder
+
+TASK = WorkflowTask("0", "q", "a", ({"role": "user", "content": "q"},))
+
+
+def encoded(text: str) -> tuple[int, ...]:
+    return tuple(text.encode())
+
+
+def decoded(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode()
+
+
+async def unused(*_: Any) -> list[Verdict]:
+    raise AssertionError("nothing is scored")
+
+
+class Talk:
+    """A conversation with a model that says ``<1>``, ``<2>``, ...; a turn ends when `release` is called for it."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []  # of the turns, in the order in which they began
+        self.open: list[asyncio.Event] = []
+        services = Services(
+            score=unused,
+            detokenize=decoded,
+            plain=PlainRendering(encoded),
+            template=None,
+            sampling=Sampling(max_tokens=8),
+            context=1 << 16,
+            verdict=lambda value: pytest.fail("no verdict is needed"),
+            config=WorkflowConfig(function="x", max_turns=1000),
+        )
+        prompt = Prompt(id="0", token_ids=encoded("q"), text="q", answer="a")
+        self.session = Session("g/0", prompt.token_ids, 1, self._sample, MemoryRecord())
+        self._exchange = Exchange(self.session, prompt, TASK, services)
+        self.chat = Conversation(self, TASK)  # type: ignore[arg-type]  # of its orders it needs `turn` alone
+
+    async def turn(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        known: int,
+        node: int,
+        *,
+        token_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]],
+        sampling: Mapping[str, Any],
+        cause: str,
+    ) -> TurnReply:
+        order = TurnOrder(1, 1, tuple(messages), known, node, tuple(token_ids), tuple(tools), sampling, cause)
+        reply = (await self._exchange.turn(order)).reply
+        assert reply is not None
+        return reply
+
+    async def _sample(self, request: TurnRequest) -> Segment:
+        self.prompts.append(decoded(request.prompt))
+        said, ended = encoded(f"<{len(self.prompts)}>"), asyncio.Event()
+        self.open.append(ended)
+        await ended.wait()
+        return Segment.of(said, (-0.5,) * len(said), (0,) * len(said), 0, StopReason.STOP)
+
+    @property
+    def text(self) -> str:
+        """What the conversation says now."""
+        return "".join(message["content"] for message in self.chat.messages)
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def interleaved(chance: random.Random) -> None:
+    talk, turns, expected, replies, edits = Talk(), list[asyncio.Task[TurnReply]](), list[str](), 0, 0
+    for step in range(40):
+        match chance.choice(("say", "generate", "generate", "end", "end", "edit", "replace")):
+            case "say":
+                talk.chat.say(f"|say {step}|")
+            case "generate":
+                expected.append(talk.text)
+                turns.append(asyncio.create_task(talk.chat.generate()))
+            case "end" if open := [event for event in talk.open if not event.is_set()]:
+                chance.choice(open).set()
+                replies += 1
+            case "edit":  # in place
+                edited = chance.choice(talk.chat.messages)
+                edits += edited["role"] == "assistant"
+                edited["content"] = f"(edit {step})"  # type: ignore[index]  # it is a dict
+            case "replace":
+                at = chance.randrange(len(talk.chat.messages))
+                edits += talk.chat.messages[at]["role"] == "assistant"
+                talk.chat.messages[at] = {"role": talk.chat.messages[at]["role"], "content": f"(new {step})"}
+        await settled()
+        assert talk.prompts == expected
+        assert sum(message["role"] == "assistant" for message in talk.chat.messages) == replies
+    for event in talk.open:
+        event.set()
+    for number, reply in enumerate(await asyncio.gather(*turns), start=1):
+        assert reply.text == f"<{number}>"
+        assert edits or reply.text in talk.text
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_happens_meanwhile_a_turn_continues_what_was_said_when_it_began(seed: int) -> None:
+    asyncio.run(interleaved(random.Random(seed)))
+
+
+def test_an_unchanged_history_is_continued_by_its_tokens_and_an_edited_one_is_not() -> None:
+    async def talked() -> None:
+        talk = Talk()
+        for said in ("|first|", "|second|"):
+            turn = asyncio.create_task(talk.chat.generate())
+            await settled()
+            talk.open[-1].set()
+            await turn
+            talk.chat.say(said)
+        assert [segment.parent for segment in talk.session.forest.segments] == [-1, 0, 1]  # one line
+        talk.chat.messages[1]["content"] = "(shortened)"  # type: ignore[index]  # it is a dict
+        turn = asyncio.create_task(talk.chat.generate())
+        await settled()
+        assert talk.prompts == ["q", "q<1>|first|", "q(shortened)|first|<2>|second|"]
+        talk.open[-1].set()
+        await turn
+
+    asyncio.run(talked())
+
+
+def test_an_edit_of_a_copy_changes_neither_the_original_nor_the_task() -> None:
+    chat = Talk().chat
+    branch, other = chat.copy(), chat.new(chat.messages)
+    for edited in (branch, other):
+        edited.messages[0]["content"] = "(edited)"  # type: ignore[index]  # it is a dict
+    assert (chat.messages[0]["content"], TASK.messages[0]["content"]) == ("q", "q")
