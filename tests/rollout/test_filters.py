@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.records import Group, StopReason, Trajectory
+from stretto.core.records import Group, StopReason
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters, refused, success_rate, truncated, zero_variance
-from tests.store.make import RIGHT, Make, judged, sampled
+from tests.store.make import Make, judged
 
 REWARDS = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=6)
 
@@ -41,15 +41,11 @@ def test_zero_variance_by_hand() -> None:
     assert len(zero_variance(group([0.5]))) == 1
 
 
-def test_a_group_whose_turns_have_different_rewards_is_no_group_of_equal_rewards() -> None:
-    def refused(*members: Sequence[float | None]) -> int:
-        segments = [tuple(sampled((0,), reward=reward) for reward in rewards) for rewards in members]
-        return len(
-            zero_variance(Make.group("g", *(Trajectory(f"g/{m}", s, RIGHT, "") for m, s in enumerate(segments))))
-        )
-
-    assert (refused((1.0, 0.0), (0.0, 1.0)), refused((1.0, 0.0), (1.0, 0.0))) == (0, 2)
-    assert refused((None,), (None, None)) == 2, "turns without a reward do not count"
+def test_zero_variance_looks_at_the_rewards_that_are_compared() -> None:
+    chosen = filters(RolloutConfig(filter="zero_variance"), lambda group: [[1.0, 1.0], [2.0, 3.0]])
+    assert refused(group([0.5, 0.5]), chosen, fewest=1) == {}
+    chosen = filters(RolloutConfig(filter="zero_variance"), lambda group: [[1.0, 1.0], [2.0]])
+    assert len(refused(group([0.5, 0.4]), chosen, fewest=1)) == 2
 
 
 @given(REWARDS)

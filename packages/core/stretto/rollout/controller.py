@@ -27,7 +27,7 @@ from stretto.core.states import Journal
 from stretto.rollout.adaptive import AdaptiveBound, AdaptiveInFlight, Pressure, adapted, decided, measured
 from stretto.rollout.batching import QueueState, assert_within_bound, choose
 from stretto.rollout.config import RolloutConfig
-from stretto.rollout.filters import filters, refused
+from stretto.rollout.filters import Compared, filters, refused
 from stretto.rollout.pacing import Continuous, Pacing
 from stretto.rollout.prompts import Draw, Position, PromptStream
 
@@ -97,10 +97,11 @@ class Controller:
         version: int = 0,
         pacing: Pacing | None = None,
         state: ControllerState | None = None,
+        compared: Compared | None = None,
     ) -> None:
         """Start a controller without groups. `seed`: decides the seeds of completions. `version`: newest published
         version. `pacing`: None: `Continuous`. `state`: saved by an earlier process of the run, whose unfinished groups
-        `restore` adds afterwards; None: a new run."""
+        `restore` adds afterwards; None: a new run. `compared`: as that of `filters`."""
         self.config = config
         state = state or ControllerState()
         lowest, _ = config.staleness_bounds
@@ -115,7 +116,7 @@ class Controller:
         self._prompts = prompts
         self._journal = journal
         self._seed = seed
-        self._filters = filters(config)
+        self._filters = filters(config, compared)
         self._order = 0
         self._taken = version * config.batch_size
         self._in_flight: dict[str, Ticket] = {}

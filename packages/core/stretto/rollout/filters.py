@@ -6,7 +6,7 @@ is replaced: the next admission draws another prompt. `rollout.config.FILTERS` l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -16,6 +16,8 @@ from stretto.rollout.config import FILTERS, RolloutConfig
 
 #: Returns the refused trajectories of a group: the reason by trajectory id.
 Filter = Callable[[Group], Mapping[str, str]]
+#: Returns the rewards of a group that the advantages compare, in the lists in which they are compared.
+Compared = Callable[[Group], Iterable[Sequence[float]]]
 
 
 def truncated(group: Group) -> Mapping[str, str]:
@@ -32,24 +34,32 @@ def success_rate(group: Group, low: float, high: float) -> Mapping[str, str]:
     return {} if low <= rate <= high else _all(group, f"{right} of {len(group.trajectories)} completions are right")
 
 
-def zero_variance(group: Group) -> Mapping[str, str]:
-    """Refuse groups with equal rewards, including those of turns: their advantages and gradient are zero (DAPO, arXiv
+def _of_trajectories(group: Group) -> Iterable[Sequence[float]]:
+    """The rewards of the trajectories, as one list."""
+    return [[t.reward for t in group.trajectories]]
+
+
+def zero_variance(group: Group, compared: Compared = _of_trajectories) -> Mapping[str, str]:
+    """Refuse groups of which all `compared` rewards are equal: their advantages and gradient are zero (DAPO, arXiv
     2503.14476, dynamic sampling)."""
-    rewards = {
-        (t.reward, *(segment.reward for segment in t.segments if segment.reward is not None))
-        for t in group.trajectories
-    }
-    return _all(group, f"all rewards are {rewards.pop()[0]:g}") if len(rewards) == 1 else {}
+    if any(len(set(rewards)) > 1 for rewards in compared(group)):
+        return {}
+    return _all(group, f"all rewards are {group.trajectories[0].reward:g}")
 
 
-def filters(config: RolloutConfig) -> tuple[Filter, ...]:
-    """The filters of a recipe in their order: first those of single completions, then those of whole groups."""
+def filters(config: RolloutConfig, compared: Compared | None = None) -> tuple[Filter, ...]:
+    """The filters of a recipe in their order: first those of single completions, then those of whole groups.
+    `compared`: the rewards that `zero_variance` looks at; None: those of the trajectories."""
     chosen: list[Filter] = []
     if config.truncated == "filter":
         chosen.append(truncated)
     if (config.success_rate_min, config.success_rate_max) != (0, 1):
         chosen.append(partial(success_rate, low=config.success_rate_min, high=config.success_rate_max))
-    return (*chosen, *map(FILTERS.bound, config.filters))
+    for named in config.filters:
+        bound = FILTERS.bound(named)
+        given = compared is not None and getattr(bound, "func", None) is zero_variance
+        chosen.append(partial(bound, compared=compared) if given else bound)
+    return tuple(chosen)
 
 
 def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, str]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from stretto.core.records import Prompt, Update
 from stretto.core.tasks import run_beside
@@ -46,6 +47,7 @@ from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.progress import LEGEND
 from stretto.store.series.samples import rewind_samples
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
+from stretto.trainer.batch.credit import rewards_compared
 from stretto.worlds.single_turn import GroupWorkflow, SingleTurn
 from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.workflows.config import WorkflowConfig
@@ -272,6 +274,7 @@ async def _train(
         version=context.start.version,
         pacing=pacing_of(recipe.rollout, recipe.in_rounds),
         state=state,
+        compared=partial(rewards_compared, recipe.algorithm),
     )
     restored = restore(controller, state, unfinished)
     for group in unfinished:

@@ -3,7 +3,7 @@
     trajectory    the sampled tokens of all paths of a trajectory share its reward; the trajectories of a group are
                   compared
     turn          each turn has its return: the sum of rewards from this turn to the end of its path; the n-th turns of
-                  a group are compared with each other
+                  a group are compared with each other, those of each root (`root_of`) apart
 
 Token-level estimators (`EstimatorSection.along`) get one path at a time. The last token of a path has the trajectory's
 reward; with credit by turn, the last token of each turn has the turn's reward.
@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
-from stretto.core.records import Trajectory
-from stretto.trainer.batch.paths import PathTokens
+from stretto.core.forest import paths
+from stretto.core.records import Group, Trajectory
+from stretto.trainer.batch.paths import PathTokens, root_of, turns_before, turns_of
 from stretto.trainer.objective.advantages import shaped
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import RewardedCompletion
@@ -46,6 +47,9 @@ class ScoredTrajectory:
     paths: Sequence[ScoredPath]
 
 
+#: Root and number of a turn; of a whole trajectory or path: `_WHOLE`.
+_Place = tuple[str, int]
+_WHOLE: _Place = ("", 0)
 #: Tokens that share one reward, and (path id, number of loss tokens) for each path that they belong to.
 _Unit = tuple[RewardedCompletion, list[tuple[str, int]]]
 
@@ -63,17 +67,17 @@ def advantages_by_path(
         RecipeError: a user's estimator returned a wrong shape or a non-finite number.
     """
     estimator, by_turn = config.advantages, config.advantages.credit == "turn"
-    compared = defaultdict[tuple[int, int], list[_Unit]](list)
+    compared = defaultdict[tuple[int, str, int], list[_Unit]](list)
     for group, members in enumerate(groups):
         for one in members:
             if estimator.along:
-                units = [(0, (rewarded(config, longest, one, path), [_part(path)])) for path in one.paths]
+                units = [(_WHOLE, (rewarded(config, longest, one, path), [_part(path)])) for path in one.paths]
             elif by_turn:
                 units = [unit for path in one.paths for unit in _turns(config, longest, path)]
             else:
-                units = [(0, (_whole(config, longest, one), [_part(path) for path in one.paths]))]
-            for number, unit in units:
-                compared[group, number].append(unit)
+                units = [(_WHOLE, (_whole(config, longest, one), [_part(path) for path in one.paths]))]
+            for place, unit in units:
+                compared[group, *place].append(unit)
     order = [compared[key] for key in sorted(compared)]
     found = defaultdict[str, list[Column]](list)
     advantages = advantages_of(estimator, [[completion for completion, _ in units] for units in order])
@@ -110,16 +114,32 @@ def _whole(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> Rewa
     return RewardedCompletion(_shaped(config, longest, one), sum(lengths), trained, kl=kl)
 
 
-def _turns(config: AlgorithmConfig, longest: int, path: ScoredPath) -> Iterator[tuple[int, _Unit]]:
-    """Yield (number of the turn on the path, estimator input) of each turn that belongs to this path. The reward of a
-    turn includes the rewards of later turns, less the KL of their tokens."""
+def _turns(config: AlgorithmConfig, longest: int, path: ScoredPath) -> Iterator[tuple[_Place, _Unit]]:
+    """Yield (root and number of the turn on the path, estimator input) of each turn that belongs to this path. The
+    reward of a turn includes the rewards of later turns, less the KL of their tokens."""
     ends = list(accumulate((turn.tokens for turn in path.path.turns), initial=0))
     rewards, every = _rewards(config, longest, path), np.asarray(path.trained, np.int64)
     for turn, (start, end) in enumerate(pairwise(ends)):
         reward = math.fsum(rewards[turn:]) - math.fsum(np.asarray(path.kl[end:]).tolist())
         trained = every[(start <= every) & (every < end)] - start
         unit = RewardedCompletion(reward, end - start, trained, kl=path.kl[start:end])
-        yield path.path.turns_before + turn, (unit, [(path.path.id, len(trained))])
+        yield (path.path.root, path.path.turns_before + turn), (unit, [(path.path.id, len(trained))])
+
+
+def rewards_compared(config: AlgorithmConfig, group: Group) -> Iterable[Sequence[float]]:
+    """Rewards of a decided group, not shaped, in the lists that are compared: one of all trajectories, or one of the
+    returns of each number of turn of each root. If the numbers of every list are equal, an estimator that compares
+    gives no signal."""
+    if config.advantages.credit == "trajectory":
+        return [[one.reward for one in group.trajectories]]
+    found = defaultdict[_Place, list[float]](list)
+    for one in group.trajectories:
+        for path in paths(one.segments):
+            rewards = [turn.reward for turn in turns_of(one, [one.segments[place] for place in path.trained])]
+            for number, _ in enumerate(rewards):
+                place = root_of(one, path), turns_before(one, path) + number
+                found[place].append(math.fsum(rewards[number:]))
+    return found.values()
 
 
 def _part(path: ScoredPath) -> tuple[str, int]:
@@ -134,4 +154,9 @@ def _shaped(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> flo
 
 
 def _rewards(config: AlgorithmConfig, longest: int, path: ScoredPath) -> list[float]:
-    return [shaped(turn.reward, turn.tokens, longest, config.shaping) for turn in path.path.turns]
+    """The shaped rewards of the path's turns. The bias is that of the last turn: added to each, it would be a reward
+    for many turns."""
+    *earlier, last = path.path.turns
+    unbiased = config.shaping.model_copy(update={"bias": 0.0}) if earlier else config.shaping
+    before = [shaped(turn.reward, turn.tokens, longest, unbiased) for turn in earlier]
+    return [*before, shaped(last.reward, last.tokens, longest, config.shaping)]

@@ -8,7 +8,7 @@ Axes: T token, S own sampled token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class PathTokens:
     mixed: (
         Ints | tuple[()]
     ) = ()  # [S], 1 if the token's context may have KV entries of another version; empty: none has
+    root: str = ""  # see `root_of`
 
 
 def paths_of(prompt: Prompt, trajectory: Trajectory, evidence: Evidence = "all") -> list[PathTokens]:
@@ -103,11 +104,12 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str, evidenc
         places=_joined(spans, np.int32),
         behavior_logprobs=_joined([_logprobs(segment) for segment in own], np.float32),
         versions=_joined([_versions(segment) for segment in own], np.int32),
-        turns=tuple(_turns(trajectory, own)),
-        turns_before=sum(trajectory.segments[place].sampled for place in path.segments) - len(own),
+        turns=turns_of(trajectory, own),
+        turns_before=turns_before(trajectory, path),
         stop_reason=own[-1].stop_reason,
         engine=_newest_writer(own),
         mixed=_mixed(own, evidence),
+        root=root_of(trajectory, path),
     )
 
 
@@ -118,6 +120,17 @@ def _mixed(own: Sequence[Segment], evidence: Evidence) -> Ints | tuple[()]:
         np.array([evidence == "none" or segment.interrupted > 0 for segment in own], np.int32),
         [segment.length for segment in own],
     )
+
+
+def root_of(trajectory: Trajectory, path: Path) -> str:
+    """Root of a path: "" if it begins with the prompt, else the cause of its first segment, such as "user" or "critic",
+    or "-" without one. The paths of one root belong to one role of the workflow."""
+    return "" if path.behind_prompt else trajectory.segments[path.segments[0]].cause or "-"
+
+
+def turns_before(trajectory: Trajectory, path: Path) -> int:
+    """Number of turns on the path that belong to earlier paths."""
+    return sum(trajectory.segments[place].sampled for place in path.segments) - len(path.trained)
 
 
 def _ids(segment: Segment) -> Ints:
@@ -162,8 +175,9 @@ def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
         return np.asarray(values, kind)
 
 
-def _turns(trajectory: Trajectory, own: Sequence[Segment]) -> Iterator[PathTurn]:
+def turns_of(trajectory: Trajectory, own: Sequence[Segment]) -> tuple[PathTurn, ...]:
+    """The turns of a path, of its own sampled segments."""
     apart = any(segment.reward is not None for segment in trajectory.segments)
-    for segment in own:
-        whole = 0.0 if apart or segment is not own[-1] else trajectory.reward
-        yield PathTurn(segment.length, whole if segment.reward is None else segment.reward)
+    last = 0.0 if apart else trajectory.reward
+    rewards = [(last if segment is own[-1] else 0.0) if segment.reward is None else segment.reward for segment in own]
+    return tuple(PathTurn(segment.length, reward) for segment, reward in zip(own, rewards, strict=True))
