@@ -226,6 +226,38 @@ def test_a_turn_that_is_refused_costs_nothing_of_the_budget(bench: Callable[...,
         asyncio.run(exchange.turn(asks("1+1=")))
 
 
+@pytest.mark.parametrize("budget", [4, 9, 11, 16, 100])
+def test_parallel_turns_share_the_budget_and_are_refused_only_once_it_is_sampled(
+    bench: Callable[..., Bench], budget: int
+) -> None:
+    """A turn may sample 4 tokens and samples 2 of them: a budget of 9 has room for two turns at once, and for 5 turns
+    in all, the last one after 8 tokens."""
+    made = bench("Asks", max_tokens=budget)
+    exchange, open_turns, most = made.exchange(0), 0, 0
+
+    async def ends_late(request: TurnRequest) -> None:
+        nonlocal open_turns, most
+        open_turns += request.sampling.max_tokens
+        most = max(most, open_turns + exchange.session.sampled_tokens)
+        await asyncio.sleep(0.001 * (request.node % 3))
+        open_turns -= request.sampling.max_tokens
+
+    made.model.on_turn = ends_late
+
+    async def all_at_once() -> list[object]:
+        asked = (exchange.turn(asks(f"1+{number}=")) for number in range(6))
+        return list(await asyncio.gather(*asked, return_exceptions=True))
+
+    found = asyncio.run(all_at_once())
+    served = min(6, math.ceil(budget / 2))
+    assert [type(one) for one in found].count(RefusedRequest) == 6 - served
+    assert {str(one) for one in found if isinstance(one, RefusedRequest)} <= {
+        f"generate: {2 * served} tokens are sampled; workflow.max_tokens is {budget}"
+    }
+    assert most <= budget
+    assert exchange.session.sampled_tokens == 2 * served
+
+
 def test_a_reward_function_that_is_none_ends_the_run_and_is_no_fault_of_the_workflow(
     bench: Callable[..., Bench],
 ) -> None:

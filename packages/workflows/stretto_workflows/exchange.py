@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +63,8 @@ class Exchange:
         self.session, self.task = session, task
         self._prompt, self._services = prompt, services
         self._rendering = rendering or services.plain
-        self._turns = self._tokens = 0  # `_tokens`: sampled ones, and the limits of turns in progress
+        self._turns = self._sampled = self._reserved = 0  # `_reserved`: tokens that turns in progress may sample
+        self._turn_ended = asyncio.Event()
         self._thoughts: set[str] = set()  # texts of turns that end within a thought of the prompt
 
     def again(self) -> Exchange:
@@ -85,15 +88,14 @@ class Exchange:
         if self._turns >= limits.max_turns:
             raise RefusedRequest("generate", f"turn {self._turns + 1}", f"workflow.max_turns is {limits.max_turns}")
         self._turns += 1
-        self._tokens += sampling.max_tokens
         try:
-            turn = await self.session.turn(prompt, sampling, order.cause or cause)
+            async with self._reserves(sampling) as sampling:
+                turn = await self.session.turn(prompt, sampling, order.cause or cause)
+                self._sampled += turn.segment.length
         except BaseException:  # the workflow got no turn, so none counts
             self._turns -= 1
-            self._tokens -= sampling.max_tokens
             raise
         segment = turn.segment
-        self._tokens += segment.length - sampling.max_tokens
         text, opens = services.detokenize(segment.token_ids), "" if order.token_ids else self._prompt.opens
         if with_opening(text, opens) != text:
             self._thoughts.add(text)
@@ -121,16 +123,13 @@ class Exchange:
 
     def _sampling(self, wanted: Any, before: int) -> Sampling:
         """Sampling options of a turn after `before` tokens: the run's, with the workflow's stop texts added.
-        `max_tokens` is the least of the run's, the workflow's, the room in the context, and what is left of
-        `workflow.max_tokens`. Raises RefusedRequest if no room is left, or `wanted` is malformed."""
-        sampling, limits = self._services.sampling, self._services.config
-        room = min(sampling.max_tokens, self._services.context - before, limits.max_tokens - self._tokens)
-        if self._services.context <= before:
+        `max_tokens` is the least of the run's, the workflow's, and the room in the context. Raises RefusedRequest if
+        the context has no room, or `wanted` is malformed."""
+        sampling = self._services.sampling
+        room = min(sampling.max_tokens, self._services.context - before)
+        if room < 1:
             allowed = f"the model's context has {self._services.context}"
             raise RefusedRequest("messages", f"{before} tokens", allowed)
-        if room < 1:
-            found = f"{self._tokens} tokens are sampled"
-            raise RefusedRequest("generate", found, f"workflow.max_tokens is {limits.max_tokens}")
         try:
             chosen = msgspec.convert(wanted, _Wanted)
         except msgspec.ValidationError as error:
@@ -139,6 +138,25 @@ class Exchange:
             ) from None
         room = min(room, chosen.max_tokens or room)
         return msgspec.structs.replace(sampling, max_tokens=room, stop=(*sampling.stop, *chosen.stop))
+
+    @asynccontextmanager
+    async def _reserves(self, sampling: Sampling) -> AsyncIterator[Sampling]:
+        """Reserve the tokens of one turn out of `workflow.max_tokens`, until the block ends. A turn that does not fit
+        beside those in progress waits for them, because they may sample fewer tokens than they reserve; alone, it gets
+        what is left. Raises RefusedRequest if nothing is left."""
+        most = self._services.config.max_tokens
+        while self._reserved and self._sampled + self._reserved + sampling.max_tokens > most:
+            self._turn_ended.clear()
+            await self._turn_ended.wait()  # no deadline: each turn in progress has its own
+        if self._sampled >= most:
+            raise RefusedRequest("generate", f"{self._sampled} tokens are sampled", f"workflow.max_tokens is {most}")
+        room = min(sampling.max_tokens, most - self._sampled)
+        self._reserved += room
+        try:
+            yield msgspec.structs.replace(sampling, max_tokens=room)
+        finally:
+            self._reserved -= room
+            self._turn_ended.set()
 
     async def score(self, order: ScoreOrder) -> OrderDone:
         """Judge a text, or return the recorded reward. Rewards are recorded because a judge may give another one the
