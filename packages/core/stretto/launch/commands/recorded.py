@@ -6,12 +6,12 @@ import hashlib
 import os
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from stretto.doors.loading import is_own
-from stretto.launch.recipe.recipe import Recipe, load_recipe, named_in_doors, to_toml, validate
+from stretto.launch.recipe.recipe import Recipe, load_recipe, named_in_doors, named_in_section, to_toml, validate
 from stretto.store.inspection import CHANGED
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.run_folder import RunFolder
@@ -37,10 +37,15 @@ SOURCES = "sources"  #: name of the ledger's fact with the digests, by name of t
 
 
 def digests_of(recipe: Recipe) -> dict[str, str]:
-    """Compute a digest of the file of each user-defined part (``package.module:name``), by its name. Parts whose
-    file is not found are left out; files that they import are not covered."""
-    files = {name: _file_of(name.partition(":")[0], folder) for name, folder in _own_parts(recipe)}
-    return {name: _digest(file) for name, file in files.items() if file is not None and file.is_file()}
+    """Compute a digest of the file of each user-defined part (``package.module:name``), by its name; of several files,
+    if sections with folders of their own have one name. Parts whose file is not found are left out; files that they
+    import are not covered."""
+    files = dict[str, dict[Path, None]]()
+    for name, folder in _own_parts(recipe):
+        file = _file_of(name.partition(":")[0], folder)
+        if file is not None and file.is_file():
+            files.setdefault(name, {})[file] = None
+    return {name: _digest(*found) for name, found in files.items()}
 
 
 def changed_sources(ledger: Ledger, recipe: Recipe) -> tuple[str, ...]:
@@ -65,11 +70,8 @@ def _own_parts(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
     """Yield name and folder of each user-defined part. The folder is searched first for its module; None: none is."""
     tree = recipe.model_dump(mode="python")
     named = [(name, recipe.path) for name in named_in_doors(tree)]
-    named += [(part.function, recipe.rewards.path) for part in recipe.rewards.parts]
-    workflow = tree.get("workflow")
-    if isinstance(workflow, Mapping):
-        settings = workflow.get("settings") or {}
-        named += [(name, workflow.get("path")) for name in (workflow.get("function"), settings.get("make"))]
+    for section in (tree["rewards"], tree["workflow"] or {}):
+        named += [(name, section.get("path")) for name in named_in_section(section)]
     for name, folder in named:
         if isinstance(name, str) and is_own(name):
             yield name, folder
@@ -88,5 +90,5 @@ def _file_of(module: str, folder: str | None) -> Path | None:
     return Path(file) if file is not None else None
 
 
-def _digest(file: Path) -> str:
-    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+def _digest(*files: Path) -> str:
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()

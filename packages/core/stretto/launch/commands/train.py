@@ -58,6 +58,7 @@ _MAY_CHANGE = (
 _JOIN = "join.json"  # file of a run that other machines could join; another conductor may have a copy of the folder
 #: Names of the ledger's facts with digests of the training questions, the held-out questions and the model.
 _QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
+_FOLDERS = ("rewards.path", "workflow.path")  # of modules
 _RECORDED = ("id", "token_ids", "text", "answer")  # fields of a prompt in the digest of the questions
 _HOPELESS = 2.0  # a run that needs more than this many times the available memory is refused
 _CONTAINERS = 1_000_000  # allocations between two garbage collections
@@ -257,14 +258,15 @@ def _fingerprints(plan: Plan) -> tuple[str, str]:
 
 def _check_moved(folder: RunFolder, before: Recipe, plan: Plan, ledger: Ledger) -> tuple[str, ...]:
     """Return the keys of paths that a resume may change because the contents are compared: of the model in this
-    function, of the data by the digest of the questions. Raises RunFolderError for another model."""
+    function, of the data by the digest of the questions, of modules by `changed_sources`. Raises RunFolderError for
+    another model."""
     known = ledger.get(_MODEL, str)
     moved = before.model.path != plan.recipe.model.path
     if moved and known is not None and known != _model_fingerprint(plan):
         found = f"was {before.model.path!r}, and {str(plan.base.path)!r} holds another model"
         raise RunFolderError([Problem(f"{folder.path}: model.path", found, "give the new path of the same model")])
     files = {"jsonl": ("task.file", "task.held_out_file"), "dataset": ("task.sources", "task.held_out_sources")}
-    return (*files.get(before.task.kind, ()), "rewards.path", *(("model.path",) if known is not None else ()))
+    return (*files.get(before.task.kind, ()), *_FOLDERS, *(("model.path",) if known is not None else ()))
 
 
 def _model_fingerprint(plan: Plan) -> str:

@@ -5,6 +5,7 @@ reported at once.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
@@ -76,6 +77,19 @@ def named_in_doors(tree: Mapping[str, Any]) -> Iterator[object]:
             yield one.get("kind") if isinstance(one, dict) else one
 
 
+def named_in_section(section: Mapping[str, Any]) -> Iterator[object]:
+    """Yield the names of parts in a parsed section ``[rewards]`` or ``[workflow]``: its function, that of each item of
+    `functions`, and each text of `settings` that is written like one (``module:name``); None for an absent key."""
+    listed, settings = section.get("functions"), section.get("settings")
+    for part in (section, *(listed if isinstance(listed, list | tuple) else ())):
+        yield part.get("function") if isinstance(part, Mapping) else None
+    for value in settings.values() if isinstance(settings, Mapping) else ():
+        for text in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(text, str) and _PART.fullmatch(text):
+                yield text
+
+
+_PART = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _PATHS = (
     "model.path",
     "task.file",
@@ -278,7 +292,7 @@ def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
 
 
 def _find_module(section: Any, folder: Path) -> None:
-    """Set `path` of a ``[rewards]`` or ``[workflow]`` section to the recipe's folder, if a module of its functions or a
+    """Set `path` of a ``[rewards]`` or ``[workflow]`` section to the recipe's folder, if a module that it names or a
     file of its command is there and no `path` is given. Changes `section`."""
     if not isinstance(section, dict) or "path" in section:
         return
@@ -286,11 +300,8 @@ def _find_module(section: Any, folder: Path) -> None:
     words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
     if any(os.path.isfile(folder / word) and not os.path.isabs(word) for word in words):
         section["path"] = str(folder.resolve())
-    listed = section.get("functions")
-    parts = [section, *(listed if isinstance(listed, list) else [])]
-    for name in [part.get("function") for part in parts if isinstance(part, dict)]:
-        if is_beside(name, folder):
-            section["path"] = str(folder.resolve())
+    if any(is_beside(name, folder) for name in named_in_section(section)):
+        section["path"] = str(folder.resolve())
 
 
 def override(tree: dict[str, Any], overrides: Overrides, folder: Path | None = None) -> None:
