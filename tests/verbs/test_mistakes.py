@@ -13,6 +13,7 @@ import torch
 
 import stretto
 from stretto.core.records import Prompt
+from stretto.launch.recipe.recipe import validate
 from tests.verbs.test_scheduler import said
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,39 @@ def test_settings(folder: Path, act: Callable[[Path], object], message: str) -> 
         act(folder)
 
 
+NO_BATCH: dict[str, dict[str, Any]] = {
+    "min_group_size = 4 is more than rollout.group_size = 2": {"group_size": 2, "min_group_size": 4},
+    "success_rate_min = 0.9 is more than rollout.success_rate_max": {"success_rate_min": 0.9, "success_rate_max": 0.1},
+    "would filter every group": {"group_size": 1, "filter": "zero_variance"},
+    "would filter every group; use": {"group_size": 1, "filter": ("zero_variance", "truncated_too:far")},
+}
+
+
+@pytest.mark.parametrize("message", NO_BATCH)
+def test_settings_that_form_no_batch_are_refused_by_a_recipe_and_by_a_scheduler(
+    message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "truncated_too.py").write_text("def far(group):\n    return {}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = NO_BATCH[message]
+    tree = {
+        "model": {"path": "m"},
+        "task": {"kind": "arithmetic"},
+        "trainer": {"minibatches": 1},
+        "rollout": settings,
+        "algorithm": {"advantages": "batch"},
+    }
+    with pytest.raises(stretto.RecipeError, match=message):
+        validate(tree, "recipe.toml")
+    with pytest.raises(stretto.RecipeError, match=f"Scheduler: .*{message.replace('rollout.', '')}"):
+        stretto.Scheduler([(2, 3)], **settings)
+
+
+def test_a_number_that_only_a_run_can_adapt_is_refused() -> None:
+    with pytest.raises(stretto.RecipeError, match="Scheduler: max_in_flight: 'auto' follows what the engines of a run"):
+        stretto.Scheduler([(2, 3)], max_in_flight="auto")
+
+
 def test_a_version_from_the_future(trainer: stretto.Trainer) -> None:
     scheduler = stretto.Scheduler([(2, 3)], batch_size=1, group_size=1)
     ticket = scheduler.admit()
@@ -159,6 +193,8 @@ def test_answers_that_do_not_fit_their_group() -> None:
         scheduler.finish(ticket, [said(0), bare], [1.0, 1.0])
     with pytest.raises(stretto.DataError, match=r"rewards\[1\]: nan; a finite number, or None"):
         scheduler.finish(ticket, [said(0), said(0)], [1.0, float("nan")])
+    with pytest.raises(stretto.DataError, match=r"rewards\[0\]: 1e\+300; it must lie between ±1e\+06; a finite number"):
+        scheduler.finish(ticket, [said(0), said(0)], [1e300, 1.0])
     with pytest.raises(stretto.DataError, match=r"rewards\[0\]: 'right'; a number is needed"):
         scheduler.finish(ticket, [said(0), said(0)], ["right", 1.0])  # type: ignore[list-item]
     with pytest.raises(stretto.DataError, match=r"answers\[0\]\[1\]: is a text, '=4'; give its token ids"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stretto.core.admission import BoundChange
-from stretto.core.errors import DataError, Problem, RunFolderError, StoreError
+from stretto.core.errors import DataError, Problem, RecipeError, RunFolderError, StoreError
 from stretto.core.records import (
     Batch,
     Group,
@@ -26,8 +25,9 @@ from stretto.core.records import (
     Verdict,
     trajectory_id,
 )
+from stretto.core.states import why_no_reward
 from stretto.doors.mistakes import checked
-from stretto.rollout.config import RolloutConfig
+from stretto.rollout.config import RolloutConfig, contradictions
 from stretto.rollout.controller import CONTROLLER, Controller, ControllerState, Ticket
 from stretto.rollout.pacing import pacing_of
 from stretto.rollout.prompts import PromptStream
@@ -82,7 +82,7 @@ class GroupScheduler:
             version: the trainer's present version.
             seed: determines the order of the prompts and the seeds of the completions.
             **settings: keys of a recipe's section ``[rollout]``: `batch_size` (groups), `group_size` (completions of a
-                group), `max_staleness`, `max_in_flight`, `filter`, …
+                group), `max_staleness`, `max_in_flight` (a number), `filter`, …
 
         Raises:
             DataError: there is no prompt, a prompt is invalid, two have one id, or an argument has the wrong type.
@@ -100,6 +100,7 @@ class GroupScheduler:
             seed=(seed, WHOLE),
         )
         config = checked(settings, "Scheduler", RolloutConfig)
+        _check_settings(config)
         self._mark = "" if tokenizer is None else mark_of(tokenizer)
         asked = [_prompt(one, at, tokenizer) for at, one in enumerate(prompts)]
         if not asked:
@@ -367,6 +368,16 @@ class GroupScheduler:
                 self._restored.append(ticket)
 
 
+def _check_settings(config: RolloutConfig) -> None:
+    """Raise RecipeError for settings with which no batch would be formed, or that only a run can follow."""
+    problems = [Problem("Scheduler", sentence) for sentence in contradictions(config)]
+    if config.max_in_flight == "auto":
+        told = "'auto' follows what the engines of a run tell every second"
+        problems.append(Problem("Scheduler: max_in_flight", told, "give a number"))
+    if problems:
+        raise RecipeError(problems)
+
+
 def _check_ids(prompts: Sequence[Prompt]) -> None:
     """Raise DataError with each prompt whose id an earlier prompt has."""
     first, problems = dict[str, int](), list[Problem]()
@@ -431,8 +442,8 @@ def _verdict(reward: object, place: str) -> Verdict:
     if reward is None:
         return Verdict(Outcome.UNDECIDED, None, "not judged")
     value = _number(reward, place)
-    if not math.isfinite(value):
-        raise DataError([Problem(place, f"{value}", "a finite number, or None")])
+    if why := why_no_reward(value):
+        raise DataError([Problem(place, why, "a finite number, or None")])
     return Verdict(Outcome.RIGHT if value > 0 else Outcome.WRONG, value)
 
 

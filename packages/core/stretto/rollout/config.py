@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
@@ -108,3 +109,24 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
         if self.max_in_flight == "auto":
             return self.max_in_flight_min, self.max_in_flight_max
         return self.max_in_flight, self.max_in_flight
+
+
+def contradictions(config: RolloutConfig, prefix: str = "") -> Iterator[str]:
+    """Yield a sentence for each pair of keys with which no batch is ever formed: what contradicts what, and what helps.
+    `prefix`: stands in front of the keys."""
+    if config.group_size == 1 and "zero_variance" in config.filters:
+        yield (
+            f'{prefix}group_size = 1 and {prefix}filter = "zero_variance" would filter every group; '
+            'use a larger group or filter = "none"'
+        )
+    if config.success_rate_min > config.success_rate_max:
+        yield (
+            f"{prefix}success_rate_min = {config.success_rate_min:g} is more than "
+            f"{prefix}success_rate_max = {config.success_rate_max:g}: no group could be trained on; "
+            "lower the first or raise the second"
+        )
+    if config.min_group_size > config.group_size:
+        yield (
+            f"{prefix}min_group_size = {config.min_group_size} is more than "
+            f"{prefix}group_size = {config.group_size}; lower the first or raise the second"
+        )

@@ -34,7 +34,7 @@ from stretto.launch.recipe.overrides import Overrides, as_parsed, at_override, p
 from stretto.launch.recipe.sections import EvaluationConfig, LoggingConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.rewards.config import RewardsConfig
-from stretto.rollout.config import FILTERS, PACINGS, RolloutConfig
+from stretto.rollout.config import FILTERS, PACINGS, RolloutConfig, contradictions
 from stretto.store.config import StoreConfig
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
@@ -218,11 +218,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
                 f"{needed} completions in a batch, or some ranks would be idle; "
                 f"rollout.batch_size * rollout.group_size is {completions}; use fewer of both, or a larger batch"
             )
-        if self.rollout.group_size == 1 and "zero_variance" in self.rollout.filters:
-            raise ValueError(
-                'rollout.group_size = 1 and rollout.filter = "zero_variance" would filter every group; '
-                'use a larger group or filter = "none"'
-            )
+        for sentence in contradictions(self.rollout, "rollout."):
+            raise ValueError(sentence)
         kind = self.algorithm.advantages.kind
         if self.rollout.group_size == 1 and self.algorithm.advantages.compares:
             raise ValueError(
@@ -246,23 +243,12 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
                 f"sampling.max_tokens = {self.sampling.max_tokens}, of which it is the last part; "
                 "use a shorter buffer or longer completions"
             )
-        if self.rollout.success_rate_min > self.rollout.success_rate_max:
-            raise ValueError(
-                f"rollout.success_rate_min = {self.rollout.success_rate_min:g} is more than "
-                f"rollout.success_rate_max = {self.rollout.success_rate_max:g}: no group could be trained on; "
-                "lower the first or raise the second"
-            )
         critic = self.algorithm.critic
         if self.rollout.truncated == "filter" and critic is not None and critic.truncated == "bootstrap":
             raise ValueError(
                 'rollout.truncated = "filter" leaves no truncated completion, so that '
                 'algorithm.advantages.critic.truncated = "bootstrap" would do nothing; choose one of them '
                 '(rollout.truncated = "train", or critic.truncated = "end")'
-            )
-        if self.rollout.min_group_size > self.rollout.group_size:
-            raise ValueError(
-                f"rollout.min_group_size = {self.rollout.min_group_size} is more than "
-                f"rollout.group_size = {self.rollout.group_size}; lower the first or raise the second"
             )
         return self
 
