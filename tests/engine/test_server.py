@@ -311,6 +311,19 @@ def test_sigterm_ends_the_process_and_its_clients_hear_of_it(folder: Path, tmp_p
         process.wait()
 
 
+@in_a_loop
+async def test_a_stream_that_is_refused_ends_its_own_requests_alone(folder: Path) -> None:
+    generation = Generation(engine_of(folder))
+    with generation.streaming([endless("a")]):
+        with (
+            pytest.raises(RefusedRequest, match="id that no open request uses"),
+            generation.streaming([endless("b"), endless("a")]),
+        ):
+            pass
+        assert generation.open_requests == 1, "the other caller's"
+    assert generation.open_requests == 0
+
+
 def test_an_idle_engine_that_still_holds_a_slot_ends_with_the_violated_bound(folder: Path) -> None:
     engine = engine_of(folder)
     engine._policy._buckets.place(1, 10)  # a slot that belongs to no answer

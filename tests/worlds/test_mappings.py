@@ -42,6 +42,12 @@ def test_math_has_what_the_last_box_holds_or_its_own_column() -> None:
     assert math("", r"\boxed{0.5}", questions("math")[0].answer)
 
 
+@pytest.mark.parametrize(("column", "answer"), [(0, "0"), (0.0, "0.0"), ("0", "0"), ("", "7"), (None, "7")])
+def test_an_answer_of_zero_is_an_answer(column: object, answer: str) -> None:
+    row = {"problem": "?", "solution": r"\boxed{7}", "answer": column}
+    assert mapped("math", row, "a:1")["answer"] == answer
+
+
 @pytest.mark.parametrize(
     ("solution", "answer"),
     [

@@ -188,13 +188,15 @@ class Generation:
             EngineLost: the server is stopping, or too many completions wait.
         """
         stream = TokenStream(self.engine.name, sum(len(request.seeds) for request in requests), take)
+        submitted: list[str] = []  # a request that is refused because its id is in use is another caller's
         try:
             for request in requests:
                 self.submit(request, stream, every_token=take is not None)
+                submitted.append(request.id)
             yield stream
         finally:
-            for request in requests:
-                self.close(request.id)
+            for id in submitted:
+                self.close(id)
 
     def submit(self, request: GenerateRequest, listener: FrameListener | TokenStream, *, every_token: bool) -> None:
         """Submit a request; `listener` gets its completions until `close` is called. `every_token`: it also gets each

@@ -85,7 +85,9 @@ def _math(row: Values, place: str) -> Parts:
     solution = _text(row, "solution", place)
 
     def final() -> str:
-        answer = row.get("answer") or _boxed(solution())
+        answer = row.get("answer")
+        if answer is None or answer == "":  # 0 is an answer
+            answer = _boxed(solution())
         if answer is None:
             raise mistake(f"{place}: solution", shown(solution()[-40:]), r"a solution with a \boxed{} is needed")
         return gold(answer, f"{place}: answer")
