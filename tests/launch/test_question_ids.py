@@ -50,6 +50,16 @@ def test_held_out_sources_of_one_name_share_no_id(policy: Path, tmp_path: Path) 
     assert [prompt.id for _, prompts in plan.sets for prompt in prompts] == ["sums:1", "sums:2"]  # asked apart
 
 
+def test_a_further_set_that_is_also_trained_on_is_a_warning(policy: Path, tmp_path: Path) -> None:
+    rows = [(f"{n}+1=", str(n + 1), 0) for n in range(4)]
+    file = rows_of(tmp_path / "rows.jsonl", *rows)
+    leaked = rows_of(tmp_path / "set.jsonl", rows[1], ("5+5=", "10", 0))
+    task = {"kind": "jsonl", "file": file, "held_out": 1}
+    sets = [{"name": "leaked", "source": {"data": leaked}}, {"name": "own", "source": {"data": file}}]
+    [told] = [note for note in planned(policy, task, evaluation={"sets": sets}).notes if "evaluation.sets" in note]
+    assert told.endswith(f"also trained on, which biases their accuracy: 1; the first is {leaked}:1, as in {file}:2")
+
+
 def test_a_workflow_gets_the_row_that_was_drawn(policy: Path, tmp_path: Path) -> None:
     rows = [("1+1=", "2", level) for level in range(6)]
     task = {"kind": "jsonl", "file": rows_of(tmp_path / "rows.jsonl", *rows), "held_out": 2}

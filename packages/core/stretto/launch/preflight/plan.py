@@ -182,7 +182,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
             *_workflow_notes(recipe, tokenizer),
             *sifted.warnings,
             *strange_digits(questions),
-            *_closing_notes(recipe, questions, tried=has_policy),
+            *_closing_notes(recipe, questions, asked, tried=has_policy),
         ),
     )
 
@@ -241,12 +241,12 @@ def _check_engines(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prom
     check_ray(recipe)
 
 
-def _closing_notes(recipe: Recipe, questions: Questions, *, tried: bool) -> Iterator[str]:
-    """Yield warnings about schedule, experts, repeated rows and the reward. `tried`: the reward was tried when the run
-    began, so it is not tried again."""
+def _closing_notes(recipe: Recipe, questions: Questions, sets: Sequence[Question], *, tried: bool) -> Iterator[str]:
+    """Yield warnings about schedule, experts, repeated rows and the reward. `sets`: questions of all further sets.
+    `tried`: the reward was tried when the run began, so it is not tried again."""
     yield from schedule_notes(recipe)
     yield from router_notes(base_folder(recipe.model, recipe.seed))
-    yield from repeated(questions)
+    yield from repeated(questions, sets)
     if not tried:
         yield from try_reward(recipe.rewards, questions.training)
 

@@ -20,19 +20,24 @@ from stretto.rewards.service.wire import ScoreItem
 from stretto.worlds.data.task import Question, Questions
 
 
-def repeated(questions: Questions) -> list[str]:
-    """Return warnings about questions that are both held out and trained on, and about questions that a later row
-    repeats, with another answer or with the same. Generated questions are exempt."""
-    training, held_out = ([row for row in rows if row.place] for rows in (questions.training, questions.held_out))
+def repeated(questions: Questions, sets: Sequence[Question] = ()) -> list[str]:
+    """Return warnings about questions that are both trained on and held out, or of one of the further `sets`, and about
+    questions that a later row repeats, with another answer or with the same. Generated questions are exempt."""
+    training = [row for row in questions.training if row.place]
     both = {row.place for row in training}  # one file may be given for both
-    held_out = [row for row in held_out if row.place not in both]
+    held_out, further = (
+        [row for row in rows if row.place and row.place not in both] for rows in (questions.held_out, sets)
+    )
     first = {_asked(row): row for row in reversed(training)}
-    leaked = [(row, first[_asked(row)]) for row in held_out if _asked(row) in first]
+    leaked, known = (
+        [(row, first[_asked(row)]) for row in rows if _asked(row) in first] for rows in (held_out, further)
+    )
     again = [*_again(training), *_again(held_out)]
     contrary = [(row, other) for row, other in (*leaked, *again) if row.answer != other.answer]
     same = [(row, other) for row, other in again if row.answer == other.answer]
     return [
         *_warning(leaked, "held-out questions that are also trained on, which biases the held-out accuracy"),
+        *_warning(known, "questions of [[evaluation.sets]] that are also trained on, which biases their accuracy"),
         *_warning(contrary, "questions that an earlier row has with another answer"),
         *_warning(same, "questions that an earlier row has with the same answer"),
     ]
