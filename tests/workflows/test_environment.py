@@ -3,15 +3,27 @@ action behind exactly what was said before; rewards are by action, and a world t
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from stretto.core.errors import WorkflowError
-from stretto.core.records import Outcome
-from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.core.forest import Tokens
+from stretto.core.records import Outcome, Trajectory
+from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig
+from stretto_workflows.built_in.environment import EnvironmentPlay
+from stretto_workflows.conversation import Conversation
+from stretto_workflows.exchange import Exchange
 from stretto_workflows.loading import load_workflow
+from stretto_workflows.orders import Orders
+from stretto_workflows.pool import WorkflowGroups, WorkflowPool
+from stretto_workflows.session import MemoryRecord, Session
+from tests.rollout.test_controller import controller
+from tests.store.make import judged
+from tests.workflows.benches import PROMPT, Bench
 from tests.workflows.test_built_in import TOKENIZER, played, spelling
 
 WORLD = "tests.workflows.guessing:Guessing"
@@ -55,3 +67,63 @@ def test_a_world_that_raises_fails_the_trajectory_with_its_reason(tmp_path: Path
 def test_a_world_that_is_not_there_is_refused_before_the_run() -> None:
     with pytest.raises(WorkflowError, match="no_such_module"):
         load_workflow("environment", '{"make": "no_such_module:World"}')
+
+
+class Worker:
+    """In place of a pool: plays each episode until its first observation, and keeps it."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, str]] = []  # seed of the trajectory, the number to be guessed
+
+    async def run(self, exchange: Exchange) -> Trajectory:
+        world = Shown()
+        workflow = EnvironmentPlay("tests.workflows.test_environment:Shown")
+        workflow._make = lambda: world  # type: ignore[method-assign]
+        with pytest.raises(Looked):
+            await workflow.run(exchange.task, Conversation(cast(Orders, None), exchange.task))
+        self.begun.append((exchange.task.seed, world.shown))
+        return judged(exchange.session.id, 0.0)
+
+
+class Looked(Exception):
+    pass
+
+
+class Shown:
+    shown = ""
+
+    def reset(self, seed: int) -> str:
+        self.shown = str(seed)
+        raise Looked
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+def groups_of(worker: Worker, bench: Bench) -> WorkflowGroups:
+    def open_session(id: str, tokens: Tokens, seed: int) -> Session:
+        return Session(id, tokens, seed, bench.model.sampler(MemoryRecord()), MemoryRecord())
+
+    return WorkflowGroups(cast(WorkflowPool, worker), open_session, QuestionDetails(), bench.services)
+
+
+def test_the_trajectories_of_a_group_play_one_episode_and_other_groups_another(bench: Callable[..., Bench]) -> None:
+    worker, (control, _) = Worker(), controller(batch_size=2, group_size=3)
+
+    async def two_groups() -> None:
+        groups = groups_of(worker, bench("Asks"))
+        for _ in range(2):
+            ticket = control.admit()
+            assert ticket is not None
+            await groups(ticket)
+
+    asyncio.run(two_groups())
+    seeds, shown = zip(*worker.begun, strict=True)
+    assert len(set(seeds)) == 6
+    assert [len(set(part)) for part in (shown[:3], shown[3:], shown)] == [1, 1, 2]
+
+
+def test_an_evaluation_plays_the_episode_of_its_own_seed(bench: Callable[..., Bench]) -> None:
+    worker = Worker()
+    asyncio.run(groups_of(worker, bench("Asks")).member("evaluation..17/0", PROMPT, 0, 41))
+    assert worker.begun == [(41, "41")]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -90,11 +91,17 @@ class RunGateway:
             score=score,
             verdict=verdict,
             decode=self._plan.tokenizer.decode,
-            task=lambda prompt, member, seed: msgspec.to_builtins(details.task(prompt, member, seed)),
+            task=lambda prompt, member, seed: _without_group(msgspec.to_builtins(details.task(prompt, member, seed))),
         )
         groups = AgentGroups(self._config, services, open_session, self._host)
         self._groups.append(groups)
         return groups
+
+
+def _without_group(task: dict[str, Any]) -> dict[str, Any]:
+    """Remove the seed of the group, which agents do not get."""
+    del task["group_seed"]
+    return task
 
 
 def check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:

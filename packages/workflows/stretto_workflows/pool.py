@@ -248,12 +248,18 @@ class WorkflowGroups:
         prompt = ticket.draw.prompt
         ids = [trajectory_id(ticket.group_id, member) for member in ticket.members]
         return await gather_or_cancel(
-            *(self.member(id, prompt, *one) for id, one in zip(ids, enumerate(ticket.seeds), strict=True))
+            *(
+                self.member(id, prompt, *one, group_seed=ticket.seeds[0])
+                for id, one in zip(ids, enumerate(ticket.seeds), strict=True)
+            )
         )
 
-    async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
-        """Run the workflow for one member; returns its trajectory."""
+    async def member(
+        self, id: str, prompt: Prompt, member: int, seed: int, *, group_seed: int | None = None
+    ) -> Trajectory:
+        """Run the workflow for one member; returns its trajectory. `group_seed`: None: `seed`, of a member that is
+        compared with no other."""
         session = self.open_session(id, prompt.token_ids, seed)
-        task = self.questions.task(prompt, member, seed)
+        task = self.questions.task(prompt, member, seed, seed if group_seed is None else group_seed)
         rendering = self.services.template if self.questions.is_chat(prompt) else None
         return await self.pool.run(Exchange(session, prompt, task, self.services, rendering))

@@ -29,7 +29,8 @@ class TextEnvironment(Protocol):
 
 
 class EnvironmentPlay(Workflow):
-    """The model plays one episode: observations are user messages, completions are actions.
+    """The model plays one episode: observations are user messages, completions are actions. All trajectories of a
+    group play the same one, which `task.group_seed` begins.
 
     Args:
         make: ``package.module:name`` of a callable that returns a `TextEnvironment`.
@@ -58,7 +59,7 @@ class EnvironmentPlay(Workflow):
         try:
             system = [{"role": "system", "content": self._instructions}] if self._instructions else []
             episode = chat.new(system, cause="environment")
-            episode.say(environment.reset(task.seed))
+            episode.say(environment.reset(task.group_seed))
             for _ in range(self._turns):
                 reply = await episode.generate()
                 observation, rewards[reply.node], done = environment.step(reply.text)

@@ -70,9 +70,9 @@ class QuestionDetails:
         """Whether the prompt was rendered by the chat template."""
         return (prompt.id, prompt.text, prompt.answer) in self.chats
 
-    def task(self, prompt: Prompt, member: int, seed: int) -> WorkflowTask:
+    def task(self, prompt: Prompt, member: int, seed: int, group_seed: int = 0) -> WorkflowTask:
         """Make the task of one member of the prompt's group; `seed` is the member's."""
         key = (prompt.id, prompt.text, prompt.answer)
         messages = tuple(self.chats.get(key) or ({"role": "user", "content": prompt.text},))
         fields = json.loads(self.fields.get(key) or "{}")
-        return WorkflowTask(prompt.id, prompt.text, prompt.answer, messages, fields, seed, member)
+        return WorkflowTask(prompt.id, prompt.text, prompt.answer, messages, fields, seed, member, group_seed)

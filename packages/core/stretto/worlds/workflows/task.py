@@ -16,7 +16,8 @@ class WorkflowTask(Record, frozen=True):
     """One question, for one trajectory of its group.
 
     `fields`: the row's further fields. `messages`: the question as a chat. Draw random numbers from
-    ``random.Random(task.seed)``, so that a trajectory that runs again after a crash draws the same.
+    ``random.Random(task.seed)``, so that a trajectory that runs again after a crash draws the same; from `group_seed`
+    what all trajectories of the group shall have alike, because their rewards are compared.
 
     Example::
 
@@ -33,6 +34,7 @@ class WorkflowTask(Record, frozen=True):
     fields: Mapping[str, Any] = {}
     seed: int = 0
     member: int = 0  # index of the trajectory in its group
+    group_seed: int = 0  # the same for all trajectories of the group; 0 for an agent
 
 
 class TurnReply(Record, frozen=True):
