@@ -22,6 +22,8 @@ class Commands(TyperGroup):
     """Command group that ends with one line on Ctrl-C, unless a run handles it."""
 
     def invoke(self, ctx: Any) -> Any:
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # as `heartbeat.keep_exit_codes`, without an import
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

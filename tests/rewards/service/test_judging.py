@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.records import Outcome, Verdict
-from stretto.rewards.service.judging import judge, verdict_of
+from stretto.rewards.service.judging import judge, undecided, verdict_of
 from stretto.rewards.service.wire import ScoreItem, Worth
 
 PAPER = Worth(right=5.0, wrong=-5.0)
@@ -184,3 +185,14 @@ def test_a_reward_cannot_change_what_it_judges() -> None:
 
     assert judge(greedy, ITEM, PAPER).outcome is Outcome.RIGHT
     assert ITEM.answer == "11"
+
+
+def test_a_reason_with_half_a_character_can_be_sent_and_kept() -> None:
+    def reward(prompt: str, completion: str, answer: str) -> float:
+        raise ValueError("bad name \ud800")
+
+    verdict = judge(reward, ITEM, PAPER)
+    assert verdict.reason.endswith("bad name \\ud800")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=Verdict) == verdict
+    longest = undecided("\ud800" * 300).reason
+    assert longest == ("\\ud800" * 300)[:300]

@@ -32,7 +32,7 @@ from stretto.processes.fork_server import (
     Spawned,
     accelerated,
 )
-from stretto.processes.heartbeat import HEARTBEAT, PARENT, begin_role, die_with_parent
+from stretto.processes.heartbeat import HEARTBEAT, PARENT, begin_role, die_with_parent, keep_exit_codes
 from stretto.processes.imports import imports_of_roles, quick_imports
 from stretto.processes.kernel.command_line import make_room, show_as
 from stretto.processes.kernel.ends import end_of
@@ -66,6 +66,7 @@ class Server:
 
         The wait has no deadline: when the command ends, the wire closes.
         """
+        keep_exit_codes()
         self._events.register(self._wire, selectors.EVENT_READ)
         server = os.getpid()
         while True:

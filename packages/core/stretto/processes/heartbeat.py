@@ -29,6 +29,13 @@ def die_with_parent(parent: int) -> None:
         sys.exit(0)
 
 
+def keep_exit_codes() -> None:
+    """Let this process, and those that it starts, wait for their children. Some supervisors start their programs with
+    SIGCHLD ignored; then the kernel reaps children, and each of them seems to have ended with exit code 0."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def begin_role() -> None:
     """Set up a role's process: `end_with_conductor`, and heartbeats from a thread. A role started by hand, without
     `PARENT` and `HEARTBEAT` in its environment, sends no heartbeats and outlives its parent."""
@@ -40,6 +47,7 @@ def end_with_conductor() -> None:
     """Make this process end with its parent, if a conductor has started it, and its output survive a full disk. A role
     that sends its heartbeats itself (`own_heartbeat`) calls this in place of `begin_role`."""
     survive_a_full_disk()
+    keep_exit_codes()
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with_parent(int(parent))
 

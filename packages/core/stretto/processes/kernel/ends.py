@@ -33,7 +33,11 @@ def send_signal(end: int, number: signal.Signals) -> None:
 
 
 def has_exited(pid: int) -> bool:
-    """Whether a child has exited; it can still be waited for afterwards. Raises OSError where the system cannot say."""
+    """Whether a child has exited; unless the kernel reaps it (SIGCHLD is ignored), it can still be waited for
+    afterwards. Raises OSError where the system cannot say."""
     if sys.platform == "linux":
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        try:
+            return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # it was reaped already
+            return True
     raise OSError(errno.ENOSYS, f"{sys.platform} cannot look at a child without waiting for it")

@@ -5,11 +5,14 @@ a verdict.
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from stretto.core.records import Outcome, Verdict
 from stretto.core.states import why_no_reward
@@ -25,7 +28,8 @@ def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
     """Call `function` on one completion; returns the verdict. An exception or an invalid result gives an undecided
     verdict with the reason. `worth`: rewards of right and wrong."""
     try:
-        value = _plain(function(item.prompt, item.completion, item.answer))
+        with forks_end():
+            value = _plain(function(item.prompt, item.completion, item.answer))
     except Undecided as error:
         return undecided(str(error))
     # User code: not even SystemExit or KeyboardInterrupt raised in it may end the worker.
@@ -59,8 +63,42 @@ def _plain(value: Any) -> object:
 
 
 def undecided(reason: str) -> Verdict:
-    """Make an undecided verdict: no reward, and the reason, cut to 300 characters."""
-    return Verdict(outcome=Outcome.UNDECIDED, reward=None, reason=reason[:_REASON_LIMIT])
+    """Make an undecided verdict: no reward, and the reason, cut to 300 characters. Lone surrogates, which no wire and no
+    file can carry, are escaped."""
+    return Verdict(outcome=Outcome.UNDECIDED, reward=None, reason=carried(reason[:_REASON_LIMIT])[:_REASON_LIMIT])
+
+
+def carried(text: str) -> str:
+    """The text with its lone surrogates escaped, which no wire and no file can carry."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+@contextmanager
+def forks_end() -> Iterator[None]:
+    """Context manager around a user's code: a child that this code has forked ends where it leaves the block, by an
+    error or not, with the exit code of an interpreter. It would otherwise go on as a second worker on the same wire."""
+    worker = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != worker:
+            _leave(error)
+        raise
+    if os.getpid() != worker:
+        _leave(None)
+
+
+def _leave(error: BaseException | None) -> NoReturn:
+    code = int(error is not None)
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        with suppress(BaseException):  # its text is user code
+            traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 def _described(error: BaseException) -> str:

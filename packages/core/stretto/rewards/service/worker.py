@@ -23,8 +23,8 @@ from stretto.core.errors import RewardFunctionError
 from stretto.core.frames import Unframer, frame
 from stretto.core.records import Verdict
 from stretto.doors.loading import look_in
-from stretto.processes.heartbeat import bound_memory, die_with_parent, survive_a_full_disk
-from stretto.rewards.service.judging import LoadedPart, facts_of, judge_all, loaded
+from stretto.processes.heartbeat import bound_memory, die_with_parent, keep_exit_codes, survive_a_full_disk
+from stretto.rewards.service.judging import LoadedPart, carried, facts_of, forks_end, judge_all, loaded
 from stretto.rewards.service.wire import (
     JudgingCounter,
     Refused,
@@ -52,11 +52,12 @@ class Worker:
 
     def run(self) -> None:
         try:
-            with self._heartbeat():
+            with self._heartbeat(), forks_end():
                 parts = loaded(self._settings)
         except RewardFunctionError as error:
             problem = error.problems[0]
-            self._socket.sendall(frame(Refused(place=problem.place, found=problem.found, remedy=problem.remedy)))
+            place, found, remedy = map(carried, (problem.place, problem.found, problem.remedy))
+            self._socket.sendall(frame(Refused(place=place, found=found, remedy=remedy)))
             return
         self._socket.sendall(frame(WorkerReady(facts=facts_of(parts))))
         decoder, unframer = msgspec.msgpack.Decoder(Request), Unframer()
@@ -97,7 +98,8 @@ class Worker:
 
     def _judged(self, parts: Sequence[LoadedPart], item: ScoreItem) -> Verdict:
         self._progress.count += 1
-        verdict = judge_all(parts, item, self._worth)
+        with forks_end():
+            verdict = judge_all(parts, item, self._worth)
         self._progress.count += 1
         return verdict
 
@@ -115,6 +117,7 @@ def _moved(descriptor: int) -> int:
 def main(arguments: list[str]) -> None:
     settings = msgspec.json.decode(arguments[0], type=WorkerSettings)
     survive_a_full_disk()
+    keep_exit_codes()  # also for a reward that runs programs
     die_with_parent(settings.parent)
     bound_memory(settings.memory)
     look_in(settings.path or "")
