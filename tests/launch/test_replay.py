@@ -1,6 +1,7 @@
 """`stretto replay`, where it fails: what the trainer said of it stays, and nothing else; and where the run has no
 weights to compare with: it says so, and why. A branch has its own measurements and none of its run's: what the run
-measured of its engines, of its time and on held-out prompts is unknown of a branch.
+measured of its engines, of its time and on held-out prompts is unknown of a branch. A replay that was killed left no
+run, or a whole branch.
 
 That a replay comes to the run's weights is shown on whole runs, in tests/faults/test_determinism.py.
 """
@@ -19,19 +20,23 @@ from safetensors.torch import load_file, save_file
 
 from stretto.api.run import open_run
 from stretto.core.errors import RoleError, RunFolderError, StoreError
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.recovery import seal_start
 from stretto.store.config import StoreConfig
+from stretto.store.ending import condition
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.ledger import Ledger
-from stretto.store.run_folder import RunFolder
+from stretto.store.run_folder import Branch, RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog
 from stretto.store.totals import ENGINES, JUDGED, TOTALS, Judged, Membership, Totals
-from stretto_app.extensions.commands.replay import replay
+from stretto_app.extensions.commands.replay import _record, _Repeated, replay
 from stretto_report.audit.check import check_run
+from tests.kills import killed_at_each_write
 from tests.launch import test_train
 from tests.launch.test_train import begin, flip_a_bit, record
 from tests.launch.warm import session_server
 from tests.store.conftest import as_format_2
+from tests.store.make import Make
 from tests.watch.conftest import serving
 from tests.watch.runs import step_line
 
@@ -106,6 +111,25 @@ def measured(run_dir: Path) -> None:
     for step in (1, 2):
         log.append(step_line(step))
     log.append(EvaluationLine(step=2, version=2, wall_seconds=9.0, rl_seconds=8.0, accuracy=0.75, prompts=4))
+
+
+def test_a_replay_that_is_killed_at_any_write_leaves_no_run_or_a_whole_branch(recipe: Path, tmp_path: Path) -> None:
+    run_dir, kills = begin(recipe), 0
+    record(run_dir, 2)
+    measured(run_dir)
+    folder, target, after = RunFolder.open(run_dir), tmp_path / "branch", load_recipe(run_dir / "recipe.toml")
+    branch, step = Branch(str(run_dir), 1, 2, {}), _Repeated(Make.update(2), 2.0, 1.0)
+    target.mkdir()
+
+    for number in killed_at_each_write(lambda: _record(folder, target, after, branch, [step])):
+        kills = number
+        with pytest.raises(RunFolderError, match="holds no run"):
+            inspect_run(target)
+        shutil.rmtree(target)
+        target.mkdir()
+    assert kills >= 6
+    assert (condition(target).state, inspect_run(target).version) == ("finished", 2)
+    assert [line.step for line in open_run(target).metrics] == [2]
 
 
 def test_a_branch_has_its_own_measurements_and_none_of_its_run(recipe: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 - Runs that are finished are kept; the others are trained, in the order of the study; a failure is told, and never
   counts as an accuracy.
 - A stop ends it after the runs under way, and the next start goes on with them.
-- A folder of another study, of other files or in use is refused.
+- A folder of another study, of other files or in use is refused; one that was killed while it was made is taken up.
 - Table, JSON and picture say the same, with intervals over the finished runs; the seconds to a target too, where there
   is one and all of them reach it.
 - `stretto study` trains in processes of its own, and prints one JSON object.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import closing
@@ -39,6 +40,7 @@ from stretto_app.study.conduct import StudyProgress, TrainProcesses, conduct, si
 from stretto_app.study.definition import PlannedRun, load_study
 from stretto_app.study.folder import StudyFolder
 from stretto_app.study.summary import summarise, table
+from tests.kills import killed_at_each_write
 from tests.launch.running import TINY, Ended, Laboratory
 from tests.store.make import Make
 
@@ -232,6 +234,24 @@ def test_the_folder_of_another_study_is_refused(study: Path, tmp_path: Path) -> 
     (tmp_path / "out" / "study.json").write_bytes(b'{"name": "\xff"}')
     with pytest.raises(RunFolderError, match=r"study\.json: cannot be read"):
         StudyFolder.take(tmp_path / "out", mine)
+
+
+def test_a_study_that_was_killed_while_it_made_its_folder_is_taken_up_again(study: Path, tmp_path: Path) -> None:
+    loaded, out, kills = load_study(study, seeds=1), tmp_path / "out", 0
+    for number in killed_at_each_write(lambda: StudyFolder.take(out, loaded)):
+        kills = number
+        StudyFolder.take(out, loaded).close()
+        assert (out / "study.toml").read_text() == loaded.text
+        assert json.loads((out / "study.json").read_text())["digest"] == loaded.digest
+        shutil.rmtree(out)
+    assert kills >= 8  # the folder, its lock, three folders and two files, which get their names
+
+
+def test_a_study_file_of_somebody_else_is_no_folder_that_was_killed(study: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "runs").mkdir(parents=True)
+    (tmp_path / "out" / "study.toml").write_text("mine")
+    with pytest.raises(RunFolderError, match=r"holds no study \(study\.toml"):
+        StudyFolder.take(tmp_path / "out", load_study(study, seeds=1))
 
 
 def test_a_folder_in_use_is_refused(study: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ table.md results.json results.png
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Self
 
@@ -18,10 +19,12 @@ import msgspec
 from stretto.core.errors import UNREADABLE, Problem, RunFolderError
 from stretto.core.records import Record
 from stretto.store import lock
-from stretto.store.files import write_atomically
+from stretto.store.files import sweep, write_atomically
 from stretto_app.study.definition import PlannedRun, Study
 
-_KNOWN_BY = "study.json"
+_KNOWN_BY, _STUDY = "study.json", "study.toml"
+_INNER = ("recipes", "runs", "logs")
+_BEGUN = re.compile(r"study\.toml|\.study\.(toml|json)\.\d+\.part")  # files of a folder without its mark
 
 
 class Identity(Record, frozen=True):
@@ -71,14 +74,26 @@ class StudyFolder:
                 found = f"holds the study {known.name!r} with digest {known.digest}, and this one's is {study.digest}"
                 raise _refused(self.path, found, f"compare with {self.path / 'study.toml'}, or give another --out")
             return
-        strange = sorted(file.name for file in self.path.iterdir() if file.name != lock.NAME)
-        if strange:
+        if strange := self._strange():
             found = f"is not empty and holds no study ({strange[0]}, ...)"
             raise _refused(self.path, found, "give an empty or new folder")
-        for inner in ("recipes", "runs", "logs"):
-            (self.path / inner).mkdir()
-        write_atomically(self.path / "study.toml", study.text.encode())
+        sweep([self.path])
+        for inner in _INNER:
+            (self.path / inner).mkdir(exist_ok=True)
+        write_atomically(self.path / _STUDY, study.text.encode())
         write_atomically(known_by, msgspec.json.encode(Identity(study.name, study.digest)))
+
+    def _strange(self) -> list[str]:
+        """Names of files that no study has left here. Empty folders, and ``study.toml`` beside them, were left by a
+        study that was killed before it had ``study.json``."""
+        killed = all((self.path / inner).is_dir() for inner in _INNER)
+        return sorted(
+            file.name
+            for file in self.path.iterdir()
+            if file.name != lock.NAME
+            and not (file.is_dir() and not any(file.iterdir()))
+            and not (killed and _BEGUN.fullmatch(file.name))
+        )
 
     def recipe(self, run: PlannedRun) -> Path:
         """Path of the run's recipe file. The file is written if it is missing."""

@@ -37,6 +37,7 @@ from stretto.loop.trainer_link import TrainerLink
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.store.checkpoints import same_weights, weight_files, why_incomparable
+from stretto.store.files import sync, write_atomically
 from stretto.store.inspection import CHANGED
 from stretto.store.ledger.reading import last_step, read_batches, read_fact
 from stretto.store.ledger.rows import update_columns
@@ -279,17 +280,31 @@ def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
 
 
 def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, repeated: Sequence[_Repeated]) -> None:
-    """Complete the branch as a run folder: write its origin and recipe, copy the run's questions and ledger with the
-    repeated updates, and write the metrics of these steps. Raises StoreError if the ledger cannot be copied."""
-    (target / ORIGIN).write_bytes(msgspec.json.format(msgspec.json.encode(branch)) + b"\n")
-    (target / "recipe.toml").write_text(to_toml(recipe))
+    """Complete the branch as a run folder: write its recipe, the metrics of the repeated steps, its origin, and copy
+    the run's questions and ledger. Raises StoreError if the ledger cannot be copied.
+
+    The ledger gets its name last. Before that, the folder of a replay that was killed holds no run.
+    """
+    whole = RunFolder(target)
+    write_atomically(whole.recipe, to_toml(recipe).encode())
     if folder.questions.exists():
-        shutil.copyfile(folder.questions, RunFolder(target).questions)
+        shutil.copyfile(folder.questions, whole.questions)
+    metrics, by_step = MetricsLog(whole.metrics), {one.update.step: one for one in repeated}
+    for line in read_metrics(folder.metrics)[0]:
+        if (again := by_step.get(line.step)) is not None:
+            metrics.append(_line(line, again))
+    part = target / ".ledger.sqlite.part"
+    _copy_ledger(folder, part, repeated)
+    sync(part)
+    write_atomically(target / ORIGIN, msgspec.json.format(msgspec.json.encode(branch)) + b"\n")
+    part.replace(whole.ledger)
+    sync(target)
+
+
+def _copy_ledger(folder: RunFolder, target: Path, repeated: Sequence[_Repeated]) -> None:
+    """Copy the run's ledger to a file, with the repeated updates, and without the facts that hold for the run only."""
     try:
-        with (
-            closing(open_for_reading(folder.ledger)) as source,
-            closing(sqlite3.connect(target / "ledger.sqlite")) as copy,
-        ):
+        with closing(open_for_reading(folder.ledger)) as source, closing(sqlite3.connect(target)) as copy:
             source.backup(copy)
             for one in repeated:
                 copy.execute(
@@ -302,11 +317,7 @@ def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, rep
             copy.execute("INSERT INTO meta VALUES (?, ?, ?)", (TOTALS, totals, seal(TOTALS, totals)))
             copy.commit()
     except sqlite3.Error as error:
-        raise StoreError(f"{target}: the ledger cannot be copied: {error}") from error
-    metrics, by_step = MetricsLog(target / "metrics.jsonl"), {one.update.step: one for one in repeated}
-    for line in read_metrics(folder.metrics)[0]:
-        if (again := by_step.get(line.step)) is not None:
-            metrics.append(_line(line, again))
+        raise StoreError(f"{target.parent}: the ledger cannot be copied: {error}") from error
 
 
 def _totals(folder: RunFolder, repeated: Sequence[_Repeated]) -> Totals:

@@ -63,8 +63,8 @@ def _plain(value: Any) -> object:
 
 
 def undecided(reason: str) -> Verdict:
-    """Make an undecided verdict: no reward, and the reason, cut to 300 characters. Lone surrogates, which no wire and no
-    file can carry, are escaped."""
+    """Make an undecided verdict: no reward, and the reason, cut to 300 characters. Lone surrogates, which no wire and
+    no file can carry, are escaped."""
     return Verdict(outcome=Outcome.UNDECIDED, reward=None, reason=carried(reason[:_REASON_LIMIT])[:_REASON_LIMIT])
 
 
