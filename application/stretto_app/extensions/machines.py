@@ -7,15 +7,17 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
-from stretto.core.errors import DeadlineExceeded, Problem, RecipeError
+from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, described
 from stretto.core.events import Span
-from stretto.core.tasks import NamedTasks, first_of
+from stretto.core.tasks import NamedTasks, each_to_the_end, first_of
 from stretto.launch.assemble.machines import MachineParts, Machines
 from stretto.launch.assemble.specs import CONTROL, WEIGHTS_KEY, Endpoints, engine_spec, own_address
 from stretto.launch.preflight.checks import medium_of
@@ -34,7 +36,7 @@ from stretto.weights.config import ChosenMedium
 from stretto.weights.folder import release
 from stretto_app.extensions.ray_agents import RayAgents, placing_seconds
 from stretto_app.extensions.remote_ranks import RemoteRanks
-from stretto_cluster.address import JOIN, PATIENCE_SECONDS, JoinFile, bound, read_join_file
+from stretto_cluster.address import JOIN, PATIENCE_SECONDS, JoinFile, bound, recorded_join_file
 from stretto_cluster.gate import Doors, Gate
 from stretto_cluster.guest import guest
 from stretto_cluster.machine import JoinedMachine
@@ -71,6 +73,7 @@ class Cluster(Machines):
     _scaling: asyncio.Lock = field(default_factory=asyncio.Lock)
     _tasks: NamedTasks = field(default_factory=NamedTasks)
     _ray: RayAgents | None = None
+    _newer: tuple[int, str] | None = None  # epoch and address of the conductor that this one gives way to
     _hosts: dict[str, JoinedMachine] = field(default_factory=dict)  # machine of each guest engine, by the engine's name
     _seat_numbers: dict[int, int] = field(default_factory=dict)  # seats of engines that `stretto scale` has started
 
@@ -144,21 +147,30 @@ class Cluster(Machines):
         return spans
 
     async def close(self, why: str, again: bool) -> None:
-        """Dismiss every machine, end the Ray placer, and remove the addresses from ``join.json``. `why`: the reason
-        that machines get; `again`: whether they may try to join later."""
-        if self.folder.is_ours():
+        """Dismiss every machine, end the Ray placer, and remove the addresses from ``join.json``. All of these
+        are done even if one fails; the first error is raised afterwards. `why`: the reason that machines get; `again`:
+        whether they may try to join later."""
+        ray = self._ray
+        await each_to_the_end(
+            self._forget_addresses,
+            partial(self.gate.close, why, again),
+            self._tasks.close,
+            *((ray.close,) if ray is not None else ()),
+        )
+
+    async def _forget_addresses(self) -> None:
+        if self._newer is not None:
+            self._remember(*self._newer)
+        elif self.folder.is_ours():
             write_join_file(self.folder, self.identity)  # without addresses; name and token stay for a resume
-        await self.gate.close(why, again)
-        await self._tasks.close()
-        if self._ray is not None:
-            await self._ray.close()
 
     async def _tell(self, known: JoinFile, before: str) -> None:
         try:
             if said := await tell(known, before, self.tenure, self.plan.recipe.cluster.tls or ""):
                 self.report(said)
         except RunSuperseded as newer:
-            self._remember(newer.epoch, newer.address)
+            with suppress(OSError):  # reported, and written once more by `close`
+                self._record_newer(newer.epoch, newer.address)
             raise
         except DeadlineExceeded as late:  # a resume tries again
             self.report(str(late))
@@ -167,17 +179,29 @@ class Cluster(Machines):
         self.identity = msgspec.structs.replace(self.identity, before=others)
 
     def _superseded(self, epoch: int, address: str) -> None:
-        if not self.identity.superseded:  # otherwise it is ending already
-            self._remember(epoch, address)  # recorded before the newer conductor gets a reply
+        """Give way to a newer conductor, whether this can be recorded or not. Raises OSError while it cannot: the newer
+        one, which then gets no reply, asks again."""
+        if self._newer is None:  # otherwise it is ending already
             self._tasks.add("superseded", self._give_way(epoch, address))
+        if not self.identity.superseded:
+            self._record_newer(epoch, address)
+
+    def _record_newer(self, epoch: int, address: str) -> None:
+        self._newer = self._newer or (epoch, address)
+        try:
+            self._remember(*self._newer)
+        except OSError as error:
+            self.report(f"not recorded that a newer conductor has the run: {described(error)}")
+            raise
 
     def _remember(self, epoch: int, address: str) -> None:
         """Record in ``join.json`` that a newer conductor (`epoch`) at `address` has the run, to refuse a resume of this
         folder."""
         before = _with(self.identity.before, address)
-        self.identity = msgspec.structs.replace(self.identity, before=before, superseded=epoch)
+        identity = msgspec.structs.replace(self.identity, before=before, superseded=epoch)
         if self.folder.is_ours():
-            write_join_file(self.folder, self.identity)
+            write_join_file(self.folder, identity)
+        self.identity = identity
 
     async def _give_way(self, epoch: int, address: str) -> NoReturn:
         raise RunSuperseded(self.identity.run, epoch, address)
@@ -411,6 +435,8 @@ def write_join_file(folder: RunFolder, content: JoinFile) -> None:
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
     part.replace(folder.path / JOIN)
 
 
@@ -419,10 +445,12 @@ def identity_of(folder: RunFolder) -> JoinFile:
     without addresses. The last conductor's address is added to its field `before`. Nothing is written.
 
     A token in the environment variable STRETTO_TOKEN replaces the recorded one; the variable is removed.
+
+    Raises:
+        RunFolderError: the join file is damaged.
     """
-    try:
-        known = read_join_file(folder.path)
-    except RecipeError:
+    known = recorded_join_file(folder.path)
+    if known is None:
         known = JoinFile(run=f"{folder.path.name}-{secrets.token_hex(4)}", token=new_key())
     token = os.environ.pop(TOKEN, "") or known.token  # removed, because roles would inherit it
     before = _with(known.before, known.address or known.control)  # one address for each conductor

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import UNREADABLE, DeadlineExceeded, HandshakeRefused, MachineLost, Problem, RecipeError
+from stretto.core.errors import (
+    UNREADABLE,
+    DeadlineExceeded,
+    HandshakeRefused,
+    MachineLost,
+    Problem,
+    RecipeError,
+    RunFolderError,
+)
 from stretto.core.records import Record
 from stretto.processes.wire import connect
 
@@ -43,6 +51,22 @@ def read_join_file(folder: Path) -> JoinFile:
     except (OSError, *UNREADABLE) as error:
         found = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise RecipeError([Problem(str(folder / JOIN), found, "give the folder of a run that is going on")]) from None
+
+
+def recorded_join_file(folder: Path) -> JoinFile | None:
+    """Read the join file of an earlier conductor of the run; None if there is none.
+
+    Raises:
+        RunFolderError: it cannot be read. With another name and token, the run would no longer know the conductors
+            that must be told or obeyed.
+    """
+    if not (folder / JOIN).exists():
+        return None
+    try:
+        return read_join_file(folder)
+    except RecipeError as error:
+        remedy = "restore it, or remove it if no copy of this folder was continued: machines then need the new token"
+        raise RunFolderError([Problem(at.place, at.found, remedy) for at in error.problems]) from None
 
 
 def bound(listen: str, port: int | None = None) -> socket.socket:

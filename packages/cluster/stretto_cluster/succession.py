@@ -22,7 +22,6 @@ from stretto.core.errors import (
     HandshakeRefused,
     MachineLost,
     Problem,
-    RecipeError,
     RunFolderError,
     StrettoError,
     WireError,
@@ -30,7 +29,7 @@ from stretto.core.errors import (
 from stretto.loop.records.totals import Tenure
 from stretto.processes.handshake import call, client_context
 from stretto.processes.wire import Wire, connect
-from stretto_cluster.address import JOIN, JoinFile, read_join_file
+from stretto_cluster.address import JOIN, JoinFile, recorded_join_file
 from stretto_cluster.messages import TENURE, Look
 
 UNIX = "unix:"  #: prefix of an address on this machine
@@ -63,11 +62,10 @@ async def assert_alone(folder: Path, tls: str) -> None:
 
     Raises:
         RunFolderError: a conductor is alive, so `folder` is a copy; or a newer conductor has continued the run from a
-            copy of this folder.
+            copy of this folder; or its join file is damaged.
     """
-    try:
-        known = read_join_file(folder)
-    except RecipeError:  # the run was killed before it had a gate
+    known = recorded_join_file(folder)
+    if known is None:  # the run was killed before it had a gate
         return
     places = [address for address in (known.control, known.address, *known.before) if address]
     lives = await asyncio.gather(*(_lives(known, address, tls) for address in places))

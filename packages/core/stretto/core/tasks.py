@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -63,6 +63,18 @@ async def gather_to_the_end(*coroutines: Coroutine[Any, Any, Any]) -> None:
     for end in await asyncio.gather(*coroutines, return_exceptions=True):
         if isinstance(end, BaseException):
             raise end
+
+
+async def each_to_the_end(*steps: Callable[[], Awaitable[object]]) -> None:
+    """Take all steps one after the other, each also if one before it failed; then raise the first failure unchanged."""
+    first: BaseException | None = None
+    for step in steps:
+        try:
+            await step()
+        except BaseException as error:  # cancellation too: an end is not left half done
+            first = first or error
+    if first is not None:
+        raise first
 
 
 class NamedTasks:
