@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -17,16 +19,17 @@ from stretto.core.events import Span
 from stretto.core.records import Outcome, Trajectory, Verdict
 from stretto.launch.assemble.run import RunContext
 from stretto.launch.assemble.run import _record_again as record_again
-from stretto.loop.records.totals import Work, carried_over
+from stretto.loop.records.totals import SPAN_AXIS, Work, carried_over, span_offset
 from stretto.rollout.adaptive import AdaptiveBound
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
 from stretto.store.inspection import Inspection
 from stretto.store.series.metrics import read_metrics
+from stretto.store.series.spans import read_spans
 from stretto.store.totals import Totals
 from tests.loop.desk import BATCH, PROMPT, UPDATE, Desk
-from tests.store.make import buffered
+from tests.store.make import buffered, run_at
 
 
 def counted(found: Inspection) -> dict[str, int]:
@@ -141,3 +144,44 @@ def test_a_step_without_any_verdict_since_the_one_before_counts_nothing_twice(de
     desk.recorder.updated(BATCH, UPDATE)
     steps, _ = read_metrics(desk.folder.metrics)
     assert [(step.undecided, step.undecided_reason) for step in steps] == [(1.0, "no number"), (None, "")]
+
+
+def span(version: int, start: float) -> Span:
+    return Span("trainer", "publish", start, start + 0.5, version)
+
+
+@pytest.mark.parametrize(
+    ("monotonic", "unix", "start"),
+    [
+        (5_100.0, 1_000_100.0, 5_100.0),  # the same machine, still running: its clock goes on
+        (20.0, 1_000_100.0, 5_100.0),  # it was restarted, and began to count anew
+        (66_000.0, 1_000_100.0, 5_100.0),  # another machine, which has run for longer
+        (20.0, 400.0, 5_010.5),  # its Unix time is wrong: the spans go on after the newest one
+    ],
+)
+def test_spans_of_a_run_have_one_time_axis_over_restarts_of_its_machine(
+    monotonic: float, unix: float, start: float
+) -> None:
+    """The first process began at 5,000 s of its clock, at 1,000,000 s of Unix time; its newest span ends at 5,010.5."""
+    assert span_offset(None, 5_000.0, 1_000_000.0) == 0.0
+    assert monotonic + span_offset((995_000.0, 5_010.5), monotonic, unix) == start
+
+
+def test_a_resumed_recorder_goes_on_with_the_axis_of_its_spans(tmp_path: Path) -> None:
+    """The clock of the first process was ten days ahead of this machine's: it has been restarted since."""
+    ahead, now = 864_000.0, time.monotonic()
+    with run_at(tmp_path / "run") as (folder, ledger):
+        ledger.put(SPAN_AXIS, (time.time() - now - ahead, now + ahead - 1))
+        desk = Desk(folder, ledger)
+        desk.recorder.spans([span(3, now)])
+        desk.concluded()
+        (written,) = read_spans(folder.spans)
+        assert written.start == pytest.approx(now + ahead, abs=60)
+        axis = ledger.get(SPAN_AXIS, tuple[float, float])
+        assert axis is not None
+        assert axis[1] == written.end
+
+
+def test_a_run_of_an_older_stretto_is_drawn_as_it_was(desk: Desk) -> None:
+    desk.recorder.spans([span(1, 12.5)])
+    assert read_spans(desk.folder.spans) == [span(1, 12.5)]

@@ -24,7 +24,7 @@ from stretto_app.study.definition import PlannedRun, Study
 
 _KNOWN_BY, _STUDY = "study.json", "study.toml"
 _INNER = ("recipes", "runs", "logs")
-_BEGUN = re.compile(r"study\.toml|\.study\.(toml|json)\.\d+\.part")  # files of a folder without its mark
+_UNMARKED = re.compile(r"study\.toml|\.study\.(toml|json)\.\d+\.part")  # files of a folder without its mark
 
 
 class Identity(Record, frozen=True):
@@ -92,7 +92,7 @@ class StudyFolder:
             for file in self.path.iterdir()
             if file.name != lock.NAME
             and not (file.is_dir() and not any(file.iterdir()))
-            and not (killed and _BEGUN.fullmatch(file.name))
+            and not (killed and _UNMARKED.fullmatch(file.name))
         )
 
     def recipe(self, run: PlannedRun) -> Path:

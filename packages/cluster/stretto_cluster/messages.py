@@ -14,13 +14,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from stretto.core.numbers import Count, Moment, Whole
 from stretto.core.records import Record
 from stretto.loop.records.totals import Tenure
 
-#: Valid range of clocks and byte counts; a message with another number is invalid.
+#: Seconds of a transfer.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]
-Offset = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 #: Most bytes of a message. (Weights and completions use other connections.)
 LARGEST_WORDS = 1 << 20
@@ -35,12 +34,12 @@ class Join(Record, frozen=True, tag=True):
 
     kind: str  # "engine" or "rank"
     host: str  # host name, for display
-    count: int  # places
+    count: Count  # places
     release: str  # of stretto
     run: str = ""
     served: Tenure | None = None
     gpu: bool = False  # whether it has a GPU
-    gpus: int = 0  # number of visible GPUs; 0: unknown
+    gpus: Count = 0  # number of visible GPUs; 0: unknown
 
 
 class Look(Record, frozen=True, tag=True):
@@ -56,7 +55,7 @@ class Look(Record, frozen=True, tag=True):
 class Scale(Record, frozen=True, tag=True):
     """Request of `stretto scale RUN engines=N`."""
 
-    engines: int
+    engines: Whole
     release: str
 
 
@@ -106,16 +105,16 @@ class Beat(Record, frozen=True, tag=True):
     """Heartbeat. `sent`: the agent's clock; `clock_offset`: its estimate of the gate's clock minus its own, in seconds.
     `moved`: bytes of the model and of versions that its mirror has received or checked so far."""
 
-    sent: Offset
-    clock_offset: Offset
+    sent: Moment
+    clock_offset: Moment
     moved: Count = 0
 
 
 class Echo(Record, frozen=True, tag=True):
     """Reply to a heartbeat: the heartbeat's `sent`, and `now`, the gate's clock."""
 
-    sent: float
-    now: float
+    sent: Moment
+    now: Moment
 
 
 class NewVersion(Record, frozen=True, tag=True):
@@ -137,8 +136,8 @@ class StartRole(Record, frozen=True, tag=True):
     about earlier ones are recognised. A field of the spec with the value `AGENTS_TLS` is replaced by the agent's folder
     of certificates."""
 
-    place: int
-    turn: int
+    place: Count
+    turn: Count
     name: str
     module: str
     spec: bytes
@@ -156,15 +155,15 @@ class KillRole(Record, frozen=True, tag=True):
 
 
 class RoleStarted(Record, frozen=True, tag=True):
-    place: int
-    turn: int
+    place: Count
+    turn: Count
 
 
 class RoleEnded(Record, frozen=True, tag=True):
     """End of the role in a place, or the reason why it could not be started. `killed`: whether a signal ended it."""
 
-    place: int
-    turn: int
+    place: Count
+    turn: Count
     how: str
     killed: bool
 

@@ -32,6 +32,7 @@ from stretto.core.errors import CheckpointLost, Problem, RoleError, RunFolderErr
 from stretto.core.records import Update
 from stretto.launch.commands.recorded import RECIPE, recorded_recipe
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
+from stretto.loop.records.totals import SPAN_AXIS
 from stretto.loop.recovery import START, Recovery, check_start
 from stretto.loop.trainer_link import TrainerLink
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -310,7 +311,7 @@ def _copy_ledger(folder: RunFolder, target: Path, repeated: Sequence[_Repeated])
                 copy.execute(
                     "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?", update_columns(one.update)
                 )
-            of_the_run = (RECIPE, START, TOTALS, SELECTION, JUDGED)  # facts that hold for the run only
+            of_the_run = (RECIPE, START, TOTALS, SELECTION, JUDGED, SPAN_AXIS)  # facts that hold for the run only
             copy.executemany("DELETE FROM meta WHERE name = ?", [(name,) for name in of_the_run])
             copy.execute("DELETE FROM events WHERE name = ?", (CHANGED,))
             totals = msgspec.json.encode(_totals(folder, repeated)).decode()

@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from statistics import fmean
 from typing import Any
 
+from stretto.core.numbers import Count, Whole
 from stretto.core.records import Record
 
 #: Tokens of the text; shorter where the model's context is.
@@ -179,10 +180,10 @@ class Scores(Record, frozen=True):
     """
 
     logprobs: tuple[float, ...]
-    decoded: int = 0
+    decoded: Count = 0
     pairs: tuple[tuple[float, float], ...] = ()
     differing: tuple[str, ...] = ()
-    compared: int = 0
+    compared: Count = 0
     sampled: tuple[tuple[float, float], ...] = ()
 
 
@@ -200,7 +201,7 @@ class Loaded(Record, frozen=True):
     """An engine's reply to an order to load: the version that samples its next token, and its scores if a challenge was
     sent."""
 
-    version: int
+    version: Whole
     scores: Scores | None = None
 
 

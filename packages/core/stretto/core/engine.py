@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from stretto.core.canary import Ask, Loaded
 from stretto.core.errors import RefusedRequest
 from stretto.core.events import Span
+from stretto.core.numbers import Count, Moment, Whole
 from stretto.core.records import Completion, GenerateRequest, Likeliest, Partials, Record, Segment
 
 MOST_STOPS = 64  #: most stop texts of a request
@@ -35,21 +36,21 @@ class EngineHealth(Record, frozen=True):
     interrupted=412, preempted=0, wasted=0, updates=7, busy_seconds=3.2)``
     """
 
-    version: int  # policy version of the weights in the model
-    running: int  # completions in a slot
-    waiting: int  # completions that wait for a slot
-    generated: int  # tokens sampled
-    prefilled: int  # prompt tokens computed, once per group that enters together
-    recomputed: int  # tokens computed again because an update or a full KV cache dropped their entries
-    interrupted: int  # completions interrupted by an update, counted at each update
-    preempted: int  # completions that lost their KV entries because the cache was full, counted each time
-    wasted: int  # tokens sampled for aborted requests, including tokens of completions that had ended
-    updates: int  # versions loaded
-    busy_seconds: float  # time spent in steps and in loading
-    unfinished: int = 0  # tokens sampled for open requests, including tokens of completions that have ended
-    needed: float = 0.0  # demand of open completions over supply, of rows or KV cache, the larger; above 1 some wait
-    checked: int = 0  # bytes of published versions read so far; grows during a load
-    resident: int = 0  # resident memory of the engine's processes in bytes
+    version: Whole  # policy version of the weights in the model
+    running: Count  # completions in a slot
+    waiting: Count  # completions that wait for a slot
+    generated: Count  # tokens sampled
+    prefilled: Count  # prompt tokens computed, once per group that enters together
+    recomputed: Count  # tokens computed again because an update or a full KV cache dropped their entries
+    interrupted: Count  # completions interrupted by an update, counted at each update
+    preempted: Count  # completions that lost their KV entries because the cache was full, counted each time
+    wasted: Count  # tokens sampled for aborted requests, including tokens of completions that had ended
+    updates: Count  # versions loaded
+    busy_seconds: Moment  # time spent in steps and in loading
+    unfinished: Whole = 0  # tokens sampled for open requests, including tokens of completions that have ended
+    needed: Moment = 0.0  # demand of open completions over supply, of rows or KV cache, the larger; above 1 some wait
+    checked: Count = 0  # bytes of published versions read so far; grows during a load
+    resident: Count = 0  # resident memory of the engine's processes in bytes
 
 
 class Progress(NamedTuple):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from stretto.core.numbers import Count, Moment, Whole
 from stretto.core.records import Record
 
 
@@ -28,10 +29,10 @@ class Span(Record, frozen=True):
 
     role: str
     name: str
-    start: float
-    end: float
-    version: int = -1
-    bytes: int = 0
+    start: Moment
+    end: Moment
+    version: Whole = -1
+    bytes: Count = 0
 
     def shifted(self, seconds: float) -> Span:
         """The same span on a clock that is `seconds` ahead, such as the clock of another machine."""

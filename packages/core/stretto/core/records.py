@@ -19,6 +19,7 @@ import msgspec
 
 from stretto.core import columns as packed
 from stretto.core.columns import Counted, Stamps
+from stretto.core.numbers import Count
 
 PROMPT, NOTHING = -1, -2  #: parents of first segments: after the prompt, or with no context at all
 
@@ -119,10 +120,10 @@ class Segment(Record, frozen=True, array_like=True):
     """
 
     columns: bytes = b""  # token ids and log-probabilities of the L tokens
-    length: int = 0  # L
+    length: Count = 0  # L
     stamps: Stamps = ()  # versions, never decreasing; empty if the tokens are given
     checksum: int = 0  # XXH3 of columns, length and stamps
-    interrupted: int = 0  # number of weight updates that interrupted it
+    interrupted: Count = 0  # number of weight updates that interrupted it
     stop_reason: StopReason | None = None
     engines: Writers = ()  # engines that sampled the L tokens; empty if the tokens are given, or none is recorded
     parent: int | None = None  # index of the segment that it follows, or PROMPT, or NOTHING; None: the previous segment

@@ -19,7 +19,15 @@ from stretto.core.records import Batch, Completion, Outcome, Prompt, StopReason,
 from stretto.loop.records.alarms import SlowReward, WatchedSamples
 from stretto.loop.records.evaluation import Evaluation, mean_rewards
 from stretto.loop.records.reporter import Reporter
-from stretto.loop.records.totals import RunClock, Work, over_the_run, with_activities, with_transfers
+from stretto.loop.records.totals import (
+    SPAN_AXIS,
+    RunClock,
+    Work,
+    over_the_run,
+    span_offset,
+    with_activities,
+    with_transfers,
+)
 from stretto.store.measures.selection import SelectionWatch
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics
@@ -90,6 +98,11 @@ class Recorder:
         self._evaluation_tokens, self._not_trained_for = Counter[str](), Counter[str]()
         self._judged = ledger.get(JUDGED, Judged) or Judged()
         ledger.watch(JUDGED, lambda: self._judged)
+        monotonic, unix = time.monotonic(), ledger.unix_time
+        axis = ledger.get(SPAN_AXIS, tuple[float, float])
+        self._span_offset = span_offset(axis, monotonic, unix)
+        self._span_axis = axis or (unix - monotonic, 0.0)
+        ledger.watch(SPAN_AXIS, lambda: self._span_axis)
         self._rewards: Mapping[str, float] = {}
         self._queues: Mapping[str, float] = {}
         self._in_force: float | None = None
@@ -272,7 +285,10 @@ class Recorder:
         self._reporter.say(sentence)
 
     def spans(self, spans: Sequence[Span]) -> None:
-        self._spans.append(spans)
+        placed = [span.shifted(self._span_offset) for span in spans]
+        zero, last = self._span_axis
+        self._span_axis = zero, max([last, *(span.end for span in placed)])
+        self._spans.append(placed)
         self._carried = with_transfers(self._carried, spans)
         self._activities = with_activities(self._activities, spans)
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from stretto.core.events import Span
+from stretto.core.numbers import Whole
 from stretto.core.records import Record
 from stretto.store.measures.goodput import WORK
 from stretto.store.totals import NEWEST_TRANSFERS, Carried, Totals
@@ -23,7 +24,7 @@ class Tenure(Record, frozen=True, order=True):
     way. Each start of the run has the next `epoch`. If two copies of a run folder are resumed, epochs are equal, and
     the random name `conductor` decides."""
 
-    epoch: int
+    epoch: Whole
     conductor: str
 
 
@@ -91,6 +92,29 @@ class RunClock:
     @property
     def wall_seconds(self) -> float:
         return self._earlier.wall_seconds + time.monotonic() - self._since
+
+
+#: The ledger's fact about the time axis of ``spans.jsonl``, which all processes of a run share: the Unix time of its
+#: zero, and the newest time on it that was written.
+SPAN_AXIS = "span_axis"
+
+
+def span_offset(known: tuple[float, float] | None, monotonic: float, unix: float) -> float:
+    """Seconds to add to the monotonic clock of a process for the time axis of the run's spans. That clock begins anew
+    when the machine restarts. A later process continues the axis by Unix time, and never before spans that were
+    written.
+
+    Args:
+        known: the fact `SPAN_AXIS`; None: no earlier process has recorded it, and this clock is the axis.
+        monotonic, unix: both clocks at the start of this process.
+
+    >>> span_offset((1_000_000.0, 70.0), monotonic=20.0, unix=1_000_100.0)
+    80.0
+    """
+    if known is None:
+        return 0.0
+    zero, last = known
+    return max(unix - zero, last) - monotonic
 
 
 def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:

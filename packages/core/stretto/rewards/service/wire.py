@@ -17,6 +17,7 @@ from typing import Self
 
 import msgspec
 
+from stretto.core.numbers import Count, Moment
 from stretto.core.records import Outcome, Record, Verdict
 from stretto.processes.kernel.memory import memory_file
 
@@ -143,10 +144,10 @@ class Verdicts(Record, frozen=True, tag=True):
     """Message: the verdicts of one request, in its order. `start`, `end`: of the work, in seconds of
     `time.monotonic`."""
 
-    request: int
+    request: Count
     verdicts: tuple[Verdict, ...]
-    start: float
-    end: float
+    start: Moment
+    end: Moment
 
 
 FromWorker = WorkerReady | Refused | Verdicts

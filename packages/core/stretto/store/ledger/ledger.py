@@ -30,6 +30,7 @@ import msgspec
 
 from stretto.core.admission import BoundChange
 from stretto.core.errors import UNREADABLE, StoreError
+from stretto.core.numbers import encoded
 from stretto.core.records import Batch, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
 from stretto.core.states import UNTRAINED
 from stretto.store.config import StoreConfig
@@ -170,7 +171,7 @@ class Ledger:
     def commit_batch(self, batch: Batch) -> None:
         """Record that the trainer trains on this batch, in step `batch.step`. On return, the batch and all earlier
         changes are in the file. Raises StoreError, with nothing recorded, if a trajectory is not buffered."""
-        step = step_columns(batch, time.time())
+        step = step_columns(batch, self.unix_time)
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         for trajectory in trajectories:
             row = self._row(trajectory.id)
@@ -273,7 +274,8 @@ class Ledger:
     def put(self, name: str, value: object) -> None:
         """Store `value` as JSON under a name, replacing an earlier one: a *fact*, such as the seed or the totals.
 
-        The fact is written in the same transaction as the changes of state since the last flush.
+        The fact is written in the same transaction as the changes of state since the last flush. Raises StoreError if
+        it could not be read again, as with a number that is not finite.
         """
         self._facts[name] = _json(value)
         self._flush_if_due()
@@ -299,7 +301,7 @@ class Ledger:
 
     def event(self, name: str, detail: str) -> None:
         """Record an event for readers of the run. `name`: its kind, as "checkpoint"; `detail`: what happened."""
-        self._note(_INSERT_EVENT, (time.time(), name, detail))
+        self._note(_INSERT_EVENT, (self.unix_time, name, detail))
         self._flush_if_due()
 
     def last_step(self) -> int | None:
@@ -315,6 +317,11 @@ class Ledger:
     def balance(self) -> Balance:
         """Count the trajectories by state, unflushed changes included."""
         return Balance(**{state.value: self._counts[state] for state in State})
+
+    @property
+    def unix_time(self) -> float:
+        """This moment as a date to write down. It may jump, so no wait and no decision may depend on it."""
+        return time.time()
 
     @property
     def on_record(self) -> OnRecord:
@@ -451,4 +458,7 @@ def put_fact(path: Path, name: str, value: object) -> None:
 
 
 def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+    try:
+        return encoded(value).decode()
+    except (UnicodeEncodeError, *UNREADABLE) as error:
+        raise StoreError(f"a fact cannot be written: {error}") from error

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Batch, Segment, Trajectory
 
 SIZE = 8  #: size of a seal in bytes
@@ -46,13 +46,16 @@ def find_fact(rows: Iterable[tuple[str, str, object]], path: Path, name: str, ki
         path: of the ledger, for messages.
 
     Raises:
-        StoreError: a row is damaged.
+        StoreError: a row is damaged, or the fact is no `kind`.
     """
     facts = dict[str, str]()
     for known, value, sealed in rows:
         check(sealed, seal(known, value), f"{path}: {known}")
         facts[known] = value
-    return msgspec.json.decode(facts[name], type=kind) if name in facts else None
+    try:
+        return msgspec.json.decode(facts[name], type=kind) if name in facts else None
+    except UNREADABLE as error:
+        raise StoreError(f"{path}: {name} cannot be read: {error}") from error
 
 
 def batch_seal(batch: Batch, number: int = 6) -> bytes:

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from stretto.core.errors import UNREADABLE, StoreError
+from stretto.core.numbers import encoded
 from stretto.store.files import identity, sync, whole_file
 
 Line = TypeVar("Line")
@@ -28,8 +29,8 @@ _log = logging.getLogger(__name__)
 class LineWriter(Generic[Line]):
     """Appends records to one file. An incomplete last line, left by a kill, is cut off when the writer is created.
 
-    If the file cannot be written, one warning is logged, `lost` counts the lines that are not in the file, and nothing
-    is raised: losing measurements must not end a run.
+    If the file or a line cannot be written, one warning is logged, `lost` counts the lines that are not in the file,
+    and nothing is raised: losing measurements must not end a run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,18 +40,27 @@ class LineWriter(Generic[Line]):
         self._attempt(self._cut_torn_line, lines=0)
 
     def append(self, lines: Iterable[Line]) -> None:
-        """Append one line per record, without buffering: readers see the lines at once, and they survive a kill."""
-        encoded = [msgspec.json.encode(line) for line in lines]
-        if encoded:
-            self._attempt(lambda: self._write(b"\n".join(encoded) + b"\n"), lines=len(encoded))
+        """Append one line per record, without buffering: readers see the lines at once, and they survive a kill. A
+        record that readers would refuse, as one with a number that is not finite, is lost."""
+        texts = list[bytes]()
+        for line in lines:
+            try:
+                texts.append(encoded(line))
+            except (UnicodeEncodeError, *UNREADABLE) as error:
+                self._lose(1, str(error))
+        if texts:
+            self._attempt(lambda: self._write(b"\n".join(texts) + b"\n"), lines=len(texts))
 
     def _attempt(self, write: Callable[[], None], lines: int) -> None:
         try:
             write()
         except OSError as error:
-            if not self.lost:
-                _log.warning("%s cannot be written (%s); the run continues without it", self.path, error.strerror)
-            self.lost += lines
+            self._lose(lines, str(error.strerror))
+
+    def _lose(self, lines: int, why: str) -> None:
+        if not self.lost:
+            _log.warning("%s cannot be written (%s); the run continues without it", self.path, why)
+        self.lost += lines
 
     def _write(self, data: bytes) -> None:
         if self._folder not in (None, identity(self.path.parent)):
