@@ -30,7 +30,6 @@ import msgspec
 
 from stretto.core.admission import BoundChange
 from stretto.core.errors import UNREADABLE, StoreError
-from stretto.core.numbers import encoded
 from stretto.core.records import Batch, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
 from stretto.core.states import UNTRAINED
 from stretto.store.config import StoreConfig
@@ -55,7 +54,7 @@ from stretto.store.ledger.schema import (
     log_of,
     open_for_writing,
 )
-from stretto.store.ledger.seals import META, find_fact, seal
+from stretto.store.ledger.seals import META, fact_text, find_fact, seal
 from stretto.store.measures.goodput import OnRecord
 
 Value = TypeVar("Value")
@@ -277,7 +276,7 @@ class Ledger:
         The fact is written in the same transaction as the changes of state since the last flush. Raises StoreError if
         it could not be read again, as with a number that is not finite.
         """
-        self._facts[name] = _json(value)
+        self._facts[name] = fact_text(value)
         self._flush_if_due()
 
     def get(self, name: str, kind: type[Value]) -> Value | None:
@@ -344,7 +343,7 @@ class Ledger:
         if not (self._dirty or self._pending or self._partials or self._facts):
             return
         rows = [row.columns() for row in self._dirty.values()]
-        self._facts |= {name: _json(source()) for name, source in self._sources.items()}
+        self._facts |= {name: fact_text(source()) for name, source in self._sources.items()}
         pending = self._pending
         self._execute("BEGIN IMMEDIATE")
         self._many(_INSERT_GROUP, pending.pop(_INSERT_GROUP, []))
@@ -449,16 +448,9 @@ def put_fact(path: Path, name: str, value: object) -> None:
     Raises:
         StoreError: the file is no ledger, is damaged, or cannot be written.
     """
-    text = _json(value)
+    text = fact_text(value)
     with closing(open_for_writing(path)) as connection:
         try:
             connection.execute(_UPSERT_META, (name, text, seal(name, text)))
         except sqlite3.Error as error:
             raise StoreError(f"{path}: cannot be written: {error}") from error
-
-
-def _json(value: object) -> str:
-    try:
-        return encoded(value).decode()
-    except (UnicodeEncodeError, *UNREADABLE) as error:
-        raise StoreError(f"a fact cannot be written: {error}") from error

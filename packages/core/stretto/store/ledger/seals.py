@@ -11,6 +11,7 @@ import msgspec
 import xxhash
 
 from stretto.core.errors import UNREADABLE, StoreError
+from stretto.core.numbers import encoded
 from stretto.core.records import Batch, Segment, Trajectory
 
 SIZE = 8  #: size of a seal in bytes
@@ -35,6 +36,14 @@ _ROWS = {
 def seal(*content: object) -> bytes:
     """Compute the XXH3 checksum (64 bits) of these values, in order."""
     return xxhash.xxh3_64_digest(_encode(content))
+
+
+def fact_text(value: object) -> str:
+    """JSON of a fact, as it is written. Raises StoreError if it could not be read again."""
+    try:
+        return encoded(value).decode()
+    except (UnicodeEncodeError, *UNREADABLE) as error:
+        raise StoreError(f"a fact cannot be written: {error}") from error
 
 
 def find_fact(rows: Iterable[tuple[str, str, object]], path: Path, name: str, kind: type[Value]) -> Value | None:
