@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import itertools
 import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -214,6 +216,33 @@ async def test_a_role_whose_log_cannot_be_written_is_not_started(server: ForkSer
     with pytest.raises(RoleDied, match=r"stubborn cannot be started: .*nowhere/log.txt: No such file"):
         await role.start(StubbornSpec(), 1)
     assert await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait() == 0
+
+
+@pytest.mark.parametrize("inherited", [(), (1,)])
+@with_its_own
+async def test_a_fork_server_without_descriptors_starts_no_role_and_goes_on(
+    server: ForkServer, tmp_path: Path, inherited: tuple[int, ...]
+) -> None:
+    """It has room for one more: the connection of the role that it is asked to start."""
+    first = await server.start(spawn(tmp_path, StubbornSpec()))
+    await up(tmp_path)
+    taken = {*map(int, os.listdir(f"/proc/{server.pid}/fd"))}
+    free = next(number for number in itertools.count() if number not in taken)
+    before = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (free + 1, before[1]))
+    with pytest.raises(OSError, match="Too many open files"):
+        await server.start(spawn(tmp_path, StubbornSpec(), inherited=inherited))
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, before)
+    second = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0, code=3)))
+    assert await second.wait() == 3
+    assert first.returncode is None
+    assert (os_parent(first.pid), os_parent(server.pid)) == (server.pid, os.getpid())
+    first.terminate()
+    assert await first.wait() == -signal.SIGTERM
+
+
+def os_parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @with_shared

@@ -136,8 +136,8 @@ class StartRole(Record, frozen=True, tag=True):
     about earlier ones are recognised. A field of the spec with the value `AGENTS_TLS` is replaced by the agent's folder
     of certificates."""
 
-    place: Count
-    turn: Count
+    place: Whole
+    turn: Whole
     name: str
     module: str
     spec: bytes
@@ -155,15 +155,15 @@ class KillRole(Record, frozen=True, tag=True):
 
 
 class RoleStarted(Record, frozen=True, tag=True):
-    place: Count
-    turn: Count
+    place: Whole
+    turn: Whole
 
 
 class RoleEnded(Record, frozen=True, tag=True):
     """End of the role in a place, or the reason why it could not be started. `killed`: whether a signal ended it."""
 
-    place: Count
-    turn: Count
+    place: Whole
+    turn: Whole
     how: str
     killed: bool
 

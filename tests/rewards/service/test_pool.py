@@ -7,6 +7,7 @@ undecided with its reason and costs the others nothing; the slot always comes ba
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from stretto.core.errors import DeadlineExceeded, RewardFunctionError, RoleDied
 from stretto.core.frames import frame
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service import process
 from stretto.rewards.service.pool import RewardPool, check_reward
 from stretto.rewards.service.wire import ScoreItem, Verdicts
 from tests.rewards.service.pool_module import MODULE
@@ -300,6 +302,26 @@ def test_a_worker_for_which_the_system_has_no_room_ends_the_run(config: Make, mo
     with pytest.raises(RoleDied, match=r"rewards-0 cannot be started: /nowhere/python: No such file"):
         scored(config(patience=5.0), work)
     assert "stretto-progress" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_worker_for_which_there_is_no_room_for_a_moment_is_started_later(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = [errno.EAGAIN] * 3 + [errno.ENOMEM] * 3  # for longer than a worker that fails is tried again
+    spawn = process._spawn
+
+    def crowded(*arguments: Any) -> Any:
+        if refused:
+            raise OSError(number := refused.pop(), os.strerror(number))
+        return spawn(*arguments)
+
+    async def work(pool: RewardPool) -> list[Verdict]:
+        monkeypatch.setattr(process, "_spawn", crowded)
+        return await pool.score(items("exit", "ok"))
+
+    verdicts = scored(config(workers=1), work)
+    assert refused == []
+    assert verdicts[1].outcome is Outcome.RIGHT
 
 
 def test_what_fails_behind_the_calls_fails_the_calls(config: Make, tmp_path: Path) -> None:

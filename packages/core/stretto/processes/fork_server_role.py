@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import gc
 import importlib
@@ -76,8 +77,11 @@ class Server:
                     message, descriptors, _, _ = socket.recv_fds(self._wire, LONGEST_MESSAGE, _MOST_DESCRIPTORS)
                     if not message:
                         return 0
-                    if self._fork(wire=descriptors[0]) == 0:
-                        run_child(_SPAWN.decode(message), descriptors, server)
+                    spawn = _SPAWN.decode(message)
+                    if len(descriptors) <= len(spawn.inherited):  # the kernel had no room for all of them
+                        self._refuse(descriptors[:1], OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+                    elif self._fork(wire=descriptors[0]) == 0:
+                        run_child(spawn, descriptors, server)
                     for descriptor in descriptors[1:]:
                         os.close(descriptor)
                 elif key.fd == child.ended:
@@ -89,12 +93,14 @@ class Server:
     def _fork(self, wire: int) -> int:
         """Fork, and watch the child; returns the child's id, and 0 in the child. If the system has no room for another
         process, it sends `NotSpawned` on `wire` and returns -1."""
+        room = list[int]()
         try:
+            room.append(os.dup(wire))  # room for the descriptor of the child's end
             pid = os.fork()
         except OSError as error:
-            send(wire, NotSpawned(error.errno or 0, described(error)))
-            os.close(wire)
+            self._refuse([wire, *room], error)
             return -1
+        os.close(room[0])
         if pid == 0:  # a child keeps nothing of the server's
             self._wire.close()
             self._events.close()
@@ -107,6 +113,14 @@ class Server:
         for descriptor in (child.ended, child.wire):
             self._events.register(descriptor, selectors.EVENT_READ, child)
         return pid
+
+    @staticmethod
+    def _refuse(wires: Sequence[int], error: OSError) -> None:
+        """Tell the command on the first of `wires` that no process was started, and close all of them."""
+        for wire in wires[:1]:
+            send(wire, NotSpawned(error.errno or 0, described(error)))
+        for wire in wires:
+            os.close(wire)
 
     def _reap(self, child: Child) -> None:
         self._children.discard(child)

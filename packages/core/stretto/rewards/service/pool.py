@@ -13,6 +13,7 @@ computing has a longer limit in wall time (`stretto_verify.clock.clock_limit`).
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -38,6 +39,8 @@ TIMED_OUT, DIED = "timeout after", "worker died"  # beginnings of reasons that m
 _DEPTH = 2  # chunks a worker holds: one in work and one waiting, so that it never waits for the conductor
 _LOSSES = 2  # workers that may die on one completion before it is undecided
 _START_TRIES, _START_PAUSE_SECONDS = 3, 0.2
+_NO_ROOM = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})  # there may be room in a moment
+_ROOM_SECONDS = 10.0  # longest wait for it
 _LOOK_SECONDS = 0.25
 _SPAN_GAP = 0.002  # seconds; spans with a smaller gap are merged into one for the timeline
 
@@ -178,12 +181,17 @@ class RewardPool:
         await Supervisor(slot.name, lambda: self._start_once(slot), restarts, log=str(self._log or "")).begin()
 
     async def _start_once(self, slot: _Slot) -> None:
-        slot.begin(WorkerProcess(slot.name, lambda reply: self._replied(slot, reply), lambda: self._lost(slot)))
-        assert slot.process is not None
-        try:
-            await slot.process.start(self._config, self._log)
-        except OSError as error:  # no room for another process, for the moment
-            raise RoleDied(slot.name, f"cannot be started: {described(error)}", str(self._log or "")) from error
+        give_up = time.monotonic() + _ROOM_SECONDS
+        while True:
+            slot.begin(WorkerProcess(slot.name, lambda reply: self._replied(slot, reply), lambda: self._lost(slot)))
+            assert slot.process is not None
+            try:
+                await slot.process.start(self._config, self._log)
+                break
+            except OSError as error:
+                if error.errno not in _NO_ROOM or time.monotonic() >= give_up:
+                    raise RoleDied(slot.name, f"cannot be started: {described(error)}", str(self._log or "")) from error
+            await asyncio.sleep(_START_PAUSE_SECONDS)
         slot.ready = True
         for sentence in self._facts.hear(slot.name, slot.process.facts):
             self._on_change(sentence)
