@@ -9,9 +9,10 @@ the sum over all states. *The batch first*: when `commit_batch` returns, the mem
 the file, written in one transaction. So each published update has its batch on record.
 
 Changes are buffered and written together: before a batch is trained, once a second, and when a group is issued
-``flush_seconds`` or more after the last flush. Changes that belong together are in one transaction: for example, a
-group ends and its prompt is given back. A kill loses all changes since the last flush. Nothing outside has seen the
-effect of a lost change, since every process of a run ends with its conductor.
+``flush_seconds`` or more after the last flush. Facts and events wait for one of these, so that changes that belong
+together are in one transaction: for example, a group ends and its prompt is given back. A kill loses all changes since
+the last flush. Nothing outside has seen the effect of a lost change, since every process of a run ends with its
+conductor.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ class Ledger:
         self._next_key += max(members, 1)
         self._facts |= self._flights.issued(key, members)
         self._counts[State.IN_FLIGHT] += members
-        self._flush_if_due()
+        if self._clock() - self._flushed >= self._config.flush_seconds:
+            self.flush()
 
     def buffer(self, group: Group) -> None:
         """Record that the trajectories of `group` are judged and wait to be trained on. Raises StoreError if one is not
@@ -186,7 +188,6 @@ class Ledger:
     def record_update(self, update: Update) -> None:
         """Record the published version and the metrics of a step whose batch is committed."""
         self._note(_UPDATE_STEP, update_columns(update))
-        self._flush_if_due()
 
     # Trajectories in flight, and payloads that are no longer needed.
 
@@ -277,7 +278,6 @@ class Ledger:
         it could not be read again, as with a number that is not finite.
         """
         self._facts[name] = fact_text(value)
-        self._flush_if_due()
 
     def get(self, name: str, kind: type[Value]) -> Value | None:
         """Return the fact stored under `name`, decoded as `kind`; None if there is none. Flushes."""
@@ -301,7 +301,6 @@ class Ledger:
     def event(self, name: str, detail: str) -> None:
         """Record an event for readers of the run. `name`: its kind, as "checkpoint"; `detail`: what happened."""
         self._note(_INSERT_EVENT, (self.unix_time, name, detail))
-        self._flush_if_due()
 
     def last_step(self) -> int | None:
         """The newest step whose batch is committed; None if there is none."""
@@ -363,10 +362,6 @@ class Ledger:
                 self.flush()
         finally:
             self._connection.close()
-
-    def _flush_if_due(self) -> None:
-        if self._clock() - self._flushed >= self._config.flush_seconds:
-            self.flush()
 
     def _row(self, id: str) -> LiveRow:
         row = self._live.get(id)
