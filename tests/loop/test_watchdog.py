@@ -1,5 +1,5 @@
 """Stalls, on a clock that jumps: the seconds in which nothing moved, without those in which the watching process was
-suspended."""
+suspended, or in which users' code was at work within its deadline."""
 
 from __future__ import annotations
 
@@ -53,3 +53,20 @@ def test_a_role_that_waits_is_named_when_nothing_moves() -> None:
 
     with pytest.raises(NothingMoves, match="nothing has moved for 3 s: trainer has waited 4 s of 60 s for a batch"):
         jumping(main())
+
+
+def test_a_wait_for_users_code_within_its_deadline_is_no_standstill_and_its_end_is() -> None:
+    looks = []
+
+    async def main() -> None:
+        watchdog, at_work = Watchdog(lambda: "as before", 3), True
+        with waiting("conductor", "a tool", 60, lambda: at_work):
+            for second in range(30):
+                at_work = second < 20  # then the workflow waits for the run, which stands still
+                await asyncio.sleep(1)
+                watchdog.check()
+                looks.append(second)
+
+    with pytest.raises(NothingMoves, match="conductor has waited 23 s of 60 s for a tool"):
+        jumping(main())
+    assert looks[-1] == 21

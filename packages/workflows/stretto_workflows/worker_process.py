@@ -81,6 +81,10 @@ class _OwnTime:
         self._since = self._loop.time()
         self._timer = self._loop.call_later(max(0.0, self._left), self._end)
 
+    def runs(self) -> bool:
+        """Whether the trajectory is at work, within its time."""
+        return self._timer is not None and not self.over.done()
+
     def _end(self) -> None:
         if not self.over.done():
             self.over.set_result(None)
@@ -237,7 +241,8 @@ class WorkflowProcess:
         try:
             await self._send(Begin(member.run, exchange.task))
             ends: list[asyncio.Future[Any]] = [member.ended, member.broken, member.time.over, self.lost]
-            with waiting("conductor", f"the workflow of {exchange.session.id}", self._config.deadline):
+            awaited = f"the workflow of {exchange.session.id}"
+            with waiting("conductor", awaited, self._config.deadline, member.time.runs):
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if member.broken.done():
                 member.broken.result()

@@ -18,12 +18,14 @@ _LOOKS = 6  # progress checks within the limit of a standstill
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """An open wait: owner, awaited event, limit in seconds, and start on the event loop's clock."""
+    """An open wait: owner, awaited event, limit in seconds, and start on the event loop's clock. `works`: returns
+    whether the awaited is at work, which shows no other progress; `bool` says no."""
 
     owner: str
     awaited: str
     seconds: float
     since: float
+    works: Callable[[], bool] = bool
 
 
 #: Open waits by event loop.
@@ -31,9 +33,11 @@ _OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Wait, None]] = WeakKeyD
 
 
 @asynccontextmanager
-async def deadline(owner: str, awaited: str, seconds: float, detail: Callable[[], str] = str) -> AsyncIterator[None]:
+async def deadline(
+    owner: str, awaited: str, seconds: float, detail: Callable[[], str] = str, works: Callable[[], bool] = bool
+) -> AsyncIterator[None]:
     """Limit everything awaited inside the block to `seconds`. `owner` and `awaited` name in the error who waited for
-    what; the text returned by `detail`, called when the time is up, is appended to `awaited`.
+    what; the text returned by `detail`, called when the time is up, is appended to `awaited`. `works`: see `waiting`.
 
     Raises:
         DeadlineExceeded: `seconds` have passed. A cancellation from outside passes through unchanged.
@@ -45,7 +49,7 @@ async def deadline(owner: str, awaited: str, seconds: float, detail: Callable[[]
     """
     scope = asyncio.timeout(seconds)
     try:
-        with waiting(owner, awaited, seconds):
+        with waiting(owner, awaited, seconds, works):
             async with scope:
                 yield
     except TimeoutError:
@@ -91,11 +95,15 @@ async def _put_off(scope: asyncio.Timeout, seconds: float, progress: Callable[[]
 
 
 @contextmanager
-def waiting(owner: str, awaited: str, seconds: float) -> Iterator[None]:
+def waiting(owner: str, awaited: str, seconds: float, works: Callable[[], bool] = bool) -> Iterator[None]:
     """List a wait of `owner` for `awaited` in `open_waits` during the block (context manager). The deadline itself must
-    be enforced by the caller."""
+    be enforced by the caller.
+
+    A wait within its deadline is no standstill while `works` returns True: for users' code, a tool or a reward, which
+    shows no progress before it ends.
+    """
     loop = asyncio.get_running_loop()
-    wait, waits = Wait(owner, awaited, seconds, loop.time()), _OPEN.setdefault(loop, {})
+    wait, waits = Wait(owner, awaited, seconds, loop.time(), works), _OPEN.setdefault(loop, {})
     waits[wait] = None
     try:
         yield
@@ -128,7 +136,7 @@ class StallTimer:
 
 
 class Watchdog:
-    """Ends a run that makes no progress.
+    """Ends a run that makes no progress, while no open wait is at work within its deadline (`Wait.works`).
 
     Args:
         progress: returns a value that changes whenever any process of the run does work.
@@ -147,9 +155,11 @@ class Watchdog:
             NothingMoves: no progress for as many seconds as the watchdog allows.
         """
         before, self._before = self._before, self._progress()
-        if self._stall.poll(moved=self._before != before) >= self._seconds:
+        waits = open_waits()
+        moved = self._before != before or any(wait.works() for wait in waits)
+        if self._stall.poll(moved) >= self._seconds:
             now = asyncio.get_running_loop().time()
-            raise NothingMoves(self._seconds, [_described(wait, now) for wait in open_waits()])
+            raise NothingMoves(self._seconds, [_described(wait, now) for wait in waits])
 
 
 def _described(wait: Wait, now: float) -> str:

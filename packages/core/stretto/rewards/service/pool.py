@@ -42,6 +42,7 @@ _START_TRIES, _START_PAUSE_SECONDS = 3, 0.2
 _NO_ROOM = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})  # there may be room in a moment
 _ROOM_SECONDS = 10.0  # longest wait for it
 _LOOK_SECONDS = 0.25
+_LATEST_LOOK = 5.0  # seconds within which a late worker is noticed, and its verdict given
 _SPAN_GAP = 0.002  # seconds; spans with a smaller gap are merged into one for the timeline
 
 
@@ -133,7 +134,7 @@ class RewardPool:
         self._queue.extend(chunks(call, self._seconds_per_item))
         self._dispatch()
         try:
-            async with deadline(ROLE, f"{len(items)} verdicts", self._config.patience):
+            async with deadline(ROLE, f"{len(items)} verdicts", self._patience, works=lambda: True):
                 await call.done
         finally:
             self._calls.discard(call)
@@ -242,6 +243,11 @@ class RewardPool:
                 self._score_again([lost.culprit], how)
         self._dispatch()
         await self._start(slot)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that a caller waits: no fewer than one completion may take, which is undecided when they are over."""
+        return max(self._config.patience, self._clock_seconds + _LATEST_LOOK)
 
     @property
     def _clock_seconds(self) -> float:
