@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stretto.core.canary import Agreement, Ask, Canary, Challenge, Loaded, Scores
+from stretto.core.canary import Agreement, Ask, Canary, Challenge, Loaded, Proof, Scores
 from stretto.core.errors import UnprovenWeights
 from stretto.engine.config import EngineConfig
 from stretto.engine.wire import EngineSpec
@@ -292,3 +292,13 @@ def test_an_engine_that_does_not_prove_a_version_is_replaced_at_the_last_evaluat
             play(run, work)
     else:
         play(run, work)
+
+
+def test_the_versions_that_an_engine_has_proven_are_few_ranges_however_many_it_skips() -> None:
+    proving = Proving()
+    for version in range(0, 2_000, 2):  # a load takes two steps
+        proving._note(Proof("engine-0", "native float32", version, 1e-6, 1e-4, 1e-7, True), "float32")
+    (proven,) = proving.record.proven
+    assert len(proven.ranges) == 64
+    assert proven.ranges[0] == (0, 1_872)
+    assert proven.ranges[1:] == tuple((version, version) for version in range(1_874, 2_000, 2))

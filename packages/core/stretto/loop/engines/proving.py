@@ -52,6 +52,7 @@ _ENOUGH_TOKENS = 32  # tokens of an engine needed for a meaningful mean
 _ASKED_TOKENS = 64  # tokens that an engine recomputes
 _UNJUDGED = 2  # versions that an engine loads without a judgement before it is asked to recompute tokens
 THE_TRAINER, ITSELF = "the trainer", "its own forward"  #: the judge that recomputed sampled tokens
+_RANGES = 64  # of proven versions kept by engine; beyond, the oldest two become one, with versions never loaded between
 _NAMED = 3  # most tensors named in a message
 
 
@@ -234,6 +235,8 @@ class Proving:
             ranges[-1] = ranges[-1][0], max(proof.version, ranges[-1][1])
         else:
             ranges.append((proof.version, proof.version))
+        if len(ranges) > _RANGES:
+            ranges[:2] = [(ranges[0][0], max(ranges[0][1], ranges[1][1]))]
 
     def shares(self) -> dict[str, float]:
         """Newest measured distance of each engine from the trainer, as a share of its tolerance (above 1: refused)."""
