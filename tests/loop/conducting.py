@@ -176,7 +176,8 @@ class Stage(SilentReporter):
         """Conduct to the end; a stop is requested after `stop_after` seconds."""
         return asyncio.run(asyncio.wait_for(self._play(stop_after, steps, settings), 30))
 
-    async def _play(self, stop_after: float | None, steps: int, settings: dict[str, Any]) -> Controller:
+    def conductor(self, steps: int, settings: dict[str, Any]) -> Conductor:
+        """The whole run from where its ledger stands, within the event loop."""
         patience = settings.pop("deadlines", {})
         every, best = settings.pop("evaluate_every", 0), settings.pop("best", None)
         defaults = {"batch_size": 2, "group_size": 2, "max_in_flight": 6, "max_staleness": 1}
@@ -212,9 +213,14 @@ class Stage(SilentReporter):
         )
         least, _ = config.in_flight_bounds
         self.fleet.on_pressure = lambda: conductor.request_stop() if controller.max_in_flight > least else None
+        return conductor
+
+    async def _play(self, stop_after: float | None, steps: int, settings: dict[str, Any]) -> Controller:
+        conductor = self.conductor(steps, settings)
+        controller, checkpointing = conductor.controller, conductor.checkpointing
         if stop_after is not None:
             asyncio.get_running_loop().call_later(stop_after, conductor.request_stop)
-        recorder.rl_begins()
+        conductor.recorder.rl_begins()
         await conductor.run()
         await checkpointing.end()
         left = {task.get_name() for task in asyncio.all_tasks()} & set(self.fleet.asked)

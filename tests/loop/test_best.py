@@ -163,3 +163,55 @@ def test_an_evaluation_that_is_due_while_one_runs_is_left_out() -> None:
 
     asyncio.run(main())
     assert desk.evaluated_at == [("", 1), ("", 3)]
+
+
+def test_an_evaluation_on_record_whose_policy_was_not_yet_kept_is_shown_after_a_resume(folder: RunFolder) -> None:
+    """A kill came between its line and ``best.json``; its policy's own folder is gone, or still there."""
+    for gone in (True, False):
+        evaluate(BestPolicy(folder, print, keeps=True), folder, 0, 0.1)
+        cut = BestPolicy(folder, print, keeps=True, earlier=[evaluation_line(0, 0.1)])
+        policy(folder, 4)
+        if gone:
+            cut.hold(4)
+            shutil.rmtree(folder.policy(4))
+        lines = [evaluation_line(0, 0.1), evaluation_line(4, 0.9)]
+        again = BestPolicy(folder, print, keeps=True, earlier=lines)
+        evaluate(again, folder, 8, 0.8)
+        assert best_weights(folder) == "weights 4"
+        assert json.loads((folder.path / "best.json").read_text())["accuracy"] == 0.9
+        shutil.rmtree(folder.policy(4), ignore_errors=True)
+
+
+def test_policies_that_are_kept_compete_where_the_best_of_all_was_not(folder: RunFolder) -> None:
+    """``keep_best`` is given with a resume."""
+    best = BestPolicy(folder, print, keeps=True, earlier=[evaluation_line(0, 0.1), evaluation_line(4, 0.9)])
+    for step, accuracy, kept in [(8, 0.8, 8), (12, 0.85, 12), (16, 0.82, 12)]:
+        evaluate(best, folder, step, accuracy)
+        assert best_weights(folder) == f"weights {kept}"
+
+
+def test_the_best_policy_of_another_set_is_dropped(folder: RunFolder) -> None:
+    """``best_of`` is another with a resume."""
+    evaluate(BestPolicy(folder, print, keeps=True), folder, 4, 0.3)
+    again = BestPolicy(folder, print, keeps=True, earlier=[evaluation_line(0, 0.2), evaluation_line(4, 0.6)])
+    assert not (folder.path / "best.json").exists()
+    evaluate(again, folder, 8, 0.5)
+    assert best_weights(folder) == "weights 8"
+
+
+def test_a_step_is_evaluated_once_and_one_that_was_cut_short_is_caught_up() -> None:
+    desk = Desk()
+
+    async def evaluation() -> Evaluation:
+        return measured(0.5)
+
+    async def main() -> None:
+        one = PeriodicEvaluation(evaluation, cast(Recorder, desk), 3, earlier=[evaluation_line(0, 0.1)])
+        both = Evaluations([one])
+        await both.evaluate(0)
+        for version in (2, 4, 5):  # step 3 was due, and has no line
+            both.catch_up(version)
+            await both.end()
+
+    asyncio.run(main())
+    assert desk.evaluated_at == [("", 3)]

@@ -78,7 +78,7 @@ def test_a_step_that_a_resume_records_has_the_bound_under_which_it_was_trained(d
     state = ControllerState(staleness=AdaptiveBound(1), starved=True)
     controller = Controller(config, PromptStream([PROMPT], seed=1), desk.ledger, seed=1, version=1, state=state)
     update = msgspec.structs.replace(UPDATE, metrics={"kl_behavior": 0.0})
-    record_again(cast(RunContext, desk), [PROMPT], [update], controller, desk.recorder)
+    record_again(cast(RunContext, desk), [update], controller, desk.recorder)
     (step,), _ = read_metrics(desk.folder.metrics)
     assert (step.max_staleness, controller.max_staleness) == (1, 2)
 
@@ -185,3 +185,15 @@ def test_a_resumed_recorder_goes_on_with_the_axis_of_its_spans(tmp_path: Path) -
 def test_a_run_of_an_older_stretto_is_drawn_as_it_was(desk: Desk) -> None:
     desk.recorder.spans([span(1, 12.5)])
     assert read_spans(desk.folder.spans) == [span(1, 12.5)]
+
+
+def test_a_step_that_a_resume_records_counts_its_batch_once(desk: Desk) -> None:
+    """Seven of eight are right; the batch has the two right ones of them."""
+    buffered(desk.ledger, *BATCH.groups)
+    judged(desk, *[Outcome.RIGHT] * 7, Outcome.WRONG)
+    desk.ledger.commit_batch(BATCH)
+    resumed = Desk(desk.folder, desk.ledger)
+    controller = Controller(RolloutConfig(batch_size=1, group_size=2), PromptStream([PROMPT], 1), desk.ledger, 1, 1)
+    record_again(cast(RunContext, resumed), [UPDATE], controller, resumed.recorder)
+    (step,), _ = read_metrics(desk.folder.metrics)
+    assert step.accuracy == 7 / 8

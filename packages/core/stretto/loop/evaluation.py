@@ -8,7 +8,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -83,7 +83,8 @@ class BestPolicy:
                 than `least_gain`; 0: never.
             goal, goal_holds: the run has had enough once `goal_holds` evaluations in a row reached the accuracy `goal`;
                 0: never.
-            earlier: the recorded evaluations of a resumed run; a ``best.json`` of a later step is removed.
+            earlier: the recorded evaluations of a resumed run. ``best.json`` and ``policy/best`` are brought to what
+                they say; they are removed if they are of another evaluation.
         """
         self.keeps = keeps
         self._folder, self._say, self._patience, self._least_gain = folder, say, patience, least_gain
@@ -93,9 +94,14 @@ class BestPolicy:
         self._reached = 0  # newest evaluations that reached the goal
         for line in earlier:
             self._follow(line.step, line.version, line.accuracy)
-        self._forget_what_came_later({line.step for line in earlier})
         self._held: int | None = None
-        self._drop(_CANDIDATE)
+        self._shown = self._recorded({line.step: line.accuracy for line in earlier})
+        self._bring_up_to_date()
+        for path in self._folder.policies.glob(f"{_CANDIDATE}*"):
+            if not path.suffix[1:].isdigit() or int(path.suffix[1:]) <= max(
+                (line.step for line in earlier), default=-1
+            ):
+                self._drop(path.name)
 
     @property
     def enough(self) -> bool:
@@ -112,31 +118,49 @@ class BestPolicy:
         return ""
 
     def hold(self, step: int) -> None:
-        """Keep a copy of the policy of `step` in ``policy/candidate`` while its evaluation runs: the policy's own
-        folder may be removed meanwhile. Does nothing without `keeps`, or if the policy is not saved."""
-        if self.keeps and (source := self._folder.policy(step)).is_dir():
+        """Keep a copy of the policy of `step` in ``policy/candidate.STEP`` while its evaluation runs: the policy's own
+        folder may be removed meanwhile. An earlier process may have made the copy. Does nothing without `keeps`, or if
+        the policy is not saved."""
+        if not self.keeps:
+            return
+        if (source := self._folder.policy(step)).is_dir() and not self._candidate(step).is_dir():
             self._drop(_CANDIDATE)
-            shutil.copytree(source, self._folder.policies / _CANDIDATE, copy_function=_linked)
-            self._held = step
+            whole = shutil.copytree(source, self._folder.policies / _CANDIDATE, copy_function=_linked)
+            whole.rename(self._candidate(step))
+        self._held = step if self._candidate(step).is_dir() else None
 
     def measured(self, step: int, evaluation: Evaluation) -> None:
-        """Count the evaluation that began at `step`. If it is the best so far by more than `least_gain`, write
-        ``best.json`` and move the policy kept by `hold` to ``policy/best``; otherwise delete that copy. Log once when
-        `enough` becomes true."""
+        """Count the evaluation that began at `step`. If it is the best so far by more than `least_gain`, or the best of
+        those whose policy was kept, write ``best.json`` and move the policy kept by `hold` to ``policy/best``;
+        otherwise delete that copy. Log once when `enough` becomes true."""
         before = self.enough
         better = self._follow(step, evaluation.version, evaluation.accuracy)
         if self.enough and not before:  # said once
             self._say(f"stops early: {self.why}")
-        if not better:
-            self._drop(_CANDIDATE)
-            return
-        kept = self._held == step and self.keeps
-        if kept:
-            self._drop(BEST)
-            (self._folder.policies / _CANDIDATE).rename(self._folder.policies / BEST)
+        self._show(Best(step, evaluation.version, evaluation.accuracy), better)
+
+    def _show(self, found: Best, better: bool) -> None:
+        """Write ``best.json`` and move the policy to ``policy/best`` if `found` takes that place. Policies that are
+        kept compete with each other only: the best evaluation of all may be one whose policy is gone."""
+        kept, shown = self._held == found.step, self._shown
         self._held = None
-        found = Best(step, evaluation.version, evaluation.accuracy, f"policy/{BEST}" if kept else None)
+        if self.keeps and shown is not None and shown.policy is not None:
+            better = kept and found.accuracy > shown.accuracy + self._least_gain
+        if not better and not (kept and (shown is None or shown.policy is None)):
+            self._drop(self._candidate(found.step).name)
+            return
+        self._shown = found = msgspec.structs.replace(found, policy=f"policy/{BEST}" if kept else None)
         self._folder.write(_RECORD, msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
+        self._move(found.step)
+
+    def _move(self, step: int) -> None:
+        """Put the candidate of `step`, if there is one, in the place of ``policy/best``."""
+        self._drop(BEST)
+        if (candidate := self._candidate(step)).is_dir():
+            candidate.rename(self._folder.policies / BEST)
+
+    def _candidate(self, step: int) -> Path:
+        return self._folder.policies / f"{_CANDIDATE}.{step}"
 
     def _follow(self, step: int, version: int, accuracy: float) -> bool:
         """Count this evaluation; True if it is better than the best so far by more than `least_gain`, or the first."""
@@ -148,12 +172,30 @@ class BestPolicy:
             self._best = Best(step, version, accuracy)
         return better
 
-    def _forget_what_came_later(self, steps: Set[int]) -> None:
-        """Remove ``best.json`` and ``policy/best`` if their step is not among `steps`: the resumed run repeats it."""
+    def _recorded(self, earlier: Mapping[int, float]) -> Best | None:
+        """Read ``best.json``. It is removed, with ``policy/best``, if it is of none of the evaluations `earlier`
+        (accuracy by step), of which a resumed run repeats the later ones; or if its policy is gone."""
         record = self._folder.path / _RECORD
-        if record.exists() and msgspec.json.decode(record.read_bytes(), type=Best).step not in steps:
+        if not record.exists():
+            self._drop(BEST)
+            return None
+        found = msgspec.json.decode(record.read_bytes(), type=Best)
+        if found.policy is not None and self._candidate(found.step).is_dir():  # a kill came between record and move
+            self._move(found.step)
+        gone = found.policy is not None and not (self._folder.policies / BEST).is_dir()
+        if gone or earlier.get(found.step) != found.accuracy:
             record.unlink()
             self._drop(BEST)
+            return None
+        return found
+
+    def _bring_up_to_date(self) -> None:
+        """Show the best evaluation on record if a kill came between its line and ``best.json``."""
+        best, shown = self._best, self._shown
+        if best is not None and (shown is None or shown.step != best.step):
+            self.hold(best.step)
+            if self._held is not None or not self.keeps:
+                self._show(best, better=True)
 
     def _drop(self, name: str) -> None:
         shutil.rmtree(self._folder.policies / name, ignore_errors=True)
@@ -290,7 +332,8 @@ class PeriodicEvaluation:
     """Evaluates one set of questions while training goes on, one evaluation at a time.
 
     An evaluation is due every `every` steps (0: never), and at the first step after `minutes` minutes since the last
-    one began (0: never). `evaluate` computes the result; `best`, if given, gets it too.
+    one began (0: never). `evaluate` computes the result; `best`, if given, gets it too. A step is evaluated once: not
+    again if it is among those of `earlier`, the evaluations on record.
     """
 
     def __init__(
@@ -301,7 +344,9 @@ class PeriodicEvaluation:
         minutes: float = 0.0,
         name: str = "",
         best: BestPolicy | None = None,
+        earlier: Sequence[EvaluationLine] = (),
     ) -> None:
+        self._measured = {line.step for line in earlier}
         self._evaluate, self._recorder, self._every, self._seconds = evaluate, recorder, every, 60.0 * minutes
         self._name, self._best = name, best
         self._started = time.monotonic()
@@ -317,16 +362,32 @@ class PeriodicEvaluation:
         """Start an evaluation in the background if one is due; raises the error of the previous one."""
         if self.due(update):
             self.check()
-            self._started = time.monotonic()
-            self._running = asyncio.create_task(self.evaluate(update.step))
+            self._begin(update.step)
+
+    def catch_up(self, version: int) -> None:
+        """Start the newest evaluation that was due by steps until `version`, if a kill or a stop cut it short."""
+        due = version - version % self._every if self._every else 0
+        if due > max(self._measured, default=0):
+            self._begin(due)
+
+    def has(self, step: int) -> bool:
+        """Whether an evaluation of `step` is on record."""
+        return step in self._measured
+
+    def _begin(self, step: int) -> None:
+        self._started = time.monotonic()
+        self._running = asyncio.create_task(self.evaluate(step))
 
     async def evaluate(self, step: int) -> None:
-        """Evaluate now and record the result under `step`."""
+        """Evaluate now and record the result under `step`, unless that is on record already."""
+        if self.has(step):
+            return
         start = time.monotonic()
         if self._best is not None:
             self._best.hold(step)
         evaluation = await self._evaluate()
         self._recorder.evaluated(evaluation, step, self._name)
+        self._measured.add(step)
         span = Span(role="conductor", name="evaluate", start=start, end=time.monotonic(), version=evaluation.version)
         self._recorder.spans([span])
         if self._best is not None:
@@ -378,8 +439,19 @@ class Evaluations:
         for one in self._all:
             one.after(update)
 
+    def catch_up(self, version: int) -> None:
+        """Start the evaluations that an earlier process has begun, or was about to, and not finished. `version`: where
+        the run is resumed. None is started if training should stop."""
+        for one in self._all if not self.enough else ():
+            one.catch_up(version)
+
+    def has(self, step: int) -> bool:
+        """Whether all sets have an evaluation of `step` on record."""
+        return all(one.has(step) for one in self._all)
+
     async def evaluate(self, step: int) -> None:
-        """Evaluate all sets now, one after the other, and record the results under `step`."""
+        """Evaluate all sets now, one after the other, and record the results under `step`, unless they are on
+        record."""
         for one in self._all:
             await one.evaluate(step)
 

@@ -12,7 +12,6 @@ from stretto.launch.preflight.plan import Plan
 from stretto.loop.evaluation import BestPolicy, Evaluations, Evaluator, PeriodicEvaluation
 from stretto.loop.records.recorder import Recorder
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.metrics import EvaluationLine, iterate_metrics, read_sets
 from stretto_verify.math.extract.final import final_answer, without_frame
 
 _LONGEST = 20_000  # characters at the end of a completion that are searched for its final answer
@@ -70,9 +69,14 @@ def evaluations(
     """Return all evaluations of a run. `held_out`: evaluator of the held-out questions; `say`: writes a log line."""
     config = plan.recipe.evaluation
     held_out = with_samples(held_out, plan)
-    best = _best(plan, folder, say) if config.keep_best or config.patience or config.goal else None
+    best = _best(plan, folder, recorder, say) if config.keep_best or config.patience or config.goal else None
     first = PeriodicEvaluation(
-        held_out, recorder, config.every, config.minutes, best=best if not config.best_of else None
+        held_out,
+        recorder,
+        config.every,
+        config.minutes,
+        best=best if not config.best_of else None,
+        earlier=recorder.on_record.get("", ()),
     )
     further = [
         PeriodicEvaluation(
@@ -82,19 +86,15 @@ def evaluations(
             one.minutes,
             one.name,
             best if config.best_of == one.name else None,
+            recorder.on_record.get(one.name, ()),
         )
         for one, prompts in plan.sets
     ]
     return Evaluations([first, *further], best)
 
 
-def _best(plan: Plan, folder: RunFolder, say: Callable[[str], None]) -> BestPolicy:
+def _best(plan: Plan, folder: RunFolder, recorder: Recorder, say: Callable[[str], None]) -> BestPolicy:
     config = plan.recipe.evaluation
-    earlier: list[EvaluationLine] = []
-    if config.best_of:
-        earlier += read_sets(folder.metrics).get(config.best_of, [])
-    else:
-        earlier += [line for line in iterate_metrics(folder.metrics) if isinstance(line, EvaluationLine)]
     return BestPolicy(
         folder,
         say,
@@ -103,5 +103,5 @@ def _best(plan: Plan, folder: RunFolder, say: Callable[[str], None]) -> BestPoli
         least_gain=config.least_gain,
         goal=config.goal,
         goal_holds=config.goal_holds,
-        earlier=earlier,
+        earlier=recorder.on_record.get(config.best_of, ()),
     )

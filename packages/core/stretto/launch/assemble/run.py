@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from stretto.core.records import Prompt, Update
+from stretto.core.records import Update
 from stretto.core.tasks import run_beside
 from stretto.doors.loading import from_package
 from stretto.launch.assemble.evaluations import evaluations
@@ -142,6 +142,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         earlier = _earlier(ledger, unfinished)
         ledger.put("seed", plan.recipe.seed)
         ledger.put(CONDUCTOR, tenure := next_tenure(ledger.get(CONDUCTOR, Tenure)))
+        ledger.flush()  # before another process hears of it
         reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
         async with _followed(context):
             async with running_roles(
@@ -303,7 +304,7 @@ async def _train(
         steps=recipe.trainer.steps,
         deadlines=recipe.deadlines,
     )
-    _record_again(context, context.plan.training, roles.trainer.replayed, controller, recorder)
+    _record_again(context, roles.trainer.replayed, controller, recorder)
     try:
         await _conduct(context, roles, conductor)
         if (why := conductor.evaluation.why) and controller.published < recipe.trainer.steps:
@@ -383,21 +384,12 @@ def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluat
     )
 
 
-def _record_again(
-    context: RunContext,
-    training: Sequence[Prompt],
-    updates: Sequence[Update],
-    controller: Controller,
-    recorder: Recorder,
-) -> None:
-    """Record repeated steps that have no line of metrics yet: the earlier process ended between the batch and its
-    line. `training`: the prompts of the run with their texts, which the ledger lacks."""
+def _record_again(context: RunContext, updates: Sequence[Update], controller: Controller, recorder: Recorder) -> None:
+    """Record repeated steps that are not on record yet: the earlier process ended between the batch and its update. The
+    batch has been counted as judged, in the transaction that committed it."""
     recorded = context.ledger.last_update()
-    prompts = {prompt.id: prompt for prompt in training}
     for update in (update for update in updates if update.step > recorded):
         (batch,) = read_batches(context.folder.ledger, update.step - 1, update.step)
-        for group in batch.groups:
-            recorder.judged(prompts[group.prompt.id], group.trajectories)
         recorder.in_force(controller.max_staleness)
         controller.observe(update.step, update.metrics)
         recorder.updated(batch, update)
@@ -410,7 +402,7 @@ async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> N
     controller, recorder = conductor.controller, conductor.recorder
     checkpointing, evaluation = conductor.checkpointing, conductor.evaluation
     stop.call(conductor.request_stop)
-    if recorder.initial_accuracy is None:
+    if not controller.published and not evaluation.has(0):  # no later version is the initial one
         say(f"{_phase(recipe, 2)}: measuring the held-out accuracy of version 0")
         await stop.unless(evaluation.evaluate(controller.published))
     if not stop.requested:
@@ -420,6 +412,7 @@ async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> N
         say(f"{_phase(recipe, 3)}: reinforcement learning, steps {controller.published + 1} to {recipe.trainer.steps}")
         say(LEGEND)
         recorder.rl_begins()
+        evaluation.catch_up(controller.published)
         await conductor.run()
     if stop.requested:
         roles.trainer.retire()  # a stopped run does not wait for a replacement

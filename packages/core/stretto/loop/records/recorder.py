@@ -30,7 +30,7 @@ from stretto.loop.records.totals import (
 )
 from stretto.store.measures.selection import SelectionWatch
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics
+from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics, read_evaluations
 from stretto.store.series.spans import SpanLog
 from stretto.store.totals import JUDGED, TOTALS, Carried, Judged, Totals, budget
 
@@ -83,8 +83,11 @@ class Recorder:
         self._samples = WatchedSamples(folder, reporter.say, sample_seconds)
         self.held_out = self._samples.held_out
         self._slow_reward = slow_reward
-        self.initial_accuracy = earlier.initial_accuracy
-        self.final_accuracy: float | None = None
+        #: Evaluations on record, by the name of their set ("": the main set).
+        self.on_record = read_evaluations(folder.metrics)
+        main = self.on_record.get("", [])
+        self.initial_accuracy = next((line.accuracy for line in main if not line.step), earlier.initial_accuracy)
+        self.final_accuracy = next((line.accuracy for line in reversed(main) if line.step), None)
         self._ledger, self._reporter, self._work = ledger, reporter, work
         self._metrics, self._spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
         before = earlier.carried
@@ -167,13 +170,14 @@ class Recorder:
         self._in_force = max_staleness
 
     def updated(self, batch: Batch, update: Update) -> None:
-        """Record a finished step: update the ledger, append a line of metrics, put the totals into the ledger, and show
-        the step. A skipped update is logged."""
-        self._ledger.record_update(update)
+        """Record a finished step: append a line of metrics, update the ledger and its totals, and show the
+        step. A skipped update is logged."""
         self.clock.updated()
         self._rewards = mean_rewards(one.verdict.rewards for group in batch.groups for one in group.trajectories)
         self.latest = totals = self.totals()
         self._metrics.append(metrics := self._line(batch, update, totals))
+        # After the line: a step whose update is on record is not repeated, and would never get its line.
+        self._ledger.record_update(update)
         self._ledger.put(TOTALS, totals)
         self._reporter.step(metrics)
         if update.skipped:
@@ -248,17 +252,17 @@ class Recorder:
 
     def evaluated(self, evaluation: Evaluation, step: int, name: str = "") -> None:
         """Append a held-out accuracy, whose evaluation began at `step`, to the metrics, and show it. `name`: name of
-        the set of questions; "" for the main set, whose first accuracy is the run's initial one, and whose last after
-        step 0 is its final one."""
+        the set of questions; "" for the main set, whose accuracy at step 0 is the run's initial one, and whose last
+        after step 0 is its final one."""
         line = self._evaluation_line(evaluation, step)
         if name:
             self._metrics.append(SetEvaluationLine(**msgspec.structs.asdict(line), name=name))
             self._reporter.say(f"{name} at step {step}, version {evaluation.version}: {evaluation}")
             return
-        if self.initial_accuracy is None:
-            self.initial_accuracy = evaluation.accuracy
         if step > 0:
             self.final_accuracy = evaluation.accuracy
+        else:
+            self.initial_accuracy = evaluation.accuracy
         self._metrics.append(line)
         self._reporter.evaluated(line)
 

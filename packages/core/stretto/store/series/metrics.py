@@ -131,6 +131,19 @@ def iterate_steps(path: Path) -> Iterator[StepMetrics]:
     return (line for line in iterate_lines(path, _DECODER) if isinstance(line, StepMetrics))
 
 
+def read_evaluations(path: Path) -> dict[str, list[EvaluationLine]]:
+    """Read all evaluations of a run, in order, by the name of their set of questions; "" is the main set.
+
+    Raises:
+        StoreError: a complete line cannot be read.
+    """
+    found: dict[str, list[EvaluationLine]] = {}
+    for line in iterate_lines(path, _DECODER):
+        if isinstance(line, SetEvaluationLine | EvaluationLine):
+            found.setdefault(line.name if isinstance(line, SetEvaluationLine) else "", []).append(line)
+    return found
+
+
 def read_sets(path: Path) -> dict[str, list[SetEvaluationLine]]:
     """Read the evaluations of each further set of questions, in order, by the name of the set.
 
