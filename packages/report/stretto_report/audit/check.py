@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from stretto.core.states import FINAL, OPEN
+from stretto.store import lock
 from stretto.store.ledger.schema import check_resting_log
 from stretto_report.audit.history import read_history
 from stretto_report.audit.laws import LAWS
+from stretto_report.audit.presence import noted_files
 
 _SHOWN = 5
 
@@ -44,7 +46,9 @@ def check_run(folder: str | Path) -> Findings:
     breaches = {law.__name__.replace("_", " "): tuple(law(history)) for law in LAWS}
     states = Counter(trajectory.state for trajectory in history.trajectories)
     issued = sum(group.members for group in history.groups)
-    return Findings(breaches, {"issued": issued, **{state: states[state] for state in (*FINAL, *OPEN)}}, history.notes)
+    published = [step.step for step in history.steps if step.published_version is not None]
+    notes = (*history.notes, *noted_files(Path(folder), published, lock.is_held(Path(folder))))
+    return Findings(breaches, {"issued": issued, **{state: states[state] for state in (*FINAL, *OPEN)}}, notes)
 
 
 def print_findings(findings: Findings) -> int:

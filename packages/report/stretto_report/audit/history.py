@@ -26,6 +26,14 @@ from stretto_report.audit.checksums import (
     segments_of,
     unpacked,
 )
+from stretto_report.audit.presence import (
+    UNREADABLE_LINE,
+    broken_rows,
+    missing_facts,
+    missing_tokens,
+    noted_events,
+    rows_of,
+)
 
 FORMATS = (2, 3, 4, 5, 6)  #: formats that can be checked
 PROMPT, NOTHING = -1, -2  #: `parent` of a segment without one
@@ -230,21 +238,24 @@ def _history(
     position = facts["standing"]["position"] if "standing" in facts else None
     given_back = position["given_back"] if position else []
     changes = tuple(RecordedChange(*change) for change in facts.get("bounds", ()))
+    groups, steps = _groups(connection, bounds, changes), tuple(_step(row) for row in connection.execute(_STEPS))
+    without_tokens, noted = missing_tokens(connection, folder / "recipe.toml")
+    noted += [*missing_facts(number, facts, len(groups), len(steps)), *noted_events(connection)]
     return History(
-        groups=_groups(connection, bounds, changes),
+        groups=groups,
         changes=changes,
         most_in_flight=_most_in_flight(connection, facts.get("in_flight", ())),
-        steps=tuple(_step(row) for row in connection.execute(_STEPS)),
+        steps=steps,
         bounds=bounds,
         given_back=tuple((again["epoch"], again["prompt_id"], again["attempt"]) for again in given_back),
         position=(position["epoch"], position["index"]) if position else None,
         policies=policies,
         roster=tuple(engine["name"] for engine in facts.get("engines", ())),
-        damage=damage,
-        broken_checksums=tuple(broken_checksums(connection, number)),
+        damage=(*damage, *broken_rows(connection, len(changes))),
+        broken_checksums=(*broken_checksums(connection, number), *without_tokens),
         broken_start=tuple(broken_files(folder, _kept(folder, facts.get("start", {})))),
         edited=tuple(_edited(folder, facts.get("recipe"))),
-        notes=tuple(_not_judged(folder, number, facts)),
+        notes=(*_not_judged(folder, number, facts), *noted),
         data=_data(folder / "questions.jsonl", facts["data"]) if "data" in facts else None,
         proofs=_proofs(facts["canary"]) if "canary" in facts else None,
         lines=_lines(folder / "metrics.jsonl"),
@@ -389,15 +400,17 @@ def _segment(place: int, columns: list[Any]) -> RecordedSegment:
 def _lines(path: Path) -> Mapping[int, RecordedLine]:
     """Lines of ``metrics.jsonl`` by step; unreadable lines are skipped. Empty if the file is missing."""
     found: dict[int, RecordedLine] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in rows_of(path):
+        if not line.endswith(b"\n"):
+            continue  # it is being written, or was cut off
         try:
             row = json.loads(line)
             if row["kind"] == "step":
                 budget = {name: category["tokens"] for name, category in row.get("goodput", {}).items()}
                 counts = row["trained_tokens"], row["masked_tokens"], row.get("generated_tokens", 0)
                 found[row["step"]] = RecordedLine(*counts, budget)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # a line that is being written, or has been cut off
+        except (KeyError, TypeError, AttributeError, *UNREADABLE_LINE):
+            continue
     return found
 
 
