@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from stretto.core.errors import harmless
 from stretto.store.series.metrics import StepMetrics
 from stretto_report.audit.alarms import AlarmWatch, findings_of
 from stretto_report.audit.evidence import Evidence
 from stretto_report.dashboard.terminal import progress
-from stretto_report.dashboard.terminal.characters import AsciiConsole, harmless, is_ascii, is_ascii_locale, open_console
+from stretto_report.dashboard.terminal.characters import AsciiConsole, is_ascii, is_ascii_locale, open_console
 from stretto_report.dashboard.terminal.progress import LineDisplay, open_display
 from stretto_report.dashboard.terminal.snapshot import Trend
 from tests.store.lines import evaluation_line, step_line

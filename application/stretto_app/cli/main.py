@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 import typer
 
 from stretto import __version__
-from stretto.core.errors import StrettoError, described
+from stretto.core.errors import StrettoError, described, harmless
 from stretto.doors.loading import check_packages
 from stretto_app.cli.interrupts import Commands, forking, importing
 from stretto_app.cli.joining import engine, rank
@@ -128,7 +128,7 @@ def train(
     from stretto_report.dashboard.terminal.summary import print_inspection
 
     print_inspection(prepared.path)
-    print("\n".join(alarms.findings().lines()))
+    print(harmless("\n".join(alarms.findings().lines())))
     if plots:
         # imported only now: matplotlib takes a second, for which neither a mistake nor the training should wait
         from stretto_report.dashboard.plots import plot_run
@@ -349,7 +349,7 @@ def inspect(
     findings = findings_of_run(run)
     print_inspection(run, as_json=json, also=findings.told(), predicted=predicted)
     if not json:
-        print("\n".join(findings.lines()))
+        print(harmless("\n".join(findings.lines())))
 
 
 @app.command()
@@ -391,7 +391,7 @@ def diff(
     from stretto_report.audit.diff import diff_runs
 
     parting = diff_runs(first, second)
-    print(parting)
+    print(harmless(str(parting)))
     raise typer.Exit(1 if parting.fields else 0)
 
 

@@ -429,3 +429,20 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     similar."""
     close = difflib.get_close_matches(name, names := sorted(allowed), n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else "allowed: " + ", ".join(names)
+
+
+def harmless(text: str, ascii_only: bool = False) -> str:
+    """Escape control characters, direction marks and lone surrogates, so that a text cannot control the terminal; with
+    `ascii_only` all non-ASCII too. Line ends stay.
+
+    >>> print(harmless("a\\x1b[2Jb\\u202ec"), harmless("→", ascii_only=True))
+    a\\x1b[2Jb\\u202ec \\u2192
+    """
+    if text.isprintable() and (text.isascii() or not ascii_only):
+        return text
+    return "".join(
+        one
+        if one == "\n" or (one.isprintable() and (one.isascii() or not ascii_only))
+        else one.encode("unicode_escape").decode()
+        for one in text
+    )

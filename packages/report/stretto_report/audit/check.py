@@ -9,7 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from stretto.core.errors import harmless
 from stretto.core.states import FINAL, OPEN
 from stretto.store import lock
 from stretto.store.ledger.schema import check_resting_log
@@ -57,9 +59,9 @@ def print_findings(findings: Findings) -> int:
     for law, breaches in findings.breaches.items():
         print(f"{'BROKEN' if breaches else 'kept  '}  {law}" + (f" ({len(breaches)})" if breaches else ""))
         for breach in breaches[:_SHOWN]:
-            print(f"        {breach}")
+            print(f"        {harmless(breach)}")
     for note in findings.notes:
-        print(f"note    {note}")
+        print(f"note    {harmless(note)}")
     return 0 if findings.kept else 1
 
 
@@ -67,7 +69,8 @@ def print_balance(folder: str | Path) -> int:
     """Print the number of trajectories in each state, then the findings. Return the exit code: 1 if a law was broken,
     else 0. Raises RunFolderError if there is no run, and StoreError if its ledger or recipe cannot be read."""
     findings = check_run(folder)
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=str(folder), title_justify="left")
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title_justify="left")
+    table.title = Text(harmless(str(folder)), style="table.title")
     table.add_column(style="dim", justify="right")
     table.add_column(justify="right")
     for state, count in findings.balance.items():

@@ -1,4 +1,4 @@
-"""Safe output to terminals: ASCII fallback, and escaping of control characters."""
+"""Safe output to terminals: ASCII fallback, and texts without markup and control characters."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Mapping
 from typing import IO
 
 from rich.console import Console
+from rich.highlighter import ReprHighlighter
+from rich.text import Text
+
+from stretto.core.errors import harmless
 
 _NAMES = ("LC_ALL", "LC_CTYPE", "LANG")  # the first variable that is set determines the character set
 _ASCII = frozenset({"C", "POSIX"})
+_HIGHLIGHT = ReprHighlighter()
 _COERCED = "C.UTF-8"  # Python's value of LC_CTYPE if the user has set LANG to C
 
 
@@ -47,18 +52,11 @@ def is_ascii(console: Console) -> bool:
     return not console.encoding.startswith("utf")
 
 
-def harmless(text: str, ascii_only: bool = False) -> str:
-    """Escape control characters, direction marks and lone surrogates, so that a text cannot control the terminal; with
-    `ascii_only` all non-ASCII too. Line ends stay.
+def words(text: str, style: str = "", ascii_only: bool = False) -> Text:
+    """A text of any origin for the terminal: without markup, and `harmless`."""
+    return Text(harmless(text, ascii_only), style=style)
 
-    >>> print(harmless("a\\x1b[2Jb\\u202ec"), harmless("→", ascii_only=True))
-    a\\x1b[2Jb\\u202ec \\u2192
-    """
-    if text.isprintable() and (text.isascii() or not ascii_only):
-        return text
-    return "".join(
-        one
-        if one == "\n" or (one.isprintable() and (one.isascii() or not ascii_only))
-        else one.encode("unicode_escape").decode()
-        for one in text
-    )
+
+def cell(content: str | Text) -> Text:
+    """Content of a table's cell: `words` with numbers highlighted as by rich, or a `Text` as it is."""
+    return content if isinstance(content, Text) else _HIGHLIGHT(words(content))

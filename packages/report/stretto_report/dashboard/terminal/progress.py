@@ -16,11 +16,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from stretto.core.errors import harmless
 from stretto.core.events import SupervisedProgress
 from stretto.store.inspection import CanaryProof
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.series.progress import clock
-from stretto_report.dashboard.terminal.characters import harmless, is_ascii, open_console
+from stretto_report.dashboard.terminal.characters import is_ascii, open_console
 from stretto_report.dashboard.terminal.snapshot import TRAINING, Snapshot, Watcher
 from stretto_report.dashboard.terminal.summary import bar, canary_rows
 
@@ -88,7 +89,7 @@ def _courses(trends: Mapping[str, Sequence[float]], width: int, ascii_only: bool
         ends = "" if name in _FRACTIONS else f" {low:.3g} to {high:.3g}"
         room = max(1, min(_TREND_WIDTH, width - labels - len(ends)))
         bars = sparkline([(value - low) / span for value in values], room, _ASCII_LEVELS if ascii_only else _LEVELS)
-        table.add_row(name, Text.assemble((bars, "green"), (ends, "dim")))
+        table.add_row(Text(harmless(name, ascii_only)), Text.assemble((bars, "green"), (ends, "dim")))
     return table
 
 
@@ -116,7 +117,7 @@ def _work(snapshot: Snapshot, ascii_only: bool) -> Table:
         done = ("#" * round(16 * max(0.0, min(1.0, fraction)))).ljust(16) if ascii_only else bar(fraction, 16)
         table.add_row(Text(harmless(role, ascii_only)), Text.assemble((done, "blue"), f" {fraction:4.0%}"))
     for what, rate in snapshot.tokens_per_second.items():
-        table.add_row(what, f"{rate:,.0f} tokens/s")
+        table.add_row(Text(harmless(what, ascii_only)), f"{rate:,.0f} tokens/s")
     return table
 
 

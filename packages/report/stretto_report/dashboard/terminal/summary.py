@@ -16,6 +16,7 @@ from stretto.store.inspection import CanaryProof, EngineRecord, Inspection, Weig
 from stretto.store.measures.goodput import EXPIRED, IDLE, MASKED, RECOMPUTED, role_times
 from stretto.store.measures.selection import SIGNIFICANT
 from stretto_report.dashboard.prediction import PredictedRun, predicted_beside_measured
+from stretto_report.dashboard.terminal.characters import cell, words
 
 _BAR_WIDTH = 24
 _CHANGES = 3  # newest changes of bounds that are shown
@@ -63,7 +64,7 @@ def print_inspection(
     if comparison is not None:
         Console().print(Group(*comparison_lines(comparison)))
     elif passed_over:
-        Console().print(Text(passed_over))
+        Console().print(words(passed_over))
 
 
 def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
@@ -73,17 +74,17 @@ def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
     for head in ("", "predicted", "measured", "ratio"):
         table.add_column(head, justify="right")
     for name, term in comparison.terms.items():
-        words = (name.replace("_", " "), f"{term.predicted:,.4g}", f"{term.measured:,.4g}")
+        shown = (name.replace("_", " "), f"{term.predicted:,.4g}", f"{term.measured:,.4g}")
         ratio = "" if term.ratio is None else f"{term.ratio:.2f}"
-        table.add_row(*words, ratio, style="bold red" if name == comparison.most_off else "")
-    found: list[RenderableType] = [Text(f"predicted for {comparison.machine}", style="bold")]
+        table.add_row(*map(cell, (*shown, ratio)), style="bold red" if name == comparison.most_off else "")
+    found: list[RenderableType] = [words(f"predicted for {comparison.machine}", "bold")]
     if comparison.other_machine:
         said = f"the run was on another machine, {comparison.other_machine}: the seconds are not comparable"
-        found.append(Text(said, style="bold red"))
+        found.append(words(said, "bold red"))
     found.append(table)
     if most := comparison.most_off:
         of = {"staleness": "{:+.2f} versions", "completion_tokens": "{:+.0%}"}.get(most, "{:+.0%} of a step")
-        found.append(Text(f"most off: {most.replace('_', ' ')}, {of.format(comparison.terms[most].off)}"))
+        found.append(words(f"most off: {most.replace('_', ' ')}, {of.format(comparison.terms[most].off)}"))
     return found
 
 
@@ -95,9 +96,7 @@ def print_summary(inspection: Inspection, title: str, console: Console | None = 
 def summary_table(inspection: Inspection, title: str) -> Table:
     """Table of a run with one row for each value: accuracy and time, work, staleness, busy roles, goodput, engines and
     weights."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
-    )
+    table = Table(title=words(title, "bold"), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim", justify="right")
     table.add_column()
     engines, weights = _engines(inspection.engines), _weights(inspection.weights)
@@ -112,12 +111,12 @@ def summary_table(inspection: Inspection, title: str) -> Table:
         (*engines, *weights, *canary_rows(inspection.canary_proofs)),
     ):
         for name, value in section:
-            table.add_row(name, value)
+            table.add_row(cell(name), cell(value))
         table.add_row("", "")
     return table
 
 
-Rows = Iterable[tuple[str, RenderableType]]
+Rows = Iterable[tuple[str, str | Text]]
 
 
 def _state(inspection: Inspection) -> Rows:
@@ -205,7 +204,7 @@ def _goodput(inspection: Inspection) -> Rows:
     for name, bias in inspection.selection_bias.items():
         if bias.p < 1:
             found = f"{name} {bias.statistic:+.2f}, p = {bias.p:.1g}"
-            yield "selection bias", Text(found, style="bold red" if bias.p < SIGNIFICANT else "")
+            yield "selection bias", words(found, "bold red" if bias.p < SIGNIFICANT else "")
     if inspection.masked_groups is not None:
         yield "masked in part", str(inspection.masked_groups)
     for time in role_times(inspection.goodput_roles, inspection.idle):
