@@ -8,12 +8,13 @@ not fire; `AlarmReport` lists it as not measured.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
 import tomllib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -297,10 +298,28 @@ def findings_of_run(path: Path) -> AlarmReport:
     folder = RunFolder.open(path)
     lines = list(_readable(folder.metrics))
     found = Evidence.of([line for line in lines if isinstance(line, StepMetrics)])
-    evaluations = [line for line in lines if type(line) is EvaluationLine]
-    recipe = _tables(folder.recipe)
-    rest = number_of(recipe, "rollout", "max_staleness"), disk_of(path), last_step_of(recipe), mismatch_of(recipe)
-    return findings_of(Evidence(found.steps, found.series, evaluations, *rest, found.undecided_reason))
+    return findings_of(evidence_of(found, lines, _tables(folder.recipe), disk_of(path)))
+
+
+def evidence_of(
+    steps: Evidence, evaluations: Iterable[object], recipe: Mapping[str, Any], disk: Disk | None
+) -> Evidence:
+    """Evidence of a run: the measurements of its `steps`, completed with what its other records say.
+
+    Args:
+        steps: evidence with `steps`, `series` and `undecided_reason`.
+        evaluations: of all sets; only those of the held-out questions are used.
+        recipe: the tables of its recipe; may be incomplete.
+        disk: None for a run that is not running.
+    """
+    return dataclasses.replace(
+        steps,
+        evaluations=[line for line in evaluations if type(line) is EvaluationLine],
+        bound=number_of(recipe, "rollout", "max_staleness"),
+        disk=disk,
+        last_step=last_step_of(recipe),
+        mismatch=mismatch_of(recipe),
+    )
 
 
 def _readable(metrics: Path) -> Iterator[MetricsLine]:

@@ -26,6 +26,8 @@ _NUMBERS += (
     "max_staleness",
     "truncated",
 )
+_FOR_ALARMS = ("undecided",)  # read by an alarm, and drawn in no curve
+_EACH_STEP = ("step", *_NUMBERS, *_FOR_ALARMS)
 _MAPS = ("trainer", "queues", "busy", "memory", "rewards", "canary")
 _KEPT_FROM = 2_000  # steps from which they are cached; fewer are read in an instant
 
@@ -41,13 +43,15 @@ class _Facts(Record, frozen=True):
     number: int
     evaluations: tuple[EvaluationLine | SetEvaluationLine, ...]
     skipped: dict[int, tuple[str, ...]]
+    undecided_reason: str = ""
 
 
 class Steps:
     """Steps and evaluations of one run, read as they are appended.
 
-    `evaluations`: those of all sets. `skipped`: trajectories of skipped optimizer steps, by step. `epoch` grows
-    whenever the file was rewritten because the run was resumed from an earlier step.
+    `evaluations`: those of all sets. `skipped`: trajectories of skipped optimizer steps, by step. `undecided_reason`:
+    of the newest step with undecided verdicts. `epoch` grows whenever the file was rewritten because the run was
+    resumed from an earlier step.
     """
 
     def __init__(self, path: Path, cache: Cache) -> None:
@@ -61,11 +65,13 @@ class Steps:
             follower = self._follower
             follower.identity, follower.offset, follower.number = facts.identity, facts.offset, facts.number
             self.evaluations, self.skipped, self._kept = list(facts.evaluations), facts.skipped, self.table.rows
+            self.undecided_reason = facts.undecided_reason
 
     def _reset(self) -> None:
-        self.table = GrowingColumns({"step": "i8"} | dict.fromkeys(_NUMBERS, "f8"))
+        self.table = GrowingColumns({"step": "i8"} | dict.fromkeys((*_NUMBERS, *_FOR_ALARMS), "f8"))
         self.evaluations.clear()
         self.skipped.clear()
+        self.undecided_reason = ""
 
     @property
     def fault(self) -> str | None:
@@ -85,6 +91,8 @@ class Steps:
         steps = [line for line in lines if isinstance(line, StepMetrics)]
         self.evaluations += [line for line in lines if isinstance(line, EvaluationLine)]
         self.skipped |= {step.step: step.skipped for step in steps if step.skipped}
+        reasons = [step.undecided_reason for step in steps if step.undecided_reason]
+        self.undecided_reason = reasons[-1] if reasons else self.undecided_reason
         if steps:
             self._append(steps)
         if not self._follower.more and self.table.rows > max(_KEPT_FROM, 1.2 * self._kept):
@@ -94,11 +102,12 @@ class Steps:
     def keep(self) -> None:
         """Save the columns to the cache."""
         follower, self._kept = self._follower, self.table.rows
-        facts = _Facts(follower.identity, follower.offset, follower.number, tuple(self.evaluations), self.skipped)
+        read = follower.identity, follower.offset, follower.number
+        facts = _Facts(*read, tuple(self.evaluations), self.skipped, self.undecided_reason)
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
 
     def _append(self, steps: Sequence[StepMetrics]) -> None:
-        columns: dict[str, list[Any]] = {name: [getattr(step, name) for step in steps] for name in ("step", *_NUMBERS)}
+        columns: dict[str, list[Any]] = {name: [getattr(step, name) for step in steps] for name in _EACH_STEP}
         for place, step in enumerate(steps):
             for section in _MAPS:
                 for name, value in getattr(step, section).items():
@@ -110,9 +119,14 @@ class Steps:
         self.table.append(columns)
 
     @property
+    def series(self) -> dict[str, Column]:
+        """The series as they were read, for the alarms."""
+        return {name: self.table[name] for name in self.table.names}
+
+    @property
     def names(self) -> list[str]:
         """Names of the series of this run."""
-        found = [name for name in self.table.names if name != "step"]
+        found = [name for name in self.table.names if name not in ("step", *_FOR_ALARMS)]
         derived = [*DERIVED, CANARY] if self._canaries else [*DERIVED]
         return [*found[: len(_NUMBERS)], *derived, *sorted(found[len(_NUMBERS) :])]
 

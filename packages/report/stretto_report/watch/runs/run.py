@@ -18,7 +18,7 @@ from stretto.store.ledger.reading import fact
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
-from stretto_report.audit.alarms import AlarmReport, disk_of, findings_of, last_step_of, mismatch_of, number_of
+from stretto_report.audit.alarms import AlarmReport, disk_of, evidence_of, findings_of, last_step_of
 from stretto_report.audit.evidence import Alarm, Evidence
 from stretto_report.watch.index.columns import Cache
 from stretto_report.watch.index.files import LEDGER, NewestLines, read_ledger, refuse_strange_files
@@ -333,15 +333,9 @@ class WatchedRun:
         runs = how.state == "running"
         key = (steps.epoch, steps.table.rows, len(steps.evaluations), how)
         if key != self._found[0]:
-            evidence = Evidence(
-                steps=steps.table["step"],
-                series={name: steps.table[name] for name in steps.table.names},
-                evaluations=[line for line in steps.evaluations if type(line) is EvaluationLine],
-                bound=number_of(self.recipe(), "rollout", "max_staleness"),
-                disk=disk_of(self.folder) if runs else None,
-                last_step=last_step_of(self.recipe()),
-                mismatch=mismatch_of(self.recipe()),
-            )
+            read = Evidence(steps.table["step"], steps.series, undecided_reason=steps.undecided_reason)
+            disk = disk_of(self.folder) if runs else None
+            evidence = evidence_of(read, steps.evaluations, self.recipe(), disk)
             death = how.reason if how.state == "dead" else ""
             self._found = (key, findings_of(evidence).with_death(death, steps.table.rows))
         return self._found[1]

@@ -1,0 +1,87 @@
+"""Promises: the pages, `stretto inspect` and the line of a training judge the same evidence: each number that an alarm
+reads is read by all of them, and each alarm that one raises is raised by all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.store.series.metrics import MetricsLog, StepMetrics
+from stretto_report.audit.alarms import AlarmWatch, findings_of_run
+from stretto_report.audit.evidence import READ
+from stretto_report.watch.index.columns import Cache
+from stretto_report.watch.index.steps import Steps
+from stretto_report.watch.runs.catalog import Catalog
+from stretto_report.watch.runs.run import WatchedRun
+from tests.store.lines import step_line
+from tests.store.make import ledger_at
+
+WELL: dict[str, Any] = {"accuracy": 0.5, "reward": 0.5, "length_mean": 3.0, "truncated": 0.0, "undecided": 0.0}
+TRAINER = {name.removeprefix("trainer."): 0.01 for name in READ if name.startswith("trainer.")} | {"bad_steps": 0.0}
+
+#: By the alarm: what is ill from step 21 on.
+ILL: dict[str, dict[str, Any]] = {
+    "undecided": {"undecided": 0.9, "undecided_reason": "timeout after 1 s"},
+    "truncated": {"truncated": 0.9, "accuracy": 0.1},
+    "accuracy_falling": {"accuracy": 0.0},
+    "length_explosion": {"length_mean": 300.0},
+    "staleness_at_bound": {"staleness_mean": 4.0},
+    "exploding_gradient": {"trainer": TRAINER | {"grad_norm": 1e6}},
+    "dead_gradient": {"trainer": TRAINER | {"grad_norm": 0.0}},
+    "bad_steps": {"trainer": TRAINER | {"bad_steps": 1.0}},
+    "policy_apart": {"trainer": TRAINER | {"kl_behavior": 9.0}},
+    "mismatch": {"trainer": TRAINER | {"behavior_logprob_error": 9.0}},
+    "canary_drifting": {"canary": {"engine-0": 0.9}},
+}
+
+
+def step(number: int, ill: dict[str, Any]) -> StepMetrics:
+    base = WELL | {"trainer": TRAINER, "canary": {"engine-0": 0.01}, "max_staleness": 4.0, "busy": {"trainer": 1.0}}
+    return step_line(number, **(base | (ill if number > 20 else {})))
+
+
+def watched(folder: Path, cache: Path) -> WatchedRun:
+    run = Catalog([folder], cache=cache).all()[0]
+    while run.advance(1.0):
+        pass
+    return run
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_an_alarm_of_one_reader_is_an_alarm_of_each(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.toml").write_text("[rollout]\nmax_staleness = 4\n[trainer]\nsteps = 40\n")
+    with ledger_at(folder / "ledger.sqlite") as ledger:
+        ledger.put("ending", {"how": "finished", "reason": ""})
+    log, live = MetricsLog(folder / "metrics.jsonl"), AlarmWatch.of(folder)
+    for number in range(1, 41):
+        log.append(line := step(number, ILL[name]))
+        live.step(line)
+    found = findings_of_run(folder)
+    assert name in {alarm.name for alarm in found.alarms}
+    assert live.findings() == found
+    # the pages say also whether the run is dead
+    pages = watched(folder, tmp_path / "cache").findings()
+    assert (pages.alarms, pages.not_measured, pages.checks) == (found.alarms, found.not_measured, found.checks + 1)
+
+
+def test_the_pages_read_each_number_that_an_alarm_reads(tmp_path: Path) -> None:
+    MetricsLog(tmp_path / "metrics.jsonl").append(step(1, {}))
+    steps = Steps(tmp_path / "metrics.jsonl", Cache(tmp_path / "cache"))
+    steps.advance()
+    assert set(steps.series) >= READ
+
+
+def test_the_reason_of_what_is_undecided_outlives_the_cache(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(step(1, {}))
+    log.append(step(21, ILL["undecided"]))
+    steps = Steps(tmp_path / "metrics.jsonl", Cache(tmp_path / "cache"))
+    steps.advance()
+    steps.keep()
+    again = Steps(tmp_path / "metrics.jsonl", Cache(tmp_path / "cache"))
+    assert again.undecided_reason == "timeout after 1 s"
