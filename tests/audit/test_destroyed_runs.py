@@ -141,6 +141,15 @@ def test_gradients_of_zero_where_all_is_solved_are_no_alarm() -> None:
     assert names(dataclasses.replace(found, series={"trainer.grad_norm": np.zeros(40)})) == {"dead_gradient"}
 
 
+@given(histories(), st.integers(0, WINDOW - 1), st.floats(1e3, 1e12))
+def test_one_spike_at_the_beginning_makes_no_gradient_dead(made: Made, place: int, spike: float) -> None:
+    norms = made.evidence.series["trainer.grad_norm"].copy()
+    norms[place] *= spike
+    norms[-WINDOW:] = np.maximum(norms[-WINDOW:], np.median(norms[norms > 0]))
+    found = dataclasses.replace(made.evidence, series={**made.evidence.series, "trainer.grad_norm": norms})
+    assert "dead_gradient" not in names(found)
+
+
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_the_committed_runs_raise_none(run: Path) -> None:
     assert findings_of_run(run).alarms == []

@@ -68,13 +68,15 @@ def apart(
 
 
 def still(steps: Steps, values: Numbers | None) -> Onset | None:
-    """Onset of a standstill: since then no step has reached a ten-thousandth of the first window's mean. None if a step
-    of the newest window does, or less than one window was measured."""
+    """Onset of a standstill: since then no step has reached a ten-thousandth of the median of the first window's steps
+    above 0, on which a single spike has no effect. None if a step of the newest window does, or less than one window
+    was measured."""
     if values is None or not measured(values):
         return None
     known = np.flatnonzero(np.isfinite(values))
     chosen = values[known]
-    moves = chosen > 1e-4 * max(float(chosen[:WINDOW].mean()), 0.0)
+    some = chosen[:WINDOW][chosen[:WINDOW] > 0]
+    moves = chosen > 1e-4 * (float(np.median(some)) if len(some) else 0.0)
     if moves[-WINDOW:].any():
         return None
     last = np.flatnonzero(moves)

@@ -109,7 +109,7 @@ def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
 
 
 def dead_gradient(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the gradient norm has stayed below a ten-thousandth of its initial mean for ten steps, although
+    """Alarm if the gradient norm has stayed below a ten-thousandth of its initial median for ten steps, although
     less than 98 % of the completions are right."""
     name = "trainer.grad_norm"
     right = found.series.get("accuracy")
