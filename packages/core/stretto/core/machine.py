@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stretto.core.errors import Problem, UserError
 from stretto.core.records import Record
 
 _LO = "lo"
@@ -174,11 +175,19 @@ def on_gpus(ids: Sequence[str]) -> dict[str, str]:
 
 def cache_folder() -> Path:
     """Folder for built models, warm starts and measured kernels, shared by runs: ``$STRETTO_CACHE``, else the user's
-    cache."""
+    cache.
+
+    Raises:
+        UserError: none of them is known: the user has no home folder.
+    """
     root = os.environ.get("STRETTO_CACHE")
     if root:
         return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
+    except RuntimeError as error:
+        found = "has no home folder, in which stretto keeps what runs share"
+        raise UserError([Problem("this user", found, "set STRETTO_CACHE to a folder of your own")]) from error
 
 
 def use_interface_of(address: str) -> None:

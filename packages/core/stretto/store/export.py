@@ -36,11 +36,13 @@ _NAMES: tuple[str, ...] = (
 )
 _NAMES += ("reason", "admitted_version", "trained_step", "stop_reason")
 _ROWS = """
-    SELECT groups.id || '/' || member, groups.id, prompt_id, prompt_token_ids, payload, interrupted, reward, verdict,
-        state, reason, admitted_version, trained_step, stop_reason
+    SELECT trajectories.key, groups.id || '/' || member, groups.id, prompt_id, prompt_token_ids, payload, interrupted,
+        reward, verdict, state, reason, admitted_version, trained_step, stop_reason
     FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads USING (key)
-    ORDER BY trajectories.key
+    WHERE trajectories.key > ? ORDER BY trajectories.key
 """
+#: Most rows, and bytes of tokens, that are read at a time.
+_PORTION, _PORTION_BYTES = 256, 16 << 20
 _NO_PAYLOAD = Payload(segments=(), text="")
 
 
@@ -140,7 +142,8 @@ def format_of(file: str | Path) -> str:
 
 
 def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
-    """Read all trajectories of the run in the folder `path`, one at a time, in the order of their issue.
+    """Read all trajectories of the run in the folder `path`, one at a time, in the order of their issue. Of a running
+    run, each is as it was when it was read.
 
     Raises (from the first ``next``, not from the call):
         RunFolderError: the folder holds no run.
@@ -149,9 +152,26 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
     folder = RunFolder.open(path)
     with _questions(folder.questions) as question_of, reading(folder.ledger) as connection:
         check_rows(connection, folder.ledger)
-        for row in connection.execute(_ROWS):
-            columns = dict(zip(_NAMES, row, strict=True))
-            yield _exported(columns, question_of(columns["prompt_id"]))
+        connection.execute("COMMIT")
+        key = -1
+        while portion := _portion(connection, key):
+            key = portion[-1][0]
+            for _, *row in portion:
+                columns = dict(zip(_NAMES, row, strict=True))
+                yield _exported(columns, question_of(columns["prompt_id"]))
+
+
+def _portion(connection: sqlite3.Connection, key: int) -> list[tuple[Any, ...]]:
+    """Rows that follow the key. The ledger is open for them alone: while a reader has it open, the run cannot move its
+    write-ahead log into its file, and the reader of an export may pause for hours."""
+    rows, size = list[tuple[Any, ...]](), 0
+    with closing(connection.execute(_ROWS, (key,))) as found:
+        for row in found:
+            rows.append(row)
+            size += len(row[1 + _NAMES.index("payload")] or b"")
+            if len(rows) >= _PORTION or size >= _PORTION_BYTES:
+                break
+    return rows
 
 
 def export_run(path: str | Path, file: str | Path, format: str | None = None) -> int:

@@ -23,6 +23,13 @@ from stretto.core.errors import Problem, RunFolderError, naming
 
 #: Errors of a file system that lacks an operation: a mounted object bucket cannot rename.
 _LACKING = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EPERM, errno.EMFILE})
+#: Names in a run folder that are the run's record: `users_file` never replaces one, nor a file below one.
+RECORDS = frozenset({"best.json", "branch.json", "gateway", "join.json", "kernels.json", "lock", "machine.json"})
+RECORDS |= {"ledger.sqlite", "ledger.sqlite-journal", "ledger.sqlite-shm", "ledger.sqlite-wal", "log.txt"}
+RECORDS |= {"held_out.jsonl", "metrics.jsonl", "questions.jsonl", "samples.jsonl", "spans.jsonl"}
+RECORDS |= {"prediction.json", "recipe.toml", "rewards.json", "versions.json"}
+RECORDS |= {"checkpoints", "logs", "outlets", "policy", "tokens"}
+_OF_A_RUN = ("ledger.sqlite", "lock")  # a folder with one of these holds a run
 _UNFINISHED = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(part|partial)")
 _ASIDE = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(old|replaced)")
 
@@ -58,11 +65,11 @@ def users_file(target: Path) -> Iterator[BinaryIO]:
     has changed. An OSError of the block that concerns another file is raised unchanged.
 
     Raises:
-        RunFolderError: the path exists and is no regular file, or it cannot be written.
+        RunFolderError: the path exists and is no regular file, is a record of a run (`RECORDS`), or cannot be written.
     """
     path, remedy = Path(os.path.realpath(target)), "give a file in a folder of your own"
     try:
-        if (there := _kind(path)) is not None:
+        if (there := _kind(path) or _record(path)) is not None:
             raise RunFolderError([Problem(str(target), f"is {there}", remedy)])
         with whole_file(path) as file:
             yield file
@@ -81,6 +88,14 @@ def _kind(path: Path) -> str | None:
     if stat.S_ISREG(mode):
         return None
     return "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
+
+
+def _record(path: Path) -> str | None:
+    """What a path is to the run in whose folder it is ("a record of the run RUN"); None if it is no record of a run."""
+    for folder in path.parents:
+        if path.relative_to(folder).parts[0] in RECORDS and any((folder / name).exists() for name in _OF_A_RUN):
+            return f"a record of the run {folder}"
+    return None
 
 
 def write_atomically(path: Path, data: bytes | bytearray) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from stretto.core.admission import BoundChange
 from stretto.core.canary import CANARY, CanaryRecord
+from stretto.core.errors import StoreError
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.ending import branch_of, condition
@@ -22,6 +23,7 @@ from stretto.store.ledger.seals import check_rows
 from stretto.store.measures.goodput import Category
 from stretto.store.measures.selection import SELECTION, Bias, MaskedGroups, SelectionBias, report
 from stretto.store.run_folder import Branch, RunFolder
+from stretto.store.series.lines import open_plain
 from stretto.store.totals import ENGINES, TOTALS, Carried, Membership, Totals, budget
 
 #: Name of the ledger's events that say which user-defined parts have changed between two starts of the run.
@@ -31,6 +33,7 @@ _UNDECIDED = """
     SELECT count(*), reason, max(key) FROM trajectories WHERE state = 'failed' AND verdict = 'undecided'
     GROUP BY substr(reason, 1, instr(reason || ': ', ': ') - 1) ORDER BY 1 DESC, 3
 """
+_LONGEST_ADDRESS = 4_096
 _CHANGES = "SELECT detail FROM events WHERE name = ? ORDER BY rowid"
 
 
@@ -173,8 +176,9 @@ def _gateway(folder: RunFolder) -> str | None:
     """Address of the run's gateway; None if the run has none or is not running (a killed run leaves the file
     behind)."""
     try:
-        address = folder.gateway.read_text()
-    except OSError:
+        with open(open_plain(folder.gateway, links=True), "rb") as file:
+            address = file.read(_LONGEST_ADDRESS).decode()
+    except (OSError, StoreError, UnicodeDecodeError):
         return None
     return address if lock.is_held(folder.path) else None
 

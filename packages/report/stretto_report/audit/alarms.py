@@ -23,10 +23,11 @@ import msgspec
 import numpy as np
 
 from stretto.core.canary import AGREEING, agreeing, coarser, routes
-from stretto.core.errors import UNREADABLE
+from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.run_folder import RunFolder
+from stretto.store.series.lines import open_plain
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
 from stretto_report.audit.evidence import READ, WINDOW, Alarm, Disk, Evidence, apart, measured, newest_mean, numbers_of
 from stretto_report.audit.symptoms import (
@@ -324,8 +325,9 @@ def evidence_of(
 
 def _readable(metrics: Path) -> Iterator[MetricsLine]:
     try:
-        rows = metrics.read_bytes().split(b"\n")[:-1]
-    except OSError:
+        with open(open_plain(metrics, links=True), "rb") as file:
+            rows = file.read().split(b"\n")[:-1]
+    except (OSError, StoreError):
         return
     for row in rows:
         try:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from stretto.core.errors import UNREADABLE, Problem, RunFolderError, StoreError
+from stretto.store.ledger.schema import needs_copy, open_copy
 from stretto_report.audit.bounds import Bounds, RecordedChange, read_bounds
 from stretto_report.audit.checksums import (
     CHECKSUM_BYTES,
@@ -203,7 +204,7 @@ def read_history(folder: Path) -> History:
     policies = _policies(folder)  # read before the ledger: a run records a batch before it publishes the version
     bounds = read_bounds(folder / "recipe.toml")
     try:
-        with closing(sqlite3.connect(_address(path), uri=True)) as connection:
+        with closing(open_copy(path) if needs_copy(path) else sqlite3.connect(_address(path), uri=True)) as connection:
             (found,) = connection.execute("PRAGMA user_version").fetchone()
             if found not in FORMATS:
                 can = f"formats {FORMATS[0]} to {FORMATS[-1]}"

@@ -104,6 +104,10 @@ class Cursor(Record, frozen=True):
     tabled: int = -ROW_STEPS  # the step of the newest table
     metrics: LinesRead | None = None
     samples: LinesRead | None = None  # up to here, samples were sent in tables
+    sampled: int = -1  # newest version of a sample that was sent
+    repeated: int = (
+        -1
+    )  # samples up to this version are not sent again: the run was resumed, and has their file rewritten
     alarms: Mapping[str, int] = {}  # first step of each alarm that was sent, by title
     fault: str = ""  # newest line that could not be read and was skipped
 
@@ -185,7 +189,7 @@ class RunFollower:
         """
         lines, _ = self._metrics.read_on()
         points = self._new([point_of(line) for line in lines])
-        self._waiting.extend(self._samples.read_on()[0])
+        self._wait_for_table(*self._samples.read_on())
         for start in range(0, len(points), PORTION):
             self._send(points[start : start + PORTION])
         # Only after the last portion: lines that are read again after a crash are recognised by their steps.
@@ -232,12 +236,22 @@ class RunFollower:
                 new.append(point)
         return new
 
+    def _wait_for_table(self, samples: Sequence[SampledCompletion], again: bool) -> None:
+        """Collect samples for the next table. `again`: these are the first of a rewritten file. Of what it repeats, the
+        tool keeps the first samples, as it keeps the first points."""
+        if again:
+            self._waiting.clear()  # unsent ones that the file still has are read again
+            self._keep(msgspec.structs.replace(self._cursor, repeated=self._cursor.sampled))
+        self._waiting.extend(sample for sample in samples if sample.version > self._cursor.repeated)
+
     def _hand_on_table(self) -> None:
         if not self._waiting:
             return
         self._outlet.table(self._step, [_shortened(sample) for sample in self._waiting], self._cursor.points)
+        sampled = max(self._cursor.sampled, *(sample.version for sample in self._waiting))
         self._waiting.clear()
-        self._keep(msgspec.structs.replace(self._cursor, tabled=self._step, samples=LinesRead.of(self._samples)))
+        cursor = msgspec.structs.replace(self._cursor, sampled=sampled, tabled=self._step)
+        self._keep(msgspec.structs.replace(cursor, samples=LinesRead.of(self._samples)))
 
     def _hand_on_alarms(self) -> None:
         """Send each alarm once per run, by its title, even if it ceases and returns, or its steps are repeated."""

@@ -25,8 +25,10 @@ the same salts follows it (section 4 of sqlite.org/fileformat2.html).
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import struct
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import lru_cache
@@ -276,10 +278,10 @@ def open_for_reading(path: Path, patience: float = _PATIENCE) -> sqlite3.Connect
     check_resting_log(path)
     with ExitStack() as undo:
         try:
-            connection = sqlite3.connect(_address(path), timeout=patience, isolation_level=None, uri=True)
+            connection = open_copy(path) if needs_copy(path) else _connect(_address(path), patience)
             undo.callback(connection.close)
             _check_format(path, connection, _READABLE)
-        except (sqlite3.Error, UnicodeDecodeError) as error:
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
             raise StoreError(f"{path}: cannot be read as a ledger: {error}") from error
         undo.pop_all()
     return connection
@@ -322,6 +324,35 @@ def _address(path: Path) -> str:
     resting = not lock.is_held(path.parent) or (not index.exists() and not os.access(path.parent, os.W_OK))
     how = "mode=ro&immutable=1" if bare and resting else "mode=ro"
     return f"{path.absolute().as_uri()}?{how}"
+
+
+def _connect(address: str, patience: float = _PATIENCE) -> sqlite3.Connection:
+    return sqlite3.connect(address, timeout=patience, isolation_level=None, uri=True)
+
+
+def needs_copy(path: Path) -> bool:
+    """Whether SQLite cannot read the ledger at its place: a killed run has left a write-ahead log without its index,
+    and no index can be created, because the folder is not writable."""
+    log, index = log_of(path), path.with_name(f"{path.name}-shm")
+    return log.exists() and log.stat().st_size > 0 and not index.exists() and not os.access(path.parent, os.W_OK)
+
+
+def open_copy(path: Path) -> sqlite3.Connection:
+    """Open a private copy of the ledger, into which its write-ahead log is folded. The copy is deleted when the
+    connection is closed; it is on the disk of temporary files.
+
+    Raises:
+        OSError: there is no room for the copy.
+    """
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        copy = Path(folder) / path.name
+        for own, other in ((path, copy), (log_of(path), log_of(copy))):
+            shutil.copyfile(own, other)
+        with closing(sqlite3.connect(copy)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection = _connect(f"{copy.as_uri()}?mode=ro&immutable=1")
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # from now on the file is open
+        return connection
 
 
 def _check_format(path: Path, connection: sqlite3.Connection, oldest: int) -> int:

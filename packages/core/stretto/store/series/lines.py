@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 import msgspec
 
@@ -143,9 +143,11 @@ def _complete_bytes(path: Path) -> int:
 
 
 def _each_line(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line | StoreError]:
-    if not path.exists():
+    try:
+        descriptor = open_plain(path, links=True)
+    except FileNotFoundError:
         return
-    with path.open("rb") as file:
+    with open(descriptor, "rb") as file:
         for number, row in enumerate(file, start=1):
             if not row.endswith(b"\n"):
                 return
@@ -161,17 +163,19 @@ _BLOCK = 1 << 20  #: bytes that are read at a time
 _LONGEST_LINE = 64 << 20
 _LARGEST_NUMBER = (1 << 63) - 1
 _NO_FILE = (0, 0, "")
+_AND = "+"  # between two digests
 
 
-def open_plain(path: Path) -> int:
-    """Open a regular file for reading; returns its descriptor, which the caller closes.
+def open_plain(path: Path, links: bool = False) -> int:
+    """Open a regular file for reading; returns its descriptor, which the caller closes. `links`: follow a link.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        StoreError: the path is a link, a pipe or a folder, or cannot be read.
+        StoreError: the path is a link (unless these are followed), a pipe or a folder, or cannot be read.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        kept = 0 if links else os.O_NOFOLLOW
+        descriptor = os.open(path, os.O_RDONLY | kept | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -209,8 +213,11 @@ class LineFollower(Generic[Decoded]):
 
     def __init__(self, path: Path, decoder: msgspec.json.Decoder[Decoded]) -> None:
         self._path, self._decoder = path, decoder
-        self.identity: tuple[int, int, str] = _NO_FILE  # device, inode, digest of the first line
+        # Device, inode, digests of the first line and of the bytes before `offset`. A file system may give a rewritten
+        # file the inode of an earlier one, and a rewritten file begins like the earlier one.
+        self.identity: tuple[int, int, str] = _NO_FILE
         self.offset, self.number = 0, 0  # bytes and lines that have been read
+        self._before = b""  # newest bytes before `offset`
         self.more = True  # whether there may be more than has been read
         self.fault: str | None = None
 
@@ -231,9 +238,7 @@ class LineFollower(Generic[Decoded]):
             return [], self._begin()
         with open(descriptor, "rb") as file:
             found = os.fstat(descriptor)
-            identity, again = (found.st_dev, found.st_ino, _digest(file.read(_FIRST_BYTES))), False
-            if self.offset and (found.st_size < self.offset or identity != self.identity):
-                again = self._begin()
+            again = bool(self.offset) and not self._is_known(file, found) and self._begin()
             file.seek(self.offset)
             data = file.read(_BLOCK)
             while b"\n" not in data and len(data) < _LONGEST_LINE and (block := file.read(_BLOCK)):
@@ -241,16 +246,31 @@ class LineFollower(Generic[Decoded]):
         if len(data) >= _LONGEST_LINE and b"\n" not in data:
             raise StoreError(f"{self._path.name}: line {self.number + 1} is longer than {_LONGEST_LINE:,} bytes")
         whole = data[: data.rfind(b"\n") + 1]
-        if whole and not self.offset:
-            self.identity = (*identity[:2], _digest(whole))
+        if whole:
+            first = self.identity[2].partition(_AND)[0] if self.offset else _digest(whole)
+            # A line may be longer than what is read here: the bytes before the offset are those of the last line.
+            self._before = (self._before + whole)[-_FIRST_BYTES:]
+            self.identity = (found.st_dev, found.st_ino, f"{first}{_AND}{_digest_of(self._before)}")
         self.offset += len(whole)
         self.more = bool(whole) and found.st_size > self.offset
         return self._lines(whole), again
 
+    def _is_known(self, file: BinaryIO, found: os.stat_result) -> bool:
+        """Whether the open file is the one that was read so far. An identity that an earlier version of stretto has
+        kept has no digest of the bytes before the offset."""
+        first, _, before = self.identity[2].partition(_AND)
+        if found.st_size < self.offset or (found.st_dev, found.st_ino) != self.identity[:2]:
+            return False
+        if _digest(file.read(_FIRST_BYTES)) != first:
+            return False
+        file.seek(max(0, self.offset - _FIRST_BYTES))
+        self._before = file.read(min(self.offset, _FIRST_BYTES))
+        return before in ("", _digest_of(self._before))
+
     def _begin(self) -> bool:
         """Reset to the start of the file; returns whether anything had been read before."""
         had = self.offset > 0
-        self.identity, self.offset, self.number, self.fault = _NO_FILE, 0, 0, None
+        self.identity, self.offset, self.number, self.fault, self._before = _NO_FILE, 0, 0, None, b""
         return had
 
     def _lines(self, data: bytes) -> list[Decoded]:
@@ -265,4 +285,9 @@ class LineFollower(Generic[Decoded]):
 
 
 def _digest(lines: bytes) -> str:
-    return hashlib.blake2b(lines.partition(b"\n")[0][:_FIRST_BYTES], digest_size=8).hexdigest()
+    """Digest of the first line."""
+    return _digest_of(lines.partition(b"\n")[0][:_FIRST_BYTES])
+
+
+def _digest_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
