@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.store.series.metrics import SetEvaluationLine, rewind_metrics
+from stretto.store.series.samples import rewind_samples
 from stretto_report.outlets.follower import PORTION, ROW_STEPS, ROWS
 from stretto_report.outlets.points import flat_recipe, point_of
 from tests.outlets.recorded import Followed, collapsing, evaluation, sample, step
@@ -206,3 +207,15 @@ def test_a_long_completion_is_cut_in_a_table(followed: Followed) -> None:
     followed.follower.finish()
     ((_, rows),) = followed.got("table")
     assert rows == ["x" * 20_000]
+
+
+def test_a_sample_that_was_sent_is_in_no_table_again_after_a_resume(followed: Followed) -> None:
+    followed.run.steps(1, 8)
+    followed.run.samples.append([sample(number) for number in range(1, 9)])
+    followed.follower.finish()
+    rewind_samples(followed.run.folder.samples, 4)
+    followed.run.samples.append([sample(number) for number in range(5, 11)])
+    followed.restart()
+    followed.follower.finish()
+    rows = [text for _, table in followed.got("table") for text in table]  # type: ignore[attr-defined]
+    assert rows == [f"3+8={number}" for number in range(1, 11)]
