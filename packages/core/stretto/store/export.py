@@ -42,7 +42,7 @@ _ROWS = """
     WHERE trajectories.key > ? ORDER BY trajectories.key
 """
 #: Most rows, and bytes of tokens, that are read at a time.
-_PORTION, _PORTION_BYTES = 256, 16 << 20
+_PORTION, _PORTION_BYTES = 32, 4 << 20
 _NO_PAYLOAD = Payload(segments=(), text="")
 
 

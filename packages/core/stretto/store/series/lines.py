@@ -143,6 +143,8 @@ def _complete_bytes(path: Path) -> int:
 
 
 def _each_line(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line | StoreError]:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     try:
         descriptor = open_plain(path, links=True)
     except FileNotFoundError:
@@ -171,7 +173,8 @@ def open_plain(path: Path, links: bool = False) -> int:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        StoreError: the path is a link (unless these are followed), a pipe or a folder, or cannot be read.
+        StoreError: the path is a pipe or a folder; or, unless links are followed, is a link or cannot be read.
+        OSError: links are followed, and the file cannot be read.
     """
     try:
         kept = 0 if links else os.O_NOFOLLOW
@@ -179,6 +182,8 @@ def open_plain(path: Path, links: bool = False) -> int:
     except FileNotFoundError:
         raise
     except OSError as error:
+        if links:
+            raise
         found = "is a link" if path.is_symlink() else error.strerror or str(error)
         raise StoreError(f"{path.name}: is not read: {found}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
