@@ -41,7 +41,7 @@ MEASURED = frozenset(
         *("gemma", "gemma2", "gemma3_text", "vaultgemma", "cohere", "cohere2", "glm", "glm4", "granite", "olmo"),
         *("olmo2", "olmo3", "olmoe", "phi", "phi3", "smollm3", "starcoder2", "exaone4", "ernie4_5", "helium"),
         *("seed_oss", "arcee", "apertus", "hunyuan_v1_dense", "nanochat", "dots1", "phimoe"),
-        *("gpt2", "gpt_neo", "gpt_neox", "gpt_bigcode", "opt", "biogpt", "persimmon"),
+        *("gpt2", "gpt_neox", "opt", "biogpt", "persimmon"),
     }
 )
 
