@@ -81,7 +81,8 @@ class BoundedHeads(HttpToolsProtocol):
 
     def _refuse(self) -> None:
         self._dropped = 0
-        if self.cycle is not None and not self.cycle.response_complete:  # in the middle of a reply there is no other
+        replied = self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]  # None at first
+        if not replied:  # in the middle of a reply there is no other
             self.transport.close()
             return
         self.transport.write(_REFUSAL)
