@@ -11,7 +11,6 @@ of power may lose the last ones, but leaves no partial row.
 from __future__ import annotations
 
 import hashlib
-import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stretto.core.errors import Problem, RunFolderError
+from stretto.store.files import make_private
 from stretto_tinker.dates import now
 
 QUEUED, DONE, FAILED, FORGOTTEN = "queued", "done", "failed", "forgotten"
@@ -136,15 +136,6 @@ class CheckpointRow:
     body: bytes
 
 
-def _make_private(path: Path) -> None:
-    """Create a database that only its owner may read, or take the rights of others from an existing one. It holds
-    prompts, and the secret of signed addresses. SQLite gives new log files the rights of the database."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-    for file in (path, *(path.with_name(path.name + log) for log in ("-wal", "-shm"))):
-        if file.exists() and file.stat().st_mode & 0o077:
-            file.chmod(0o600)
-
-
 Row = TypeVar("Row", Asked, SessionRow, ModelRow, SamplerRow, CheckpointRow)
 _TABLES: dict[type, str] = {
     Asked: "requests",
@@ -167,7 +158,7 @@ class Record:
         """
         self._lock = threading.RLock()
         try:
-            _make_private(path)
+            make_private(path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm"))
             self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has an effect only before tables exist
             self._connection.execute("PRAGMA journal_mode = WAL")

@@ -105,6 +105,15 @@ def write_atomically(path: Path, data: bytes | bytearray) -> None:
     sync(path.parent)
 
 
+def make_private(path: Path, *beside: Path) -> None:
+    """Create a file for prompts or secrets that only its owner may read, or take the rights of others from an existing
+    one. `beside`: files that get the same rights if they exist."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    for file in (path, *beside):
+        if file.exists() and file.stat().st_mode & 0o077:
+            file.chmod(0o600)
+
+
 def identity(path: Path) -> tuple[int, int] | None:
     """Device and inode of a path; None if it does not exist or cannot be read."""
     try:
