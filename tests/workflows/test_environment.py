@@ -78,7 +78,7 @@ class Worker:
     async def run(self, exchange: Exchange) -> Trajectory:
         world = Shown()
         workflow = EnvironmentPlay("tests.workflows.test_environment:Shown")
-        workflow._make = lambda: world  # type: ignore[method-assign]
+        workflow._make = lambda: world
         with pytest.raises(Looked):
             await workflow.run(exchange.task, Conversation(cast(Orders, None), exchange.task))
         self.begun.append((exchange.task.seed, world.shown))
@@ -95,6 +95,9 @@ class Shown:
     def reset(self, seed: int) -> str:
         self.shown = str(seed)
         raise Looked
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        raise AssertionError(f"no completion is asked for, and {action!r} has come")
 
     def close(self) -> None:
         """Nothing is left."""
