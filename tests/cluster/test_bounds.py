@@ -73,7 +73,7 @@ MESSAGES: list[tuple[Any, Any]] = [
 ]
 #: Numbers that other code judges: of scores `canary.distance`, of tokens their checksum and `GuestEngine._check`; the
 #: engine pool replaces `engines` and drops the others; a worker's rewards come from `judging.verdict_of`.
-ELSEWHERE = {Scores: {"logprobs"}, Segment: {2, 3, 6, 7, 9}, Verdict: {"reward"}}
+ELSEWHERE: dict[type, set[str | int]] = {Scores: {"logprobs"}, Segment: {2, 3, 6, 7, 9}, Verdict: {"reward"}}
 BAD = st.sampled_from([math.nan, math.inf, -math.inf, 1e300, -1e300, 2**53, -(2**53), 2**63, -(2**63), 2**64 - 1])
 
 
