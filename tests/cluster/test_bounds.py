@@ -20,7 +20,7 @@ from stretto.core.canary import Loaded, Scores
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import StoreError, WireError
 from stretto.core.events import Span
-from stretto.core.numbers import encoded
+from stretto.core.frames import encoded
 from stretto.core.records import Segment, Verdict
 from stretto.engine.http.client import decoded
 from stretto.loop.records.totals import Tenure

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from stretto.core.numbers import Count, Moment, Whole
+from stretto.core.frames import Count, Moment, Whole
 from stretto.core.records import Record
 from stretto.loop.records.totals import Tenure
 

@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from statistics import fmean
 from typing import Any
 
-from stretto.core.numbers import Count, Whole
+from stretto.core.frames import Count, Whole
 from stretto.core.records import Record
 
 #: Tokens of the text; shorter where the model's context is.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from stretto.core.canary import Ask, Loaded
 from stretto.core.errors import RefusedRequest
 from stretto.core.events import Span
-from stretto.core.numbers import Count, Moment, Whole
+from stretto.core.frames import Count, Moment, Whole
 from stretto.core.records import Completion, GenerateRequest, Likeliest, Partials, Record, Segment
 
 MOST_STOPS = 64  #: most stop texts of a request

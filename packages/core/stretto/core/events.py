@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stretto.core.numbers import Count, Moment, Whole
+from stretto.core.frames import Count, Moment, Whole
 from stretto.core.records import Record
 
 

@@ -1,8 +1,13 @@
-"""Framing of messages on a byte stream: a length, then that many bytes of MessagePack."""
+"""Framing of messages on a byte stream: a length, then that many bytes of MessagePack; the ranges of numbers in them;
+and JSON that its own reader takes back.
+"""
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -15,6 +20,14 @@ _ENCODER = msgspec.msgpack.Encoder()
 LARGEST_FRAME = 1 << 30
 #: Largest possible frame, in bytes; ranks of the trainer accept it. At 12 to 16 bytes per token: 270 million tokens.
 LARGEST_BATCH = (1 << 32) - 1
+
+#: A number of things or bytes. Like `Whole` and `Moment`, it is checked when a message is decoded: a message with a
+#: number outside of its range, or with NaN, is refused.
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+#: A number that may be negative, as -1 for no version.
+Whole = Annotated[int, msgspec.Meta(gt=-(2**53), lt=2**53)]
+#: Seconds of a clock, or between two of them.
+Moment = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
 
 
 def frame(message: object) -> bytearray:
@@ -69,3 +82,29 @@ class Unframer:
             at = end
         self._rest += data[at:]
         return bodies
+
+
+def encoded(value: object) -> bytes:
+    """Encode a value as JSON that can be read again as what it is.
+
+    Raises:
+        msgspec.MsgspecError: it could not be read: a number is outside of its range, or is not finite, which JSON does
+            not know, and the type of its field has no None.
+        UnicodeEncodeError: a text has a lone surrogate.
+    """
+    text = msgspec.json.encode(value)
+    _read_again(value, text)
+    return text
+
+
+def _read_again(value: object, text: bytes) -> None:
+    if isinstance(value, msgspec.Struct):
+        msgspec.json.decode(text or msgspec.json.encode(value), type=type(value))
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            _read_again(part, b"")
+    elif isinstance(value, list | tuple | set | frozenset):
+        for part in value:
+            _read_again(part, b"")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise msgspec.ValidationError(f"{value} is no number of JSON")

@@ -19,7 +19,7 @@ import msgspec
 
 from stretto.core import columns as packed
 from stretto.core.columns import Counted, Stamps
-from stretto.core.numbers import Count
+from stretto.core.frames import Count
 
 PROMPT, NOTHING = -1, -2  #: parents of first segments: after the prompt, or with no context at all
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from stretto.core.events import Span
-from stretto.core.numbers import Whole
+from stretto.core.frames import Whole
 from stretto.core.records import Record
 from stretto.store.measures.goodput import WORK
 from stretto.store.totals import NEWEST_TRANSFERS, Carried, Totals

@@ -17,7 +17,7 @@ from typing import Self
 
 import msgspec
 
-from stretto.core.numbers import Count, Moment
+from stretto.core.frames import Count, Moment
 from stretto.core.records import Outcome, Record, Verdict
 from stretto.processes.kernel.memory import memory_file
 

@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from stretto.core.errors import UNREADABLE, StoreError
-from stretto.core.numbers import encoded
+from stretto.core.frames import encoded
 from stretto.core.records import Batch, Segment, Trajectory
 
 SIZE = 8  #: size of a seal in bytes

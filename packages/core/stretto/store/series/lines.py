@@ -16,7 +16,7 @@ from typing import BinaryIO, Generic, TypeVar
 import msgspec
 
 from stretto.core.errors import UNREADABLE, StoreError
-from stretto.core.numbers import encoded
+from stretto.core.frames import encoded
 from stretto.store.files import identity, sync, whole_file
 
 Line = TypeVar("Line")
