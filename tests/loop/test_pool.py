@@ -346,7 +346,7 @@ def test_an_engine_that_is_killed_while_it_starts_is_replaced(folder: Path) -> N
         return fleet.live
 
     assert played(folder, work, count=1, say=said.append) == 4
-    assert said == [KILLED]
+    assert said == ["engine-0 was killed by SIGKILL (out of memory?): a new one is started"]
 
 
 @in_fleet(count=1, start=1.0)

@@ -101,8 +101,10 @@ class _AnyThread(Ledger):
             self.check_open()
             try:
                 return super().get(name, kind)
-            except msgspec.ValidationError as error:
-                told = f"holds no {getattr(kind, '__name__', kind)}: {error}"
+            except StoreError as error:
+                if not isinstance(error.__cause__, msgspec.ValidationError):
+                    raise  # a damaged row
+                told = f"holds no {getattr(kind, '__name__', kind)}: {error.__cause__}"
                 raise DataError([Problem(f"get: {name}", told, "ask for the type that was put")]) from None
 
     def event(self, name: str, detail: str) -> None:
