@@ -9,6 +9,7 @@ import sqlite3
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,14 +107,12 @@ def damages() -> Iterator[tuple[str, Damage]]:
         yield f"{name} twice", of_file(name, lambda data: data + data)
     for name in ("held_out.jsonl", "metrics.jsonl", "questions.jsonl"):
         for place in (0, 2, -2):
-            yield (
-                f"{name} without line {place}",
-                of_file(name, lambda data, place=place: b"\n".join(_without(data.split(b"\n"), place))),
-            )
+            yield f"{name} without line {place}", of_file(name, partial(_without, place=place))
 
 
-def _without(lines: list[bytes], place: int) -> list[bytes]:
-    return [line for at, line in enumerate(lines) if at != place % len(lines)]
+def _without(data: bytes, place: int) -> bytes:
+    lines = data.split(b"\n")
+    return b"\n".join(line for at, line in enumerate(lines) if at != place % len(lines))
 
 
 @pytest.mark.parametrize("damage", [pytest.param(damage, id=name) for name, damage in damages()])

@@ -10,6 +10,7 @@ import ast
 import re
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -290,8 +291,8 @@ def test_a_ledger_of_a_loop_of_one_s_own_has_no_laws_of_a_recipe(tmp_path: Path)
 
 
 @pytest.mark.parametrize("module", [check, checksums, token_laws, history, laws, presence])
-def test_the_checker_shares_only_the_states_and_the_check_of_the_log_with_the_writers(module: object) -> None:
-    tree = ast.parse(Path(str(module.__file__)).read_text())  # type: ignore[attr-defined]
+def test_the_checker_shares_only_the_states_and_the_check_of_the_log_with_the_writers(module: ModuleType) -> None:
+    tree = ast.parse(Path(str(module.__file__)).read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     ours = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     theirs = {name for name in ours if name.startswith("stretto.") and not name.startswith("stretto_report.audit.")}

@@ -114,7 +114,12 @@ async def test_of_many_ended_sessions_the_newest_are_read_and_the_keys_of_the_ot
             os.utime(tmp_path / f"{session['id']}.jsonl", (at, at))
     read: list[Path] = []
     whole = sessions._read
-    monkeypatch.setattr(sessions, "_read", lambda path: (read.append(path), whole(path))[1])
+
+    def noted(path: Path) -> Any:
+        read.append(path)
+        return whole(path)
+
+    monkeypatch.setattr(sessions, "_read", noted)
     async with served_gateway(model, tmp_path) as gateway:
         assert [path.stem for path in read] == [ended[2]["id"]]
         assert (await gateway.shown(ended[2]))["state"] == "ended"
