@@ -81,7 +81,7 @@ class Roles:
 
 
 class Unstopped:
-    """The signals of a run that nobody stops."""
+    """Stop signals of a run: none ever comes."""
 
     requested = False
 

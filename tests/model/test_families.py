@@ -3,7 +3,8 @@
 - Families that ignore what a path passes to them are refused by name, with the path that differs, before any weights
   are read; so are those with a mask of their own, several attention calls in a layer, or arguments that are not handed
   on.
-- A config is measured once for each version of transformers and stretto; measured families never are.
+- A config that passes is measured once for each version of transformers and stretto; measured families never are.
+- A damaged note of earlier measurements lets no family pass; a cache that cannot be written ends no start.
 - Every measured family is accepted, and computes alike on both paths (the long tests measure all).
 """
 
@@ -30,7 +31,7 @@ EACH = [pytest.param(name, marks=[] if name in DAILY else [pytest.mark.long]) fo
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "families"
+    return tmp_path / "cache" / families.FILE
 
 
 def config(family: str, **settings: Any) -> Any:
@@ -78,7 +79,7 @@ def test_parameters_that_begin_at_zero_hide_nothing(monkeypatch: pytest.MonkeyPa
     assert "packed texts differ" in measured(config("doge"))
 
 
-def test_a_config_is_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_passes_is_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def measuring(one: Any) -> str:
@@ -91,11 +92,33 @@ def test_a_config_is_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ModelFolderError, match=r"\(jais2\): it differs"):
             check_family(config("jais2", num_hidden_layers=6))
     check_family(config("qwen3"))  # is measured by the tests
-    assert asked == [5, 6]
+    assert asked == [5, 6, 6]
     monkeypatch.setattr(families, "__version__", "another")
     check_family(config("jais2", num_hidden_layers=5))
-    assert asked == [5, 6, 5]
-    assert len(list(cache.iterdir())) == 3
+    assert asked == [5, 6, 6, 5]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"a": 1}', b"\xff"])
+def test_a_damaged_note_lets_no_family_pass(cache: Path, damage: bytes) -> None:
+    cache.parent.mkdir()
+    cache.write_bytes(damage)
+    with pytest.raises(ModelFolderError, match="packed texts differ"):
+        check_family(config("bart"))
+
+
+def test_without_a_cache_that_can_be_written_a_family_is_measured_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "file"))
+    check_family(config("jais2"))
+    with pytest.raises(ModelFolderError, match="packed texts differ"):
+        check_family(config("bart"))
+
+
+def test_a_family_of_which_no_tiny_model_can_be_made_passes_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    check_family(config("gpt_bigcode"))
+    assert "the paths of gpt_bigcode are not compared with its own forward" in caplog.text
 
 
 def test_a_folder_without_a_config_is_left_to_the_loader(tmp_path: Path) -> None:

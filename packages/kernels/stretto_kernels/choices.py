@@ -1,4 +1,4 @@
-"""Choices of kernels on record: files of JSON that processes of one run, or of one user, share under a lock."""
+"""Measurements and choices on record: files of JSON that processes of one run, or of one user, share under a lock."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def locked(file: Path) -> Iterator[bool]:
                         raise
                     time.sleep(0.01)
         except OSError as error:
-            log.warning("kernels are chosen without %s, which cannot be written: %s", file, error)
+            log.warning("what is measured is not kept in %s, which cannot be written: %s", file, error)
             yield False
         else:
             yield True

@@ -97,10 +97,10 @@ class BestPolicy:
         self._held: int | None = None
         self._shown = self._recorded({line.step: line.accuracy for line in earlier})
         self._bring_up_to_date()
-        for path in self._folder.policies.glob(f"{_CANDIDATE}*"):
-            if not path.suffix[1:].isdigit() or int(path.suffix[1:]) <= max(
-                (line.step for line in earlier), default=-1
-            ):
+        newest = max((line.step for line in earlier), default=-1)
+        for path in self._folder.policies.glob(f"{_CANDIDATE}*"):  # the copy for an evaluation that is yet to end stays
+            step = path.suffix[1:]
+            if not step.isdigit() or int(step) <= newest:
                 self._drop(path.name)
 
     @property

@@ -8,13 +8,15 @@ tiny model of the family, with random parameters, is run by both paths and by it
     packed    the texts in one row
     cached    the texts in one step, then token by token over the KV cache
 
-Families in `MEASURED` are measured by the tests instead. Other results are kept in the user's cache.
+Families in `MEASURED` are measured by the tests instead. Other configs that pass are noted in the user's cache, so that
+they are measured once; a refusal is measured again each time, since its cause may be of the moment.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,11 @@ from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens
+from stretto_kernels.choices import locked, read_choices, write_choices
+
+log = logging.getLogger(__name__)
+
+FILE = "families.json"  #: in the user's cache: by key of a config, its family
 
 #: Families whose two paths the tests measure (`tests/model/test_families.py`), so that no start does.
 MEASURED = frozenset(
@@ -84,7 +91,7 @@ _REMEDY = "use a remote engine for this model (engine.kind), which this trainer 
 
 def check_family(config: PreTrainedConfig) -> None:
     """Check that both paths compute what models with this config compute. The first check of a config takes about a
-    CPU second; families that cannot be made tiny are not checked.
+    CPU second; a family that cannot be made tiny is not checked, and a warning is logged.
 
     Raises:
         ModelFolderError: a path computes something else; the message names the family and what differs.
@@ -92,14 +99,15 @@ def check_family(config: PreTrainedConfig) -> None:
     text = config.get_text_config()
     if text.model_type in MEASURED:
         return
-    known = cache_folder() / "families" / _key(text)
-    found = known.read_text(encoding="utf-8") if known.is_file() else None
-    if found is None:
-        found = measured(text)
-        known.parent.mkdir(parents=True, exist_ok=True)
-        known.write_text(found, encoding="utf-8")
+    file, key = cache_folder() / FILE, _key(text)
+    if key in read_choices(file, str):
+        return
+    found = measured(text)
     if found:
         raise ModelFolderError([Problem(f"config.json ({text.model_type})", found, _REMEDY)])
+    with locked(file) as writable:
+        if writable:
+            write_choices(file, {**read_choices(file, str), key: text.model_type})
 
 
 def check_family_of(folder: Path | str) -> None:
@@ -170,8 +178,9 @@ def _tiny(config: PreTrainedConfig) -> PreTrainedModel | None:
                 size = sum(one.numel() for one in AutoModelForCausalLM.from_config(made).parameters())
             if size <= _LARGEST:
                 return _perturbed(AutoModelForCausalLM.from_config(made, attn_implementation="eager"))
-        except Exception:  # a config that is half another's can make a module fail in any way
-            continue
+        except Exception as error:  # a config that is half another's can make a module fail in any way
+            why = f"{type(error).__name__}: {error}"
+    log.warning("the paths of %s are not compared with its own forward: no tiny model (%s)", config.model_type, why)
     return None
 
 
