@@ -287,6 +287,7 @@ def test_data_health_shows_the_budget_the_reasons_and_what_no_one_solves(page: P
 def test_data_health_shows_which_weights_each_engine_has_proven(page: Page) -> None:
     visit(page, "health")
     rows = page.locator('[data-table="canary"] tbody tr')
+    expect(rows).to_have_count(3)
     assert [row.locator("th, td").all_inner_texts() for row in rows.all()] == [
         ["engine-0", "newest", "2", "4.00e-8", "1.00e-6", "yes"],
         ["engine-1", "newest", "1", "5.00e-8", "1.00e-6", "yes"],

@@ -166,7 +166,8 @@ def measured(config: PreTrainedConfig) -> str:
 
 def _tiny(config: PreTrainedConfig) -> PreTrainedModel | None:
     """A model of the family with few layers, small widths and random parameters: with the config's other settings if
-    these allow it, else with the family's own."""
+    these allow it, else with the family's own. None, and a warning in the log, if neither can be made."""
+    why = f"more than {_LARGEST:,} parameters"
     for settings in (config.to_dict(), type(config)().to_dict()):
         small = {key: value for key, value in _SMALL.items() if key in settings} | dict(_OTHERS)
         layers = [i for i in range(config.num_hidden_layers) if i < 2]
