@@ -288,16 +288,16 @@ def _weights(results: dict[str, Any]) -> list[Row]:
         name = f"{one['model']} in bfloat16 ({size / 1e6:.0f} MB)"
         beside = [f"a plain copy: {rates['copy'] / 1e6:,.0f}"]
         if size in rays:
-            beside.append(f"Ray, get on another node: {size / rays[size]['get'] / 1e6:,.0f}")
-        full, delta = (f"{rates[form] / 1e6:,.0f} MB/s" for form in ("full", "delta"))
+            beside.append(f"Ray's get: {size / rays[size]['get'] / 1e6:,.0f}")
+        beside.append(f"its delta ({one['moved']:.0%}): {rates['delta'] / 1e6:,.0f}")
+        full = f"{rates['full'] / 1e6:,.0f} MB/s"
         ratio = f"× {rates['full'] / rates['copy']:.2f}"
         stops = {stop["engines"]: stop for stop in one["pauses"] if stop["form"] == "full"}
         pauses = [f"{1000 * stop['pause']:.0f} ms with {count}" for count, stop in stops.items()]
-        verify = f"before it, beside the steps, checksums: {1000 * stops[1]['verify']:.0f} ms with 1"
+        verify = f"checksums before it: {1000 * stops[1]['verify']:.0f} ms"
         rows += [
-            Row(f"pull of a version over the loopback, {name}", full, "; ".join(beside), ratio),
-            Row(f"the same as a delta, {one['moved']:.0%} of the bytes, {one['model']}", delta, f"in full: {full}"),
-            Row(f"stop of engines for a version that was pulled, {one['model']}", ", ".join(pauses), verify),
+            Row(f"version pulled over the loopback, {name}", full, "; ".join(beside), ratio),
+            Row(f"stop of engines for it, {one['model']}", ", ".join(pauses), verify),
         ]
     return rows
 
