@@ -1,33 +1,14 @@
-"""Tests that are coroutines: `pytest_pyfunc_call` is a hook for the conftest.py of a folder, `run_by` a decorator."""
+"""A decorator for tests that are coroutines, and whose first parameter is no fixture."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
-
-_SECONDS = 60.0
 
 Test = Callable[..., Awaitable[None]]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a coroutine in an event loop of its own; other functions are left to pytest."""
-    if not inspect.iscoroutinefunction(test := pyfuncitem.obj):
-        return None
-    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-
-    async def main() -> None:
-        async with asyncio.timeout(_SECONDS):
-            await test(**given)
-
-    asyncio.run(main())
-    return True
 
 
 def run_by(run: Callable[..., object]) -> Callable[[Test], Callable[..., None]]:

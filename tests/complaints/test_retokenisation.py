@@ -16,7 +16,7 @@ import pytest
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Segment
 from stretto_workflows.session import Sampler, SessionRecord
-from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway, tokenizer_of
+from tests.gateway.serving import MODEL, ScriptedModel, served_gateway, tokenizer_of
 from tests.gateway.test_chat_sessions import ASK, turn
 
 SPECIAL = "<|endoftext|>"
@@ -58,7 +58,6 @@ class Noting(ScriptedModel):
 
 
 @pytest.mark.parametrize("turns", [24, pytest.param(128, marks=pytest.mark.long)])
-@in_a_loop
 async def test_many_turns_are_one_row_that_trains_on_what_was_sampled(tmp_path: Path, turns: int) -> None:
     number = itertools.count()
     model = Noting(

@@ -15,7 +15,6 @@ import pytest
 from stretto.core.errors import EngineLost, WireError
 from stretto.engine.http import client as client_module
 from stretto.engine.http.client import HttpEngine
-from tests.gateway.serving import in_a_loop
 
 
 def test_the_client_loads_no_torch() -> None:
@@ -52,7 +51,6 @@ async def answering(path: Path, reply: bytes) -> AsyncIterator[HttpEngine]:
     [b"content-length: 1\r\n\r\n\x90", b"transfer-encoding: chunked\r\n\r\n1\r\n\x90\r\n0\r\n\r\n"],
     ids=["a length", "chunks"],
 )
-@in_a_loop
 async def test_requests_that_follow_each_other_share_a_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: bytes, idle: float, connections: int
 ) -> None:
@@ -85,7 +83,6 @@ async def test_requests_that_follow_each_other_share_a_connection(
         (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\noops", WireError, "a reply that no stretto engine sends"),
     ],
 )
-@in_a_loop
 async def test_a_reply_that_is_none_is_a_named_error(
     tmp_path: Path, reply: bytes, error: type[Exception], message: str
 ) -> None:
@@ -94,7 +91,6 @@ async def test_a_reply_that_is_none_is_a_named_error(
             await client.health()
 
 
-@in_a_loop
 async def test_a_connection_that_was_closed_meanwhile_is_not_used_again(tmp_path: Path) -> None:
     reply = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n\x90"
 

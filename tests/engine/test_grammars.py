@@ -27,7 +27,6 @@ from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.truncation import Truncation, truncate
 from tests.engine.answering import engine_of, shaken, weights
 from tests.engine.byte_policy import VOCABULARY, generated
-from tests.gateway.serving import in_a_loop
 from tests.tolerances import EXACT, LOGITS
 
 SCHEMA = {
@@ -177,7 +176,6 @@ def test_rules_that_name_each_other_end_no_process(byte_engine: NativeEngine) ->
     assert len(told.token_ids) == 2
 
 
-@in_a_loop
 async def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(byte_folder: Path) -> None:
     """The text of a special token is no text that the model could write, which shows where it is due."""
     generation = Generation(engine_of(byte_folder))

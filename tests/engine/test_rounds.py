@@ -15,7 +15,6 @@ from stretto.core.errors import RefusedRequest
 from stretto.core.records import Completion, GenerateRequest
 from tests.engine.answering import engine_of, finish, request
 from tests.engine.serving import served
-from tests.gateway.serving import in_a_loop
 
 TOGETHER = [request(f"r{k}", prompt=5 + 7 * k, seeds=range(2 + k)) for k in range(4)]
 
@@ -44,7 +43,6 @@ def test_requests_of_one_message_begin_in_the_same_step(folder: Path, tmp_path: 
     assert asyncio.run(main()) == alone(folder)
 
 
-@in_a_loop
 async def test_of_requests_one_of_which_is_refused_none_begins(folder: Path, tmp_path: Path) -> None:
     wrong = GenerateRequest(id="w", prompt_token_ids=(), seeds=(1,), sampling=TOGETHER[0].sampling)
 

@@ -40,7 +40,6 @@ from stretto.processes.http.asgi import LARGEST_BODY
 from tests.engine.answering import engine_of
 from tests.engine.byte_policy import generated
 from tests.engine.serving import Mailbox, served, until_up
-from tests.gateway.serving import in_a_loop
 
 
 def request(name: str, answers: int = 3, max_tokens: int = 20) -> GenerateRequest:
@@ -64,7 +63,6 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-@in_a_loop
 async def test_answers_arrive_as_the_engine_made_them(folder: Path, tmp_path: Path, transport: str) -> None:
     address = tmp_path / "e.sock" if transport == "unix" else f"127.0.0.1:{free_port()}"
 
@@ -80,7 +78,6 @@ async def test_answers_arrive_as_the_engine_made_them(folder: Path, tmp_path: Pa
         assert await client.spans() == []
 
 
-@in_a_loop
 async def test_a_server_loads_the_newest_version_before_it_serves(
     folder: Path, tmp_path: Path, plain: PreTrainedModel
 ) -> None:
@@ -90,7 +87,6 @@ async def test_a_server_loads_the_newest_version_before_it_serves(
         assert {v for c in await collect(client, request("a")) for v in c.versions} == {7}
 
 
-@in_a_loop
 async def test_an_update_interrupts_an_open_stream_which_then_goes_on(
     folder: Path, tmp_path: Path, plain: PreTrainedModel
 ) -> None:
@@ -110,7 +106,6 @@ async def test_an_update_interrupts_an_open_stream_which_then_goes_on(
         assert (await client.health()).updates == 1
 
 
-@in_a_loop
 async def test_errors_of_the_engine_reach_the_client_as_themselves(
     folder: Path, tmp_path: Path, plain: PreTrainedModel
 ) -> None:
@@ -129,7 +124,6 @@ async def test_errors_of_the_engine_reach_the_client_as_themselves(
         assert len(await collect(client, request("b"))) == 3
 
 
-@in_a_loop
 async def test_a_message_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
     async def exchange(connections: Connections, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         async with connections.one() as connection:
@@ -150,7 +144,6 @@ async def test_a_message_that_is_none_is_refused(folder: Path, tmp_path: Path) -
         connections.close()
 
 
-@in_a_loop
 async def test_a_client_that_leaves_has_its_request_aborted(folder: Path, tmp_path: Path) -> None:
     engine = engine_of(folder, slots=2)
     async with served(engine, tmp_path / "e.sock") as client:
@@ -166,7 +159,6 @@ async def test_a_client_that_leaves_has_its_request_aborted(folder: Path, tmp_pa
         assert len(await collect(client, request("b"))) == 3
 
 
-@in_a_loop
 async def test_leaving_after_the_first_answer_aborts_the_rest(folder: Path, tmp_path: Path) -> None:
     async def first(client: HttpEngine) -> Completion:
         async for completion in client.generate(endless("a", answers=6)):
@@ -180,7 +172,6 @@ async def test_leaving_after_the_first_answer_aborts_the_rest(folder: Path, tmp_
                 await asyncio.sleep(0)
 
 
-@in_a_loop
 async def test_an_abort_ends_the_stream_of_that_request(folder: Path, tmp_path: Path) -> None:
     async with served(engine_of(folder, slots=1), tmp_path / "e.sock") as client:
         stream = asyncio.create_task(collect(client, endless("a", answers=3)))
@@ -192,7 +183,6 @@ async def test_an_abort_ends_the_stream_of_that_request(folder: Path, tmp_path: 
         await client.abort("unknown")
 
 
-@in_a_loop
 async def test_an_engine_that_fails_breaks_its_streams_and_ends_with_its_error(
     folder: Path, tmp_path: Path, plain: PreTrainedModel
 ) -> None:
@@ -216,7 +206,6 @@ async def test_an_engine_that_fails_breaks_its_streams_and_ends_with_its_error(
     await client.close()
 
 
-@in_a_loop
 async def test_a_silent_engine_is_a_deadline_with_a_name(tmp_path: Path) -> None:
     listeners: list[asyncio.Task[None] | None] = []
 
@@ -311,7 +300,6 @@ def test_sigterm_ends_the_process_and_its_clients_hear_of_it(folder: Path, tmp_p
         process.wait()
 
 
-@in_a_loop
 async def test_a_stream_that_is_refused_ends_its_own_requests_alone(folder: Path) -> None:
     generation = Generation(engine_of(folder))
     with generation.streaming([endless("a")]):
@@ -331,7 +319,6 @@ def test_an_idle_engine_that_still_holds_a_slot_ends_with_the_violated_bound(fol
         asyncio.run(Generation(engine).run())
 
 
-@in_a_loop
 async def test_the_tokens_of_groups_that_another_engine_has_lost_may_be_many(byte_folder: Path, tmp_path: Path) -> None:
     """A body of an engine's role is refused for its tokens, if at all, and not for its bytes."""
     tokens = tuple(range(40)) * 100_000

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,16 +204,6 @@ class ServedGateway:
     async def shown(self, session: dict[str, str]) -> dict[str, Any]:
         """``GET /sessions/ID``."""
         return dict((await self.client.get(f"/sessions/{session['id']}")).json())
-
-
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that is a coroutine."""
-
-    @functools.wraps(test)
-    def run(*given: Any, **named: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*given, **named), 60))
-
-    return run
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from stretto_gateway.agents.groups import AgentGroups, AgentServices, WaitingSes
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import SessionTable
 from stretto_workflows.session import MemoryRecord, Session
-from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, model_of
+from tests.gateway.serving import MODEL, ScriptedModel, model_of
 
 HERE = Path(__file__).parent
 PROMPT = Prompt("17", (), "3+8=", "11")
@@ -113,7 +113,6 @@ def run_of(tmp_path: Path) -> Run:
     return Run(ScriptedModel(lambda prompt: "four" if "shorter" in prompt else "a longer answer"), tmp_path / "seen")
 
 
-@in_a_loop
 async def test_a_function_makes_a_trajectory_and_returns_its_reward(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     trajectory = await run.one("two_turns")
@@ -123,7 +122,6 @@ async def test_a_function_makes_a_trajectory_and_returns_its_reward(tmp_path: Pa
     assert trajectory.text.count("four") == 1
 
 
-@in_a_loop
 async def test_any_program_finds_its_session_in_its_environment(tmp_path: Path) -> None:
     """Its session has ended before its program, which may linger for a moment."""
     program = (
@@ -137,7 +135,6 @@ async def test_any_program_finds_its_session_in_its_environment(tmp_path: Path) 
     assert trajectory.verdict.reward == 0.25
 
 
-@in_a_loop
 async def test_without_a_reward_of_its_own_the_run_scores_the_last_answer(tmp_path: Path) -> None:
     trajectory = await run_of(tmp_path).one("without_reward")
     assert trajectory.verdict == Verdict(Outcome.RIGHT, 15.0, "scored by the run")
@@ -180,7 +177,6 @@ def test_what_goes_wrong_is_undecided_with_its_reason(tmp_path: Path, settings: 
     assert reason in trajectory.verdict.reason
 
 
-@in_a_loop
 async def test_a_task_that_no_environment_holds_is_undecided_with_both_sizes(tmp_path: Path) -> None:
     long = Prompt("17", (), "3" * 131_072, "11")
     async with run_of(tmp_path).groups("two_turns") as groups:
@@ -206,7 +202,6 @@ def test_a_program_that_kills_its_guard_ends_with_all_that_it_has_started(tmp_pa
         assert not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
 
 
-@in_a_loop
 async def test_a_program_is_asked_to_end_before_it_is_killed_as_a_client_of_containers_needs(tmp_path: Path) -> None:
     told = tmp_path / "container"
     program = 'trap "echo stopped > $0; exit" TERM; (trap "" TERM; sleep 60) & echo runs > $0; wait'
@@ -219,7 +214,6 @@ async def test_a_program_is_asked_to_end_before_it_is_killed_as_a_client_of_cont
     assert told.read_text() == "stopped\n"
 
 
-@in_a_loop
 async def test_a_run_in_which_most_agents_fail_stops_with_a_message(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     async with run.groups(command=["false"], parallel=4) as groups:
@@ -229,7 +223,6 @@ async def test_a_run_in_which_most_agents_fail_stops_with_a_message(tmp_path: Pa
             await groups.member("0.1.0/0", PROMPT, 0, 5)
 
 
-@in_a_loop
 async def test_an_agent_that_is_started_again_is_answered_from_the_record(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     run.model.gate = asyncio.Event()
@@ -253,7 +246,6 @@ async def test_an_agent_that_is_started_again_is_answered_from_the_record(tmp_pa
     assert [segment.sampled for segment in trajectory.segments] == [False, True, False, True]
 
 
-@in_a_loop
 async def test_the_session_of_a_trajectory_that_is_given_up_ends_before_its_program(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     async with run.groups("hangs") as groups:
@@ -268,7 +260,6 @@ async def test_the_session_of_a_trajectory_that_is_given_up_ends_before_its_prog
         await asyncio.gather(member, return_exceptions=True)
 
 
-@in_a_loop
 async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     async with run.service() as service:
@@ -282,7 +273,6 @@ async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
         assert (await service.ask()).status_code == 409
 
 
-@in_a_loop
 async def test_what_a_service_gives_up_fails_with_its_reason_and_not_with_its_reward(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     async with run.service() as service:
@@ -296,7 +286,6 @@ async def test_what_a_service_gives_up_fails_with_its_reason_and_not_with_its_re
     assert (await run.one()).verdict.reason == "the agent failed: the bus did not come"
 
 
-@in_a_loop
 async def test_an_end_that_was_acknowledged_is_on_record(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     async with run.service() as service:
@@ -310,7 +299,6 @@ async def test_an_end_that_was_acknowledged_is_on_record(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("question", "reward"), [("3+8=", 0.5), ("and otherwise?", 15.0)])
-@in_a_loop
 async def test_a_reward_is_on_record_at_once_and_holds_for_what_was_said(
     tmp_path: Path, question: str, reward: float
 ) -> None:
@@ -333,7 +321,6 @@ async def test_a_reward_is_on_record_at_once_and_holds_for_what_was_said(
     assert len(run.model.asked) == (1 if question == "3+8=" else 2)
 
 
-@in_a_loop
 async def test_a_program_that_has_ended_well_is_not_started_again(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     before = await run.one("two_turns")
@@ -342,7 +329,6 @@ async def test_a_program_that_has_ended_well_is_not_started_again(tmp_path: Path
     assert (after.segments, after.verdict) == (before.segments, before.verdict)
 
 
-@in_a_loop
 async def test_a_reward_that_follows_a_broken_turn_decides_nothing(tmp_path: Path) -> None:
     run = run_of(tmp_path)
 
@@ -357,7 +343,6 @@ async def test_a_reward_that_follows_a_broken_turn_decides_nothing(tmp_path: Pat
     assert run.seen.read_text() == "503\n"
 
 
-@in_a_loop
 async def test_who_had_a_trajectory_has_no_part_in_it_when_it_is_made_again(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     late: Service | None = None
@@ -378,7 +363,6 @@ async def test_who_had_a_trajectory_has_no_part_in_it_when_it_is_made_again(tmp_
             assert sum(segment.sampled for segment in trajectory.segments) == 1
 
 
-@in_a_loop
 async def test_no_more_agents_run_at_once_than_the_recipe_says_of_evaluations_too(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     run.model.gate = asyncio.Event()

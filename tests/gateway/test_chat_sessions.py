@@ -14,7 +14,7 @@ import pytest
 
 from stretto.core.errors import EngineLost
 from stretto.launch.recipe.extensions import GatewayConfig
-from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway, in_a_loop, served_gateway, tokenizer_of, wished
+from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway, served_gateway, tokenizer_of, wished
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
@@ -41,7 +41,6 @@ async def calculated(gateway: ServedGateway, session: dict[str, str], **back: An
     return [*history, await turn(gateway, session, history, tools=[ADD])]
 
 
-@in_a_loop
 async def test_the_next_prompt_is_what_is_held_and_the_new_tail(tmp_path: Path) -> None:
     model = ScriptedModel(calculator)
     async with served_gateway(model, tmp_path) as gateway:
@@ -68,7 +67,6 @@ async def test_the_next_prompt_is_what_is_held_and_the_new_tail(tmp_path: Path) 
     assert shown["branches"] == {}
 
 
-@in_a_loop
 async def test_arguments_written_otherwise_are_the_same_arguments(tmp_path: Path) -> None:
     model = ScriptedModel(calculator)
     async with served_gateway(model, tmp_path) as gateway:
@@ -81,7 +79,6 @@ async def test_arguments_written_otherwise_are_the_same_arguments(tmp_path: Path
     assert (shown["samples"], shown["branches"], shown["equal_as_json"]) == ([[0, 1, 2, 3]], {}, 1)
 
 
-@in_a_loop
 async def test_an_answer_that_comes_back_otherwise_begins_a_branch(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(calculator), tmp_path) as gateway:
         for back in ({"content": "Calling tools: add", "tool_calls": None}, {"content": "Let me see."}):
@@ -94,7 +91,6 @@ async def test_an_answer_that_comes_back_otherwise_begins_a_branch(tmp_path: Pat
             assert sorted(trained) == [node["id"] for node in shown["nodes"] if node["sampled"]]
 
 
-@in_a_loop
 async def test_causes_of_branches(tmp_path: Path) -> None:
     thought = "<think>\nhm\n</think>\n\n"
     model = ScriptedModel(lambda prompt: thought + (CALL if "call<" in prompt else "yes"), tokenizer_of("qwen3"))
@@ -120,7 +116,6 @@ async def test_causes_of_branches(tmp_path: Path) -> None:
     assert shown["branches"] == dict.fromkeys(once, 1) | {"subagent": 2}
 
 
-@in_a_loop
 async def test_a_retry_is_answered_by_the_reply_on_record(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes")
     async with served_gateway(model, tmp_path) as gateway:
@@ -138,7 +133,6 @@ async def test_a_retry_is_answered_by_the_reply_on_record(tmp_path: Path) -> Non
     assert shown["retries"] == 3
 
 
-@in_a_loop
 async def test_a_restarted_gateway_answers_a_restarted_agent_byte_for_byte_until_it_diverges(tmp_path: Path) -> None:
     model = ScriptedModel(calculator)
     async with served_gateway(model, tmp_path) as gateway:
@@ -160,7 +154,6 @@ async def test_a_restarted_gateway_answers_a_restarted_agent_byte_for_byte_until
     assert len(shown["samples"]) == 2
 
 
-@in_a_loop
 async def test_an_agent_that_lives_on_does_not_notice_a_restart(tmp_path: Path) -> None:
     model = ScriptedModel(calculator)
     async with served_gateway(model, tmp_path) as gateway:
@@ -175,7 +168,6 @@ async def test_an_agent_that_lives_on_does_not_notice_a_restart(tmp_path: Path) 
     assert (shown["samples"], shown["branches"], shown["reward"]) == ([[0, 1, 2, 3, 4, 5]], {}, 0.5)
 
 
-@in_a_loop
 async def test_a_sealed_session_answers_409_and_counts_stragglers(tmp_path: Path) -> None:
     model = ScriptedModel(calculator, gate=asyncio.Event())
     async with served_gateway(model, tmp_path) as gateway:
@@ -194,7 +186,6 @@ async def test_a_sealed_session_answers_409_and_counts_stragglers(tmp_path: Path
         assert (await gateway.chat(session, ASK)).status_code == 409
 
 
-@in_a_loop
 async def test_a_client_that_hangs_up_frees_its_turn_unless_another_waits_for_it(tmp_path: Path) -> None:
     gate = asyncio.Event()
     model = ScriptedModel(calculator, gate=gate)
@@ -218,7 +209,6 @@ async def test_a_client_that_hangs_up_frees_its_turn_unless_another_waits_for_it
     assert len([node for node in shown["nodes"] if node["sampled"]]) == 1
 
 
-@in_a_loop
 async def test_a_turn_that_an_engine_breaks_off_is_noted_until_its_request_has_a_reply(tmp_path: Path) -> None:
     errors: list[Exception] = [EngineLost("engine-0", "is gone"), OSError(28, "no room")]
 
@@ -244,7 +234,6 @@ async def test_a_turn_that_an_engine_breaks_off_is_noted_until_its_request_has_a
         assert held.broken == ""  # the agent's own mistake
 
 
-@in_a_loop
 async def test_no_session_reads_or_influences_another(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "my secret" if "secret" in prompt else "nothing")
     async with served_gateway(model, tmp_path, operator_key="boss") as gateway:
@@ -269,7 +258,6 @@ async def test_no_session_reads_or_influences_another(tmp_path: Path) -> None:
     assert not any(set(node["token_ids"]) and node["sampled"] for node in other["nodes"][:1])
 
 
-@in_a_loop
 async def test_the_key_may_stand_in_the_path_or_in_either_header(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
         session = await gateway.open()
@@ -284,7 +272,6 @@ async def test_the_key_may_stand_in_the_path_or_in_either_header(tmp_path: Path)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-@in_a_loop
 async def test_what_is_not_served_is_refused_in_the_form_of_the_dialect(tmp_path: Path, path: str) -> None:
     config = GatewayConfig(body_bytes=4096, turns=2)
     async with served_gateway(
@@ -317,7 +304,6 @@ async def test_what_is_not_served_is_refused_in_the_form_of_the_dialect(tmp_path
         assert (await gateway.client.get("/sessions/unknown")).status_code == 404
 
 
-@in_a_loop
 async def test_events_say_what_the_whole_reply_says(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(lambda prompt: f"Well. {CALL}"), tmp_path) as gateway:
         session = await gateway.open()
@@ -337,7 +323,6 @@ async def test_events_say_what_the_whole_reply_says(tmp_path: Path) -> None:
     assert [token["logprob"] for token in whole["choices"][0]["logprobs"]["content"]][:3] == [-0.01, -0.02, -0.03]
 
 
-@in_a_loop
 async def test_a_slow_client_holds_nobody_up(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(lambda prompt: "yes" * 2000), tmp_path) as gateway:
         session = await gateway.open()
@@ -351,7 +336,6 @@ async def test_a_slow_client_holds_nobody_up(tmp_path: Path) -> None:
         writer.close()
 
 
-@in_a_loop
 async def test_a_client_that_reads_nothing_of_a_long_reply_holds_no_row_and_nobody_up(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes" * 5000 if "long" in prompt else "yes")
     async with served_gateway(model, tmp_path) as gateway:
@@ -372,7 +356,6 @@ async def test_a_client_that_reads_nothing_of_a_long_reply_holds_no_row_and_nobo
             assert (await gateway.chat(await gateway.open(), ASK)).status_code == 200
 
 
-@in_a_loop
 async def test_sessions_at_once_keep_apart(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "n" + prompt.split("number ")[1].split("<")[0])
     async with served_gateway(model, tmp_path) as gateway:
@@ -390,7 +373,6 @@ async def test_sessions_at_once_keep_apart(tmp_path: Path) -> None:
     assert said == [f"n{number}" for number in range(40)]
 
 
-@in_a_loop
 async def test_a_thought_that_the_prompt_has_begun_is_reasoning_and_no_answer(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("qwen2_5")
     tokenizer._whole.chat_template += "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
@@ -402,7 +384,6 @@ async def test_a_thought_that_the_prompt_has_begun_is_reasoning_and_no_answer(tm
             assert (said.get("reasoning_content") or "", said["content"] or "") == (reasoning, content)
 
 
-@in_a_loop
 async def test_an_earlier_response_stands_for_its_messages_whether_its_instructions_are_told_again_or_not(
     tmp_path: Path,
 ) -> None:
@@ -420,7 +401,6 @@ async def test_an_earlier_response_stands_for_its_messages_whether_its_instructi
             assert text.count("Be brief.") == text.count("It is 3.") == text.count("Sure?") == 1
 
 
-@in_a_loop
 async def test_a_session_that_an_earlier_version_recorded_answers_as_it_did_and_samples_nothing(tmp_path: Path) -> None:
     """Byte for byte, in every dialect; recorded before the servers shared their dialects."""
     recorded = json.loads((RECORDED / "replies.json").read_text())

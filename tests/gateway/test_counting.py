@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway
+from tests.gateway.serving import MODEL, ScriptedModel, served_gateway
 
 TOOL = {"name": "add", "description": "Add.", "input_schema": {"type": "object"}}
 ASK: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "the bus, then 1+2?"}]}]
@@ -16,7 +16,6 @@ PROMPT = (
 )
 
 
-@in_a_loop
 async def test_the_count_is_that_of_the_turn(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "the bus")
     async with served_gateway(model, tmp_path) as gateway:
@@ -53,7 +52,6 @@ WRONG: list[tuple[bytes, int, str]] = [
 ]
 
 
-@in_a_loop
 async def test_a_wrong_question_is_refused_in_anthropics_form(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path, context=400) as gateway:
         session, path = await gateway.open(), "/v1/messages/count_tokens"

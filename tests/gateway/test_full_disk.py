@@ -13,7 +13,7 @@ import pytest
 
 from stretto_gateway.sessions import sessions
 from stretto_gateway.sessions.sessions import FolderRecord, Line
-from tests.gateway.serving import ScriptedModel, ServedGateway, in_a_loop, served_gateway
+from tests.gateway.serving import ScriptedModel, ServedGateway, served_gateway
 
 QUESTIONS = ("first", "second", "third")
 
@@ -47,7 +47,6 @@ async def conversation(gateway: ServedGateway, session: dict[str, str]) -> tuple
 
 
 @pytest.mark.parametrize("nth", range(1, 17))
-@in_a_loop
 async def test_whichever_write_fails_what_was_told_is_there_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
@@ -78,7 +77,6 @@ async def test_whichever_write_fails_what_was_told_is_there_after_a_restart(
         (b'{"type":"Written","node":2,"segment":["",0,[],0,0,null,[],2]}\n', "follows segment 2"),
     ],
 )
-@in_a_loop
 async def test_a_session_that_cannot_be_read_is_set_aside_with_its_reason(
     tmp_path: Path, line: bytes, why: str
 ) -> None:
@@ -101,7 +99,6 @@ async def test_a_session_that_cannot_be_read_is_set_aside_with_its_reason(
         assert (await gateway.chat(whole, ask)).status_code == 200
 
 
-@in_a_loop
 async def test_of_many_ended_sessions_the_newest_are_read_and_the_keys_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +124,6 @@ async def test_of_many_ended_sessions_the_newest_are_read_and_the_keys_of_the_ot
         assert [(await gateway.chat(session, ask)).status_code for session in ended] == [409, 409, 409]
 
 
-@in_a_loop
 async def test_what_holds_a_key_is_for_its_owner_only(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
         session = await gateway.open()

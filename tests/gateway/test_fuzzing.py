@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from schemathesis.core.result import Ok
 
 from stretto.launch.recipe.extensions import GatewayConfig
-from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway
+from tests.gateway.serving import MODEL, ScriptedModel, served_gateway
 
 PATHS = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
 #: Of bodies that are right, as little work as possible.
@@ -29,7 +29,6 @@ def assert_refused_in_its_form(path: str, status: int, told: Any) -> None:
     assert (told.get("type") == "error") == path.startswith("/v1/messages")
 
 
-@in_a_loop
 async def test_nothing_that_the_description_allows_makes_it_fail(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: CALL if "a" in prompt[-40:] else "yes")
     async with served_gateway(model, tmp_path, config=GatewayConfig(turns=10_000)) as gateway:
@@ -62,7 +61,6 @@ async def test_nothing_that_the_description_allows_makes_it_fail(tmp_path: Path)
     assert all(found.keys() & {200, 400} for found in statuses.values()), statuses
 
 
-@in_a_loop
 async def test_no_bytes_make_it_fail(tmp_path: Path) -> None:
     paths = [*PATHS, "/../reward", "/v1/models/x"]
     odd = [b"", b"null", b"{}", b'"', b"[" * 100_000, b"\xff\xfe", b'{"model": NaN}', b'{"messages": [{"role": 1}]}']

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import RecordedSessions
-from tests.gateway.serving import ScriptedModel, in_a_loop, model_of, served_gateway
+from tests.gateway.serving import ScriptedModel, model_of, served_gateway
 
 _LABELS = st.text("abcxyz019-", min_size=1, max_size=8)
 _NAMES = st.lists(_LABELS | st.sampled_from(["localhost", "127", "0", "1"]), min_size=2, max_size=6).map(".".join)
@@ -49,7 +49,6 @@ def test_no_name_of_another_site_opens_or_sees_anything(app: GatewayApp, name: s
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "host")
 
 
-@in_a_loop
 async def test_the_address_that_is_told_is_where_the_gateway_was_reached(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
         for host in ("localhost", "LOCALHOST:1", "127.0.0.9:80", "[::1]", gateway.address.removeprefix("http://")):
@@ -57,7 +56,6 @@ async def test_the_address_that_is_told_is_where_the_gateway_was_reached(tmp_pat
             assert opened.json()["base_url"] == f"{gateway.address}/s/{opened.json()['api_key']}/v1"
 
 
-@in_a_loop
 async def test_with_a_key_on_the_network_any_name_may_be_used_and_none_is_told_again(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path, operator_key="k", names=None) as gateway:
         headers = {"host": "gateway.lan", "authorization": "Bearer k"}

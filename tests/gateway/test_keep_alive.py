@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import EngineLost
-from tests.gateway.serving import ScriptedModel, in_a_loop, served_gateway, wished
+from tests.gateway.serving import ScriptedModel, served_gateway, wished
 
 COMMENT, PING = ": keep-alive", 'event: ping\ndata: {"type":"ping"}'
 DIALECTS = [("chat/completions", COMMENT), ("responses", COMMENT), ("messages", PING)]
@@ -22,7 +22,6 @@ def asked(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "alive"), DIALECTS)
-@in_a_loop
 async def test_a_stream_lives_until_its_turn_is_there_and_then_says_no_more_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, alive: str
 ) -> None:
@@ -50,7 +49,6 @@ async def test_a_stream_lives_until_its_turn_is_there_and_then_says_no_more_of_i
 
 
 @pytest.mark.parametrize("path", [path for path, _ in DIALECTS])
-@in_a_loop
 async def test_a_turn_that_is_lost_while_its_stream_lives_is_its_last_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
@@ -76,7 +74,6 @@ async def test_a_turn_that_is_lost_while_its_stream_lives_is_its_last_event(
             assert (last.split("\n")[0], event["type"]) == ("event: error", "error")
 
 
-@in_a_loop
 async def test_a_client_that_leaves_its_living_stream_frees_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,12 +15,11 @@ import pytest
 from stretto.launch.recipe.extensions import GatewayConfig
 from stretto_gateway.agents.groups import WaitingSessions
 from stretto_gateway.sessions.app import GatewayApp
-from tests.gateway.serving import ScriptedModel, ServedGateway, in_a_loop, served_gateway
+from tests.gateway.serving import ScriptedModel, ServedGateway, served_gateway
 
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the bus, then 1+2?"}]
 
 
-@in_a_loop
 async def test_a_turn_on_record_answers_its_own_request_alone(tmp_path: Path) -> None:
     said = iter(("first", "second"))
     model = ScriptedModel(lambda prompt: next(said))
@@ -35,7 +34,6 @@ async def test_a_turn_on_record_answers_its_own_request_alone(tmp_path: Path) ->
     assert len(shown["samples"]) == 2
 
 
-@in_a_loop
 async def test_the_limit_of_turns_counts_equal_ones_and_those_before_a_restart_but_no_replay(tmp_path: Path) -> None:
     model, config = ScriptedModel(lambda prompt: "yes"), GatewayConfig(turns=2)
     anew = {"x-stainless-retry-count": "0"}
@@ -50,7 +48,6 @@ async def test_the_limit_of_turns_counts_equal_ones_and_those_before_a_restart_b
     assert len(model.asked) == 2
 
 
-@in_a_loop
 async def test_what_no_context_holds_is_refused_before_it_is_encoded(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes")
     encoded: list[int] = []
@@ -81,7 +78,6 @@ async def test_what_no_context_holds_is_refused_before_it_is_encoded(tmp_path: P
     assert encoded == []
 
 
-@in_a_loop
 async def test_ended_sessions_are_dropped_and_their_keys_are_known_for_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +99,6 @@ async def test_ended_sessions_are_dropped_and_their_keys_are_known_for_longer(
     assert sorted(statuses) == [401, 409, 409]
 
 
-@in_a_loop
 async def test_where_no_room_is_left_the_session_that_was_idle_for_long_ends(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes")
     async with served_gateway(model, tmp_path, sessions=2) as gateway:
@@ -122,7 +117,6 @@ async def test_where_no_room_is_left_the_session_that_was_idle_for_long_ends(tmp
         assert (await gateway.shown(used))["state"] == "open"
 
 
-@in_a_loop
 async def test_the_sessions_of_a_run_take_no_room_from_services(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes")
     async with served_gateway(model, tmp_path, sessions=1) as gateway:
@@ -135,7 +129,6 @@ async def test_the_sessions_of_a_run_take_no_room_from_services(tmp_path: Path) 
             assert (await service.post("/sessions", json={})).json()["id"] == waiting.id
 
 
-@in_a_loop
 async def test_what_is_not_on_record_was_neither_given_nor_ended(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes")
     async with served_gateway(model, tmp_path) as gateway:
@@ -164,7 +157,6 @@ async def test_what_is_not_on_record_was_neither_given_nor_ended(tmp_path: Path)
 
 
 @pytest.mark.parametrize("order", [("new", "k2", "k1"), ("k2", "new", "k1")])
-@in_a_loop
 async def test_a_key_gets_its_own_reply_after_a_restart_whatever_is_asked_before(
     tmp_path: Path, order: tuple[str, ...]
 ) -> None:
@@ -186,7 +178,6 @@ async def test_a_key_gets_its_own_reply_after_a_restart_whatever_is_asked_before
     assert misused.status_code == 400
 
 
-@in_a_loop
 async def test_after_the_end_a_key_on_record_gets_its_reply_and_no_other_request_does(tmp_path: Path) -> None:
     model, key = ScriptedModel(lambda prompt: "yes"), {"Idempotency-Key": "k"}
     async with served_gateway(model, tmp_path) as gateway:
@@ -205,7 +196,6 @@ async def test_after_the_end_a_key_on_record_gets_its_reply_and_no_other_request
     assert len(model.asked) == 2
 
 
-@in_a_loop
 async def test_a_reward_beyond_the_bound_is_refused_of_a_turn_and_of_the_session(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(lambda prompt: "ok"), tmp_path) as gateway:
         session = await gateway.open()
@@ -224,7 +214,6 @@ async def test_a_reward_beyond_the_bound_is_refused_of_a_turn_and_of_the_session
     assert (shown["reward"], shown["nodes"][1]["reward"]) == (-1e6, -1e6)
 
 
-@in_a_loop
 async def test_turns_have_rewards_of_their_own(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
         session = await gateway.open()

@@ -32,7 +32,7 @@ from stretto_gateway.sessions.sessions import SessionTable
 from stretto_workflows.sessions import sessions_of_evaluation
 from tests.engine.answering import shaken, weights
 from tests.engine.serving import served
-from tests.gateway.serving import MODEL, build_chat_model, in_a_loop
+from tests.gateway.serving import MODEL, build_chat_model
 
 TOLERANCE = 1e-4  # nats, in float32
 LONGEST, BEFORE_UPDATE = 24, 5  # tokens
@@ -111,7 +111,6 @@ def rescored(sample: Sample, version: int, models: dict[int, PreTrainedModel]) -
     )
 
 
-@in_a_loop
 async def test_every_sampled_token_is_trained_once_and_scores_as_it_was_sampled(tmp_path: Path) -> None:
     policy = Policy(tmp_path / "model")
 

@@ -34,7 +34,6 @@ from tests.gateway.serving import (
     MODEL,
     ServedGateway,
     build_chat_model,
-    in_a_loop,
     served_gateway,
     tokenizer_of,
     wished,
@@ -84,7 +83,6 @@ def is_sum(said: Any) -> bool:
     return list(said) == ["a", "b"] and all(0 <= number <= 9 for number in said.values())
 
 
-@in_a_loop
 async def test_each_dialect_gets_the_json_and_the_call_that_it_wants(folder: Path, tmp_path: Path) -> None:
     async with following(folder, tmp_path) as gateway:
         session = await gateway.open()
@@ -109,7 +107,6 @@ async def test_each_dialect_gets_the_json_and_the_call_that_it_wants(folder: Pat
         assert (await gateway.shown(session))["unapplied"] == {}
 
 
-@in_a_loop
 async def test_the_openai_package_parses_every_answer(folder: Path, tmp_path: Path) -> None:
     async with following(folder, tmp_path) as gateway:
         session = await gateway.open()
@@ -120,7 +117,6 @@ async def test_the_openai_package_parses_every_answer(folder: Path, tmp_path: Pa
                 assert isinstance(told.choices[0].message.parsed, Sum)
 
 
-@in_a_loop
 async def test_a_schema_that_cannot_be_followed_is_refused_in_the_dialects_form(folder: Path, tmp_path: Path) -> None:
     never = {**SUM, "properties": {"a": NEVER, "b": NEVER}}
     async with following(folder, tmp_path) as gateway:

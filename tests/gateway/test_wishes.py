@@ -12,7 +12,7 @@ import pytest
 from stretto.core.records import Sampling
 from stretto_gateway.requests import DISTRIBUTION, SamplingRule
 from stretto_workflows.chat.messages import ChatRequest, SamplingOptions, Tool
-from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway, wished
+from tests.gateway.serving import MODEL, ScriptedModel, served_gateway, wished
 
 CHAT_TOOL = {"type": "function", "function": {"name": "add"}}
 SCHEMA = {"type": "object"}
@@ -20,7 +20,6 @@ ASK = [{"role": "user", "content": "1+2?"}]
 FORCED = "tool_choice, response_format"
 
 
-@in_a_loop
 async def test_what_does_not_constrain_sampling_is_named_and_counted(tmp_path: Path) -> None:
     async with served_gateway(ScriptedModel(lambda prompt: "It is 3."), tmp_path) as gateway:
         for path, stream in product(("chat/completions", "responses", "messages"), (False, True)):
@@ -41,7 +40,6 @@ async def test_what_does_not_constrain_sampling_is_named_and_counted(tmp_path: P
 @pytest.mark.parametrize(
     ("choice", "tools"), [("required", []), ({"type": "function", "function": {"name": "sub"}}, [CHAT_TOOL])]
 )
-@in_a_loop
 async def test_a_call_of_a_tool_that_is_not_offered_is_refused(tmp_path: Path, choice: Any, tools: list[Any]) -> None:
     async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
         refused = await gateway.chat(await gateway.open(), ASK, tools=tools, tool_choice=choice)

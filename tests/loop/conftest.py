@@ -1,4 +1,4 @@
-"""A run folder that is written without roles. Tests may be coroutines."""
+"""A run folder that is written without roles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.asynchronous import pytest_pyfunc_call as pytest_pyfunc_call
 from tests.loop.desk import Desk
 from tests.store.make import run_at
 

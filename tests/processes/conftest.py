@@ -1,4 +1,4 @@
-"""One fork server of stubborn roles for the room. Tests may be coroutines."""
+"""One fork server of stubborn roles for the room."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from stretto.processes.fork_server import ForkServer
-from tests.asynchronous import pytest_pyfunc_call as pytest_pyfunc_call
 
 ROLE = "tests.processes.stubborn_role"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.serving import ScriptedModel, in_a_loop, served_gateway, tokenizer_of
+from tests.gateway.serving import ScriptedModel, served_gateway, tokenizer_of
 from tests.real_agents.running import ScoredModel, check_scores, run
 
 ADD = '<tool_call>\n{"name": "%s", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
@@ -41,7 +41,6 @@ def thinking(prompt: str) -> str:
         ("claude_agent", ["plain"], {}, 1),
     ],
 )
-@in_a_loop
 async def test_an_agent_calls_tools(
     agents: Path, tmp_path: Path, program: str, words: list[str], branches: dict[str, int], as_json: int
 ) -> None:
@@ -67,7 +66,6 @@ async def test_an_agent_calls_tools(
         *[("smolagents_agent", [], {"history_rewritten": 1}), ("claude_agent", ["plain"], {})],
     ],
 )
-@in_a_loop
 async def test_an_agent_gives_the_reasoning_back_or_begins_a_branch(
     agents: Path, tmp_path: Path, program: str, words: list[str], branches: dict[str, int]
 ) -> None:
@@ -80,7 +78,6 @@ async def test_an_agent_gives_the_reasoning_back_or_begins_a_branch(
         await check_scores(gateway, session, model.vocabulary)
 
 
-@in_a_loop
 async def test_an_agent_that_is_started_again_is_answered_from_the_record(agents: Path, tmp_path: Path) -> None:
     async with served_gateway(ScoredModel(script), tmp_path) as gateway:
         session = await gateway.open()
@@ -94,7 +91,6 @@ async def test_an_agent_that_is_started_again_is_answered_from_the_record(agents
         assert silent.asked == []
 
 
-@in_a_loop
 async def test_an_agent_of_an_ended_session_is_refused_at_once(agents: Path, tmp_path: Path) -> None:
     async with served_gateway(ScoredModel(script), tmp_path) as gateway:
         session = await gateway.open()
@@ -105,7 +101,6 @@ async def test_an_agent_of_an_ended_session_is_refused_at_once(agents: Path, tmp
         assert (await gateway.shown(session))["stragglers"] == 2  # neither tries again
 
 
-@in_a_loop
 async def test_claude_code_with_all_its_tools_finds_one_of_the_users(agents: Path, tmp_path: Path) -> None:
     """It names the users' tools, and tells their schemas when the model has searched for them."""
     asked = list[str]()

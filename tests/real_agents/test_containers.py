@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from stretto.core.records import Outcome
-from tests.gateway.serving import in_a_loop
 from tests.gateway.test_agents import run_of
 
 NAMES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "STRETTO_TASK", "STRETTO_SESSION")
@@ -59,7 +58,6 @@ def label() -> str:
     return uuid.uuid4().hex
 
 
-@in_a_loop
 async def test_a_container_finds_its_session_and_gives_its_reward(label: str, tmp_path: Path) -> None:
     trajectory = await run_of(tmp_path).one(command=command(label, TURN + REWARD))
     assert trajectory.verdict.reward == 0.25
@@ -67,7 +65,6 @@ async def test_a_container_finds_its_session_and_gives_its_reward(label: str, tm
     assert left_of(label) == []
 
 
-@in_a_loop
 async def test_a_container_that_does_not_end_ends_with_its_trajectory(label: str, tmp_path: Path) -> None:
     trajectory = await run_of(tmp_path).one(command=command(label, f"{TURN} sleep 600"), deadline=5.0)
     assert trajectory.verdict.outcome is Outcome.UNDECIDED

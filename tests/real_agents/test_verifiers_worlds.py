@@ -25,7 +25,7 @@ from stretto.store.ledger.reading import read_batches
 from stretto_report.audit.check import check_run
 from tests.engine.byte_policy import build_byte_policy, generated
 from tests.gateway.serve.serving import serve_cold
-from tests.gateway.serving import build_chat_model, in_a_loop, served_gateway
+from tests.gateway.serving import build_chat_model, served_gateway
 from tests.real_agents.running import PROGRAMS, ScoredModel, check_scores, run
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,6 @@ def script(prompt: str) -> str:
     return "I do not know."
 
 
-@in_a_loop
 async def test_rollouts_in_the_harness_of_one_process(verifiers: Path, tmp_path: Path) -> None:
     model = ScoredModel(script)
     async with served_gateway(model, tmp_path) as gateway:

@@ -27,7 +27,6 @@ from stretto.model.hf.tokenizer import load_tokenizer
 from stretto_gateway.serve.app import ServeApp
 from tests.engine.byte_policy import NAME
 from tests.gateway.serve.serving import CHAT, COMPLETIONS, Serving, asked, engine_of, served_engine, served_model
-from tests.gateway.serving import in_a_loop
 
 MISTAKES: list[tuple[str, Any]] = [
     *[(COMPLETIONS, b"{"), (COMPLETIONS, {}), (COMPLETIONS, {"model": NAME, "prompt": [-1]})],
@@ -40,7 +39,6 @@ MISTAKES: list[tuple[str, Any]] = [
 ]
 
 
-@in_a_loop
 async def test_the_mistakes_of_others_do_not_change_an_answer(byte_folder: Path) -> None:
     engine = engine_of(byte_folder)
     async with served_engine(engine, byte_folder) as (client, _):
@@ -71,7 +69,6 @@ async def spoken(client: httpx.AsyncClient, *parts: bytes) -> bytes:
     return told
 
 
-@in_a_loop
 async def test_bytes_that_are_no_request_end_their_connection_and_nothing_else(byte_folder: Path) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: ".encode()
     async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
@@ -89,7 +86,6 @@ async def test_bytes_that_are_no_request_end_their_connection_and_nothing_else(b
         assert (await client.post(COMPLETIONS, json=asked(max_tokens=3))).status_code == 200
 
 
-@in_a_loop
 async def test_a_client_that_does_not_listen_holds_up_nobody(byte_folder: Path) -> None:
     engine = engine_of(byte_folder, slots=64)
     async with served_engine(engine, byte_folder) as (client, _):

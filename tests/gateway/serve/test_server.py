@@ -31,7 +31,6 @@ from stretto.processes.http.asgi import LARGEST_BODY
 from tests.engine.byte_policy import CONTEXT, NAME, generated
 from tests.engine.serving import Mailbox
 from tests.gateway.serve.serving import CHAT, COMPLETIONS, Serving, asked, engine_of, serve_process, served_engine
-from tests.gateway.serving import in_a_loop
 
 TOKEN_BYTES = 2 * 2 * 1 * 16 * 4  # keys and values, layers, heads, width, float32
 
@@ -57,7 +56,6 @@ def assert_error(response: httpx.Response, status: int, param: str | None = None
     assert ".py" not in response.text
 
 
-@in_a_loop
 async def test_a_stream_delivers_each_piece_when_its_token_is_there(byte_folder: Path) -> None:
     engine = engine_of(byte_folder)
     async with served_engine(engine, byte_folder) as (client, _):
@@ -71,7 +69,6 @@ async def test_a_stream_delivers_each_piece_when_its_token_is_there(byte_folder:
         assert (text, event["choices"][0]["finish_reason"]) == (whole["text"], whole["finish_reason"])
 
 
-@in_a_loop
 async def test_stop_texts_end_answers_wherever_they_are_cut(byte_folder: Path) -> None:
     tokenizer = load_tokenizer(byte_folder)
     engine = engine_of(byte_folder)
@@ -93,7 +90,6 @@ async def test_stop_texts_end_answers_wherever_they_are_cut(byte_folder: Path) -
         assert tokenizer.decode(tokenizer.encode(text, special_tokens=False)) == text
 
 
-@in_a_loop
 async def test_requests_during_an_update_are_served_and_later_ones_by_the_new_weights(byte_folder: Path) -> None:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(byte_folder)
     other = copy.deepcopy(model)
@@ -118,7 +114,6 @@ async def test_requests_during_an_update_are_served_and_later_ones_by_the_new_we
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@in_a_loop
 async def test_a_client_that_leaves_frees_its_rows(byte_folder: Path, stream: bool) -> None:
     engine = engine_of(byte_folder, slots=2)
     async with served_engine(engine, byte_folder) as (client, _):
@@ -135,7 +130,6 @@ async def test_a_client_that_leaves_frees_its_rows(byte_folder: Path, stream: bo
         assert (await client.post(COMPLETIONS, json=asked(max_tokens=5))).status_code == 200
 
 
-@in_a_loop
 async def test_a_thousand_connections_at_once_are_all_served(byte_folder: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # both ends of every connection are in this process
@@ -164,7 +158,6 @@ async def test_a_thousand_connections_at_once_are_all_served(byte_folder: Path) 
         assert all(reply.count(b"data: [DONE]") == 1 for reply in replies[1::2])
 
 
-@in_a_loop
 async def test_a_server_that_stops_finishes_what_is_open_and_begins_nothing(byte_folder: Path) -> None:
     engine = engine_of(byte_folder)
     async with served_engine(engine, byte_folder, patience=20.0) as (client, server):
@@ -190,7 +183,6 @@ async def test_a_server_that_stops_finishes_what_is_open_and_begins_nothing(byte
         assert engine.health().generated == 200
 
 
-@in_a_loop
 async def test_patience_ends_and_a_second_signal_ends_it_at_once(byte_folder: Path) -> None:
     engine = engine_of(byte_folder, slots=1)
     async with served_engine(engine, byte_folder, patience=60.0) as (client, server):
@@ -208,7 +200,6 @@ async def collected(client: httpx.AsyncClient, body: dict[str, Any]) -> list[Any
     return [event async for event in events(client, body)]
 
 
-@in_a_loop
 async def test_an_engine_that_fails_is_told_to_its_clients(byte_folder: Path) -> None:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(byte_folder)
     broken = {name: torch.full_like(tensor, math.nan) for name, tensor in model.named_parameters()}
@@ -223,7 +214,6 @@ async def test_an_engine_that_fails_is_told_to_its_clients(byte_folder: Path) ->
         assert "engine-0 ended before the completion did" in (await stream)[-1]["error"]["message"]
 
 
-@in_a_loop
 async def test_the_token_interface_is_on_the_same_server(byte_folder: Path, serving: Serving) -> None:
     request = GenerateRequest(
         id="a", prompt_token_ids=(5, 12), seeds=(1, 2, 3), sampling=Sampling(max_tokens=20, stop_token_ids=(2,))
@@ -255,7 +245,6 @@ def test_what_is_asked_for_by_get(serving: Serving) -> None:
 TOKEN_PATHS = ["/generate", "/abort", "/partials", "/spans", "/update_weights"]
 
 
-@in_a_loop
 async def test_without_its_key_a_server_serves_its_health_alone(byte_folder: Path) -> None:
     async with served_engine(engine_of(byte_folder), byte_folder, api_key="s3cret") as (client, _):
         assert (await client.get("/health")).status_code == 200
@@ -284,7 +273,6 @@ def test_a_server_that_other_machines_reach_has_a_key_or_warns(
         assert models.status_code == (401 if key else 200)
 
 
-@in_a_loop
 async def test_metrics_count_what_was_served(byte_folder: Path) -> None:
     async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
         await client.post(COMPLETIONS, json=asked(max_tokens=7, prompt=[[5, 6, 7], [8]]))

@@ -22,7 +22,6 @@ from tests.engine.answering import weights
 from tests.engine.byte_policy import NAME, generated
 from tests.engine.serving import Mailbox
 from tests.gateway.serve.serving import engine_of, served_engine
-from tests.gateway.serving import in_a_loop
 
 PATH = TokenIdsDialect.path
 PROMPT = (5, 12, 8)
@@ -50,7 +49,6 @@ def told(choices: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
     return [token["token_id"] for token in content], [token["logprob"] for token in content]
 
 
-@in_a_loop
 async def test_a_whole_reply_has_the_engines_tokens(byte_folder: Path) -> None:
     completion = expected(byte_folder)
     async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
@@ -63,7 +61,6 @@ async def test_a_whole_reply_has_the_engines_tokens(byte_folder: Path) -> None:
     assert (choice["finish_reason"], reply["usage"]["completion_tokens"]) == ("length", TOKENS)
 
 
-@in_a_loop
 async def test_a_stream_brings_tokens_as_they_come_and_their_versions_at_the_end(byte_folder: Path) -> None:
     engine = engine_of(byte_folder)
     model = AutoModelForCausalLM.from_pretrained(byte_folder)
@@ -86,7 +83,6 @@ async def test_a_stream_brings_tokens_as_they_come_and_their_versions_at_the_end
     assert first["end"] == second["start"] >= 3
 
 
-@in_a_loop
 async def test_the_client_for_a_server_of_vllm_reads_it(byte_folder: Path) -> None:
     completion = expected(byte_folder, top_p=0.9)
     async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
@@ -102,7 +98,6 @@ async def test_the_client_for_a_server_of_vllm_reads_it(byte_folder: Path) -> No
     assert (deltas[-1].ended, deltas[-1].spans) == ("length", (("0", 0, TOKENS),))
 
 
-@in_a_loop
 async def test_a_stop_token_ends_a_completion_and_is_told(byte_folder: Path) -> None:
     third = expected(byte_folder).token_ids[2]
     async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
@@ -122,7 +117,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@in_a_loop
 async def test_what_it_cannot_do_is_refused_by_name(byte_folder: Path) -> None:
     async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
         for changed, field in MISTAKES:
