@@ -128,25 +128,22 @@ async def answer(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
     return await client.post(COMPLETIONS, json=body)
 
 
-def test_a_request_that_breaks_the_numbers_is_told_and_takes_no_other_with_it(
+async def test_a_request_that_breaks_the_numbers_is_told_and_takes_no_other_with_it(
     fragile_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        engine = NativeEngine.load(fragile_folder, EngineConfig(slots=8), name="engine-0")
-        async with served_engine(engine, fragile_folder) as (client, _):
-            alone = (await answer(client)).json()["choices"]
-            before = engine.health().generated
-            waiting = asyncio.create_task(answer(client))
-            while engine.health().generated < before + 20:
-                await asyncio.sleep(0)
-            whole = await answer(client, prompt="ab" + BREAKING, n=3)
-            assert (whole.status_code, whole.json()["error"]["code"]) == (503, "unavailable")
-            assert "engine-0 cannot go on: the model's logits are not finite" in whole.json()["error"]["message"]
-            stream = (await answer(client, prompt="ab" + BREAKING, stream=True)).text.split("\n\n")
-            assert "logits are not finite" in json.loads(stream[-2].removeprefix("data: "))["error"]["message"]
-            assert not waiting.done()
-            assert (await waiting).json()["choices"] == alone
-            assert engine.idle
-
-    asyncio.run(main())
+    engine = NativeEngine.load(fragile_folder, EngineConfig(slots=8), name="engine-0")
+    async with served_engine(engine, fragile_folder) as (client, _):
+        alone = (await answer(client)).json()["choices"]
+        before = engine.health().generated
+        waiting = asyncio.create_task(answer(client))
+        while engine.health().generated < before + 20:
+            await asyncio.sleep(0)
+        whole = await answer(client, prompt="ab" + BREAKING, n=3)
+        assert (whole.status_code, whole.json()["error"]["code"]) == (503, "unavailable")
+        assert "engine-0 cannot go on: the model's logits are not finite" in whole.json()["error"]["message"]
+        stream = (await answer(client, prompt="ab" + BREAKING, stream=True)).text.split("\n\n")
+        assert "logits are not finite" in json.loads(stream[-2].removeprefix("data: "))["error"]["message"]
+        assert not waiting.done()
+        assert (await waiting).json()["choices"] == alone
+        assert engine.idle
     assert caplog.text.count("logits are not finite") == 2

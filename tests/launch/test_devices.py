@@ -281,7 +281,7 @@ class Environments(FreshSpawner):
         return await super().start(spawn)
 
 
-def test_a_process_sees_its_gpus_alone(plan_for: PlanFor, tmp_path: Path) -> None:
+async def test_a_process_sees_its_gpus_alone(plan_for: PlanFor, tmp_path: Path) -> None:
     """In place of a role a module that ends at once."""
     plan, spawner = plan_for("engine.slots=1", "engine.max_prefill_tokens=1"), Environments()
     plan = replace(plan, seats=seats_of(plan, assumed_gpus("2x80")))
@@ -290,13 +290,9 @@ def test_a_process_sees_its_gpus_alone(plan_for: PlanFor, tmp_path: Path) -> Non
     deadlines = plan.recipe.deadlines.model_copy(update={"trainer_restarts": 0})
     engine = EngineHandle.on_this_machine(spec, tmp_path, deadlines, "platform", spawner, print, Proving(), 0.0)
     trainer = TrainerLink(tmp_path / "trainer.txt", deadlines, role="platform", spawner=spawner)
-
-    async def start_both() -> None:
-        with pytest.raises(RoleDied):
-            await engine.start()
-        with pytest.raises(RoleDied):
-            await trainer.start(trainer_spec(plan, plan.base.path, endpoints, tmp_path))
-        await asyncio.gather(engine.stop(0.0), trainer.stop(0.0))
-
-    asyncio.run(start_both())
+    with pytest.raises(RoleDied):
+        await engine.start()
+    with pytest.raises(RoleDied):
+        await trainer.start(trainer_spec(plan, plan.base.path, endpoints, tmp_path))
+    await asyncio.gather(engine.stop(0.0), trainer.stop(0.0))
     assert [seen["CUDA_VISIBLE_DEVICES"] for seen in spawner.seen] == ["1", "0"]

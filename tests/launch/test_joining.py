@@ -5,7 +5,6 @@ descriptors, or without the GPU that its roles need, is told so; an engine that 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import resource
@@ -172,7 +171,7 @@ class TwoEngines:
         self.names = [name for name in self.names if name not in names]
 
 
-def test_what_an_engine_held_for_its_server_is_freed_when_it_has_left(tmp_path: Path) -> None:
+async def test_what_an_engine_held_for_its_server_is_freed_when_it_has_left(tmp_path: Path) -> None:
     mailbox = tmp_path / "mailbox"
     mailbox.mkdir()
     for name in ("engine-0-000004.held", "engine-1-000003.held", "engine-10-000004.held", "000004.weights"):
@@ -182,19 +181,18 @@ def test_what_an_engine_held_for_its_server_is_freed_when_it_has_left(tmp_path: 
     class _Plan:
         recipe = recipe()
 
-    async def work() -> None:
-        with RunFolder.create(tmp_path / "run") as folder:
-            pool, endpoints = cast(EnginePool, TwoEngines()), Endpoints("run", mailbox, tmp_path)
-            known = JoinFile(run="run", token="t" * 64)
-            cluster = Cluster(cast(Plan, _Plan()), folder, endpoints, pool, said.append, FRESH, known, FIRST)
-            assert await cluster.scale(1) == "1 engines; engine-1 left"
-
-    asyncio.run(work())
+    with RunFolder.create(tmp_path / "run") as folder:
+        pool, endpoints = cast(EnginePool, TwoEngines()), Endpoints("run", mailbox, tmp_path)
+        known = JoinFile(run="run", token="t" * 64)
+        cluster = Cluster(cast(Plan, _Plan()), folder, endpoints, pool, said.append, FRESH, known, FIRST)
+        assert await cluster.scale(1) == "1 engines; engine-1 left"
     left = sorted(path.name.removeprefix("stretto-run-v") for path in mailbox.iterdir())
     assert left == ["000004.weights", "engine-0-000004.held", "engine-10-000004.held"]
 
 
-def test_an_engine_that_is_added_takes_the_seat_of_one_that_left_and_no_gpu_is_divided_again(tmp_path: Path) -> None:
+async def test_an_engine_that_is_added_takes_the_seat_of_one_that_left_and_no_gpu_is_divided_again(
+    tmp_path: Path,
+) -> None:
     class Joined(TwoEngines):
         changed, proving = print, Proving()
 
@@ -208,18 +206,12 @@ def test_an_engine_that_is_added_takes_the_seat_of_one_that_left_and_no_gpu_is_d
     gpus: list[tuple[str, ...]] = []
     needs = [Need(f"engine-{number}", {"weights": 1 << 30}) for number in range(2)]
     seats = place([Gpu(str(number), "H100", 80 << 30, 80 << 30) for number in range(2)], needs)
-
-    async def work() -> None:
-        with RunFolder.create(tmp_path / "run") as folder:
-            pool, endpoints = cast(EnginePool, Joined()), Endpoints("run", tmp_path, tmp_path, seats=seats)
-            known = JoinFile(run="run", token="t" * 64)
-            cluster = Cluster(cast(Plan, _Plan()), folder, endpoints, pool, print, FRESH, known, FIRST)
-            await cluster.scale(1)
-            assert await cluster.scale(2) == "2 engines; engine-2 are starting"
-            with pytest.raises(
-                RecipeError, match=r"engines: 3, and the GPUs .* among 2 .*; at most 2, or engine.count"
-            ):
-                await cluster.scale(3)
-
-    asyncio.run(work())
+    with RunFolder.create(tmp_path / "run") as folder:
+        pool, endpoints = cast(EnginePool, Joined()), Endpoints("run", tmp_path, tmp_path, seats=seats)
+        known = JoinFile(run="run", token="t" * 64)
+        cluster = Cluster(cast(Plan, _Plan()), folder, endpoints, pool, print, FRESH, known, FIRST)
+        await cluster.scale(1)
+        assert await cluster.scale(2) == "2 engines; engine-2 are starting"
+        with pytest.raises(RecipeError, match=r"engines: 3, and the GPUs .* among 2 .*; at most 2, or engine.count"):
+            await cluster.scale(3)
     assert gpus == [("1",)]

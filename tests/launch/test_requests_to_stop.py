@@ -86,23 +86,16 @@ def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:
     assert run(main()) == ("went on", False)
 
 
-def test_work_that_is_done_first_keeps_its_result() -> None:
-    async def main() -> object:
-        return await StopSignal().unless(after(0.01, "done"))
-
-    assert run(main()) == "done"
+async def test_work_that_is_done_first_keeps_its_result() -> None:
+    assert await StopSignal().unless(after(0.01, "done")) == "done"
 
 
-def test_whoever_asks_to_be_called_is_called_once_at_once_if_need_be() -> None:
+async def test_whoever_asks_to_be_called_is_called_once_at_once_if_need_be() -> None:
     calls: list[str] = []
-
-    async def main() -> None:
-        async with signalled(signal.SIGTERM) as stopped:
-            stopped.call(lambda: calls.append("before"))
-            await stopped.unless(Sleeper().sleep())
-            stopped.call(lambda: calls.append("after"))
-
-    run(main())
+    async with signalled(signal.SIGTERM) as stopped:
+        stopped.call(lambda: calls.append("before"))
+        await stopped.unless(Sleeper().sleep())
+        stopped.call(lambda: calls.append("after"))
     assert calls == ["before", "after"]
 
 

@@ -117,51 +117,45 @@ def update(step: int) -> Update:
     return Update(step=step, version=step, trained_tokens=1, masked_tokens=0, metrics={})
 
 
-def test_each_set_is_evaluated_after_its_own_steps_or_minutes() -> None:
+async def test_each_set_is_evaluated_after_its_own_steps_or_minutes() -> None:
     desk = Desk()
     seconds = 0.05
 
     async def evaluation() -> Evaluation:
         return measured(0.5)
 
-    async def main() -> None:
-        recorder = cast(Recorder, desk)
-        every_second = PeriodicEvaluation(evaluation, recorder, 2)
-        by_time = PeriodicEvaluation(evaluation, recorder, 0, seconds / 60, "timed")
-        both = Evaluations([every_second, by_time])
-        await both.evaluate(0)
-        for step in (1, 2, 3):
-            both.after(update(step))
-            await both.end()
-        await asyncio.sleep(2 * seconds)
-        both.after(update(5))
+    recorder = cast(Recorder, desk)
+    every_second = PeriodicEvaluation(evaluation, recorder, 2)
+    by_time = PeriodicEvaluation(evaluation, recorder, 0, seconds / 60, "timed")
+    both = Evaluations([every_second, by_time])
+    await both.evaluate(0)
+    for step in (1, 2, 3):
+        both.after(update(step))
         await both.end()
-
-    asyncio.run(main())
+    await asyncio.sleep(2 * seconds)
+    both.after(update(5))
+    await both.end()
     counted = [at for at in desk.evaluated_at if at[0] == ""]
     assert counted == [("", 0), ("", 2)]
     assert desk.evaluated_at[:2] == [("", 0), ("timed", 0)]
     assert ("timed", 5) in desk.evaluated_at
 
 
-def test_an_evaluation_that_is_due_while_one_runs_is_left_out() -> None:
+async def test_an_evaluation_that_is_due_while_one_runs_is_left_out() -> None:
     desk, open_door = Desk(), asyncio.Event()
 
     async def slow() -> Evaluation:
         await open_door.wait()
         return measured(0.5)
 
-    async def main() -> None:
-        one = PeriodicEvaluation(slow, cast(Recorder, desk), 1)
-        one.after(update(1))
-        await asyncio.sleep(0)
-        one.after(update(2))
-        open_door.set()
-        await one.end()
-        one.after(update(3))
-        await one.end()
-
-    asyncio.run(main())
+    one = PeriodicEvaluation(slow, cast(Recorder, desk), 1)
+    one.after(update(1))
+    await asyncio.sleep(0)
+    one.after(update(2))
+    open_door.set()
+    await one.end()
+    one.after(update(3))
+    await one.end()
     assert desk.evaluated_at == [("", 1), ("", 3)]
 
 
@@ -199,19 +193,16 @@ def test_the_best_policy_of_another_set_is_dropped(folder: RunFolder) -> None:
     assert best_weights(folder) == "weights 8"
 
 
-def test_a_step_is_evaluated_once_and_one_that_was_cut_short_is_caught_up() -> None:
+async def test_a_step_is_evaluated_once_and_one_that_was_cut_short_is_caught_up() -> None:
     desk = Desk()
 
     async def evaluation() -> Evaluation:
         return measured(0.5)
 
-    async def main() -> None:
-        one = PeriodicEvaluation(evaluation, cast(Recorder, desk), 3, earlier=[evaluation_line(0, 0.1)])
-        both = Evaluations([one])
-        await both.evaluate(0)
-        for version in (2, 4, 5):  # step 3 was due, and has no line
-            both.catch_up(version)
-            await both.end()
-
-    asyncio.run(main())
+    one = PeriodicEvaluation(evaluation, cast(Recorder, desk), 3, earlier=[evaluation_line(0, 0.1)])
+    both = Evaluations([one])
+    await both.evaluate(0)
+    for version in (2, 4, 5):  # step 3 was due, and has no line
+        both.catch_up(version)
+        await both.end()
     assert desk.evaluated_at == [("", 3)]

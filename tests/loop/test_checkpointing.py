@@ -237,7 +237,7 @@ async def test_a_policy_that_is_missing_is_written_when_the_run_goes_on(desk: De
     assert trainer.saved == ["v000004"]
 
 
-def test_an_evaluation_under_way_is_put_away(desk: Desk) -> None:
+async def test_an_evaluation_under_way_is_put_away(desk: Desk) -> None:
     cut_off: list[bool] = []
 
     async def lasting() -> Evaluation:
@@ -250,18 +250,15 @@ def test_an_evaluation_under_way_is_put_away(desk: Desk) -> None:
     async def broken() -> Evaluation:
         raise RoleDied("rewards", "was closed")
 
-    async def main() -> list[str]:
-        complaints: list[str] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
-        for evaluate in (lasting, broken):
-            evaluating = PeriodicEvaluation(evaluate, desk.recorder, every=1)
-            evaluating.after(UPDATE)
-            await asyncio.sleep(0.01)
-            await evaluating.close()
-            del evaluating
-        return complaints
-
-    assert asyncio.run(main()) == []
+    complaints: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+    for evaluate in (lasting, broken):
+        evaluating = PeriodicEvaluation(evaluate, desk.recorder, every=1)
+        evaluating.after(UPDATE)
+        await asyncio.sleep(0.01)
+        await evaluating.close()
+        del evaluating
+    assert complaints == []
     assert cut_off == [True]
 
 

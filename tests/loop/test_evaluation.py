@@ -87,7 +87,7 @@ def test_a_lost_engine_is_asked_again() -> None:
     assert evaluated(Engine(losses=3)).right == 2
 
 
-def test_the_first_portion_that_fails_ends_the_others() -> None:
+async def test_the_first_portion_that_fails_ends_the_others() -> None:
     generating: list[str] = []
 
     async def generate(*requests: GenerateRequest) -> AsyncIterator[Completion]:
@@ -99,13 +99,10 @@ def test_the_first_portion_that_fails_ends_the_others() -> None:
         finally:
             generating.remove(requests[0].id)
 
-    async def main() -> None:
-        prompts = [Prompt(id=str(i), token_ids=(i,), text="?", answer="0") for i in range(3 * 64)]
-        with pytest.raises(DeadlineExceeded, match="the next answer"):
-            await Evaluator(prompts, Sampling(max_tokens=3), 7, generate, score, str)()
-        assert generating == []
-
-    asyncio.run(main())
+    prompts = [Prompt(id=str(i), token_ids=(i,), text="?", answer="0") for i in range(3 * 64)]
+    with pytest.raises(DeadlineExceeded, match="the next answer"):
+        await Evaluator(prompts, Sampling(max_tokens=3), 7, generate, score, str)()
+    assert generating == []
 
 
 def test_an_engine_that_is_lost_again_and_again_ends_the_evaluation() -> None:

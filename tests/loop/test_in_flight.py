@@ -284,7 +284,7 @@ async def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it
     assert journal.whole == whole
 
 
-def test_a_turn_of_an_evaluation_that_is_asked_for_again_is_a_request_of_its_own() -> None:
+async def test_a_turn_of_an_evaluation_that_is_asked_for_again_is_a_request_of_its_own() -> None:
     asked: list[str] = []
 
     async def generate(*requests: GenerateRequest) -> AsyncIterator[Completion]:
@@ -294,14 +294,11 @@ def test_a_turn_of_an_evaluation_that_is_asked_for_again_is_a_request_of_its_own
             await asyncio.get_running_loop().create_future()
         yield Completion(request.id, 0, written(0, 10, StopReason.STOP))
 
-    async def main() -> Segment:
-        session = sessions_of_evaluation(generate, lambda completion: None)("evaluation..7/0", (1, 2), 0)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await session.turn((1, 2), SAMPLING)
-        return (await session.turn((1, 2), SAMPLING)).segment
-
-    assert asyncio.run(main()).token_ids == ANSWER
+    session = sessions_of_evaluation(generate, lambda completion: None)("evaluation..7/0", (1, 2), 0)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await session.turn((1, 2), SAMPLING)
+    assert (await session.turn((1, 2), SAMPLING)).segment.token_ids == ANSWER
     assert len(set(asked)) == 2
 
 

@@ -8,7 +8,6 @@ road asks on the way.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +79,7 @@ def code(function: Callable[..., object]) -> CodeType:
     return function.__code__
 
 
-def test_from_admission_to_an_engines_queue_there_are_few_functions_and_files(tmp_path: Path) -> None:
+async def test_from_admission_to_an_engines_queue_there_are_few_functions_and_files(tmp_path: Path) -> None:
     road = Road(
         {
             code(Controller.admit): code(Conductor._admit),
@@ -98,22 +97,18 @@ def test_from_admission_to_an_engines_queue_there_are_few_functions_and_files(tm
         threads=1,
         publication_seconds=0.0,
     )
-
-    async def main() -> None:
-        build_policy(TINY, tmp_path / "model", seed=1)
-        engine = engine_of(tmp_path / "model")
-        async with served(engine, tmp_path / "s"):
-            pool = OneEngine([spec], tmp_path, DeadlinesConfig())
-            pool.up()
-            with run_at(tmp_path / "run") as (folder, ledger):
-                sys.setprofile(road)
-                try:
-                    await Stage(folder, ledger, fleet=cast(ToyFleet, pool))._play(None, 1, {})
-                finally:
-                    sys.setprofile(None)
-            await pool.stop(0.0)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    build_policy(TINY, tmp_path / "model", seed=1)
+    engine = engine_of(tmp_path / "model")
+    async with served(engine, tmp_path / "s"):
+        pool = OneEngine([spec], tmp_path, DeadlinesConfig())
+        pool.up()
+        with run_at(tmp_path / "run") as (folder, ledger):
+            sys.setprofile(road)
+            try:
+                await Stage(folder, ledger, fleet=cast(ToyFleet, pool))._play(None, 1, {})
+            finally:
+                sys.setprofile(None)
+        await pool.stop(0.0)
     border = "engine/http/connections.py"
     functions = [step for step in dict.fromkeys(road.functions) if step[0] != border]
     files = {file for file, _ in functions}

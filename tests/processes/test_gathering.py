@@ -55,35 +55,29 @@ def test_what_is_written_arrives_in_order_whenever_it_is_closed(writes: list[tup
     run(work())
 
 
-def test_small_writes_of_a_turn_wait_for_its_end_and_count_as_unsent_until_then() -> None:
-    async def work() -> None:
-        transport, theirs = await ends()
-        transport.write(b"one ")
-        transport.write(b"two")
-        assert transport.get_write_buffer_size() == 7
-        with pytest.raises(BlockingIOError):
-            theirs.recv(10)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert theirs.recv(10) == b"one two"
-        assert transport.get_write_buffer_size() == 0
-        transport.close()
-        theirs.close()
-
-    run(work())
+async def test_small_writes_of_a_turn_wait_for_its_end_and_count_as_unsent_until_then() -> None:
+    transport, theirs = await ends()
+    transport.write(b"one ")
+    transport.write(b"two")
+    assert transport.get_write_buffer_size() == 7
+    with pytest.raises(BlockingIOError):
+        theirs.recv(10)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert theirs.recv(10) == b"one two"
+    assert transport.get_write_buffer_size() == 0
+    transport.close()
+    theirs.close()
 
 
-def test_an_abort_drops_what_was_not_sent_and_a_later_write_harms_nobody() -> None:
-    async def work() -> None:
-        (transport, theirs), (other, others) = await ends(), await ends()
-        gathered = Gathered(asyncio.get_running_loop())
-        first, second = GatheringTransport(transport._inner, gathered), GatheringTransport(other._inner, gathered)
-        first.write(b"lost")
-        first.abort()
-        first.write(b"late")
-        second.write(b"sent")
-        second.close()
-        assert await received(theirs) == b""
-        assert await received(others) == b"sent"
-
-    run(work())
+async def test_an_abort_drops_what_was_not_sent_and_a_later_write_harms_nobody() -> None:
+    (transport, theirs), (other, others) = await ends(), await ends()
+    gathered = Gathered(asyncio.get_running_loop())
+    first, second = GatheringTransport(transport._inner, gathered), GatheringTransport(other._inner, gathered)
+    first.write(b"lost")
+    first.abort()
+    first.write(b"late")
+    second.write(b"sent")
+    second.close()
+    assert await received(theirs) == b""
+    assert await received(others) == b"sent"

@@ -125,24 +125,21 @@ def test_whatever_happens_meanwhile_a_turn_continues_what_was_said_when_it_began
     asyncio.run(interleaved(random.Random(seed)))
 
 
-def test_an_unchanged_history_is_continued_by_its_tokens_and_an_edited_one_is_not() -> None:
-    async def talked() -> None:
-        talk = Talk()
-        for said in ("|first|", "|second|"):
-            turn = asyncio.create_task(talk.chat.generate())
-            await settled()
-            talk.open[-1].set()
-            await turn
-            talk.chat.say(said)
-        assert [segment.parent for segment in talk.session.forest.segments] == [-1, 0, 1]  # one line
-        talk.chat.messages[1]["content"] = "(shortened)"  # type: ignore[index]  # it is a dict
+async def test_an_unchanged_history_is_continued_by_its_tokens_and_an_edited_one_is_not() -> None:
+    talk = Talk()
+    for said in ("|first|", "|second|"):
         turn = asyncio.create_task(talk.chat.generate())
         await settled()
-        assert talk.prompts == ["q", "q<1>|first|", "q(shortened)|first|<2>|second|"]
         talk.open[-1].set()
         await turn
-
-    asyncio.run(talked())
+        talk.chat.say(said)
+    assert [segment.parent for segment in talk.session.forest.segments] == [-1, 0, 1]  # one line
+    talk.chat.messages[1]["content"] = "(shortened)"  # type: ignore[index]  # it is a dict
+    turn = asyncio.create_task(talk.chat.generate())
+    await settled()
+    assert talk.prompts == ["q", "q<1>|first|", "q(shortened)|first|<2>|second|"]
+    talk.open[-1].set()
+    await turn
 
 
 def test_an_edit_of_a_copy_changes_neither_the_original_nor_the_task() -> None:

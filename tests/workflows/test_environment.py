@@ -110,17 +110,15 @@ def groups_of(worker: Worker, bench: Bench) -> WorkflowGroups:
     return WorkflowGroups(cast(WorkflowPool, worker), open_session, QuestionDetails(), bench.services)
 
 
-def test_the_trajectories_of_a_group_play_one_episode_and_other_groups_another(bench: Callable[..., Bench]) -> None:
+async def test_the_trajectories_of_a_group_play_one_episode_and_other_groups_another(
+    bench: Callable[..., Bench],
+) -> None:
     worker, (control, _) = Worker(), controller(batch_size=2, group_size=3)
-
-    async def two_groups() -> None:
-        groups = groups_of(worker, bench("Asks"))
-        for _ in range(2):
-            ticket = control.admit()
-            assert ticket is not None
-            await groups(ticket)
-
-    asyncio.run(two_groups())
+    groups = groups_of(worker, bench("Asks"))
+    for _ in range(2):
+        ticket = control.admit()
+        assert ticket is not None
+        await groups(ticket)
     seeds, shown = zip(*worker.begun, strict=True)
     assert len(set(seeds)) == 6
     assert [len(set(part)) for part in (shown[:3], shown[3:], shown)] == [1, 1, 2]

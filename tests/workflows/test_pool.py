@@ -227,7 +227,7 @@ def test_a_turn_that_is_refused_costs_nothing_of_the_budget(bench: Callable[...,
 
 
 @pytest.mark.parametrize("budget", [4, 9, 11, 16, 100])
-def test_parallel_turns_share_the_budget_and_are_refused_only_once_it_is_sampled(
+async def test_parallel_turns_share_the_budget_and_are_refused_only_once_it_is_sampled(
     bench: Callable[..., Bench], budget: int
 ) -> None:
     """A turn may sample 4 tokens and samples 2 of them: a budget of 9 has room for two turns at once, and for 5 turns
@@ -243,12 +243,8 @@ def test_parallel_turns_share_the_budget_and_are_refused_only_once_it_is_sampled
         open_turns -= request.sampling.max_tokens
 
     made.model.on_turn = ends_late
-
-    async def all_at_once() -> list[object]:
-        asked = (exchange.turn(asks(f"1+{number}=")) for number in range(6))
-        return list(await asyncio.gather(*asked, return_exceptions=True))
-
-    found = asyncio.run(all_at_once())
+    asked = (exchange.turn(asks(f"1+{number}=")) for number in range(6))
+    found = list(await asyncio.gather(*asked, return_exceptions=True))
     served = min(6, math.ceil(budget / 2))
     assert [type(one) for one in found].count(RefusedRequest) == 6 - served
     assert {str(one) for one in found if isinstance(one, RefusedRequest)} <= {

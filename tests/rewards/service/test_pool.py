@@ -338,19 +338,16 @@ def test_what_fails_behind_the_calls_fails_the_calls(config: Make, tmp_path: Pat
         run(main())
 
 
-def test_closing_leaves_no_process_and_answers_whoever_waits(config: Make) -> None:
-    async def main() -> None:
-        pool = RewardPool(config(workers=2, timeout=60))
-        await pool.start()
-        waiting = asyncio.create_task(pool.score(items("hang", "hang", "ok")))
-        await asyncio.sleep(0.1)
-        await pool.close()
-        with pytest.raises(RoleDied, match="was closed"):
-            await waiting
-        with pytest.raises(RoleDied, match="was closed"):
-            await pool.score(items("ok"))
-
-    run(main())
+async def test_closing_leaves_no_process_and_answers_whoever_waits(config: Make) -> None:
+    pool = RewardPool(config(workers=2, timeout=60))
+    await pool.start()
+    waiting = asyncio.create_task(pool.score(items("hang", "hang", "ok")))
+    await asyncio.sleep(0.1)
+    await pool.close()
+    with pytest.raises(RoleDied, match="was closed"):
+        await waiting
+    with pytest.raises(RoleDied, match="was closed"):
+        await pool.score(items("ok"))
     assert children() == []
 
 
