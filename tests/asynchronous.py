@@ -1,12 +1,9 @@
 """A decorator for tests that are coroutines, and whose first parameter is no fixture."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
-
 
 Test = Callable[..., Awaitable[None]]
 

@@ -1,7 +1,5 @@
 """A process that is killed before one of its writes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ errors' tree, which names the path, and never with an error of the system.
 The paths are generated: under a file, a file, a link to nothing, a loop of links, too long, what no file name can hold,
 a folder that may not be read, and a disk that takes no byte."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable, Iterator, Mapping

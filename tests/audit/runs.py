@@ -1,7 +1,5 @@
 """Runs of the real controller and ledger, without engines and without a trainer."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

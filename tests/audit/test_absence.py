@@ -2,8 +2,6 @@
 the committed runs, which are whole, get neither.
 """
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 import tarfile

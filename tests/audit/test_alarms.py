@@ -2,8 +2,6 @@
 one way; what has passed is no alarm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

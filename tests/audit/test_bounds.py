@@ -6,8 +6,6 @@
 - a bound that nobody set, one outside of the recipe's limits, and a token beyond the bound of its group are named.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ It decides from the file alone, and shares with those who write it the law of th
 that is flipped in anything a run goes on from is named.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

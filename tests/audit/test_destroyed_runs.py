@@ -3,8 +3,6 @@ numbers, without any setting that may be off; healthy runs of the same generator
 that are committed. What nothing was measured for is said.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`stretto diff`: two runs are called equal in what was compared, and in nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

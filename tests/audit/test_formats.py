@@ -1,7 +1,5 @@
 """What a ledger of each format says of a run: formats 2 to 5 are read and checked, 3 to 5 resumed, others refused."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -5,8 +5,6 @@
 - `check` names more groups in flight than the number allows, whether the run has counted them or they are there still.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

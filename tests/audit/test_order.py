@@ -3,8 +3,6 @@
 The law computes the order from the record alone, and agrees with the stream that drew it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -3,8 +3,6 @@
 Segments are written by the ledger itself, so that every checksum fits.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

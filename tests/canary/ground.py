@@ -1,7 +1,5 @@
 """A trainer, a mailbox and an engine in one process, and the canary between them."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

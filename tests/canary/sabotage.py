@@ -1,8 +1,6 @@
 """Faults for the engines of a run, which report success all the same. `tests.launch.poverty.sabotaged` plants one in
 the process of a command before it begins; the roles are forked from that process, and have it too."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast

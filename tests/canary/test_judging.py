@@ -10,8 +10,6 @@
 - An engine that does not prove a version is replaced at the last evaluation too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence

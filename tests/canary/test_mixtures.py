@@ -7,8 +7,6 @@
   Records from before mixtures were told apart are read as of models without experts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

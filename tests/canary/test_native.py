@@ -8,8 +8,6 @@
 - A fault that is gone when the version is loaded again costs nothing but that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal

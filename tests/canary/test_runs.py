@@ -11,8 +11,6 @@
   staleness.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

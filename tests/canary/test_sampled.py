@@ -9,8 +9,6 @@
 - Texts computed in one pass have the logits of each alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean

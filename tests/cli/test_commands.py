@@ -6,8 +6,6 @@
 - recipes/from_hf.toml trains a Hugging Face folder of any make on questions from a file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -5,8 +5,6 @@
 - --dry-run checks everything, starts nothing and writes no run folder.
 """
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Modules are counted, and not seconds, which depend on the machine; `python -m benchmarks.commands` measures those.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

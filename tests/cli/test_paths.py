@@ -1,8 +1,6 @@
 """The law of paths for commands: each of them answers a path that cannot be used with one line and exit code 2, before
 anything starts."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

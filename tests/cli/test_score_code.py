@@ -4,8 +4,6 @@ Promises: lines come back in order with all they had and verdict, passed, second
 the sandbox; what cannot be read is named with its line before anything is run.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

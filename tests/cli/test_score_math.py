@@ -1,7 +1,5 @@
 """`stretto score math` at the door: what it prints, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Promises: no NaN, no infinity and no number beyond 2^53 or 10^10 seconds passes 
 ledger refuse what their own readers would refuse, and a fact that cannot be read is an error of the store.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ Promises: an older conductor gives way to a newer one whether or not it can reco
 only once it is recorded; every step of the end is taken, and the first error is raised last.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import itertools

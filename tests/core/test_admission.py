@@ -6,8 +6,6 @@
 - the staleness of a batch is counted over the tokens that are in the loss.
 """
 
-from __future__ import annotations
-
 import math
 
 import msgspec

@@ -1,7 +1,5 @@
 """Sealed tokens say what their numbers say, wherever they are cut, joined and sent; a flipped bit is noticed."""
 
-from __future__ import annotations
-
 import math
 import struct
 

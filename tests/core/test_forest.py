@@ -1,8 +1,6 @@
 """A forest keeps every token once and finds where a prompt stands; each sampled token is trained in exactly one path,
 behind exactly the tokens that it was sampled behind."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given

@@ -3,8 +3,6 @@ there are enough; no GPU is shared while one is empty that would do; shares of a
 depends on its arguments alone. GPUs are read from `nvidia-smi` as it writes, and hidden as CUDA hides them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """One table says which state may follow which: open ones lead on, final ones do not, and every trajectory can end."""
 
-from __future__ import annotations
-
 from stretto.core.records import State
 from stretto.core.states import ALLOWED, FINAL, OPEN, UNTRAINED
 

@@ -2,8 +2,6 @@
 whoever catches what msgspec raises catches all of it.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from contextlib import suppress

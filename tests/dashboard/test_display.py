@@ -5,8 +5,6 @@ state is always shown; the terminal is given back whatever fails; the summary ad
 one object and nothing else.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -2,8 +2,6 @@
 tables: not its reason, its names, its folder, its sentences, nor a breach.
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 import tarfile

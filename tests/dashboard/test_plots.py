@@ -4,8 +4,6 @@ Promises: every run folder can be drawn, also one with nothing in it; each plot 
 and the timeline are what their names say.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

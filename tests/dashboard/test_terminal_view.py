@@ -5,8 +5,6 @@ alarm watch finds what the alarms of a whole run find; a terminal of ASCII gets 
 what a model or a name may hold steers no terminal and is no markup.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from pathlib import Path

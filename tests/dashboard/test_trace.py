@@ -5,8 +5,6 @@ their step is; events come in the order of time, and those of one lane lie in on
 are; what a name may hold does no harm; a file whose name ends with .gz is compressed; a file is whole or absent.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import pairwise

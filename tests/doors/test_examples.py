@@ -1,8 +1,6 @@
 """Promises: the examples of examples/doors have at most 40 lines, stand whole on their pages, pass their trial, and
 make a run together that keeps every law."""
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path

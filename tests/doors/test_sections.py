@@ -6,8 +6,6 @@
 - Parts of one name from the folders of two recipes are not confused.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

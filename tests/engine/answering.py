@@ -1,7 +1,5 @@
 """Requests to a tiny policy, an engine that answers them, and what the plain model says of the answers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path

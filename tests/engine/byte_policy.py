@@ -1,7 +1,5 @@
 """A tiny Llama that writes any bytes, and what an engine makes of a request by itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

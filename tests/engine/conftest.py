@@ -1,7 +1,5 @@
 """Tiny policies with distributions that are neither flat nor a single point."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

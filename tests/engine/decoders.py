@@ -1,7 +1,5 @@
 """Two real decoders, of the kinds that models have, with few tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -1,7 +1,5 @@
 """A server in the test's own event loop, and an engine that is a small real one: it answers without a model."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager

@@ -5,8 +5,6 @@
 - a server of many clients tells the one who asked, and the answers of the others are what they are alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -2,8 +2,6 @@
 what is known of it from a folder is what the loaded engine says.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

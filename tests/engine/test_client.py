@@ -1,8 +1,6 @@
 """Promises: the client loads no torch; requests that follow each other share a connection, unless it was idle for long;
 a stream of bytes that is no HTTP, or no engine's, is a named error."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 of a character; with what is pending, they are the text so far.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@ answered its challenge. An error at any call of an update, in the load or in the
 version whole, or an engine that takes no step until a version is loaded and proven.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect
@@ -45,7 +43,7 @@ class _FailsAt:
     def __init__(self, call: int) -> None:
         self.call, self.made = call, 0
 
-    def __enter__(self) -> _FailsAt:
+    def __enter__(self) -> "_FailsAt":
         sys.setprofile(self._look)
         return self
 

@@ -4,8 +4,6 @@ weights are never loaded; every token is counted once. Spans are handed out once
 up, and the newest are kept.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

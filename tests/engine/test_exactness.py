@@ -13,8 +13,6 @@ Two logits that differ by less than rounding have no greedy token that both side
 this does not happen: the test asserts that the best two logits are further apart than rounding at every token.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@
 - A beginning that no engine can have written is refused, with the field, and the engine goes on.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -3,8 +3,6 @@ goes on with its tokens; its log-probabilities are those of the allowed tokens a
 grammar; a grammar of a stranger is refused, within bounds, and the engine goes on.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

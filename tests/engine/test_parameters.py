@@ -5,8 +5,6 @@ came before; what is not of the model is refused, with its name, before anything
 compared with the digests of a publication; a tensor that the engine has rounded is not, and counts as such.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

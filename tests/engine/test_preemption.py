@@ -6,8 +6,6 @@
   never fit is refused before it begins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -6,8 +6,6 @@
 - the edges: a budget used up, a stop text across an interruption.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

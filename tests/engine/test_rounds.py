@@ -4,8 +4,6 @@
 - Requests of one message begin in the same step, or none of them does.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

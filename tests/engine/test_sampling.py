@@ -1,8 +1,6 @@
 """Promises: a token is a function of logits, seed and place alone; tokens come as often as their probability says;
 log-probabilities are those of the distribution that was sampled from."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

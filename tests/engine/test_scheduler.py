@@ -5,8 +5,6 @@ Laws, under Hypothesis: after any story of the verbs every row and every answer 
 holds its answers one by one, however they grow and are interrupted, all of them end, and the oldest grows every time.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest

@@ -3,8 +3,6 @@ and streams live on; who leaves is not served on; an error reaches the client as
 breaks its streams and ends; signals end the process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import signal

@@ -2,8 +2,6 @@
 cut characters and whatever the decoder does with spaces; a token costs the same late as early. In a text that is given
 out, a stop is found wherever it is cut, nothing of it is given out, and what only begins like one is."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -2,8 +2,6 @@
 sampled from, whatever happens to the answer meanwhile; other requests are answered as if nobody had asked.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

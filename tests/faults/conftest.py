@@ -1,7 +1,5 @@
 """One cache of built models for all system tests of a session, and a folder that no disk slows down."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

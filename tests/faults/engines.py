@@ -1,7 +1,5 @@
 """The engines and rewards of a simulated run: slow, reordered, replying twice, dying in mid-completion."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

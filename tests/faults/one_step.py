@@ -1,7 +1,5 @@
 """A step on record, and the recipe that it is of: for processes that start quickly."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from stretto.store.ledger.ledger import Ledger

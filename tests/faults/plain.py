@@ -4,8 +4,6 @@ The engine and the trainer are the real ones. What the whole system does at ``ma
 for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What happens in a simulated run: everything follows from the seed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 
@@ -27,7 +25,7 @@ class Schedule:
     rounds: bool = False  # groups begin and end together; staleness is 0 then
 
     @classmethod
-    def of(cls, seed: int) -> Schedule:
+    def of(cls, seed: int) -> "Schedule":
         chance = random.Random(seed)
         rollout = RolloutConfig(
             batch_size=chance.randint(1, 3),
@@ -54,7 +52,7 @@ class Schedule:
             checkpoint_every=chance.randint(1, 3),
         )
 
-    def in_rounds(self, *, undisturbed: bool) -> Schedule:
+    def in_rounds(self, *, undisturbed: bool) -> "Schedule":
         """The same as a synchronous run in rounds, which no engine's death may make ask a prompt anew; `undisturbed`:
         nobody dies at all."""
         rollout = self.rollout.model_copy(update={"max_staleness": 0.0, "beyond_bound": "wait"})

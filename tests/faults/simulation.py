@@ -8,8 +8,6 @@ The weights of the made-up trainer are a checksum over every batch that led to t
 on stands exactly where the one before stood.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import selectors

@@ -5,8 +5,6 @@ ledger): conversations of two turns, two engines, a filter, a kill after step 4 
 of stretto may add keys to a JSON object and lines to a table. Everything else is compared as it was printed.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tarfile

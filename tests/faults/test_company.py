@@ -6,8 +6,6 @@
 - Replies of an engine are lost on their way: what they answered is asked for again, and counts once.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

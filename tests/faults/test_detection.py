@@ -9,8 +9,6 @@ log; and the run goes on without a resume.
 - A stop does not wait for an engine that does not reply.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -7,8 +7,6 @@
 - The state of a trainer is the last checkpoint and the batches since, for every step at which it may be lost.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -8,8 +8,6 @@
 - A disk that refuses to force or to take any more ends the commit with the path; what was there stays.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sqlite3

@@ -5,8 +5,6 @@
 - A folder that cannot be written can be read.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -6,8 +6,6 @@
   one message, no traceback, and nothing is left behind.
 """
 
-from __future__ import annotations
-
 import resource
 import shutil
 import subprocess

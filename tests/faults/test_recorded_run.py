@@ -4,8 +4,6 @@
 - `inspect`, `export` and `check` read it; a resume refuses it, with the number of its format and of ours.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -5,8 +5,6 @@ weights that it came to before. A seed that fails: ``python -m tests.faults.simu
 played by `benchmarks.schedules`; the mistakes below are found within the first part of those that are played here.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

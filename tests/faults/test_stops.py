@@ -3,8 +3,6 @@
 Three of the fifty stops of `benchmarks.stops`, each of the run that the one before it has stopped.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 left of it, and the last checkpoint is one to go on from.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

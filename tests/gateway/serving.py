@@ -1,8 +1,6 @@
 """A gateway on loopback in the test's own event loop, and a model that is a small real one: it says what a script says,
 in tokens that no encoder would choose."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import socket

@@ -1,8 +1,6 @@
 """Agents of a run: each is started in a session of its own; its reward comes over HTTP or from the run's rewards; what
 goes wrong is a failure with its reason, never a zero; one that is started again is answered from the record."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence

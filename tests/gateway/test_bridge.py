@@ -1,8 +1,6 @@
 """The tail of a prompt behind held tokens: what the template of each family writes there, and nothing where that cannot
 be proven."""
 
-from __future__ import annotations
-
 import pytest
 
 from stretto.core.errors import DataError

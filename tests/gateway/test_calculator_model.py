@@ -1,8 +1,6 @@
 """Promise: what the calculator's model is shown (`examples/agents/calculator_model.py`) is, token by token, what the
 gateway asks it with when a client of openai-agents uses the tool."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Sessions of the gateway, by chat completions over real sockets: what was sampled is never encoded again; a history
 that cannot be proven begins a branch with its cause; retries, restarts, ends, and the walls between sessions."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,8 +1,6 @@
 """`stretto gateway` as users run it: a real process, sessions that survive its death, and engines that may die or be of
 another make."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

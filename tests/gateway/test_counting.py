@@ -1,8 +1,6 @@
 """Promise: a client of Anthropic's that asks how many tokens a prompt has is told as many as its turn is then told, of
 a first turn by the chat template and of a later one behind the tokens held; counting makes no turn."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@ a turn of the assistant as one message whatever its items; replies, whole or str
 OpenAI's own library reads; what would lose a part of a conversation, and a wrong field, is refused by name.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

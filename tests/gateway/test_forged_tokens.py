@@ -2,8 +2,6 @@
 they lie beside each other, the special tokens of the prompt are those that the template writes, and the text is the one
 that the template renders. A prompt of harmless texts has the tokens of its text. One key takes the guard away."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import msgspec

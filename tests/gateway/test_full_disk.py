@@ -1,8 +1,6 @@
 """A session whose record cannot be written for a moment: what fails has not happened, and what a client was told is
 there after a restart. One session whose file is damaged is set aside, and the others go on."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Whatever comes in, each dialect answers it or refuses it with a 4xx in its own form; nothing makes it fail."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from pathlib import Path

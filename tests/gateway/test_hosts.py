@@ -2,8 +2,6 @@
 by a name that it lets point here; and the address that it tells is where it was reached, not what a request says.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

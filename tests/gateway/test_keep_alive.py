@@ -1,8 +1,6 @@
 """Promise: a stream whose turn is still sampled says that it lives, before its first event and never behind its last
 one; what goes wrong after that is the stream's last event, in the form of its dialect."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What keeps a gateway standing: its limits count what they name, what has ended is dropped, what is not on record does
 not hold, and a failure that is not the agent's is noted."""
 
-from __future__ import annotations
-
 import json
 import resource
 from collections import deque

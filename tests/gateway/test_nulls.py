@@ -1,8 +1,6 @@
 """Promise: in every dialect a field that is null counts as absent, known or not, wherever in a request it stands; null
 in what is the client's own JSON, the arguments of a call or a schema, stays null."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Promise: whatever a client does in a session, every token that was sampled for it is trained once, in a sample of the
 trainer's own, where the weights of its version give it the log-probability with which it was sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence

@@ -2,8 +2,6 @@
 and a forced tool a call that can be made, in every dialect; nothing of it is named as not applied; a schema that cannot
 be followed is a 4xx in the dialect's form."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import AsyncIterator, Sequence

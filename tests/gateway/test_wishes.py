@@ -1,8 +1,6 @@
 """Promise: what a client wishes and the gateway does not do is never passed over in silence: it is named in a header of
 the reply and counted in the session, or refused where no model could do it."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One cache of built models for all system tests of a session, and one policy; plans for which no reward is tried."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Importing this computes once what each run computes for the first time: kernels are compiled or read, and
 libraries fill their caches. Processes forked afterwards have all of it; a fresh one would take most of a second."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

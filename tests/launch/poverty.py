@@ -1,7 +1,5 @@
 """What a command has to do without, a disk or honest engines; each is done in its process, before it begins."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

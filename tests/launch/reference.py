@@ -3,8 +3,6 @@
 The page is made from the JSON schemas of the configuration classes, so it cannot differ from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ their roles are processes either way. Every process inherits a mark in its envir
 wherever they have gone.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

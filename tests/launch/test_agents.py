@@ -1,8 +1,6 @@
 """Agents in whole runs: programs that speak HTTP make trajectories that are trained on to the token, and keep every
 law; after a kill of the conductor they are started again, and are told once more what they had been told."""
 
-from __future__ import annotations
-
 import json
 import sys
 import urllib.request

@@ -1,8 +1,6 @@
 """Promises of a recipe with ``rollout.max_in_flight = "auto"``: what can not be is refused with place, value and remedy
 before anything starts; what a run needs at most is checked for the largest number."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Promise: a module that a recipe names, by whatever key, is found beside the recipe, from wherever stretto is started,
 and the digest of its file is on record. A key `path` of the user's own stays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

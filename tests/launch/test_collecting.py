@@ -1,8 +1,6 @@
 """Promise: while a run goes on garbage is collected seldom, and still is; afterwards as before, but for what was frozen
 before, which stays so."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

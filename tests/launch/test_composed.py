@@ -8,8 +8,6 @@
   further.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from collections import Counter

@@ -9,8 +9,6 @@
 - A recipe reads back as itself.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import closing

@@ -5,8 +5,6 @@ interfaces that are not there are refused before anything starts; a warm start i
 float32 on a GPU is said to be slow.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

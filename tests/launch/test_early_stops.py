@@ -2,8 +2,6 @@
 the cache either. A second signal ends a run at once.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from pathlib import Path

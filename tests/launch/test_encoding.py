@@ -4,8 +4,6 @@ Promises: a prompt says which thought its tokens leave open at their end, whethe
 begun it; one that speaks of thoughts, or whose template has ended them, leaves none open.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from stretto.launch.preflight.encoding import encode_prompts

@@ -5,8 +5,6 @@ one owner. A stop ends within 10 seconds, with a checkpoint. What a killed run h
 it goes on. A trainer that dies too often ends the run with a message that names it and how it died.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Promises about `engine.kind`, before a process starts: what a make of server cannot do is refused with the remedy,
 all at once; an interpreter without it and a server that is silent or another model's are named with what is needed."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """`stretto eval` on datasets: one object with every number, a table, a file of the questions; and what a user gets
 wrong is one message before anything starts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

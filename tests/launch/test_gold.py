@@ -5,8 +5,6 @@ left, nothing starts; one that takes too long is an error, and never left out on
 reward without a reader of gold answers leaves out nothing.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from stretto.core.errors import DataError

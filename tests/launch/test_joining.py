@@ -3,8 +3,6 @@ comes first; `stretto scale` waits for as long as the run says that it may take;
 descriptors, or without the GPU that its roles need, is told so; an engine that was drained holds no version in memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

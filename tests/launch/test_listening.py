@@ -1,7 +1,5 @@
 """What a recipe says of other machines is tried before anything starts: each mistake with its place and a remedy."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@
 - What would do nothing, or nothing good, is refused or told.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 process starts, with the key, its value, what is allowed and a remedy; and nothing else is refused. The laws go over
 every family that a make is known for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A weight that may have another name in its folder is missed when the folder is loaded: one message, exit code 2."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file

@@ -2,8 +2,6 @@
 each kind with its count and its first place; nothing is said of questions that were made on the spot. Gold answers with
 digits of other scripts are told, with count, first place and code point."""
 
-from __future__ import annotations
-
 from stretto.launch.preflight.questions import repeated, strange_digits
 from stretto.worlds.data.task import Question, Questions
 

@@ -1,7 +1,5 @@
 """Promise: engine and trainer evaluate the same distribution, by the record that the recipe's `[sampling]` becomes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

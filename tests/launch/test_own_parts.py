@@ -6,8 +6,6 @@
 - An admission policy that breaks equation 3 is told of by the trial, and `stretto check` says so, by its law.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

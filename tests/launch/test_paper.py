@@ -6,8 +6,6 @@
   `[cluster]` and `[weights]` for many machines, and the commands that join.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,8 +1,6 @@
 """Places for ranks on other machines: only a machine that stays has some, and ranks that divide matrices or tokens are
 of one machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@
 - The memory estimate grows with what needs memory.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -2,8 +2,6 @@
 stays what it was; every mistake of the recipe and of the pairs is named with its place before anything starts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@
 - A workflow gets the fields and messages of the question that was drawn, also where rows share prompt and gold answer.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

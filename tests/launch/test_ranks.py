@@ -8,8 +8,6 @@
 - More ranks than there is work for, or GPUs, is refused before anything starts.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -5,8 +5,6 @@
 - A resolved recipe reads back as itself; differences between two recipes are named by key.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ run, or a whole branch.
 That a replay comes to the run's weights is shown on whole runs, in tests/faults/test_determinism.py.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import sqlite3

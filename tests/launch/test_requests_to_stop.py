@@ -1,7 +1,5 @@
 """Signals as requests, and the three ways of doing things together."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

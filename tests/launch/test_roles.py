@@ -3,8 +3,6 @@ next; what no role has made stays, whatever the run folder says of it, and so do
 reward says about itself is recorded with the run: the level of the sandbox it judges programs in.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -5,8 +5,6 @@
 - With JOIN the nodes join a run that goes on elsewhere.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

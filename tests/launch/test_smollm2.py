@@ -4,8 +4,6 @@ Promises: its questions are sums with their right answers, and no held-out pair 
 and another device are overrides of the same file.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -7,8 +7,6 @@
 - A run that was killed before it had begun can be begun, or gone on with.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import closing

@@ -2,8 +2,6 @@
 format are named before anything starts.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -6,8 +6,6 @@ one of the user's own is told; one that judges one completion in two ways is nam
 verdicts; one that keeps to its word causes no sentence.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

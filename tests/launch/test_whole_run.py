@@ -5,8 +5,6 @@
 - Policies load by transformers' Auto classes; plots are pictures; the tool that the recipe names has every step.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Promise: a workflow that the model cannot follow is refused before a run, with its place, what is wrong and what
 helps: without a chat template, with prompts that are no chats, with words that the tokenizer does not know."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

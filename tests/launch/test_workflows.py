@@ -7,8 +7,6 @@
 - The held-out accuracy of a run, and that of `stretto eval`, is that of the workflow.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

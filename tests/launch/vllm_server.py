@@ -1,7 +1,5 @@
 """A small real server with vLLM's interface: what it is asked before a start, and completions that a test writes."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator, Sequence

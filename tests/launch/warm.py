@@ -7,8 +7,6 @@ imports, are left to commands that are started without this (``cold``); the tria
 its end, to one that ``draws``.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc

@@ -2,8 +2,6 @@
 trainer are toys.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A run folder that is written without roles."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A recorder with its folder and its ledger."""
 
-from __future__ import annotations
-
 import time
 
 from stretto.core.records import Update

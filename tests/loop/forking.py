@@ -1,7 +1,5 @@
 """Toy engines and trainers that are forked: an interpreter for each takes a fifth of a second of a processor."""
 
-from __future__ import annotations
-
 import atexit
 from functools import cache
 

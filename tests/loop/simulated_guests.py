@@ -4,8 +4,6 @@ Token n of every completion is the number n, so that a token that is lost or sam
 has depends on its seed alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
@@ -49,7 +47,7 @@ class SimulatedProcess:
 
     machine: Machine
     newest: Callable[[], int]
-    client: SimulatedClient | None = None
+    client: "SimulatedClient | None" = None
     log: Path = Path("/dev/null")
     clock_offset: float = 0.0
     killed: bool = False

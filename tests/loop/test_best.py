@@ -5,8 +5,6 @@
 - Evaluations start every few steps or minutes, and one set never twice at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -8,8 +8,6 @@
   busy between nothing and all of the time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

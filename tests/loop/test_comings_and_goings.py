@@ -9,8 +9,6 @@
 One seed is one story: ``python -m tests.loop.test_comings_and_goings SEED`` plays it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

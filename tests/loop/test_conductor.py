@@ -5,8 +5,6 @@
 - The failure of any of them ends the run with that error; a lost engine does not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

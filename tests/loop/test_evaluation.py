@@ -2,8 +2,6 @@
 maj@n and their interval, against numbers worked by hand and by counting all draws.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence

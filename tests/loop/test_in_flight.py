@@ -1,8 +1,6 @@
 """What is written of answers in flight is journaled, and every token of it once, under the name of the engine that
 wrote it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence

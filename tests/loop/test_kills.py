@@ -8,8 +8,6 @@ The kill is one: a forked process ends with ``os._exit`` in the midst of a run w
 can be.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

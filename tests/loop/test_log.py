@@ -1,8 +1,6 @@
 """``log.txt``: everything that is shown is written down first, steps now and then and the last one; a run does not end
 because nobody looks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

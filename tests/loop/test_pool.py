@@ -6,8 +6,6 @@
 - Every token has the name of the engine that wrote it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

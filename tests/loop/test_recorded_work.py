@@ -6,8 +6,6 @@
   too; where there is none, the accuracy before it stands.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import cast

@@ -6,8 +6,6 @@ between client and server, and what dispatches its bytes on both sides, is not c
 road asks on the way.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

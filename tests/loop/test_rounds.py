@@ -5,8 +5,6 @@
 - Groups leave in their order when the last one is judged; who is stopped holds nobody up.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The roster of engines: one row for each name, with the step of its coming and going; a resumed run adds to it.
 """
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,8 +6,6 @@ undecided verdict is said once, with its reason. A reward that is slower than ge
 in the metrics for as long as it lasts; work that both share alike, idle rewards and short bursts are no reason for it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

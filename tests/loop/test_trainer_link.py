@@ -5,8 +5,6 @@
 - It makes progress while it answers or computes; a step that hangs is no progress.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Stalls, on a clock that jumps: the seconds in which nothing moved, without those in which the watching process was
 suspended, or in which users' code was at work within its deadline."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar

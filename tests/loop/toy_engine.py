@@ -8,8 +8,6 @@ by a mistake of the user; or "killed VERSION": the first engine
 that starts takes the word away and kills itself; or "hangs VERSION": the same, and it is never ready.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

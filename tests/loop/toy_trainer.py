@@ -8,8 +8,6 @@ the version of its first step after the next one; "keeps" that version, and dies
 version 1; "fails" to write it. Whoever is started takes its line away.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

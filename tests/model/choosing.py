@@ -1,7 +1,5 @@
 """A choice of kernels that does not depend on a measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

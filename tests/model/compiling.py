@@ -4,8 +4,6 @@ Words are type, soft cap and width of a head: ``python -m tests.model.compiling 
 list as JSON, with the assembly by kernel for each.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Small random models of every kind that the engine serves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig

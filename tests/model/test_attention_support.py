@@ -2,8 +2,6 @@
 a module does not hand to its attention function is noticed; logits that cannot be trained are known by the config.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

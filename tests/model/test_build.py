@@ -1,8 +1,6 @@
 """Promises: a new policy is a Hugging Face folder like any other; equal seeds give equal weights; shapes that cannot
 be are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

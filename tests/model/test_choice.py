@@ -1,8 +1,6 @@
 """Promises: processes of one run choose the same kernels, whatever each would measure by itself; a choice on record is
 never measured again; a damaged or unwritable file stops nobody."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -2,8 +2,6 @@
 and close. On a GPU: a replay does what the function does, and what waits for the GPU is called itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -2,8 +2,6 @@
 holds, for full and sliding attention, with grouped heads, capped scores and experts.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

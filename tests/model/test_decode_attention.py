@@ -5,8 +5,6 @@
   engines of the same run.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -8,8 +8,6 @@
 - Every measured family is accepted, and computes alike on both paths (the long tests measure all).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

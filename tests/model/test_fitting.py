@@ -1,7 +1,5 @@
 """Weights that do not fit their config are found before anything is loaded; those that do are what is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Promises: a model folder is checked without loading it and every mistake is found, all at once; what loads is what
 was saved; a folder appears whole or not at all; no saved file names our attention paths."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

@@ -5,8 +5,6 @@
 - what is only similar stays as it is.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 

@@ -2,8 +2,6 @@
 tokens that may not be drawn have none; the backward pass is taken in the logits themselves, and once.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -6,8 +6,6 @@
 - only layers of Llama's shape are fused, and a fused model still serves callers of its plain forward.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 packed is refused.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -4,8 +4,6 @@ memory stays within a budget that the rows keep.
 A law, under Hypothesis: after any sequence of placing, moving and releasing, every row reads back what it wrote.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

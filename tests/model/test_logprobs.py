@@ -2,8 +2,6 @@
 in any chunking; positions that are not wanted cost no logits, but for a filler to a length that repeats.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

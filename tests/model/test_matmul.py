@@ -1,8 +1,6 @@
 """Promises: layers that multiply by any kernel give the values of `nn.Linear`, those of a trainer its gradients too; a
 kernel's copy of a weight follows the weight."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

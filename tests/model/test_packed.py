@@ -6,8 +6,6 @@ that of all at once; query heads share a key head only where a fused kernel can,
 the same result; head sizes that flash attention does not take go another way.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@
 - in bfloat16 each output is the float32 sum, rounded once.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -4,8 +4,6 @@ with and without the entropy.
 Measured by the kernel, in a process of its own: its resident memory, and the peak of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -7,8 +7,6 @@
 - a trace with another call is no program.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

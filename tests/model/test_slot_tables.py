@@ -5,8 +5,6 @@ On a GPU the steps by table are those of a policy there, with CUDA graphs; elsew
 kernels, and a graph is a function that is called again.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

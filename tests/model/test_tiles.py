@@ -2,8 +2,6 @@
 each tile reads what the first one reads.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Promises: text comes back as it went in; special tokens are left out, but for
 those that are kept; what cannot be encoded is a named error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

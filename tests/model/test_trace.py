@@ -2,8 +2,6 @@
 the moment; a module that decides by values, writes in place or counts with its sizes is called itself, and says why.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

@@ -6,8 +6,6 @@
 - the kernels compile for an H100 without one, and read 16 bytes at once.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

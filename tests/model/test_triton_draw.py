@@ -3,8 +3,6 @@ takes for the same uniform number, whatever temperature and filters; log-probabi
 are no distribution has none, and leaves others alone; nothing of the vocabulary's size is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -5,8 +5,6 @@
 - a trace for a GPU makes few calls, its products of one input are one product of parameters that are held once.
 """
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

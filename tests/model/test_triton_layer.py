@@ -6,8 +6,6 @@
 - NaN among logits is not hidden, and tokens that may not be drawn count nothing.
 """
 
-from __future__ import annotations
-
 import math
 from typing import cast
 

@@ -1,8 +1,6 @@
 """Promises: what top-k, top-p and min-p leave is what their definitions say, one after the other; equals stay or go
 together; rows do not touch each other; a nucleus of any size is found."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What TensorBoard reads of a run's folder."""
 
-from __future__ import annotations
-
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.outlets.recorded import RecordedRun

@@ -4,8 +4,6 @@ As a resumed run does, it begins by removing the lines behind its newest checkpo
     python -m tests.outlets.killed_run FOLDER LAST_STEP TOOL ...
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

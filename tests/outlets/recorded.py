@@ -1,7 +1,5 @@
 """A run folder whose lines a test writes itself, and a tool that keeps what it gets as lines of JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@ docs/reference/metrics.md; steps that a resumed run does again stay as they were
 and short; an alarm is told once in a run.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

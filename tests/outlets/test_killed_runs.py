@@ -2,8 +2,6 @@
 each evaluation in TensorBoard once, in order; so has a tool whose process died between having points and noting it.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

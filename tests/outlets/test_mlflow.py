@@ -4,8 +4,6 @@ for each process; another project gets the whole run from its beginning.
 The server is a small one with MLflow's rule of names; the real package is that of tests/real_outlets.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 import sys

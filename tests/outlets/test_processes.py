@@ -3,8 +3,6 @@ imported costs the run one sentence, and so does a line that cannot be read; it 
 TensorBoard reads them; no process is left, and no descriptor.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

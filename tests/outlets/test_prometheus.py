@@ -4,8 +4,6 @@ is a number that a scrape reads, and a text of TensorBoard at its first step, on
 W&B, MLflow and trackio have of one is read back in tests/real_outlets.
 """
 
-from __future__ import annotations
-
 import socket
 import urllib.request
 from pathlib import Path

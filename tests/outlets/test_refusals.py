@@ -1,8 +1,6 @@
 """Promises: a tool that stretto does not know, or that is not installed, is refused before anything is started; where
 each shows the run is a sentence at the start."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

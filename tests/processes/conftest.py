@@ -1,7 +1,5 @@
 """One fork server of stubborn roles for the room."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The handshake over a connected socket, for threads of tests."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """A role that does as its spec says: ``python -m tests.processes.stubborn_role SPEC``."""
 
-from __future__ import annotations
-
 import atexit
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """A body that is not the record that it should be is refused with its first wrong field, and an unknown field with the
 nearest name that the object may have there, however deep it stands."""
 
-from __future__ import annotations
-
 import json
 
 import msgspec

@@ -5,8 +5,6 @@
 - A process that has ended is a dead role too, whoever else holds its end of the wire; its last words are read first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -37,7 +35,7 @@ class Ends:
         self.wire = self.conductor.far.dup()
         self.ended = asyncio.Event()
 
-    async def __aenter__(self) -> Ends:
+    async def __aenter__(self) -> "Ends":
         await self.conductor.open(self.ended.wait)
         return self
 

@@ -6,8 +6,6 @@
 - It ends with the original, and what was forked from it too.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -2,8 +2,6 @@
 environment and command line. Roles and fork server end with the command. Whatever happens to the fork server, the next
 role can be started, and the end of every role is noticed."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import fcntl

@@ -3,8 +3,6 @@
 Whatever is written, in parts of any size, arrives as written: the law is checked with drawn writes over real sockets.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 

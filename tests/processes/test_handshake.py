@@ -7,8 +7,6 @@
 - A proof that was overheard opens no other connection, nor does a listener's own one that is sent back to it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

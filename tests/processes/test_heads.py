@@ -3,8 +3,6 @@ bytes are cut into pieces and whatever was asked before on its connection; the c
 sent all before; a head, trailers or anything else that does not end is dropped, and its connection is cut.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@ else, with a port or without; whatever stands around such a name makes it anothe
 since no site can have it for a name, and of names those of the machine and those that a user gave.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket

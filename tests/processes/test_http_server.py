@@ -3,8 +3,6 @@ says nothing, or says it drop by drop, is turned out after a while, inside TLS t
 a client that has shown the key are left alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

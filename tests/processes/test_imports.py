@@ -1,8 +1,6 @@
 """What makes the imports of a role shorter changes nothing that they come to: transformers finds the same names, the
 environment is as before, garbage is looked for again."""
 
-from __future__ import annotations
-
 import gc
 import importlib.metadata
 import os

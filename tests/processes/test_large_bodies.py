@@ -3,8 +3,6 @@ it keeps the connection or not; a body without an end, or that comes drop by dro
 asks whether to send it at all is told so at once; and the part of a body that came before its client left is no body.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -1,7 +1,5 @@
 """Processes that play roles: started with a spec, watched, stopped even if they do not want to be."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -3,8 +3,6 @@ spent: a number of times within a window, however long the run, and as often in 
 more is left where it ended.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@
 - Silence, an end and what is no message are noticed by the side that listens, and end the waits of the side that sends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Coroutine

@@ -1,8 +1,6 @@
 """An agent's program as its users start it, with a session of a gateway for its address; and a model that says what is
 scripted, with the log-probabilities that a small real model gives it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence

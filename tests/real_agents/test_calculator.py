@@ -1,8 +1,6 @@
 """Promise: a small model learns to use a tool through the gateway from an unchanged program of openai-agents, as
 `recipes/calculator_agent.toml` says: without the tool it cannot answer, before the run it seldom uses it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

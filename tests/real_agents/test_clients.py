@@ -1,8 +1,6 @@
 """Promise: agents of five makes, unchanged, call tools through the gateway; each continues one conversation or begins
 branches for a known cause, and every token that was sampled for it re-scores to 1e-4 in its training sample."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

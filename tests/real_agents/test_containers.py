@@ -1,8 +1,6 @@
 """Promise: a container of Debian's podman is an agent like any program: it finds its session in its environment, and
 ends with its trajectory, the container too."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import time

@@ -2,8 +2,6 @@
 the versions of every turn; as a service they make the trajectories of a run, which trains on them; and in verifiers'
 own server their training client asks an engine for tokens."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

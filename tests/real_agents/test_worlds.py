@@ -1,8 +1,6 @@
 """Promise: games of textarena and environments behind OpenEnv, of the real packages, are worlds by the adapters of
 examples/worlds: equal seeds and actions give equal episodes, and only what is new is told."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A real Chromium, a real server of `stretto watch`, and run folders that real writers have written."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

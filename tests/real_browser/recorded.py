@@ -4,8 +4,6 @@ second step, and one that a program goes on writing:
     python -m tests.real_browser.recorded FOLDER        a line on standard input is a step
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 that drifts from the trainer raises an alarm, a page goes on by itself after the server was started again, and one that
 was left at any moment holds no place of a stream."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Promise: the page that asks for the password can be used with a browser, which says where its forms come from."""
 
-from __future__ import annotations
-
 import contextlib
 
 from playwright.sync_api import Browser, expect

@@ -11,8 +11,6 @@
 - Shortcuts work; no page is wider than a phone; axe finds nothing; the console is silent (the fixture `page`).
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

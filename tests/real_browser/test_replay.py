@@ -1,8 +1,6 @@
 """Promise: a replay is begun from the page; its mistakes are in the command's words, its log is shown, it can be
 stopped, and what it has made is a branch whose curves lie over those of the run."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A real server in a test's hands, and completions of it that updates interrupt."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets
@@ -137,7 +135,7 @@ class RealServer:
 
     def updated_amid(
         self, requests: Sequence[GenerateRequest], on_update: Literal["recompute", "keep"], updates: int = 3
-    ) -> Run:
+    ) -> "Run":
         """Completions of the requests, with updates that come while they are in flight. On a busy machine a server may
         be done before an update, or sample nothing between two of them: then they are sampled again."""
         for _ in range(_ATTEMPTS):

@@ -1,7 +1,5 @@
 """The environment of the tools, made once in the user's cache (`benchmarks.peers.environment`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@ each evaluation once and in order in W&B, MLflow, trackio and TensorBoard, as th
 its followers find the tools behind its own packages.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ curves. `wandb sync` of docs/reference/metrics.md uploads the files of all proce
 between.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ A line of history has the place that the client gives it, as in W&B: a client th
 writes over it.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import threading

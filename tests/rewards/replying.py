@@ -1,7 +1,5 @@
 """A real server that gives written replies over HTTP, for the rewards that ask an address."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Verdicts of the workers of a run."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

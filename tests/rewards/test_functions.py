@@ -5,8 +5,6 @@ used gives one message with the place, what was found, and what is allowed; an a
 event loop.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@ Promises: the reward is the score that the reply ends with; a judge that is busy
 not; whatever goes wrong with it leaves the completion undecided, in time, and never makes it a zero.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """reasoning-gym's own scorers, guarded: what nonsense earns is subtracted or refused, an exception decides nothing, and
 a question that is not the same when it is made again is not judged."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

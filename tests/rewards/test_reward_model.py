@@ -4,8 +4,6 @@ Promises: the reward is the one number of the reply; any other reply, and none i
 with the reason, never a zero; what cannot work is refused before a run.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -7,8 +7,6 @@
 - it follows from the measurements alone, and a step that is seen twice counts once.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Promises: each filter by hand; they work one after the other on what is left; what is not refused is trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

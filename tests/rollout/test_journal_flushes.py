@@ -4,8 +4,6 @@ An alarm of the selection bias is an event, in the midst of a change. Wherever t
 file with which the run goes on: no group of it is in flight in part, and the controller can end each of them.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing

@@ -5,8 +5,6 @@
 - A stream that is restored at any position goes on as the one that was never stopped, resting prompts included.
 """
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given

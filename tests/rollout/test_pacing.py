@@ -1,8 +1,6 @@
 """Promises about admission policies: one that opens only where it may keeps equation 3; whatever one says, no more
 groups are in flight than allowed; one that opens against equation 3 breaks it; what one raises names it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

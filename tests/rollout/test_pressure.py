@@ -7,8 +7,6 @@
 - it is raised only where groups wait for it alone, and a completion that is preempted now and then does not lower it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

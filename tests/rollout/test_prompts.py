@@ -4,8 +4,6 @@
 - What is given back comes first, under its next name; a stream that goes on from a position asks what the other would.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Small whole records for the tests of the store."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lines of metrics whose unimportant numbers are always the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Records, ledgers and run folders whose unimportant parts are always the same."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager

@@ -5,8 +5,6 @@ the seal of a batch covers where its segments stand and the rewards of turns; wh
 format 4.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from contextlib import closing

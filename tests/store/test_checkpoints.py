@@ -6,8 +6,6 @@ manifest, the checkpoint before it is used. All of this where folders cannot be 
 of objects. Killed ones: `tests/faults/test_files.py`.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -2,8 +2,6 @@
 log says; only of a run without the fact, of an earlier stretto, the sentences of the log are asked.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -6,8 +6,6 @@ formula of a spreadsheet; memory does not grow with the run; a file is whole or 
 when an export fails; what is no file stays what it is, and a link stays a link.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -4,8 +4,6 @@ Promises: tokens add up exactly to what was sampled and recomputed; the seconds 
 idleness has its reasons; the ledger counts as its file does, through every change of state and after a restart.
 """
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -5,8 +5,6 @@ unbounded run says null; an export has every trajectory once, with the log-proba
 given tokens. Of a ledger with a flipped bit both say what was written, or refuse it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

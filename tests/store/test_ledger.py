@@ -6,8 +6,6 @@ A kill at any moment leaves a file that keeps these promises: `tests/faults/test
 of it again and again is found by key, and what is forgotten on the way is what is forgotten at once.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import tempfile

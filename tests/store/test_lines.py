@@ -4,8 +4,6 @@ Promises: what was appended is read back; a torn last line is left out and cut b
 line in the middle is named, and costs a run that goes on a warning; so does a disk that is full, never the run.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

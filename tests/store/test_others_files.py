@@ -3,8 +3,6 @@ was read, on any file system; a reader of a run that pauses does not let the run
 can be written, and where a file is none.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ they are pieces of; a call that must not be repeated is in the file when it begi
 the trajectory is judged.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Weights are the same where every byte of every file is; what cannot be compared is not called the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 slowest, in 120 characters at most whatever the numbers are; what it leaves out first is what matters least.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -5,8 +5,6 @@ something else in it is never written to; what a kill left half-written holds no
 gives the way out. A run says what its libraries and its machine are.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -5,8 +5,6 @@ Promises: the statistic and its p are those worked by hand; a run under `expire`
 lost by chance raise no alarm, over many windows; what is shown is of now; what is known survives a resume.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

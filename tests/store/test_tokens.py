@@ -2,8 +2,6 @@
 file that is damaged or missing says so; half a file is never read, and goes at a resume.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -2,8 +2,6 @@
 with its place and what can be done.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sqlite3

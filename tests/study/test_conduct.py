@@ -9,8 +9,6 @@
 - `stretto study` trains in processes of its own, and prints one JSON object.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

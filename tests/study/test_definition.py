@@ -7,8 +7,6 @@
 - The studies that come with stretto load, and their runs can begin.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

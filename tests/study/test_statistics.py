@@ -1,8 +1,6 @@
 """Promises of a study's statistics: the interval is Student's, a single run has none, and curves are compared where all
 runs have a value."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,8 +1,6 @@
 """Memory: models in training have one budget, and the weights of samplers another, whatever their clients create; those
 that leave the memory come back bit for bit. What has ended holds none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches that a tiny model can be trained on: answers of 1 to 7 tokens, made up or scored by a given policy."""
 
-from __future__ import annotations
-
 import random
 
 import torch

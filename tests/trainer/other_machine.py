@@ -2,8 +2,6 @@
 folders of ours that it does not see. Where that is not allowed it is another address of the loopback interface.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

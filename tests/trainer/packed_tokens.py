@@ -1,7 +1,5 @@
 """Loss tokens for tests, from probabilities that can be worked with by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

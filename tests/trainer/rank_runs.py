@@ -6,8 +6,6 @@ memory, and are filled from ``FOLDER/tiny`` and ``FOLDER/tied``. ``FOLDER/models
 have saved.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Programs whose ranks are processes of their own, on gloo: how a test runs one, and how it forks its ranks."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

@@ -1,7 +1,5 @@
 """Moments in host memory that go through a device of their own, as beside a GPU, on a processor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -3,8 +3,6 @@ an engine's model with them is the policy that was trained; the policy at the st
 second model; a checkpoint holds the adapters alone, and peft reads what is saved of them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import peft

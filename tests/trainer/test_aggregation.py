@@ -1,7 +1,5 @@
 """Promises: coefficients by hand; means are means; an answer weighs the same in a step, whatever its minibatch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Promises: defaults are the paper's; a configuration survives its JSON text; unknown keys and values are refused."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

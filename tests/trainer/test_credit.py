@@ -1,8 +1,6 @@
 """Promises of the credit of turns: turns are compared within their role alone; a bias rewards no number of turns; the
 filter `zero_variance` refuses a group exactly when its advantages are all zero."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

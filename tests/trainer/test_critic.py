@@ -2,8 +2,6 @@
 is its equation written out, whatever the packing; a resumed critic goes on bit for bit.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Promises: each equation by hand; each name of a recipe calls its equation; groups of any size; equal rewards say
 nothing, to the last bit; an answer without loss tokens has no advantages."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any
 

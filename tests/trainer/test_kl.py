@@ -1,7 +1,5 @@
 """Promises: the three estimators by hand; on a whole distribution k1 and k3 are the divergence; k2 has its gradient."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@ reference that agrees, change nothing; as a reward k1 has the gradient of the di
 out, answer by answer, whatever the packing; the reference is asked once and is not in the loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Annotated

@@ -5,8 +5,6 @@ Of the loss that they are part of: equation 5 by hand; PPO is its special case; 
 token that a correction takes out stays in the mean; what is added is added; micro-batches add up to the minibatch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Muon: steps that are nearly orthogonal, whatever the size of the gradient, wherever the momentum is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

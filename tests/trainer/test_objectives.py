@@ -2,8 +2,6 @@
 answer by answer, without packing, and differentiated by autograd; and the packing never changes it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

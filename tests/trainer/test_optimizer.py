@@ -2,8 +2,6 @@
 and ends the training when it keeps coming; dropout is off; activations that are computed again give the same gradients.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@ was doing and whichever library asked; a checkpoint that does not fit at the mom
 is written asks for no GPU. A process keeps to its share of a GPU, where its memory grows in place.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

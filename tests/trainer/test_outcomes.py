@@ -3,8 +3,6 @@ every loss and correction; log-probabilities are those of the policy before the 
 whatever the turns; a step that is trained again has the same bytes; a disk that fails or hangs ends no training.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -2,8 +2,6 @@
 exactly once; each rank has as many micro-batches as every other.
 """
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

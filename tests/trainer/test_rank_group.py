@@ -7,8 +7,6 @@ rank 1 there.
 - A rank that does not come is named, after a deadline; so is one with a wrong key, or that nobody waits for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

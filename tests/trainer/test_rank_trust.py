@@ -2,8 +2,6 @@
 reached at the loopback interface, or with the key. The key is good for one trainer, and on no command line.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from pathlib import Path

@@ -8,8 +8,6 @@ the gradients of one batch agree for some losses; each rank holds only its part;
 - In bfloat16 the stream between the layers is bfloat16, and one rank keeps its own float32 stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import resource

@@ -1,7 +1,5 @@
 """Promise of a rendezvous: a network interface that is not there is named, with those that are."""
 
-from __future__ import annotations
-
 import pytest
 from torch import distributed
 

@@ -2,8 +2,6 @@
 every estimator makes finite advantages of them, at the bounds of every setting too; what a run folder holds from
 before rewards were bounded counts as the bound."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

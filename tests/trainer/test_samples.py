@@ -10,8 +10,6 @@ context; impossible answers stop the run. Of a trajectory that branches, and abo
   same number in the group.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Promises: the overlong penalty by hand at its corners; overlong, bias, scale, clip in this order; defaults change
 nothing."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,8 +5,6 @@ Of DPO: the loss by hand; at the reference it is log 2; a step is its equation w
 model learns to prefer; the reference does not move.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -2,8 +2,6 @@
 interpolation lies between the two policies. M2PO's choice is the largest within the threshold; tokens that are pulled
 back towards the anchor stay; the order of the tokens, hence the packing, makes no difference."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

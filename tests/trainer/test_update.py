@@ -3,8 +3,6 @@ update; versions go up by one; a resumed trainer goes on bit for bit; bad gradie
 test_objectives.py.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

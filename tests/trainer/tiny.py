@@ -1,7 +1,5 @@
 """A tiny Qwen3 with the packed attention; each call gives the same parameters in new tensors."""
 
-from __future__ import annotations
-
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 

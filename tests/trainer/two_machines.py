@@ -1,7 +1,5 @@
 """A trainer whose rank 1 is on another machine (`other_machine`): what tests of ranks start and look at."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator

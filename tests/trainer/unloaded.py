@@ -1,7 +1,5 @@
 """Models that begin without memory, and what several ranks make of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

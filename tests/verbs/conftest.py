@@ -1,7 +1,5 @@
 """One small model folder for all tests of the verbs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

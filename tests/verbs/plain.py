@@ -1,7 +1,5 @@
 """What is compared with: transformers' own forward, and torch's own log-probabilities."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

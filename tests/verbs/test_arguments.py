@@ -1,8 +1,6 @@
 """An argument of a wrong kind is told by its name, whatever it is; what is no model is never lost; tokens of another
 tokenizer are refused by every part."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

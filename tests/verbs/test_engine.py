@@ -8,8 +8,6 @@
   So are the turns of its conversations.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

@@ -5,8 +5,6 @@
 - Gradients of several calls add up; targets may be other tokens than those of the sequence.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence

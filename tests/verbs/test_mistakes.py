@@ -1,7 +1,5 @@
 """Mistakes in loops of one's own are told with their place, what was found, and what to do."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

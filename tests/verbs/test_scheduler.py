@@ -6,8 +6,6 @@
 - Both can be waited for in coroutines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import subprocess

@@ -7,8 +7,6 @@
 - A ledger goes on with the prompts, the seed and the group size with which its groups began, or says what differs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import tempfile

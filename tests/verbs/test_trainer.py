@@ -6,8 +6,6 @@
 - A version is what `weights` gives out, however many steps it took.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

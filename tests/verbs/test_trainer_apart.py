@@ -5,8 +5,6 @@
 - A call that is interrupted leaves the next one right, or ends the trainer with a message; none hangs.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import signal

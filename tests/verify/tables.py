@@ -1,7 +1,5 @@
 """Tables of cases, several in a line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

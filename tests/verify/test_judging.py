@@ -3,8 +3,6 @@ time; its command gives back each line of a file, or names every bad line. (`tes
 stretto.)
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

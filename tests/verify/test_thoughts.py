@@ -5,8 +5,6 @@ off inside of a thought has none, whatever stands in it, and no program of it is
 the thought, which a prompt that speaks of marks has not.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,8 +1,6 @@
 """The wheel of `packages/verify` works by itself: in an environment with its dependencies alone. It loads them when it
 is first asked to judge, and neither stretto nor torch at any time."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """One server for all tests of a file, over a folder of runs; requests are real ones."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Small runs, written by the writers of real ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

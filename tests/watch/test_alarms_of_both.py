@@ -2,8 +2,6 @@
 reads is read by all of them, and each alarm that one raises is raised by all.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

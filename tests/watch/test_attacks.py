@@ -4,8 +4,6 @@ said, and never too long; a run folder that is damaged, locked, of a newer forma
 pipes is shown with its fault, and the server serves the others.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sqlite3

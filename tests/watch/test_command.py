@@ -3,8 +3,6 @@ signal; a folder that is not there and a port in use are mistakes of the user; `
 the same alarms.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

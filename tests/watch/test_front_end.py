@@ -5,8 +5,6 @@
 - The sentences below the curves are those of docs/reference/metrics.md, of every family of series.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -7,8 +7,6 @@ process; what is the matter with one run, one line or one file of the cache leav
 is read once, a ledger opened once for a row; an alarm of a running run ends with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

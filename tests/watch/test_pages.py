@@ -5,8 +5,6 @@ from the trainer, as a series by step and as proofs by version, and the largest 
 no such series.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

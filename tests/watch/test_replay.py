@@ -4,8 +4,6 @@ its deadline and by the end of the server, and leaves nothing then; one that fai
 a folder that cannot be written is refused; what it makes is a branch beside its run, into which nothing is written.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

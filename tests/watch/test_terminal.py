@@ -3,8 +3,6 @@ one as it grows, one that dies with the reason, one that goes on from an earlier
 leave; the terminal is given back as it was; nothing in the folder is touched; without a terminal it prints lines.
 """
 
-from __future__ import annotations
-
 import os
 import pty
 import signal

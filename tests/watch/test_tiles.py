@@ -1,8 +1,6 @@
 """Promises about the tiles of a timeline: what is as wide as a pixel stands alone, and what is narrower stands with all
 of its name that begin in its pixel, whatever is between them; no span is left out or counted twice."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections import defaultdict

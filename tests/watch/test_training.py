@@ -2,8 +2,6 @@
 a fault of its own, and the part of the ledger is shown.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Promises: "auto" chooses by where the engines are and says why; what cannot be had is refused with a remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ was queued before. Shown with streams of threads in place of the device's: work 
 stream.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ class DeviceEvent:
     def __init__(self) -> None:
         self._there = threading.Event()
 
-    def record(self, stream: DeviceStream) -> None:
+    def record(self, stream: "DeviceStream") -> None:
         stream.submit(self._there.set)
 
     def synchronize(self) -> None:
@@ -55,7 +53,7 @@ class DeviceStream:
     def wait_event(self, event: DeviceEvent) -> None:
         self.submit(event.synchronize)
 
-    def wait_stream(self, other: DeviceStream) -> None:
+    def wait_stream(self, other: "DeviceStream") -> None:
         (event := DeviceEvent()).record(other)
         self.wait_event(event)
 

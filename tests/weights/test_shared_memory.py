@@ -3,8 +3,6 @@ half-written is never loaded; the newest two are kept; nothing is left behind, n
 next run, of whichever folder, removes what belongs to nobody.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import multiprocessing

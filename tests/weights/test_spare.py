@@ -2,8 +2,6 @@
 or held keeps its bytes; a shorter version has nothing of a longer one; a file that another user put in place of the
 spare is not written."""
 
-from __future__ import annotations
-
 import os
 import select
 import sys

@@ -1,7 +1,5 @@
 """A pool of workflow processes with some trajectories, and a model that says digits."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine

@@ -2,8 +2,6 @@
 conversations are what the chat template renders, what was said stays as it was sampled, and their rewards are those of
 their pages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Promise: a turn continues the messages that its conversation had when it began, whatever is said, sampled or edited
 meanwhile; no reply is lost, and what is sampled again behind an unchanged history reuses its tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 """Promises about trajectories that end their process: each of them fails, and no other one does, however they are mixed
 and however many processes there are; what has lost a process is alone in the next one, and waits for no newcomer."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Promise: an environment of reset and step is played turn by turn: each observation is a message, each completion an
 action behind exactly what was said before; rewards are by action, and a world that raises fails the trajectory."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A workflow of the user's runs in a process of its own; whatever it does wrong fails its trajectory with the reason,
 and harms no other one. One whose process ends begins again, and is answered from the record."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import multiprocessing

@@ -1,8 +1,6 @@
 """A program that begins again with what is on record makes the forest that it would have made without the crash,
 wherever that came: no turn is sampled twice, no call is made twice, and unfinished turns go on behind their tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Calls are read back as they were written, in the form of every family; what is malformed is text."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

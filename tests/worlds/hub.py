@@ -1,7 +1,5 @@
 """A hub of datasets on this machine: what Hugging Face `datasets` asks of one over HTTP, of files in a folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -4,8 +4,6 @@
 - Answers have a long tail: the longest is at least eight times the median.
 """
 
-from __future__ import annotations
-
 import random
 from statistics import median
 

@@ -4,8 +4,6 @@
 - What is unusual and right is read: chats, numbers as answers, blank lines, strange ends of lines inside a text.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Sequence

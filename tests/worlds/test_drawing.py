@@ -4,8 +4,6 @@
 - As many as there are can be held out; one more is refused, with their number and the setting that makes more.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from stretto.core.errors import DataError

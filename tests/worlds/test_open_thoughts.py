@@ -4,8 +4,6 @@ Promises: a completion that ends within the thought of its prompt reaches the re
 single turn and from a workflow; one that has ended its thought, and a text that a workflow has made itself, as it is.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field

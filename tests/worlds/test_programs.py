@@ -4,8 +4,6 @@ Promises: the program of a description does what the description says, by Python
 wrong as often as they should; tests are those that a correct program passes.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -5,8 +5,6 @@
 - A mistake of one source is told with those of the others: file and line, or file and row.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,8 +1,6 @@
 """Parts that tests of the mirror share: a weights server on a real socket or in a process of its own, a road to it that
 can be frozen, cut and slowed down and on which bytes are lost or changed, and what is published and pulled."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect
@@ -77,7 +75,7 @@ class Road:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[Road]:
+    async def opened(self) -> AsyncIterator["Road"]:
         self._open.set()
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -1,7 +1,5 @@
 """The real command, and the folders that it serves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

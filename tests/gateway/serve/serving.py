@@ -1,7 +1,5 @@
 """`stretto serve` of a model that writes any bytes: in the test's own event loop, and as the real command."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Promises of ``stretto serve``: every dialect gets what the engine samples for the same prompt, whole and streamed;
 tools are offered to the model and calls are read; a conversation that only a session knows is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

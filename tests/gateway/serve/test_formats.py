@@ -1,8 +1,6 @@
 """Promises of `response_format` of ``stretto serve``, by the `openai` package: what a random model says is parsed as
 the class that was asked for; a schema that cannot be served is OpenAI's own exception, and the server goes on."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 

@@ -2,8 +2,6 @@
 interface with one of its own; the server lives on.
 """
 
-from __future__ import annotations
-
 import json
 
 import msgspec

@@ -3,8 +3,6 @@ sentence, speaks another protocol or does not listen; a fault of the server's is
 characters in any script; the page of metrics is one that Prometheus reads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

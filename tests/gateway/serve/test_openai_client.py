@@ -3,8 +3,6 @@ same; usage counts tokens; seeds reproduce, and the answers of one request diffe
 refusal is the exception that OpenAI's own would be.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 request as the token interface would have made; what other servers understand and this one does not is never ignored.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence

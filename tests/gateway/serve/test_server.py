@@ -4,8 +4,6 @@ that stops finishes what is open and refuses the rest with 503; an engine that f
 signal ends the command.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -2,8 +2,6 @@
 sent once and in order; events are those of the dialect to the byte; a fault of one stream ends no other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence

@@ -3,8 +3,6 @@ streamed, across an update in mid-completion; the client for a server of vLLM re
 refused by the name of the field.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A taskset of verifiers, and a harness that needs no process of its own: it calls its tool itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

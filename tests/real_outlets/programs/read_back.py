@@ -5,8 +5,6 @@ Prints a JSON object: `points`, each with the step and one name and number; `tab
 tags, as far as they are there.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import struct

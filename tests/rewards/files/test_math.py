@@ -4,8 +4,6 @@ Promises: lines come back in order, whole, with verdict, seconds and reason; a c
 undecided and told on stderr; every bad line is named with its number before anything is judged.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

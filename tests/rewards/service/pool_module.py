@@ -1,7 +1,5 @@
 """The rewards of the tests, as the text of a module: they hang, die, leak, and say what is no verdict."""
 
-from __future__ import annotations
-
 MODULE = """
 import os, signal, sys, time
 leaked = []

@@ -3,8 +3,6 @@
 A child that a reward has forked never judges for the worker, and the ends of children are known under any supervisor.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What workers say of their reward: the first speaks for all, and one that says something else is reported once."""
 
-from __future__ import annotations
-
 from stretto.rewards.service.wire import Facts
 
 STRONG, WEAK = {"sandbox": "sandbox level A (warm)"}, {"sandbox": "sandbox level D (warm)"}

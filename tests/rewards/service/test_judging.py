@@ -5,8 +5,6 @@ every exception, is undecided with its reason and place, and never a zero; what 
 given, harms nobody.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

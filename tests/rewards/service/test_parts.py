@@ -5,8 +5,6 @@ a source says what is right; one that is undecided makes the whole undecided, wh
 single `function` is a sum of one without a name.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import cast

@@ -4,8 +4,6 @@ Promises: one verdict per answer, in order, whatever the reward does; an answer 
 undecided with its reason and costs the others nothing; the slot always comes back; nothing is left after `close`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

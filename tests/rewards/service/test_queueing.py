@@ -4,8 +4,6 @@ Promises: a call is cut into chunks that cover each answer once; of what a lost 
 exactly once, and only the one that was being judged is blamed.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 from hypothesis import given

@@ -4,8 +4,6 @@
 ``FOLDER/COUNT-saved`` the policy of a trainer's process, ``FOLDER/COUNT-checkpoint`` what the first run left.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import replace

@@ -8,8 +8,6 @@
 Two ranks are in every test run, four (FSDP beside, and both at once) in the long one.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

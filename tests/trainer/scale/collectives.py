@@ -1,7 +1,5 @@
 """Collectives of a step: their number and bytes, by what they do and the axis whose ranks they join."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ What is counted is every storage that is alive. On a GPU a gather may begin whil
 adds at most one layer. gloo (`gpu=False`) copies what it gathers, and what it sums and scatters, while it does so.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@
 steps and the bytes at the peak of the second, beyond those of the process before it has the model.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import sys

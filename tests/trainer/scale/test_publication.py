@@ -1,8 +1,6 @@
 """Promises of several ranks: each sends its shard in the dtype that is published, and the version is that of whole
 parameters rounded afterwards, to the last bit; a reference policy is held in the dtype in which it is gathered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

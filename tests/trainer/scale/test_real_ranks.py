@@ -1,8 +1,6 @@
 """Promises of 2, 4 and 8 real ranks on gloo, with a model of 22M parameters: the losses of one rank, and within a tenth
 the memory that is counted without machines (`counting`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,6 @@ own step (`counting`) at the shapes of Qwen3 and of the paper's recipes, 32k tok
 - the estimate says its largest part and a key that shrinks it.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ among results costs the grader no more than to count it; one that ends its sandb
 for is called, whatever else has its name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ count where the expected text shows them; integers are exact, other numbers with
 of them; values of different kinds are different; a tuple passes for a list and a list not for a tuple.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

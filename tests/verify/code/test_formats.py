@@ -5,8 +5,6 @@ apart into calls and results; what cannot be read is refused with the place, nev
 nothing.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

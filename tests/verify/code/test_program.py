@@ -5,8 +5,6 @@ block is a program itself; an answer that goes on from the head of a function is
 blocks and other languages are no programs; a block has no margin of the list it stands in.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -4,8 +4,6 @@ Promises: right when every test passes, wrong when one does not, undecided when 
 no forgery passes, however it tries to look right: it is told the inputs and nothing of what is expected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

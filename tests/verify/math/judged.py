@@ -1,7 +1,5 @@
 """Verdicts on answers in mathematics."""
 
-from __future__ import annotations
-
 from stretto_verify.math.reward import math
 from stretto_verify.verdicts import Undecided
 

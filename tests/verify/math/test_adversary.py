@@ -4,8 +4,6 @@ Promises: no answer is right for two different golds, whatever joins its candida
 its solution; an answer that cannot be read or computed is wrong. (`test_cases.py`: what is equal and what is not.)
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

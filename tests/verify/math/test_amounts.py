@@ -5,8 +5,6 @@ the same convert there and back, others do not at all; a time of day is one minu
 a clock without its half of the day is one of two.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import product
 

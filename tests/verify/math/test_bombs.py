@@ -3,8 +3,6 @@
 Promises: none of them is right, and every good completion among them is; no worker is lost for good.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 

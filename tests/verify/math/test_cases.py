@@ -4,8 +4,6 @@ Promises: a form of docs/how_to/verify.md, of another grader's suite or of a mod
 its neighbour, which differs by a sign, a digit, a name, a unit or a word, is wrong, and never undecided.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from stretto_verify.math.reward import gold

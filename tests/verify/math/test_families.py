@@ -6,8 +6,6 @@ values with names by their names, pairs from sets; what is denied, exceeded or m
 nor is one of several boxes, nor the right side of an equation that is written back.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

@@ -4,8 +4,6 @@ Promises: a form is right for at most one gold answer, and for the one that it s
 replaces or gives to another subject is wrong; each gold answer is right for itself in its plain form.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

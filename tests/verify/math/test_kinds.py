@@ -5,8 +5,6 @@ vectors, values given twice, sentences, remainders, fractions in one sign and ra
 another unit, other parts and the side of an equation are not right.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from stretto_verify.math.reward import gold

@@ -4,8 +4,6 @@ Promises: a changed answer is never right (a digit, a sign, the end of an interv
 tuple, a cell of a matrix); another spelling of the same answer is right.
 """
 
-from __future__ import annotations
-
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

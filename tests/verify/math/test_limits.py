@@ -4,8 +4,6 @@ Promises: it ends a comparison whatever a library on the way catches or drops, s
 of others, and counts no collection of the process's garbage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

@@ -5,8 +5,6 @@ letter and for what it stands for, and for nothing else; a final answer is right
 it, and what is passed over may be words, never another candidate. `benchmarks/one_gold.py` judges 100,500 completions.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest

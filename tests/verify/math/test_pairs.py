@@ -6,8 +6,6 @@ none is accepted falsely, and at most 2 % are rejected falsely; what has no fini
 Every answer of tests/data/math_adversary.txt, written to be accepted falsely or beside one that was, has its verdict.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

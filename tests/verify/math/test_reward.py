@@ -5,8 +5,6 @@ every frame that models put around it; a gold answer that cannot be read is unde
 docs/how_to/verify.md, both ways.)
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ other unit, be that another prefix, another power, one factor more or another si
 radians; the digits of another base are another number, unless the question asks for the base.
 """
 
-from __future__ import annotations
-
 import math as numbers
 from collections.abc import Mapping
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Do something as an ordinary user, in a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -5,8 +5,6 @@ program works; the ladder is descended rung by rung, level E is refused unless a
 Real namespaces, real control groups, real attacks: what a machine does not offer is skipped by name.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

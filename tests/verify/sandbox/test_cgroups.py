@@ -4,8 +4,6 @@ Promises: both versions are found where the kernel says they are; the limits are
 cannot be made leaves nothing behind; groups whose maker is gone are removed.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

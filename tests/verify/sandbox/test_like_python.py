@@ -5,8 +5,6 @@ script that the interpreter runs without a sandbox: all programs at the stronges
 in turn, since what reads, writes and ends is the same guest at all of them.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

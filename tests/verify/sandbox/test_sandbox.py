@@ -5,8 +5,6 @@ it ends is told exactly; what it does to itself is its end, what happens to the 
 left behind after many runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

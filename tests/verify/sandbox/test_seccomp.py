@@ -4,8 +4,6 @@ Promises: what is refused is refused whatever the arguments, what is not named i
 known and those of other architectures are not; a clone with a new namespace is refused, a thread never is.
 """
 
-from __future__ import annotations
-
 import errno
 import re
 import struct

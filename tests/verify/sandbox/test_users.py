@@ -4,8 +4,6 @@ Promises: every sandbox of root has a user of its own, given back when it is clo
 processes is not taken from another one's; an ordinary user's sandboxes stay that user.
 """
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 
