@@ -1,7 +1,7 @@
 """Answers that are written to be right for more than they say, and right answers that look like them.
 
 Promises: no answer is right for two different golds, whatever joins its candidates; the question written back is not
-its solution; an answer that cannot be read or computed is wrong. (`test_cases.py`: what is equal and what is not.)
+its solution; an answer that cannot be read or computed is wrong. (`test_pairs.py`: what is equal and what is not.)
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Numbers in words, times of day and conversions of units. (`test_cases.py`: amounts and the decimal comma.)
+"""Numbers in words, times of day and conversions of units. (`test_pairs.py`: amounts and the decimal comma.)
 
 Promises: every number up to a million has one value however it is spelled, and nonsense has none; units that measure
 the same convert there and back, others do not at all; a time of day is one minute of 1440, whatever clock tells it, and

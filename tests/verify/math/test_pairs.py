@@ -4,9 +4,13 @@ Promises: of the pairs of tests/data/math_pairs.jsonl (numbers, units, money, ti
 lists, vectors, expressions, choices, frames around a final answer; and beside each what is nearly the same and is not)
 none is accepted falsely, and at most 2 % are rejected falsely; what has no finite value is right for no gold answer.
 Every answer of tests/data/math_adversary.txt, written to be accepted falsely or beside one that was, has its verdict.
+Of tests/data/math_kinds.txt each form (of docs/how_to/verify.md, of another grader's suite, of a model's writing) is read
+whole and is right; its neighbour, which differs by a sign, a digit, a name, a unit, a modulus, a part or a word, is
+wrong, and never undecided.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,10 @@ from tests.verify.tables import cases
 DATA = Path(__file__).parents[2] / "data"
 PAIRS = [json.loads(line) for line in (DATA / "math_pairs.jsonl").read_text(encoding="utf-8").splitlines()]
 ADVERSARY = cases((DATA / "math_adversary.txt").read_text(encoding="utf-8"))
+_, *_KINDS = re.split(r"^# (.*)\n", (DATA / "math_kinds.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
+KINDS = {title: table for title, table in zip(_KINDS[::2], _KINDS[1::2], strict=True) if table}
+#: Not computed, since it may grow without bound: only what is written alike is right for it.
+UNCHECKED = r"\sum_{i=1}^{n} a_i b_i"
 
 
 @pytest.mark.parametrize("part", [3, pytest.param(1, marks=pytest.mark.long)])
@@ -49,6 +57,13 @@ def test_answers_that_were_written_to_be_accepted_falsely_have_their_verdicts(pa
     assert [
         one for one, (_, _, is_right) in zip(told, ADVERSARY[::part], strict=True) if (one[2] == "right") != is_right
     ] == []
+
+
+@pytest.mark.parametrize("title", KINDS)
+def test_each_answer_is_right_or_wrong_as_it_should_be(title: str) -> None:
+    told = cases(KINDS[title])
+    assert [(one, answer) for one, answer, right in told if verdict(one, answer) != ("wrong", "right")[right]] == []
+    assert all(gold("", "", one) for one, _, _ in told if one != UNCHECKED)
 
 
 NO_VALUE = [r"\ln 0", r"\log_0 5", r"\frac{1}{0}", r"\tan 90^\circ", r"\infty-\infty", r"\frac{0}{0}", r"e^{1/0}"]

@@ -1,7 +1,7 @@
 """The verifier of mathematics, from text to verdict.
 
 Promises: on the public cases no false accept and under 2 % false rejects; an answer is the same answer in
-every frame that models put around it; a gold answer that cannot be read is undecided. (`test_cases.py`: the rules of
+every frame that models put around it; a gold answer that cannot be read is undecided. (`test_pairs.py`: the rules of
 docs/how_to/verify.md, both ways.)
 """
 
