@@ -4,9 +4,9 @@ Promises: of the pairs of tests/data/math_pairs.jsonl (numbers, units, money, ti
 lists, vectors, expressions, choices, frames around a final answer; and beside each what is nearly the same and is not)
 none is accepted falsely, and at most 2 % are rejected falsely; what has no finite value is right for no gold answer.
 Every answer of tests/data/math_adversary.txt, written to be accepted falsely or beside one that was, has its verdict.
-Of tests/data/math_kinds.txt each form (of docs/how_to/verify.md, of another grader's suite, of a model's writing) is read
-whole and is right; its neighbour, which differs by a sign, a digit, a name, a unit, a modulus, a part or a word, is
-wrong, and never undecided.
+Of tests/data/math_kinds.txt each form (of docs/how_to/verify.md, of another grader's suite, of a model's writing) is
+read whole and is right; its neighbour, which differs by a sign, a digit, a name, a unit, a modulus, a part or a word,
+is wrong, and never undecided.
 """
 
 import json
