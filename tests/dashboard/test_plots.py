@@ -101,8 +101,5 @@ def test_throughput_stands_against_the_split_with_a_line_for_each_size_of_an_eng
     _, axes = canvas()
     draw_splits(axes, [(0.5, 300.0, 1), (0.25, 400.0, 1), (0.25, 350.0, 2)])
     drawn = {str(line.get_label()): np.column_stack(line.get_data()).tolist() for line in axes.get_lines()}
-    assert drawn == {
-        "engines of one device": [[0.25, 400.0], [0.5, 300.0]],
-        "engines of 2 devices": [[0.25, 350.0]],
-    }
+    assert drawn == {"engines of one device": [[0.25, 400.0], [0.5, 300.0]], "engines of 2 devices": [[0.25, 350.0]]}
     assert axes.get_ylim()[0] == 0

@@ -10,16 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stretto.core.records import (
-    Batch,
-    GenerateRequest,
-    Group,
-    Outcome,
-    Trajectory,
-    Verdict,
-    derive_seed,
-    trajectory_id,
-)
+from stretto.core.records import Batch, GenerateRequest, Group, Outcome, Trajectory, Verdict, derive_seed, trajectory_id
 from stretto.engine.native.engine import NativeEngine
 from stretto.launch.preflight.plan import Plan
 from stretto.model.hf.folder import load_policy

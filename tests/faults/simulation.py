@@ -23,13 +23,7 @@ import xxhash
 
 from stretto.core.engine import Generate
 from stretto.core.events import Span
-from stretto.core.records import (
-    Batch,
-    Prompt,
-    Sampling,
-    Trajectory,
-    Update,
-)
+from stretto.core.records import Batch, Prompt, Sampling, Trajectory, Update
 from stretto.core.states import OPEN
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor

@@ -27,15 +27,7 @@ from stretto_workflows.chat.messages import ChatRequest, SamplingOptions, Tool
 from stretto_workflows.chat.tool_calls import form_of
 from stretto_workflows.session import Sampler, SessionRecord, WholeTurns
 from tests.engine.serving import served
-from tests.gateway.serving import (
-    ENDS,
-    MODEL,
-    ServedGateway,
-    build_chat_model,
-    served_gateway,
-    tokenizer_of,
-    wished,
-)
+from tests.gateway.serving import ENDS, MODEL, ServedGateway, build_chat_model, served_gateway, tokenizer_of, wished
 
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 SUM = {"type": "object", "properties": {"a": DIGIT, "b": DIGIT}, "required": ["a", "b"], "additionalProperties": False}

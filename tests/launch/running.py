@@ -29,15 +29,7 @@ from stretto.store.inspection import Inspection, inspect_run
 from stretto.store.run_folder import RunFolder
 from stretto_app.cli.main import main
 from stretto_workflows.pool import WorkflowPool
-from tests.launch.warm import (
-    MARK,
-    WarmCommand,
-    children_of,
-    fork_workers,
-    session_fork_server,
-    session_server,
-    spare,
-)
+from tests.launch.warm import MARK, WarmCommand, children_of, fork_workers, session_fork_server, session_server, spare
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).parent / "recipes" / "tiny.toml"

@@ -111,8 +111,7 @@ def test_ranks_on_gpus_that_differ_are_refused(plan_for: PlanFor) -> None:
     fast, slow = (Gpu(str(n), name, 80 * GIB, 80 * GIB) for n, name in enumerate(("H100", "A100")))
     plan = plan_for("trainer.ranks=2")
     with pytest.raises(
-        RecipeError,
-        match=r"trainer.ranks: rank 0 on GPU 0, H100 of .* rank 1 on GPU 1, A100 of 80.0 GiB; .*VISIBLE",
+        RecipeError, match=r"trainer.ranks: rank 0 on GPU 0, H100 of .* rank 1 on GPU 1, A100 of 80.0 GiB; .*VISIBLE"
     ):
         seats_of(plan, (fast, slow))
     third = Gpu("2", "A100", 80 * GIB, 80 * GIB)

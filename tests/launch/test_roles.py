@@ -46,9 +46,7 @@ def test_who_does_not_end_is_told_and_the_others_end() -> None:
 
     asyncio.run(end_all(said.append, stuck(), well()))
     assert ended == ["trainer"]
-    assert said == [
-        "while the roles were ended: conductor waited 5 s for engine-0 to end after SIGKILL and gave up",
-    ]
+    assert said == ["while the roles were ended: conductor waited 5 s for engine-0 to end after SIGKILL and gave up"]
 
 
 def test_of_endpoints_that_cannot_be_made_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from stretto.core.events import Span
-from stretto.core.records import (
-    Batch,
-    Completion,
-    GenerateRequest,
-    Partials,
-    Sampling,
-    Update,
-    Verdict,
-)
+from stretto.core.records import Batch, Completion, GenerateRequest, Partials, Sampling, Update, Verdict
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig

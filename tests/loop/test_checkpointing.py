@@ -20,12 +20,7 @@ import msgspec
 import pytest
 
 from stretto.core.errors import CheckpointLost, RoleDied, StoreError
-from stretto.core.records import (
-    Completion,
-    Segment,
-    StopReason,
-    Update,
-)
+from stretto.core.records import Completion, Segment, StopReason, Update
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.evaluation import PeriodicEvaluation

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from stretto.core.records import Sampling
 from stretto.model.packed.attention import PACKED_ATTENTION

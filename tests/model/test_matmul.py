@@ -6,15 +6,7 @@ import torch
 from torch import nn
 
 from stretto.model.kernels import use_onednn
-from stretto_kernels.steps.matmul import (
-    GENERATION,
-    TRAINING,
-    Kernel,
-    KernelChoice,
-    Name,
-    OneDnnLinear,
-    fits,
-)
+from stretto_kernels.steps.matmul import GENERATION, TRAINING, Kernel, KernelChoice, Name, OneDnnLinear, fits
 from tests.model.choosing import always
 from tests.tolerances import assert_close
 

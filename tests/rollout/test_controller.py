@@ -10,13 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stretto.core.records import (
-    Prompt,
-    State,
-    StopReason,
-    Trajectory,
-    trajectory_id,
-)
+from stretto.core.records import Prompt, State, StopReason, Trajectory, trajectory_id
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState, Ticket, TooManyFailures
 from stretto.rollout.prompts import Position, PromptStream

@@ -99,12 +99,7 @@ def test_the_fuller_engine_never_gets_the_larger_number(
     assert window(state, other).number <= window(state, now).number
 
 
-@given(
-    share=st.floats(0.001, 3.0),
-    engines=st.integers(1, 4),
-    start=st.integers(1, 200),
-    probing=st.booleans(),
-)
+@given(share=st.floats(0.001, 3.0), engines=st.integers(1, 4), start=st.integers(1, 200), probing=st.booleans())
 def test_a_constant_load_brings_it_to_rest(share: float, engines: int, start: int, probing: bool) -> None:
     """Each group needs the same share of an engine: it falls until all have room, rises while there is, and then
     never changes."""

@@ -52,9 +52,7 @@ async def test_completions_are_the_servers_tokens_with_the_loaded_version() -> N
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
-async def test_each_token_has_the_version_that_sampled_it_through_several_updates(
-    on_update: OnUpdate,
-) -> None:
+async def test_each_token_has_the_version_that_sampled_it_through_several_updates(on_update: OnUpdate) -> None:
     server, engine = await at(0, on_update)
     stream = engine.submit_all([request("kl", max_tokens=9)])
     for version in (1, 2, 5):

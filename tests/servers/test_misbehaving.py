@@ -180,9 +180,7 @@ async def test_a_pause_that_ends_no_request_ends_the_engine(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
-async def test_a_load_that_fails_ends_the_engine_and_nothing_is_sampled_any_more(
-    on_update: OnUpdate,
-) -> None:
+async def test_a_load_that_fails_ends_the_engine_and_nothing_is_sampled_any_more(on_update: OnUpdate) -> None:
     server, engine = await at(1, on_update)
     stream = engine.submit_all([request("ab", max_tokens=8)])
     await play(server, count=2)

@@ -133,11 +133,7 @@ async def serving(
 
 
 def exchange(
-    kind: str,
-    replies: Replies,
-    work: Callable[[Make], Coroutine[Any, Any, Any]],
-    *,
-    breaks: bool = False,
+    kind: str, replies: Replies, work: Callable[[Make], Coroutine[Any, Any, Any]], *, breaks: bool = False
 ) -> tuple[Any, Asked]:
     """What `work` returns, and what the server was asked."""
     asked: Asked = []

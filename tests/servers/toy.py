@@ -192,10 +192,7 @@ class Publications(FolderAsItIs):
 
 
 def engine_over(
-    server: ToyServer,
-    on_update: OnUpdate = "recompute",
-    weights: Publications | None = None,
-    slots: float = math.inf,
+    server: ToyServer, on_update: OnUpdate = "recompute", weights: Publications | None = None, slots: float = math.inf
 ) -> ExternalEngine:
     limits = Limits(VOCABULARY, CONTEXT, slots)
     return ExternalEngine("engine-0", server, limits, weights or Publications(), StopTexts(Letters), on_update)

@@ -6,17 +6,7 @@
 
 import pytest
 
-from stretto.core.records import (
-    Batch,
-    Group,
-    Outcome,
-    Prompt,
-    Segment,
-    State,
-    StopReason,
-    Trajectory,
-    Verdict,
-)
+from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, State, StopReason, Trajectory, Verdict
 from stretto.rollout.config import BeyondBound, RolloutConfig
 from stretto_foresight.simulator.accounts import SimulationReport
 from stretto_foresight.simulator.run import SimulatedRun, Workload

@@ -259,8 +259,7 @@ def test_a_file_that_is_no_ledger_is_refused(path: Path) -> None:
 
 
 MOVES = st.lists(
-    st.tuples(st.sampled_from(["issue", "buffer", "filter", "expire", "fail", "train"]), st.integers(0, 5)),
-    max_size=40,
+    st.tuples(st.sampled_from(["issue", "buffer", "filter", "expire", "fail", "train"]), st.integers(0, 5)), max_size=40
 )
 
 

@@ -254,10 +254,7 @@ def test_a_study_file_of_somebody_else_is_no_folder_that_was_killed(study: Path,
 
 def test_a_folder_in_use_is_refused(study: Path, tmp_path: Path) -> None:
     loaded = load_study(study, seeds=1)
-    with (
-        StudyFolder.take(tmp_path / "out", loaded),
-        pytest.raises(RunFolderError, match="is in use by process"),
-    ):
+    with StudyFolder.take(tmp_path / "out", loaded), pytest.raises(RunFolderError, match="is in use by process"):
         StudyFolder.take(tmp_path / "out", loaded)
 
 

@@ -143,10 +143,7 @@ def settings(scenario: Scenario) -> TrainerConfig:
 
 
 def trainer_of(
-    scenario: Scenario,
-    ranks: Ranks,
-    load: Callable[[], PreTrainedModel] | None = None,
-    sink: TokenSink | None = None,
+    scenario: Scenario, ranks: Ranks, load: Callable[[], PreTrainedModel] | None = None, sink: TokenSink | None = None
 ) -> Trainer:
     """The scenario's trainer at version 0; `load` makes its models."""
     config, algorithm = settings(scenario), AlgorithmConfig.model_validate(scenario.algorithm)
