@@ -56,8 +56,10 @@ class JsonServer:
             progress: function whose value is polled; the time limit restarts whenever it changes.
 
         Raises:
-            RefusedRequest, WireError: the server replies with an error; its message is included.
-            EngineLost, DeadlineExceeded: the server does not reply.
+            RefusedRequest: the server replies that the request is wrong (status 400, 413 or 422), with its message.
+            WireError: it replies with another status than 200, or this process cannot open a connection.
+            EngineLost: the server cannot be reached, or the connection breaks.
+            DeadlineExceeded: there is no whole reply within the time limit.
         """
         awaited, longest = f"{path} of {self.name}", seconds or self._seconds
         bound = deadline(self._owner, awaited, longest)
@@ -88,8 +90,9 @@ class JsonServer:
         iteration closes the connection.
 
         Raises:
-            RefusedRequest, WireError: the server replies with an error; its message is included.
-            EngineLost: the connection broke.
+            RefusedRequest: the server replies that the request is wrong (status 400, 413 or 422), with its message.
+            WireError: it replies with another status than 200, or an event has more than 64 MiB.
+            EngineLost: the server cannot be reached, or the connection broke.
             DeadlineExceeded: no event came for `token_seconds`.
         """
         rest = b""

@@ -61,8 +61,13 @@ def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: C
 
 
 def _check_run(run: Path, digest: str | None) -> None:
-    """Raise RunFolderError unless the plan predicts this run, by the recipe's `digest` (None: the plan has none, which
-    is refused). The run need not have begun."""
+    """Check that a plan may be written into the run folder `run`: it is missing or has no ledger yet, or its run is of
+    the planned recipe. `digest`: of that recipe; None: the plan is for a number of GPUs, which is refused.
+
+    Raises:
+        RunFolderError: the plan is for another recipe or for a number of GPUs, or `run` is no folder.
+        StoreError: the run's ledger cannot be read.
+    """
     if os.path.isfile(RunFolder(run).ledger):
         check_digest(Path(f"--run {run}"), digest, run_digest(run))
     elif digest is None:

@@ -71,10 +71,10 @@ class EngineRecord(Membership, frozen=True):
 class WeightsSummary(Record, frozen=True):
     """Weight transfers to the engines: medians over the newest 99; None if there are none.
 
-    `medium`: shared_memory, http or broadcast. `bytes`: size of one version. `seconds_pause_median`: pause of
-    generation for a load. `copies`: how often each byte is copied in host memory between the trainer's parameters and
-    the mailbox; each engine adds one copy. `seconds_publish_median`: from the trainer's copy until the version could be
-    loaded.
+    `medium`: shared_memory, http or broadcast. `bytes`: size of one version. `seconds_pull_median`: transfer of one
+    version to an engine. `seconds_pause_median`: pause of generation for a load. `copies`: how often each byte is
+    copied in host memory between the trainer's parameters and the mailbox; each engine adds one copy.
+    `seconds_publish_median`: from the trainer's copy until the version could be loaded.
     """
 
     medium: str | None
@@ -238,8 +238,9 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
 
 
 def of_branch(found: Inspection, branch: Branch | None) -> Inspection:
-    """The inspection of a branch: its engines, canaries and goodput are emptied and wasted tokens are 0, since its copy
-    of the ledger has those of the original run. Returns `found` unchanged if `branch` is None."""
+    """The inspection of a branch, with its origin `branch` as `replay`. Engines, canaries, goodput and idle times are
+    empty and wasted tokens are 0, since its copy of the ledger has those of the original run. Returns `found` unchanged
+    if `branch` is None."""
     if branch is None:
         return found
     kept = msgspec.structs.replace(found.tokens, wasted=0)

@@ -30,9 +30,11 @@ class TokensSpec(Record, frozen=True):
 class TrainerSpec(Record, frozen=True):
     """Arguments of the trainer's process; `trainer` and `algorithm` are JSON texts of their pydantic models.
 
-    `sampling`: the engines' settings, so that engines and trainer evaluate the same distribution. `kernels`: file with
-    the run's choice of kernels, if any. `published`: dtype of published floating-point numbers; None: the trainer's
-    dtype.
+    `model`: folder of version 0. `mailbox`, `mailbox_folder`: name and folder of the publications
+    (`weights.shared_memory`). `sampling`: the engines' settings, so that engines and trainer evaluate the same
+    distribution. `checkpoint`: folder to begin with; None: version 0. `descriptor`: this process's end of the channel
+    to the conductor; set at the start. `kernels`: file with the run's choice of kernels; None: none. `published`: dtype
+    of published floating-point numbers; None: the trainer's dtype.
     """
 
     model: str
@@ -84,8 +86,10 @@ RANK_KEY = "STRETTO_RANK_KEY"
 
 
 class SupervisedSpec(Record, frozen=True):
-    """Arguments of the process of supervised learning. `examples`: file with `Examples` in MessagePack. `config`: JSON
-    text of a `SupervisedConfig` or `PreferenceConfig`. `gpus`: ids of the GPUs that it sees; empty: all."""
+    """Arguments of the process of supervised learning. `model`: folder of the policy to train; `out`: folder for the
+    trained one. `examples`: file with `Examples` in MessagePack. `config`: JSON text of a `SupervisedConfig` or
+    `PreferenceConfig`. `descriptor`: this process's end of the channel to its parent. `role`: its name in messages.
+    `gpus`: ids of the GPUs that it sees; empty: all."""
 
     model: str
     examples: str

@@ -273,9 +273,14 @@ class Policy(nn.Module):
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
-        """Prepare `model`, which must be loaded with packed attention; it is changed in place. A model on the meta
-        device is checked later, by `check`, after it was filled. With several `ranks`, FSDP chooses the dtype of
-        matmuls.
+        """Check `model`, set it to evaluation mode, and give its layers faster kernels where there are some; the model
+        is changed in place. One on the meta device is not checked here but by `check`, after it was filled.
+
+        Args:
+            model: loaded with packed attention.
+            config: its `dtype` is that of matmuls; with several ranks FSDP chooses it.
+            sampling: settings of the distribution whose log-probabilities are computed.
+            ranks: the processes that share the model.
 
         Raises:
             ModelFolderError: `check_policy` refuses the model.

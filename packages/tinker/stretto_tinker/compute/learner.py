@@ -156,8 +156,16 @@ class Learner:
 
 
 def sum_of(name: str, logprobs: Sequence[Tensor], data: Sequence[Datum], config: Mapping[str, float]) -> Tensor:
-    """Sum of the loss `name` over sequences. `logprobs`: log-probabilities of each sequence's targets, with gradient.
-    `config`: settings of the loss."""
+    """Sum of the loss `name` over at least one sequence: a scalar with gradient.
+
+    Args:
+        logprobs: for each sequence, the log-probabilities of its targets, flat.
+        data: the sequences.
+        config: all settings of the loss (`Loss.configured`).
+
+    Raises:
+        RefusedRequest: the loss is unknown or not served.
+    """
     loss, device = loss_of(name), logprobs[0].device
     values = [
         loss.of(one.reshape(datum.targets.shape), as_tensors(datum.inputs, device), config)

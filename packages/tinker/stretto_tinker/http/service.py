@@ -225,7 +225,8 @@ class Service:
             self.look_after(_SILENT_SECONDS)
 
     def _take_up(self) -> None:
-        """Restore the live sessions from the record, and finish those that have ended."""
+        """Count recorded sessions that have not ended as seen now. For ended ones with queued requests, fail those for
+        samples, and remove the models from memory once the others are computed."""
         for session, ended in self.record.unfinished_sessions():
             if ended:
                 self._leave(session, "the session has ended", ended=True)

@@ -60,13 +60,14 @@ class CodeReward:
         report: Report,
         sandbox: Callable[[Walls, SandboxConfig], Sandbox] = Sandbox,
     ) -> None:
+        """Create the sandbox. `report`: how its `walls` were found, for `facts`; it changes no verdict."""
         self.report = report
         self._config = config
         self._sandbox = sandbox(walls, config)
 
     def __call__(self, prompt: str, completion: str, answer: str) -> bool:
-        """Whether the program in `completion` passes the tests in `answer`. Tests after the first failure are not
-        run.
+        """Whether the program in `completion` passes the tests in `answer`; False without a program. All calls run in
+        one process; inputs after the first failure are not run.
 
         Raises:
             Undecided: the tests cannot be read, or the sandbox could not run them.
@@ -85,7 +86,8 @@ class CodeReward:
         return {"sandbox": str(self.report)}
 
     def judge(self, completion: str, tests: ProgramTests, *, to_the_end: bool = True) -> Judgement:
-        """Run the program of a completion on all tests, or without `to_the_end` until one fails.
+        """Run the program of a completion on all tests; without `to_the_end` on no input after the first failure. A
+        completion without a program fails all.
 
         Raises:
             SandboxFailed: the sandbox could not run it.
@@ -194,11 +196,13 @@ class _Clock:
         return clock_limit(self.config.completion_seconds) - self.waited
 
     def allow(self, tests: int) -> tuple[float, float]:
-        """CPU and wall-clock seconds for the next run, which executes this number of tests."""
+        """Limits of the next run, which executes this number of tests: CPU and wall-clock seconds. They are at most
+        what is left; nothing is charged before `charge`."""
         seconds = min(tests * self.config.seconds, self.left)
         return seconds, min(clock_limit(seconds), self._patience)
 
     def charge(self, ended: ProgramEnd) -> None:
+        """Add the time of a run."""
         self.computed += ended.cpu_seconds
         self.waited += ended.seconds
 

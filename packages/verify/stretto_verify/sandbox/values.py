@@ -38,7 +38,8 @@ def plain(value: object) -> Any:
 
 
 def encoded(value: Any) -> str:
-    """JSON text of a plain value, without importing the json module, which is slow."""
+    """JSON text of a value in the form of `plain`, as the json module writes it (NaN and Infinity included), which is
+    slow to import."""
     if isinstance(value, str):
         return _json.encode_basestring_ascii(str(value))
     if value is None or isinstance(value, bool):

@@ -2,7 +2,7 @@
 
 So a completion does not depend on the rest of the batch, the engine, or the number of interruptions.
 
-Axes: R row, K likeliest tokens in descending order, V vocabulary.
+Axes: R row, K likeliest tokens in descending order, V vocabulary, W words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -141,9 +141,17 @@ def draws(device: torch.device) -> bool:
 def draw_by_torch(
     logits_RV: Tensor, greedy: npt.NDArray[np.bool_], targets: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Draw one token per row with torch operations. `greedy`: [R], rows that take the likeliest token. `targets`: [R],
-    a random number in [0, 1) for each other row. Returns the token ids [R] and their log-probabilities [R], NaN for a
-    row with non-finite logits."""
+    """Draw one token per row with torch operations.
+
+    Args:
+        logits_RV: after temperature and filters (`tempered`).
+        greedy: [R], rows that take the likeliest token.
+        targets: [R], one random number in [0, 1) per row; a greedy row ignores its own.
+
+    Returns:
+        Token ids [R] and their log-probabilities [R]. A row with non-finite logits gets any token and the
+            log-probability NaN.
+    """
     logprobs_RV = logits_RV.log_softmax(-1)
     # Not exp() of the line above: it is slow where it underflows, as at every token removed by a filter.
     cumulative_RV = logits_RV.softmax(-1).cumsum(-1, dtype=torch.float64)

@@ -169,7 +169,7 @@ def _column(name: str, found: object, tokens: int, dtype: torch.dtype) -> Iterat
 
 _TRIED = 4  # number of gold answers that a user-defined reward judges
 _TRIED_BUILT_IN = 64  # the same for a built-in reward, which is fast
-_PATIENCE = 10.0  # seconds for all calls together, and most seconds of one call
+_PATIENCE = 10.0  # seconds for the trial of one part
 _MOST_FAULTS = 3  # most faults that are reported of one part
 
 
@@ -262,7 +262,8 @@ class _Call:
 
 
 def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: float = _PATIENCE) -> list[str]:
-    """Let each reward judge the first gold answers of its questions, as completions; returns warnings.
+    """Let each reward judge the first gold answers of its questions twice, as completions; returns warnings about slow
+    or missing verdicts, wrong ones, and two verdicts that differ.
 
     Only the first reward of a source must find the gold answers right; others may judge something else. Built-in
     rewards are tried only on gold answers from files, since generated ones are right, and not if they have a section of
@@ -271,11 +272,13 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
 
     Args:
         questions: the training questions.
-        patience: seconds for all calls together, and most seconds of one call.
+        patience: seconds for the trial of each reward: no call begins later, except for the first of a round. One call
+            may take these seconds, or the reward's own time limit if that is longer.
 
     Raises:
         RewardFunctionError: the workers do not start, no call returned a verdict within the reward's time limit, or a
             built-in reward finds no gold answer right.
+        RoleError: the machine lacks resources for a worker.
     """
     told: list[str] = []
     decided: set[str] = set()

@@ -214,8 +214,11 @@ class TokenTally:
         self._counts: Counter[str] = Counter(msgspec.structs.asdict(start))
 
     def moved(self, row: LiveRow, before: State, had: int) -> None:
-        """Update the count after the trajectory of `row` has changed its state. `before`: its previous state; `had`:
-        its number of recorded tokens in that state."""
+        """Count the tokens of the trajectory of `row` under its new state; call this after each change of a state.
+
+        `before`: the previous state; `had`: number of its recorded tokens then, which are no longer counted there. A
+        trajectory without a verdict is also counted as one more in ``<state>_unjudged``.
+        """
         counts = self._counts
         counts[before] -= had
         counts[row.state] += row.tokens

@@ -16,9 +16,10 @@ from stretto.core.records import derive_seed
 class Question:
     """One prompt with its gold answer.
 
-    `messages`: the prompt as a chat, which the tokenizer's chat template renders in place of `text`; empty for a plain
-    text. `as_chat`: a chat that replaces `text` only if the tokenizer has a chat template. `template_arguments`:
-    arguments of the template. `place`: file and line of the row, for messages.
+    `demonstration`: completion that a warm start teaches; None: none. `messages`: the prompt as a chat, which the
+    tokenizer's chat template renders in place of `text`; empty for a plain text. `as_chat`: a chat that replaces `text`
+    only if the tokenizer has a chat template. `template_arguments`: arguments of the template, (name, value). `place`:
+    FILE:LINE of the row, for errors; "": it is from no file.
 
     Example: ``Question(id="17", text="3+8+5=", answer="16", demonstration="11+5=16")``
     """
@@ -124,4 +125,5 @@ def draw_held_out(draw: Callable[[random.Random], Drawn], count: int, larger: st
 
 
 def is_held_out(text: str) -> bool:
+    """Whether a synthetic question is held out: a fifth of all texts, the same in every run."""
     return derive_seed(text) % _HELD_OUT_PART == 0

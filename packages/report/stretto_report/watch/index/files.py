@@ -23,7 +23,8 @@ LEDGER = "ledger.sqlite"
 
 
 def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
-    """First (or last, if `end`) `largest` bytes of a file as text; None if there is no file.
+    """First (or last, if `end`) `largest` bytes of a file as text, undecodable ones as U+FFFD; None if there is no
+    file.
 
     Raises:
         StoreError: it is no regular file, or cannot be opened.
@@ -39,8 +40,8 @@ def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
 
 
 def refuse_strange_files(folder: Path) -> None:
-    """Check that the ledger, its log and the lock are regular files, because SQLite and the lock test follow links and
-    block at pipes.
+    """Check that the ledger, SQLite's two files beside it and the lock are regular files or missing, because SQLite and
+    the lock test follow links and block at pipes.
 
     Raises:
         StoreError: a file is not regular, or cannot be examined.

@@ -150,7 +150,8 @@ def denied(text: str, start: int, end: int) -> bool:
 
 
 def undenied(text: str, spans: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """The spans (start, end, content) that are not denied, last one first. "Not 41 or 43" denies both numbers."""
+    """The spans (start, end, content) that the text does not deny (see `denied`), last one first. `spans`: in the order
+    of the text. "Not 41 or 43" denies both numbers."""
     kept, at, is_denied = list[tuple[int, int, str]](), 0, False
     for start, end, content in spans:
         is_joined = is_denied and _NOR.fullmatch(text[at:start]) is not None

@@ -174,7 +174,12 @@ def _are_unit(words: str, apart: bool) -> bool:
 
 
 def _unit(words: str, power: str | None) -> str:
-    """Canonical name of a unit: of all words, if they are one; else of the first word, if it alone is a unit."""
+    """Canonical name of the unit that the words behind a number mean; "" if they mean none. `power`: exponent behind
+    the words; None: none.
+
+    All words may be one unit ("meters per second"). Otherwise it is the first ("meters long"), or the second of two
+    ("more meters"), if it is the only unit among them.
+    """
     words = words.strip(" .")
     if words.startswith(UNCLEAR):  # see `united`
         return words
