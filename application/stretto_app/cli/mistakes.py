@@ -41,7 +41,9 @@ def refuse_recipe(recipe: Path, overrides: Sequence[str], *, paths: bool = True)
     transformers that its model needs.
 
     Raises:
-        RecipeError: every mistake found; with `paths` also DataError and ModelFolderError.
+        RecipeError: keys or values are wrong; names all.
+        ModelFolderError: with `paths`: the model folder is missing or incomplete.
+        DataError: with `paths`: a data file is missing.
     """
     from stretto.processes.imports import imports_of_roles
 
@@ -78,7 +80,9 @@ def refuse_resumed(run: Path, overrides: Sequence[str]) -> tuple[str, ...]:
 
     Raises:
         RunFolderError: the folder holds no run.
-        RecipeError, DataError, ModelFolderError: the recipe or a path in it is wrong.
+        RecipeError: keys or values are wrong.
+        ModelFolderError: the model folder is missing or incomplete.
+        DataError: a data file is missing.
     """
     refuse_run(run)
     recipe = run / "recipe.toml"

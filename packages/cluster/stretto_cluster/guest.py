@@ -112,7 +112,8 @@ class GuestEngine(HttpEngine):
 
         Raises:
             WireError: the engine claims an unpublished version.
-            EngineLost, DeadlineExceeded: the engine does not reply.
+            EngineLost: it cannot be reached, or the connection broke.
+            DeadlineExceeded: it does not reply in time.
         """
         health = await super().health()
         self._published(health.version)

@@ -152,9 +152,10 @@ class Broadcast:
         """Create a process group with the server's workers.
 
         Raises:
-            EngineLost: the server did not join in time.
+            EngineLost: the server did not join in time, cannot be reached, or breaks the connection.
             DeadlineExceeded: it did not reply in time.
-            RefusedRequest, WireError: the server replies with an error.
+            RefusedRequest: it replies that the request is wrong (status 400, 413 or 422).
+            WireError: it replies with another status than 200.
         """
         patience = timedelta(seconds=self._seconds)
         use_interface_of(self._host)
@@ -197,9 +198,10 @@ class Broadcast:
         """Send the tensors to the paused server as `version`. After any error the group is closed.
 
         Raises:
-            EngineLost: a broadcast failed or took too long.
+            EngineLost: a broadcast failed or took too long, or the server's connection broke.
             DeadlineExceeded: the server did not reply in time.
-            RefusedRequest, WireError: the server replies with an error.
+            RefusedRequest: it replies that a request is wrong (status 400, 413 or 422).
+            WireError: it replies with another status than 200.
         """
         assert self._group is not None, "open() comes first"
         group, buckets = self._group, list(_buckets(tensors))

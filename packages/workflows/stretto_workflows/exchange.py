@@ -76,7 +76,8 @@ class Exchange:
         """Sample one turn, or replay it from the record.
 
         Raises:
-            RefusedRequest, DataError: the workflow's request is invalid or beyond a limit.
+            RefusedRequest: the workflow's request is malformed or beyond a limit.
+            DataError: the chat template refuses its messages, or the tokenizer cannot encode a character.
             Forged: the order continues a turn that was not sampled in this trajectory.
             EngineLost: the turn was tried on several engines, and all were lost.
         """

@@ -129,7 +129,8 @@ class WorkflowPool:
 
         Raises:
             WorkflowError: more than the share `workflow.max_failed` of the last trajectories failed.
-            EngineLost, RoleError: the run could not serve an order, or a worker cannot be restarted.
+            EngineLost: a turn was tried on several engines, and all were lost.
+            RoleError: a worker cannot be restarted, or the run could not serve an order.
         """
         how = ""
         for losses in range(1 + _LOSSES):

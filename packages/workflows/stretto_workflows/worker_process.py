@@ -172,7 +172,7 @@ class WorkflowProcess:
 
     @property
     def pids(self) -> list[int]:
-        """Process id, if the process is running."""
+        """Process id; empty if the process is not running."""
         return self._process.pids
 
     @property

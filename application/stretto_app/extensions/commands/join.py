@@ -111,8 +111,10 @@ def scale(run: Path, changes: list[str]) -> str:
     reply.
 
     Raises:
-        RunFolderError, RecipeError: the run is not running, or refuses.
-        DeadlineExceeded, MachineLost: the run did not reply in time, or ended before its reply.
+        RecipeError: `changes` are wrong, the folder has no readable join file, or the run refuses.
+        RunFolderError: the run has ended.
+        DeadlineExceeded: the run did not reply in time.
+        MachineLost: it closed the connection before its reply.
     """
     wanted = dict(change.partition("=")[::2] for change in changes)
     if wanted.keys() != {"engines"} or not wanted["engines"].isdecimal():

@@ -38,7 +38,7 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class Line(Generic[Fields]):
-    """One line: its place for messages ("FILE:LINE"), its whole object, and the required fields."""
+    """One line: its place for errors ("FILE:LINE"), its whole object, and the required fields."""
 
     place: str
     row: dict[str, Any]
@@ -186,7 +186,7 @@ def print_scored_programs(path: Path, config: SandboxConfig, workers: int) -> No
 
 
 def read_tests(given: Sequence[tuple[str, object]]) -> list[ProgramTests]:
-    """Parse the tests of every row. `given`: pairs of the row's place, for messages ("FILE:LINE"), and its tests.
+    """Parse the tests of every row. `given`: pairs of the row's place, for errors ("FILE:LINE"), and its tests.
 
     Raises:
         DataError: some cannot be read; the first twenty are named.

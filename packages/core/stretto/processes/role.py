@@ -131,7 +131,7 @@ class RoleProcess:
 
     @property
     def pids(self) -> list[int]:
-        """Process id, if the process is running."""
+        """Process id; empty if the process is not running."""
         return [self.pid] if self.running else []
 
     @property

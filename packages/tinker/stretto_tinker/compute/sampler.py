@@ -149,7 +149,7 @@ class Sampler:
 
     @property
     def least_cache(self) -> int:
-        """Bytes of KV cache that the longest open sequence needs to reach its end."""
+        """Bytes of KV cache that the longest open sequence needs at its largest length; 0 if none is open."""
         return max((one.cache for one in self._open.values()), default=0)
 
     def limit(self, cache: int) -> None:

@@ -25,7 +25,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class NotServed(Exception):
-    """Raised to reply with an error: HTTP status and message."""
+    """Raised by a handler to reply with an HTTP error of this `status` and `message`."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
@@ -58,7 +58,7 @@ class Call:
         """Value of the query parameter `name`, a whole number from 0 to `most`; `default` if the request has none.
 
         Raises:
-            NotServed: it is not such a number.
+            NotServed: 400 if it is not such a number.
         """
         text = self.request.query_params.get(name, str(default))
         if not text.isdecimal() or len(text) > 12 or int(text) > most:
@@ -69,7 +69,8 @@ class Call:
         """Read the body.
 
         Raises:
-            NotServed: the body is too large, takes more than a minute, or is compressed.
+            NotServed: 413 for a body that is too large, 408 for one that takes more than a minute, 415 for a compressed
+                one.
         """
         coded = self.request.headers.get("content-encoding", "identity")
         if coded != "identity":
@@ -87,7 +88,7 @@ class Call:
         """Read the body and decode it as a record.
 
         Raises:
-            NotServed: the body cannot be read.
+            NotServed: as for `body`.
             RefusedRequest: it is not JSON, or a field is wrong.
         """
         return parse(await self.body(), kind)

@@ -98,7 +98,7 @@ class Service:
         """Id of the client with this API key.
 
         Raises:
-            NotServed: the key is missing or wrong.
+            NotServed: 401 if the key is missing or wrong.
         """
         owner = owner_of(key)
         if not key or (self._keys and owner not in self._keys):
@@ -109,7 +109,7 @@ class Service:
         """Check that a request names the served base model, or none (None).
 
         Raises:
-            NotServed: it names another one.
+            NotServed: 404 if it names another one.
         """
         served = {self.backend.name, str(self.backend.folder)}
         if name is not None and name.partition(":")[0] not in served:
@@ -154,7 +154,7 @@ class Service:
         """Find a client's recorded request, and record that its session is alive.
 
         Raises:
-            NotServed: the client has no such request.
+            NotServed: 404 if the client has no such request.
         """
         found = self._own(self.record.request(id), owner, "request_id", id)
         self.session(found.lane.partition(":")[0], owner, open=False)
@@ -164,7 +164,7 @@ class Service:
         """Find a checkpoint that a client may read (its own, or a public one), or with `own` may change (its own).
 
         Raises:
-            NotServed: there is no such checkpoint, or it has expired.
+            NotServed: 404 if there is no such checkpoint for this client, or it has expired.
             RefusedRequest: the path is malformed.
         """
         row = self.record.checkpoint(Place.of(path).path)

@@ -182,7 +182,8 @@ class Models:
         weights.
 
         Raises:
-            RefusedRequest, StoreError: the request fails.
+            RefusedRequest: a field is wrong, the loss is not finite, or a step has no complete and finite gradient.
+            StoreError: weights to load are missing or damaged.
         """
         try:
             result, form = yield from self._take_effect(live, asked)

@@ -181,7 +181,8 @@ async def warm_start(
     gets a sentence about which. If the recipe has no warm start, it is the base model.
 
     Raises:
-        RoleDied, DeadlineExceeded, RoleFailed: the training failed.
+        RecipeError: the cache cannot be written.
+        RoleDied, DeadlineExceeded, RoleFailed: as for `train_in_process`.
     """
     if plan.recipe.warm_start is None:
         return plan.base.path

@@ -55,7 +55,8 @@ def longest_prompt_allowed(recipe: Recipe, base: ModelFolder) -> int:
     """Return the length in tokens of the longest prompt that leaves room for ``sampling.max_tokens``.
 
     Raises:
-        ModelFolderError, RecipeError: no prompt fits into the model's context or the engine's KV cache.
+        ModelFolderError: ``sampling.max_tokens`` leave no room in the model's context.
+        RecipeError: they leave none in the engine's KV cache.
     """
     completion = recipe.sampling.max_tokens
     if completion >= base.context_length:
@@ -69,6 +70,7 @@ def longest_prompt_allowed(recipe: Recipe, base: ModelFolder) -> int:
 
 
 def check_top_k(recipe: Recipe, base: ModelFolder) -> None:
+    """Check that ``sampling.top_k`` is at most the number of tokens in the vocabulary; raises ModelFolderError."""
     if recipe.sampling.top_k > base.vocab_size:
         found = f"sampling.top_k = {recipe.sampling.top_k}, and the model's vocabulary has {base.vocab_size} tokens"
         raise ModelFolderError([Problem(str(base.path), found, "choose fewer, or 0 for all")])
@@ -265,7 +267,7 @@ def check_cluster(recipe: Recipe) -> None:
     Raises:
         RecipeError: Ray is missing or does not answer; the run needs ranks on other machines and no port is given; the
             port or a TLS file is invalid; or collectives would cross a network that is not declared as trusted. Has
-            every such problem.
+            every such problem. Or the packages of the application or the cluster are missing.
     """
     if recipe.has_machines:
         from_package("stretto_app.extensions.joining:check_cluster", "cluster", "stretto_cluster")(recipe)

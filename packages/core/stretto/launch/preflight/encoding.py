@@ -159,7 +159,7 @@ def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def place_of(question: Question) -> str:
-    """Return the place of a question for messages: FILE:LINE, or its id if it is from no file."""
+    """Return the place of a question for errors: FILE:LINE, or its id if it is from no file."""
     return question.place or f"question {question.id}"
 
 

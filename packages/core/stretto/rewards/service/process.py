@@ -118,7 +118,7 @@ class WorkerProcess:
 
     @property
     def pids(self) -> list[int]:
-        """Process id, if the process has been started."""
+        """Process id; empty before the process was started."""
         return [self._process.pid] if self._process is not None else []
 
     @property

@@ -55,7 +55,8 @@ class RankOrders:
         """Start the thread and join rank 0; returns the address of this machine for the other ranks.
 
         Raises:
-            MachineLost, HandshakeBroken: rank 0 cannot be reached, or has closed the connection.
+            MachineLost: rank 0 cannot be reached.
+            HandshakeBroken: it closed the connection before an answer.
             HandshakeRefused: the key or the certificate is of another trainer, or rank 0 refuses this rank.
             DeadlineExceeded: rank 0 did not reply within 30 seconds.
         """

@@ -19,7 +19,7 @@ Read = TypeVar("Read")
 
 def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> list[Read]:
     """Call ``read(object, line number, place)`` for each line that is not blank; returns the results. `place` is
-    "FILE:LINE", for messages. `read` raises a `mistake` (a DataError) for a bad row.
+    "FILE:LINE", for errors. `read` raises a `mistake` (a DataError) for a bad row.
 
     Raises:
         DataError: the file is missing, empty or not text, or some of its rows are invalid.

@@ -18,7 +18,7 @@ class Columns:
     """The keys of a row that hold id, prompt, answer and demonstration, and how its prompt is made.
 
     `render(row, place)`, if given, makes the prompt, and the key `prompt` is not read. `as_chat`: the tokenizer's chat
-    template, if any, applies to plain texts too. `seen`: by id, the place of each earlier row, for messages.
+    template, if any, applies to plain texts too. `seen`: by id, the place of each earlier row, for errors.
     """
 
     prompt: str = "prompt"
@@ -34,7 +34,7 @@ class Columns:
 
 
 def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) -> Question:
-    """Convert a row to a question. `number`: its number in the dataset, for the question's id. `place`: for messages.
+    """Convert a row to a question. `number`: its number in the dataset, for the question's id. `place`: for errors.
 
     Raises:
         DataError: keys are missing or have invalid values; names each of them.

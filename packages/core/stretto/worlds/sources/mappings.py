@@ -38,7 +38,7 @@ _STARTER = "\n\nComplete this code:\n```python\n{}\n```"
 class Mapped:
     """How to get `prompt`, `answer` and possibly `demonstration` from the rows of one dataset.
 
-    `of`: called with a row and its place, for messages; returns a function for each of these keys, which makes its
+    `of`: called with a row and its place, for errors; returns a function for each of these keys, which makes its
     value. `reward`: built-in reward for these gold answers. `distinct`: the dataset repeats its rows, and each is taken
     once. `continued`: the completion continues the prompt's text, so the prompt is not a chat message.
     """

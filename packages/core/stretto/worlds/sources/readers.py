@@ -106,7 +106,7 @@ def is_local(data: str, folder: Path) -> bool:
 
 
 def rows_of(place: Place) -> Iterator[tuple[str, Row]]:
-    """Iterate over the rows of a dataset, in its order: pairs of the row's place, for messages, and a function that
+    """Iterate over the rows of a dataset, in its order: pairs of the row's place, for errors, and a function that
     parses it.
 
     Raises (here or during the iteration):

@@ -70,7 +70,8 @@ def _agree(one: sympy.Basic, other: sympy.Basic, point: Point) -> bool:
     recomputed with as many digits as their parts need.
 
     Raises:
-        Unsupported, ZeroDivisionError: an expression has no value there, or its evaluation is not supported.
+        ZeroDivisionError: an expression divides by 0 there.
+        Unsupported: an expression has no finite value there, or its evaluation is not supported.
         Undecided: the numbers are too large, or too small.
     """
     with mpmath.workdps(_DIGITS):
