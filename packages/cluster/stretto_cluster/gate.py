@@ -87,7 +87,8 @@ class Gate:
         actual port. `tls`: folder of certificates; "": no TLS.
 
         Raises:
-            RecipeError: the address cannot be bound.
+            RecipeError: the address is malformed or cannot be bound, or a TLS file is missing or invalid.
+            OSError: the Unix path cannot be bound.
         """
         if listen.startswith("unix:"):
             greet = self._greeting(None)

@@ -180,7 +180,8 @@ class Exchange:
         return OrderDone(order.run, order.order, score=reward, right=right)
 
     async def call(self, order: CallOrder, run: Callable[[], Awaitable[bytes]]) -> OrderDone:
-        """Make a call with `run` and record its result, or return the recorded result.
+        """Make a call with `run` and record its result, or return the recorded result. Exceptions of `run` are raised
+        and not recorded.
 
         Raises:
             CallInterrupted: the call began before a crash, and is not repeatable.

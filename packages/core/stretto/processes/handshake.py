@@ -145,8 +145,14 @@ class _Line:
         await self.writer.drain()
 
     async def receive(self, kind: type[_Kind]) -> _Kind:
-        """Receive the next message. Raises HandshakeRefused if it is a refusal or not of this kind, WireError if it is
-        longer than 64 KiB."""
+        """Receive the next message, of class `kind`. The errors below become those of `call` and `admit` in `_torn`.
+
+        Raises:
+            HandshakeRefused: it is a refusal, or of another class.
+            WireError: it is longer than 64 KiB.
+            EOFError: the peer has closed the connection.
+            msgspec.DecodeError: it is no message of the handshake.
+        """
         (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
         if length > _LARGEST:
             raise WireError(f"a message of {length:,} bytes; at most {_LARGEST:,} are allowed")

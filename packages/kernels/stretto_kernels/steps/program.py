@@ -289,7 +289,8 @@ class _Writer:
 
 
 class _Program:
-    """A program with its memory."""
+    """A trace as a table of steps, which one loop executes (see the module), with the memory for its values. `logits`
+    computes a decode step with the present weights."""
 
     def __init__(self, written: _Writer, constants: Mapping[Node, Any], angles: Callable[..., Any], dtype: torch.dtype):
         self._steps, self._at = np.array(written.steps, np.int64), np.zeros(written.places, np.int64)

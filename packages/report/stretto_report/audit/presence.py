@@ -79,8 +79,9 @@ def _read_series(path: Path) -> _Series:
 
 
 def missing_facts(number: int, facts: Mapping[str, Any], groups: int, steps: int) -> Iterator[str]:
-    """Yield a note with the facts that are not on record, though each run of the ledger's format `number` that records
-    its recipe has them. `groups`, `steps`: number of issued groups, and of steps."""
+    """Yield at most two notes about facts that are not on record, though each run of the ledger's format `number` has
+    them: one names those that can therefore not be checked, one the others. Nothing without a group, or for a run that
+    does not record its recipe. `groups`, `steps`: number of issued groups, and of steps."""
     if "recipe" not in facts or not groups:
         return
     names = sorted(name for name, first in _CHECKED.items() if number >= first and name not in facts)

@@ -227,7 +227,7 @@ class SampleQueue:
 
 
 class Sampling:
-    """Open requests of one engine: those that it is sampling."""
+    """The requests that one engine is sampling (open requests): begins them, and gathers their results."""
 
     def __init__(self, engine: Sampler) -> None:
         self.engine = engine

@@ -112,7 +112,8 @@ class ProgramEnd(Record, frozen=True):
 
 
 class _Streams:
-    """Beginning of a program's standard output, and end of its standard error."""
+    """First `limit` bytes of a program's standard output, and end of its standard error. `flooded`: whether it wrote
+    more than `limit` bytes to either."""
 
     def __init__(self, limit: int) -> None:
         self.output, self.errors = bytearray(), bytearray()
@@ -260,7 +261,7 @@ class Sandbox:
             raise OSError("the guest does not become ready")
 
     def _follow(self, output: int, errors: int, until: float) -> tuple[bytes, _Streams]:
-        """Read the program's output until the guest reports its end.
+        """Read the program's output until the guest reports its end; returns the packed report and the output.
 
         Raises:
             OSError: the guest is gone, or silent.

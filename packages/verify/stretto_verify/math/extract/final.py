@@ -400,7 +400,8 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
 
 
 def _approximated(text: str, spans: Sequence[Span]) -> list[Span]:
-    """The spans, with an exact value and its approximation (``1/6 ≈ 0.167``) merged into one."""
+    """The spans, in the order of the text, with an exact value and its approximation (``1/6 ≈ 0.167``) merged into
+    one."""
     joined: list[Span] = []
     for start, end, content in spans:
         if joined and _NEAR.fullmatch(text[joined[-1][1] : start]) is not None:
@@ -454,7 +455,8 @@ def _apart(places: Iterable[Span], taken: Sequence[Span]) -> list[Span]:
 
 
 def _with_neighbours(text: str, spans: Sequence[Span]) -> list[Span]:
-    """The last of the spans and those before it that "and", "or" or a comma joins to it, last one first."""
+    """The last of the spans and those before it that "and", "or" or a comma joins to it. `spans`, at least
+    one, and the result are in the order from last to first."""
     joined = [spans[0]]
     for span in spans[1:]:
         if _BETWEEN.fullmatch(text[span[1] : joined[-1][0]]) is None:

@@ -150,7 +150,11 @@ def node(text: str) -> Node:
 
 
 def _times(factor: str, matrix: Matrix) -> Matrix:
-    """A matrix with each cell multiplied; "-" is a factor, too."""
+    """The matrix with each cell multiplied by `factor`, LaTeX text; "-" is -1.
+
+    Raises:
+        Unreadable: a cell is no number or expression, or has a unit.
+    """
     before = factor.strip() + ("1" if factor.strip() == "-" else "")
     if any(not isinstance(cell, Scalar) or cell.unit for row in matrix.rows for cell in row):
         raise Unreadable("a multiple of a matrix that has no plain cells")
