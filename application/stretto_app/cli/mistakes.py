@@ -42,7 +42,7 @@ def refuse_recipe(recipe: Path, overrides: Sequence[str], *, paths: bool = True)
 
     Raises:
         RecipeError: keys or values are wrong; names all.
-        ModelFolderError: with `paths`: the model folder is missing or incomplete.
+        ModelFolderError: with `paths`: the model folder is missing or has no config.json.
         DataError: with `paths`: a data file is missing.
     """
     from stretto.processes.imports import imports_of_roles
@@ -81,7 +81,7 @@ def refuse_resumed(run: Path, overrides: Sequence[str]) -> tuple[str, ...]:
     Raises:
         RunFolderError: the folder holds no run.
         RecipeError: keys or values are wrong.
-        ModelFolderError: the model folder is missing or incomplete.
+        ModelFolderError: the model folder is missing or has no config.json.
         DataError: a data file is missing.
     """
     refuse_run(run)

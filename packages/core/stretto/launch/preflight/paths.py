@@ -21,7 +21,7 @@ def check_paths(recipe: Recipe) -> None:
     """Check that the model folder and the data files of a recipe exist; the model first.
 
     Raises:
-        ModelFolderError: the model folder is missing or incomplete; names missing data files, too.
+        ModelFolderError: the model folder is missing or has no config.json; names missing data files, too.
         DataError: only data files are missing; names each of them.
     """
     mistakes = Mistakes(UserError)
