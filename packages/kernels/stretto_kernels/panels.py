@@ -172,8 +172,12 @@ _BLOCK = 96  # tokens whose inputs stay in the core's cache while a panel is rea
 
 @compiled
 def _pack(weight: Any, out: Any, depth: Any, width: Any, kind: Any) -> None:
-    """Copy the weight [width, depth] into panels; tensors are given by address. Beside each other are, of WIDENED,
-    output n of a panel's first half and of its second; of PAIRED, an output's weights for two inputs."""
+    """Copy the weight [width, depth] into panels [P, depth, WIDE] at `out`, with zeros for missing outputs. Both are
+    addresses of float32 numbers for the `kind` FLOAT, else of bfloat16.
+
+    FLOAT keeps the outputs of a panel in order. WIDENED puts output n of a panel's first half beside output n of its
+    second half. PAIRED puts the weights of one output for two inputs beside each other; `depth` must be even.
+    """
     size, panels = width * depth, (width + WIDE - 1) // WIDE
     numbers, outs = floats(weight, size), floats(out, panels * depth * WIDE)
     narrow, narrow_outs = halves(weight, size), halves(out, panels * depth * WIDE)

@@ -205,8 +205,8 @@ class Optimizer:
         ranks: Ranks = ALONE,
         exact: Iterable[nn.Module] = (),
     ) -> None:
-        """Shards the parameters over the ranks. `trained`: the module to train, which contains `model`. `exact`: parts
-        of it that compute in float32 (see `parallel.sharding.shard`)."""
+        """Shard the parameters over the ranks. `trained`: the module to train, which contains `model`. `exact`: parts
+        of it that compute in float32. Raises RecipeError and ModelFolderError as `parallel.sharding.shard`."""
         shard(trained, model, ranks, exact)
         self.trained = trained
         self.config = config
