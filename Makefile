@@ -42,7 +42,7 @@ types: .venv/ready-test
 
 # Three processes: two cores are what has to be there, a run of its own has several processes already, and tests wait now
 # and then. Each has rooms of its own, about as long as those of the others: workers of xdist would each collect all.
-RUNS := launch faults complaints cli canary outlets study watch worlds workflows cluster
+RUNS := launch faults complaints cli canary outlets study watch workflows cluster
 MODELS := trainer engine model verbs tinker planner servers api
 PARTS := tests-runs tests-models tests-others
 ifneq ($(wildcard /dev/nvidiactl),)
@@ -72,7 +72,7 @@ tests-again: .venv/ready-test  ## those that failed in `make tests`, alone; an e
 PYTEST := $(RUN) pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The rooms of each package; tests/ mirrors them.
-core := core doors engine loop model processes rewards rollout store trainer weights worlds
+core := core doors engine loop model processes rewards rollout store trainer weights
 report := audit dashboard outlets watch
 foresight := planner simulator
 kernels := model

@@ -43,11 +43,11 @@ from stretto.processes.spawn import FRESH
 from stretto.rewards.service.pool import RewardPool
 from stretto.rollout.controller import CONTROLLER, Controller
 from stretto.rollout.prompts import PromptStream
+from stretto.rollout.single_turn import SingleTurn
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.run_folder import RunFolder
 from stretto.store.totals import ENGINES, Totals
-from stretto.worlds.single_turn import SingleTurn
 from stretto_app.extensions.machines import Cluster, identity_of
 
 _PROMPTS = [Prompt(id=str(i), token_ids=tuple(range(64)), text=f"{i}?", answer=str(i)) for i in range(4096)]

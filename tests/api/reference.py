@@ -32,7 +32,7 @@ print(engine.chat([{"role": "user", "content": "3+4=?"}])[0].text)
 MODULES = {
     "Records": ["stretto.core.records"],
     "The Protocol of an engine": ["stretto.core.engine"],
-    "Workflows": ["stretto.worlds.workflows.task", "stretto.worlds.single_turn"],
+    "Workflows": ["stretto_workflows.task", "stretto.rollout.single_turn"],
 }
 _SHORT = 110
 

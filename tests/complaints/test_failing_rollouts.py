@@ -16,7 +16,7 @@ from stretto.core.forest import Tokens
 from stretto.core.records import Outcome, State
 from stretto.processes.tree import descendants
 from stretto.rollout.controller import Controller
-from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig
+from stretto.rollout.workflow import QuestionDetails, WorkflowConfig
 from stretto_workflows.pool import WorkflowGroups, WorkflowPool
 from stretto_workflows.session import MemoryRecord, Session
 from tests.launch.running import children

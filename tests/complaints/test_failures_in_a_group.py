@@ -32,10 +32,10 @@ from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
 from stretto.rollout.controller import Ticket
+from stretto.rollout.single_turn import SingleTurn
+from stretto.rollout.workflow import QuestionDetails, WorkflowConfig
 from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.worlds.single_turn import SingleTurn
-from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig
 from stretto_workflows.exchange import Services
 from stretto_workflows.pool import WorkflowGroups, WorkflowPool
 from stretto_workflows.rendering import PlainRendering

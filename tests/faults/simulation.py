@@ -37,10 +37,10 @@ from stretto.loop.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.pacing import Continuous, InRounds
 from stretto.rollout.prompts import PromptStream
+from stretto.rollout.single_turn import SingleTurn
 from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches, read_unfinished
-from stretto.worlds.single_turn import SingleTurn
 from stretto_report.audit.check import check_run
 from stretto_report.audit.history import read_history
 from tests.faults.engines import CompanyMatters, Engines

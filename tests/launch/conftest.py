@@ -10,7 +10,7 @@ from stretto.launch.preflight.trial import try_reward
 from stretto.model.hf.build import build_policy
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
-from stretto.worlds.data.task import Question
+from stretto.rollout.questions import Question
 from stretto_verify.math import reward as _read_by_workers  # noqa: F401 - which have it, as copies of this process
 from tests.launch.running import laboratory as laboratory
 from tests.launch.warm import KNOWN, fork_workers

@@ -28,12 +28,12 @@ from stretto.launch.recipe.recipe import load_recipe, to_toml, validate
 from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rewards.service.wire import Row
 from stretto.rollout.prompts import PromptSource
+from stretto.rollout.questions import Question
 from stretto.store.config import StoreConfig
 from stretto.store.export import read_trajectories
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics, read_sets
-from stretto.worlds.data.task import Question
 from stretto_app.extensions.commands.plan import job_of
 from stretto_report.audit.check import check_run
 from tests.launch.rewards_for_tests import length, slow

@@ -8,7 +8,7 @@ import pytest
 
 from stretto.launch.preflight.encoding import encode_prompts
 from stretto.model.hf.tokenizer import Tokenizer
-from stretto.worlds.data.task import Question
+from stretto.rollout.questions import Question
 from tests.gateway.serving import tokenizer_of
 
 CHAT = ({"role": "user", "content": "Think between <think> and </think>. How many?"},)

@@ -14,7 +14,7 @@ from stretto.launch.assemble.evaluations import FINAL_ANSWERS
 from stretto.launch.commands.evaluate import Asked, DataChoice, _recipe, evaluate
 from stretto.launch.recipe.extensions import ClusterConfig
 from stretto.loop.records.evaluation import interval, majority, pass_at
-from stretto.worlds.sources.task import DatasetTask
+from stretto.rollout.tasks import DatasetTask
 from tests.launch.running import Laboratory
 
 

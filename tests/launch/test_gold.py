@@ -10,7 +10,7 @@ import pytest
 from stretto.core.errors import DataError
 from stretto.launch.preflight.questions import sift
 from stretto.rewards.config import RewardsConfig
-from stretto.worlds.data.task import Question, Questions
+from stretto.rollout.questions import Question, Questions
 
 MATH = RewardsConfig(function="math")
 

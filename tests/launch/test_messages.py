@@ -20,7 +20,7 @@ from stretto.model.hf.build import build_policy
 from stretto.model.hf.inspection import POINTS, inspect_model_folder
 from stretto.rewards.service.loading import load_reward
 from stretto.store.run_folder import RunFolder
-from stretto.worlds.data.jsonl import read_rows, require
+from stretto_workflows.data.jsonl import read_rows, require
 from tests.launch.test_recipe import SMALL, message, write
 from tests.tiny_policy import TINY
 

@@ -3,7 +3,7 @@ each kind with its count and its first place; nothing is said of questions that 
 digits of other scripts are told, with count, first place and code point."""
 
 from stretto.launch.preflight.questions import repeated, strange_digits
-from stretto.worlds.data.task import Question, Questions
+from stretto.rollout.questions import Question, Questions
 
 
 def row(line: int, text: str, answer: str = "1", messages: tuple[dict[str, str], ...] = ()) -> Question:

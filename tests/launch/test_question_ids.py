@@ -13,7 +13,8 @@ import pytest
 from stretto.core.records import Prompt
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import validate
-from stretto.worlds.data.task import Question, with_own_ids
+from stretto.rollout.questions import Question, with_own_ids
+from stretto_workflows.task import task_of
 
 pytestmark = pytest.mark.usefixtures("untried")
 PLAY = {"function": "environment", "settings": {"make": "tests.workflows.guessing:Guessing"}}
@@ -32,7 +33,7 @@ def planned(policy: Path, task: dict[str, Any], **sections: Any) -> Plan:
 
 
 def tries(plan: Plan, prompts: tuple[Prompt, ...]) -> list[int]:
-    return [plan.details.task(prompt, 0, 1).fields["tries"] for prompt in prompts]
+    return [task_of(plan.details, prompt, 0, 1).fields["tries"] for prompt in prompts]
 
 
 def test_held_out_sources_of_one_name_share_no_id(policy: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from stretto.launch.recipe.recipe import load_recipe
-from stretto.worlds.data.task import Question
+from stretto.rollout.questions import Question
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2.toml"
 

@@ -27,6 +27,7 @@ from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.rewards.config import RewardsConfig
+from stretto.rollout.workflow import WorkflowConfig
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.config import StoreConfig
 from stretto.store.ending import ENDING, Ending, read_ending
@@ -37,7 +38,6 @@ from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
-from stretto.worlds.workflows.config import WorkflowConfig
 from stretto_app.extensions.commands.dry_run import check
 from tests.store.make import Make
 from tests.tiny_policy import SMALL

@@ -14,7 +14,7 @@ import pytest
 from stretto.core.errors import RewardFunctionError
 from stretto.launch.preflight.trial import try_reward
 from stretto.rewards.config import RewardsConfig
-from stretto.worlds.data.task import Question
+from stretto.rollout.questions import Question
 
 QUESTIONS = [Question(id=str(at), text=f"{at}=", answer=str(at), place=f"rows.jsonl:{at}") for at in range(1, 7)]
 MODULE = """

@@ -11,7 +11,7 @@ from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
-from stretto.worlds.workflows.config import WorkflowReady
+from stretto.rollout.workflow import WorkflowReady
 from stretto_workflows.loading import BUILT_IN, load_workflow, needs_of
 from tests.gateway.serving import tokenizer_of
 from tests.tiny_policy import TINY

@@ -40,7 +40,7 @@ from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service import process as rewards_process
 from stretto.rewards.service import worker as rewards_worker
 from stretto.rewards.service.wire import WorkerSettings
-from stretto.worlds.data.task import Question
+from stretto.rollout.questions import Question
 from stretto_cluster import agent
 from stretto_report.dashboard import plots
 from tests.launch import poverty

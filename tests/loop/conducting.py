@@ -26,13 +26,13 @@ from stretto.rollout.adaptive import Pressure
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
+from stretto.rollout.single_turn import SingleTurn
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_unfinished
 from stretto.store.run_folder import RunFolder
 from stretto.store.totals import Totals
 from stretto.trainer.config import TrainerConfig
-from stretto.worlds.single_turn import SingleTurn
 from tests.store.make import RIGHT, WRONG, completion, prompts, sampled
 
 PROMPTS = prompts(20)

@@ -16,8 +16,8 @@ from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
 from stretto.rewards.reasoning import floor_of, gold, reasoning_gym
 from stretto.rewards.service.wire import ScoreItem
-from stretto.worlds.data.task import Question, Questions
-from stretto.worlds.sources.gym_source import GymSource
+from stretto.rollout.questions import Question, Questions
+from stretto.rollout.tasks import GymSource
 from tests.rewards.scoring import scored
 
 

@@ -11,13 +11,13 @@ from stretto.core.errors import Problem, RewardFunctionError
 from stretto.core.forest import TurnRequest
 from stretto.core.records import NOTHING, Outcome, Prompt, Sampling, Segment, StopReason, Trajectory, Verdict
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.worlds.single_turn import Score
-from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.task import WorkflowTask
+from stretto.rollout.single_turn import Score
+from stretto.rollout.workflow import WorkflowConfig
 from stretto_workflows.exchange import Exchange, Services
 from stretto_workflows.pool import WorkflowPool
 from stretto_workflows.rendering import PlainRendering
 from stretto_workflows.session import MemoryRecord, Session
+from stretto_workflows.task import WorkflowTask
 from stretto_workflows.wire import TurnOrder
 from tests.launch.warm import session_server
 

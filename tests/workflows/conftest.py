@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.rollout.workflow import WorkflowConfig
 from tests.workflows.benches import OWN, Bench
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from stretto.core.forest import TurnRequest, way_to
 from stretto.core.records import Prompt, Sampling, Segment, StopReason, Trajectory
-from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.task import WorkflowTask
+from stretto.rollout.workflow import WorkflowConfig
 from stretto_verify.sandbox.probe import probe
 from stretto_workflows.built_in import tools
 from stretto_workflows.built_in.tools import PythonTool, Search, calculate
@@ -21,6 +20,7 @@ from stretto_workflows.exchange import Exchange, Services
 from stretto_workflows.pool import WorkflowPool
 from stretto_workflows.rendering import PlainRendering, TemplateRendering
 from stretto_workflows.session import MemoryRecord, Session
+from stretto_workflows.task import WorkflowTask
 from tests.gateway.serving import ENDS, tokenizer_of
 from tests.launch.warm import session_server
 from tests.workflows.benches import score, verdict

@@ -10,12 +10,12 @@ import pytest
 
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Prompt, Sampling, Segment, StopReason, Verdict
-from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.task import TurnReply, WorkflowTask
+from stretto.rollout.workflow import WorkflowConfig
 from stretto_workflows.conversation import Conversation
 from stretto_workflows.exchange import Exchange, Services
 from stretto_workflows.rendering import PlainRendering
 from stretto_workflows.session import MemoryRecord, Session
+from stretto_workflows.task import TurnReply, WorkflowTask
 from stretto_workflows.wire import TurnOrder
 
 TASK = WorkflowTask("0", "q", "a", ({"role": "user", "content": "q"},))

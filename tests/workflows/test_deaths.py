@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.core.records import Outcome
-from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.rollout.workflow import WorkflowConfig
 from stretto_workflows.exchange import Exchange
 from stretto_workflows.pool import WorkflowPool
 from stretto_workflows.wire import MemberEnded

@@ -11,7 +11,7 @@ import pytest
 from stretto.core.errors import WorkflowError
 from stretto.core.forest import Tokens
 from stretto.core.records import Outcome, Trajectory
-from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig
+from stretto.rollout.workflow import QuestionDetails, WorkflowConfig
 from stretto_workflows.built_in.environment import EnvironmentPlay
 from stretto_workflows.conversation import Conversation
 from stretto_workflows.exchange import Exchange

@@ -20,8 +20,8 @@ from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.processes.http.names import HostNames, is_loopback
 from stretto.processes.http.server import serving_beside
+from stretto.rollout.single_turn import Score
 from stretto.store.run_folder import RunFolder
-from stretto.worlds.single_turn import Score
 from stretto_gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
 from stretto_gateway.checks import KEY, check_agent, check_reach
 from stretto_gateway.model import ServedModel
@@ -29,6 +29,7 @@ from stretto_gateway.requests import SamplingRule
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import SessionTable
 from stretto_workflows.session import Session
+from stretto_workflows.task import task_of
 
 
 class RunGateway:
@@ -91,7 +92,9 @@ class RunGateway:
             score=score,
             verdict=verdict,
             decode=self._plan.tokenizer.decode,
-            task=lambda prompt, member, seed: _without_group(msgspec.to_builtins(details.task(prompt, member, seed))),
+            task=lambda prompt, member, seed: _without_group(
+                msgspec.to_builtins(task_of(details, prompt, member, seed))
+            ),
         )
         groups = AgentGroups(self._config, services, open_session, self._host)
         self._groups.append(groups)

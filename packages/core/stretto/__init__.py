@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from stretto.loop.records.evaluation import Evaluation
     from stretto.rollout.controller import Ticket
     from stretto.store.series.metrics import EvaluationLine, StepMetrics
-    from stretto.worlds.workflows.task import Reward, TurnReply, WorkflowTask
     from stretto_verbs.completion import TextCompletion
     from stretto_verbs.datum import Datum, Forward
     from stretto_verbs.engine import LocalEngine as Engine
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from stretto_verbs.small_model import build_model
     from stretto_verbs.trainer import LocalTrainer as Trainer
     from stretto_workflows.conversation import Conversation, Workflow
+    from stretto_workflows.task import Reward, TurnReply, WorkflowTask
 
 __version__ = "0.1.0"
 
@@ -88,7 +88,7 @@ __all__ = [
 ]
 
 _ERRORS = "stretto.core.errors"
-_CONVERSATION, _TASK = "stretto_workflows.conversation", "stretto.worlds.workflows.task"
+_CONVERSATION, _TASK = "stretto_workflows.conversation", "stretto_workflows.task"
 #: Module of each public name, and its name there if it differs. It is imported at first use: `import stretto` is quick.
 _ORIGINS = {
     "Conversation": _CONVERSATION,

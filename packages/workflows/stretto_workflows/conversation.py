@@ -15,8 +15,8 @@ from copy import deepcopy
 from typing import Any
 
 from stretto.core.records import NOTHING, PROMPT
-from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnScore, WorkflowTask
 from stretto_workflows.orders import Orders
+from stretto_workflows.task import ChatMessage, Reward, TurnReply, TurnScore, WorkflowTask
 
 
 class Workflow(abc.ABC):

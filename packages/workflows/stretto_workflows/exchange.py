@@ -14,12 +14,12 @@ from stretto.core.errors import CallInterrupted, RefusedRequest
 from stretto.core.forest import Tokens
 from stretto.core.records import NOTHING, PROMPT, Outcome, Prompt, Sampling, StopReason, Trajectory, Verdict
 from stretto.core.states import why_no_reward
-from stretto.worlds.single_turn import Detokenize, Score
-from stretto.worlds.workflows.config import WorkflowConfig
-from stretto.worlds.workflows.task import TurnReply, WorkflowTask
+from stretto.rollout.single_turn import Detokenize, Score
+from stretto.rollout.workflow import WorkflowConfig
 from stretto_verify.thoughts import with_opening
 from stretto_workflows.rendering import Rendering
 from stretto_workflows.session import Session
+from stretto_workflows.task import TurnReply, WorkflowTask
 from stretto_workflows.wire import CallOrder, MemberEnded, OrderDone, ScoreOrder, TurnOrder
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from stretto.core.errors import Problem, RecipeError, WorkflowError, nearest
 from stretto.doors.loading import load
-from stretto.worlds.workflows.config import PLACE, WorkflowReady
+from stretto.rollout.workflow import PLACE, WorkflowReady
 from stretto_workflows.conversation import Workflow
 
 _CONTRACT = "a workflow is a class with 'async def run(self, task, chat)', derived from stretto.Workflow"

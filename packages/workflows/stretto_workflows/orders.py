@@ -8,7 +8,7 @@ from typing import Any
 
 from stretto.core.errors import RefusedRequest, WireError
 from stretto.processes.channel import RoleEnd
-from stretto.worlds.workflows.task import ChatMessage, TurnReply, TurnScore
+from stretto_workflows.task import ChatMessage, TurnReply, TurnScore
 from stretto_workflows.wire import (
     CallOrder,
     CallRan,

@@ -26,10 +26,11 @@ from stretto.processes.spawn import FRESH, Spawner, cut_log
 from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.processes.tree import kill_marked
 from stretto.rollout.controller import Ticket
-from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig, WorkflowReady
+from stretto.rollout.workflow import QuestionDetails, WorkflowConfig, WorkflowReady
 from stretto_workflows.exchange import Exchange, Services
 from stretto_workflows.failures import RecentFailures
 from stretto_workflows.session import Session
+from stretto_workflows.task import task_of
 from stretto_workflows.wire import RUN_MARK, MemberEnded
 from stretto_workflows.worker_process import WorkerLost, WorkflowProcess
 
@@ -234,7 +235,7 @@ async def check_workflow(config: WorkflowConfig, log: Path) -> WorkflowReady:
 
 @dataclass(frozen=True)
 class WorkflowGroups:
-    """Runs the workflow for each member of a group (satisfies `worlds.single_turn.GroupWorkflow`).
+    """Runs the workflow for each member of a group (satisfies `rollout.single_turn.GroupWorkflow`).
 
     Attributes:
         open_session: called with trajectory id, prompt tokens and seed; returns the session that records the turns.
@@ -261,6 +262,6 @@ class WorkflowGroups:
         """Run the workflow for one member; returns its trajectory. `group_seed`: None: `seed`, of a member that is
         compared with no other."""
         session = self.open_session(id, prompt.token_ids, seed)
-        task = self.questions.task(prompt, member, seed, seed if group_seed is None else group_seed)
+        task = task_of(self.questions, prompt, member, seed, seed if group_seed is None else group_seed)
         rendering = self.services.template if self.questions.is_chat(prompt) else None
         return await self.pool.run(Exchange(session, prompt, task, self.services, rendering))

@@ -11,10 +11,10 @@ import msgspec
 
 from stretto.core.errors import RefusedRequest
 from stretto.core.forest import Tokens
-from stretto.worlds.workflows.task import ChatMessage
 from stretto_workflows.chat.bridge import ChatTemplate, Renderer
 from stretto_workflows.chat.messages import Message, Tool, ToolCall
 from stretto_workflows.chat.tool_calls import HermesForm, Parsed, form_of, split_reasoning
+from stretto_workflows.task import ChatMessage
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from stretto.core.forest import Tokens
 from stretto.core.records import Verdict
 from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
+from stretto.rollout.single_turn import Score
+from stretto.rollout.workflow import WorkflowConfig
 from stretto.store.run_folder import RunFolder
-from stretto.worlds.single_turn import Score
-from stretto.worlds.workflows.config import WorkflowConfig
 from stretto_workflows.exchange import Services
 from stretto_workflows.pool import WorkflowGroups, WorkflowPool
 from stretto_workflows.rendering import PlainRendering, TemplateRendering

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stretto.core.records import Record
-from stretto.worlds.workflows.config import WorkflowReady
-from stretto.worlds.workflows.task import TurnReply, WorkflowTask
+from stretto.rollout.workflow import WorkflowReady
+from stretto_workflows.task import TurnReply, WorkflowTask
 
 #: Most bytes of one message.
 LARGEST_MESSAGE = 64 << 20

@@ -21,10 +21,10 @@ from stretto.core.states import why_no_reward
 from stretto.doors.loading import look_in
 from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.heartbeat import begin_role, bound_memory
-from stretto.worlds.workflows.task import Reward, WorkflowTask
 from stretto_workflows.conversation import Conversation, Workflow
 from stretto_workflows.loading import load_workflow, needs_of
 from stretto_workflows.orders import Orders
+from stretto_workflows.task import Reward, WorkflowTask
 from stretto_workflows.wire import (
     LARGEST_MESSAGE,
     Begin,
@@ -153,7 +153,7 @@ def _described(error: BaseException) -> str:
 
 
 def _is_ours(file: str) -> bool:
-    return "stretto_workflows/" in file or "stretto/worlds" in file
+    return "stretto_workflows/" in file
 
 
 def serve(workflow: Workflow, end: RoleEnd[ToWorker]) -> None:

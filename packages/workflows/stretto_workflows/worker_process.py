@@ -29,7 +29,7 @@ from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.tree import descendants, kill_marked
-from stretto.worlds.workflows.config import WorkflowConfig, WorkflowReady
+from stretto.rollout.workflow import WorkflowConfig, WorkflowReady
 from stretto_verify.sandbox.cgroups import remove_groups_of
 from stretto_workflows.exchange import Exchange, Forged
 from stretto_workflows.wire import (

@@ -19,8 +19,8 @@ from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.config import PreferenceConfig
 from stretto.trainer.messages import Preferences
-from stretto.worlds.data.dataset import Fields, read_pairs
 from stretto_app.extensions.commands.preferences import PreferenceRecipe, load_preferences
+from stretto_workflows.data.dataset import Fields, read_pairs
 
 
 def dpo(

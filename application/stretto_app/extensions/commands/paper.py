@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stretto.core.errors import DataError, Problem, UserError
-from stretto.core.jsonl import Mistakes
+from stretto.core.errors import DataError, Mistakes, Problem, UserError
 from stretto.core.records import Prompt
 from stretto.launch.preflight.base import base_folder
 from stretto.launch.preflight.checks import (

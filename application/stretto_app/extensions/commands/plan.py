@@ -17,9 +17,9 @@ from stretto.launch.preflight.plan import Outline
 from stretto.launch.recipe.recipe import load_recipe, to_toml
 from stretto.model.hf.shape import shape_of_model
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.rollout.questions import Question
 from stretto.store.files import write_atomically
 from stretto.store.run_folder import RunFolder
-from stretto.worlds.data.task import Question
 from stretto_app.extensions.commands.machine_choice import PlanChoice, machine_chosen
 from stretto_app.extensions.commands.paper import outline
 from stretto_foresight.planner.costs import Costs, Job

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import msgspec
 
 from stretto.core.errors import UNREADABLE, DataError, Problem
-from stretto.core.jsonl import mistake, once, read_rows
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.programs import safe_walls
@@ -32,6 +31,7 @@ from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import Report
 from stretto_verify.sandbox.sandbox import SandboxFailed
 from stretto_verify.sandbox.walls import Walls
+from stretto_workflows.data.lines import mistake, once, read_rows
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 

@@ -19,15 +19,11 @@ from stretto.launch.recipe.sections import EvaluationConfig, LoggingConfig, Mode
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.config import BuildConfig
 from stretto.rewards.config import RewardPart, RewardsConfig
+from stretto.rollout.arithmetic import ArithmeticTask
 from stretto.rollout.config import RolloutConfig
+from stretto.rollout.tasks import DatasetTask, GymSource, JsonlTask, ProgramsTask, RowsSource
 from stretto.store.config import StoreConfig
 from stretto.trainer.config import LoraConfig, SupervisedConfig, TrainerConfig
-from stretto.worlds.arithmetic import ArithmeticTask
-from stretto.worlds.data.dataset import JsonlTask
-from stretto.worlds.programs import ProgramsTask
-from stretto.worlds.sources.gym_source import GymSource
-from stretto.worlds.sources.rows_source import RowsSource
-from stretto.worlds.sources.task import DatasetTask
 
 __all__ = [
     "ArithmeticTask",

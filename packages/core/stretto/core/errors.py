@@ -125,6 +125,31 @@ class DataError(UserError):
     """
 
 
+class Mistakes:
+    """Collects errors of one class from several blocks (``with mistakes:``), to report them together."""
+
+    def __init__(self, kind: type[UserError] = DataError) -> None:
+        """Collect nothing yet. `kind`: class of the errors that are collected; others are raised."""
+        self._collected, self._first = kind, kind
+        self.problems: list[Problem] = []
+
+    def __enter__(self) -> None:
+        """Start a block; its error is collected."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, self._collected):
+            return False
+        self._first = self._first if self.problems else type(error)
+        self.problems += error.problems
+        return True
+
+    def done(self) -> None:
+        """Raise one error with all collected problems, without duplicates, if there are any. Its class is that of the
+        first collected error."""
+        if self.problems:
+            raise self._first(dict.fromkeys(self.problems))
+
+
 class ModelFolderError(UserError):
     """A model folder that cannot be loaded, or a folder that cannot be replaced by one.
 

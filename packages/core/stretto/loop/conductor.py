@@ -35,7 +35,7 @@ from stretto.loop.evaluation import Evaluations, is_evaluation
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller, Ticket
-from stretto.worlds.single_turn import GroupWorkflow
+from stretto.rollout.single_turn import GroupWorkflow
 
 _POLL_SECONDS = 1.0
 _KEEP_SECONDS = 5.0  # timeout for collecting partial tokens; a late engine is asked again in the next round

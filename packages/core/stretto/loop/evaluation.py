@@ -33,10 +33,10 @@ from stretto.core.tasks import cancel_and_wait, gather_or_cancel
 from stretto.loop.engines.router import attempts
 from stretto.loop.records.evaluation import Evaluation, QuestionResult
 from stretto.loop.records.recorder import Recorder
+from stretto.rollout.single_turn import Detokenize, Score, judge
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine
 from stretto.store.series.samples import SampledCompletion
-from stretto.worlds.single_turn import Detokenize, Score, judge
 from stretto_verify.thoughts import with_opening
 
 BEST, _CANDIDATE = "best", "candidate"

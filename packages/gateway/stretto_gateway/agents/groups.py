@@ -128,7 +128,7 @@ class WaitingSessions:
 
 @dataclass
 class AgentGroups:
-    """Runs the agent for each member of a group (satisfies `worlds.single_turn.GroupWorkflow`).
+    """Runs the agent for each member of a group (satisfies `rollout.single_turn.GroupWorkflow`).
 
     Attributes:
         open_session: called with trajectory id, prompt tokens and seed; returns the session that records the turns.

@@ -6,8 +6,8 @@ import asyncio
 import re
 from collections.abc import Sequence
 
-from stretto.worlds.workflows.task import Reward, WorkflowTask
 from stretto_workflows.conversation import Conversation, Workflow
+from stretto_workflows.task import Reward, WorkflowTask
 
 _JUDGE = "Question: {prompt}\n{answers}\nWhich answer is right? Say its number."
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from stretto.core.errors import RecipeError, WorkflowError
 from stretto.doors.loading import load
-from stretto.worlds.workflows.task import Reward, WorkflowTask
 from stretto_workflows.conversation import Conversation, Workflow
+from stretto_workflows.task import Reward, WorkflowTask
 
 _PLACE = "workflow.settings.make"
 

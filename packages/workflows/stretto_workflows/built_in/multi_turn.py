@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.worlds.workflows.task import Reward, WorkflowTask
 from stretto_workflows.conversation import Conversation, Workflow
+from stretto_workflows.task import Reward, WorkflowTask
 
 
 class MultiTurn(Workflow):

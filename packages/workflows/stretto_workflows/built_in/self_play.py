@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from stretto.worlds.workflows.task import Reward, WorkflowTask
 from stretto_workflows.conversation import Conversation, Workflow
+from stretto_workflows.task import Reward, WorkflowTask
 
 _CRITIC = "Find the mistake in this answer, if there is one.\nQuestion: {prompt}\nAnswer: {answer}\nMistake:"
 _AGAIN = "A critic says: {criticism}\nGive your final answer."

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from stretto.worlds.workflows.task import Reward, WorkflowTask
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import probe
 from stretto_verify.sandbox.sandbox import Sandbox, SandboxFailed
 from stretto_workflows.conversation import Conversation, Workflow
+from stretto_workflows.task import Reward, WorkflowTask
 
 _MOST_CHARACTERS, _LARGEST_POWER, _LARGEST = 500, 64, 1e30
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {

@@ -37,6 +37,9 @@ from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import CONTROLLER, Controller, ControllerState
 from stretto.rollout.pacing import pacing_of
 from stretto.rollout.prompts import Position, PromptStream
+from stretto.rollout.single_turn import GroupWorkflow, SingleTurn
+from stretto.rollout.tasks import DatasetTask
+from stretto.rollout.workflow import WorkflowConfig
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.ending import ENDING, Ending, record_end
 from stretto.store.ledger.ledger import Ledger
@@ -48,9 +51,6 @@ from stretto.store.series.progress import LEGEND
 from stretto.store.series.samples import rewind_samples
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto.trainer.batch.credit import rewards_compared
-from stretto.worlds.single_turn import GroupWorkflow, SingleTurn
-from stretto.worlds.sources.task import DatasetTask
-from stretto.worlds.workflows.config import WorkflowConfig
 
 _DRAIN_SECONDS = 5.0  # timeout for collecting the tokens in flight of an engine that leaves
 #: Name of the ledger's fact with the tenure of the present conductor.

@@ -18,11 +18,11 @@ from stretto.loop.evaluation import Converse
 from stretto.rewards.service.judging import verdict_of
 from stretto.rewards.service.wire import Worth
 from stretto.rollout.controller import Ticket
+from stretto.rollout.single_turn import Score
+from stretto.rollout.workflow import PLACE
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import UnfinishedGroup
 from stretto.store.run_folder import RunFolder
-from stretto.worlds.single_turn import Score
-from stretto.worlds.workflows.config import PLACE
 
 _SESSIONS = "stretto_workflows.sessions"
 

@@ -9,9 +9,9 @@ import msgspec
 from stretto.core.records import Record
 from stretto.launch.preflight.plan import Plan
 from stretto.rollout.prompts import PromptSource
+from stretto.rollout.tasks import DatasetTask
 from stretto.store.export import ExportedQuestion
 from stretto.store.run_folder import RunFolder
-from stretto.worlds.sources.task import DatasetTask
 
 DATA = "data"  #: name of the ledger's fact with the `DataRecord`
 

@@ -16,6 +16,7 @@ import msgspec
 
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.core.tasks import gather_or_cancel, run_beside
+from stretto.doors.loading import from_package
 from stretto.engine.wire import socket_folder
 from stretto.launch.assemble.evaluations import with_samples
 from stretto.launch.assemble.specs import engines_of_folder
@@ -30,9 +31,8 @@ from stretto.loop.records.evaluation import Evaluation, QuestionResult
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.rewards.service.pool import RewardPool
+from stretto.rollout.tasks import MAPPINGS, is_local
 from stretto.store.files import write_atomically
-from stretto.worlds.sources.mappings import MAPPINGS
-from stretto.worlds.sources.readers import is_local
 
 _GYM = "reasoning-gym:"
 _GYM_QUESTIONS = 256
@@ -62,7 +62,7 @@ class DataChoice:
             raise RecipeError([Problem("override 'source'", repr(further), "e.g. source.prompt_field=question")])
         gym = all(place.startswith(_GYM) for place in self.data)
         asked = [self._source(place) | further for place in self.data]
-        reward = "reasoning_gym" if gym else MAPPINGS[self.mapping].reward if self.mapping is not None else None
+        reward = "reasoning_gym" if gym else self._mapped.reward if self._mapped is not None else None
         for section, defaults in (
             ("task", {"kind": "dataset", "sources": asked, "held_out_sources": asked}),
             ("trainer", {}),
@@ -74,11 +74,18 @@ class DataChoice:
         tree.setdefault("seed", _SEED)
         return tree
 
+    @property
+    def _mapped(self) -> Any:
+        """The mapping of `stretto_workflows.data.mappings`; None without one."""
+        if self.mapping is None:
+            return None
+        return from_package("stretto_workflows.data.mappings:MAPPINGS", "--mapping")[self.mapping]
+
     def _source(self, place: str) -> dict[str, Any]:
         if place.startswith(_GYM):
             name = place.removeprefix(_GYM)
             return {"kind": "reasoning_gym", "task": name, "size": _GYM_QUESTIONS, "held_out": 0}
-        chosen = MAPPINGS.get(self.mapping or "")
+        chosen = self._mapped
         local = is_local(place, Path.cwd())
         found = {
             "data": str(Path(place).expanduser().resolve()) if local else place,

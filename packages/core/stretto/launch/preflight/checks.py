@@ -41,10 +41,10 @@ from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.loading import PLACE, load_reward
 from stretto.rewards.service.pool import check_reward
 from stretto.rollout.config import RolloutConfig
+from stretto.rollout.workflow import PLACE as WORKFLOW
+from stretto.rollout.workflow import WorkflowConfig, WorkflowReady
 from stretto.trainer.config import OptimizerConfig
 from stretto.weights.config import ChosenMedium, Route, choose
-from stretto.worlds.workflows.config import PLACE as WORKFLOW
-from stretto.worlds.workflows.config import WorkflowConfig, WorkflowReady
 
 #: Environment variable with GPUs for `--dry-run` to assume, as COUNTxGIB or COUNTxGIB@DRIVER: "8x80", "2x80,1x24".
 ASSUMED = "STRETTO_GPUS"

@@ -12,9 +12,8 @@ import msgspec
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt
 from stretto.model.hf.tokenizer import Tokenizer
+from stretto.rollout.questions import Pair, Question
 from stretto.trainer.messages import Demonstration, Preference
-from stretto.worlds.data.dataset import Pair
-from stretto.worlds.data.task import Question
 from stretto_verify.thoughts import opened
 
 _SHOWN = 20  # most problems in one message

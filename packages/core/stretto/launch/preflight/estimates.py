@@ -16,9 +16,9 @@ from stretto.core.machine import cores as available_cores
 from stretto.engine.config import EngineConfig, capabilities_of
 from stretto.launch.preflight.plan import Outline
 from stretto.model.hf.shape import BYTES, ModelShape, shape_of_model
+from stretto.rollout.workflow import WorkflowConfig
 from stretto.store.run_folder import BRANCHES
 from stretto.trainer.memory import RankMemory, rank_memory
-from stretto.worlds.workflows.config import WorkflowConfig
 
 _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
 

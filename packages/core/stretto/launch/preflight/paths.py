@@ -7,14 +7,12 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from stretto.core.errors import DataError, Problem, UserError
-from stretto.core.jsonl import Mistakes, nearest_file
+from stretto.core.errors import DataError, Mistakes, Problem, UserError, nearest
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.inspection import inspect_model_folder
-from stretto.worlds.data.dataset import JsonlTask
-from stretto.worlds.sources.readers import is_local
-from stretto.worlds.sources.rows_source import RowsSource
-from stretto.worlds.sources.task import DatasetTask, Source
+from stretto.rollout.tasks import DatasetTask, JsonlTask, RowsSource, Source, is_local
+
+_SHOWN_NAMES = 8
 
 
 def check_paths(recipe: Recipe) -> None:
@@ -80,3 +78,17 @@ def _fault(file: Path) -> Iterator[tuple[str, str]]:
         yield "no such file", nearest_file(file)
     except OSError as error:
         yield f"cannot be read: {error.strerror}", ""
+
+
+def nearest_file(path: Path) -> str:
+    """Remedy for a missing file: the most similar name in its folder, or the first names of files there."""
+    try:
+        names = sorted(
+            entry.name for entry in path.parent.iterdir() if entry.is_file() and not entry.name.startswith(".")
+        )
+    except (OSError, ValueError):
+        return f"there is no folder {path.parent}"
+    if (near := nearest(path.name, names)).startswith("did") or not names:
+        return near if names else f"the folder {path.parent} has no files"
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"the folder {path.parent} has {', '.join(names[:_SHOWN_NAMES])}{more}"

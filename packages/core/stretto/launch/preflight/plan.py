@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from stretto.core.errors import DataError, Problem, UserError
-from stretto.core.jsonl import Mistakes
+from stretto.core.errors import DataError, Mistakes, Problem, UserError
 from stretto.core.machine import Seat
 from stretto.core.records import Prompt, Sampling
 from stretto.doors.loading import from_package
@@ -53,10 +52,10 @@ from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.service.wire import Row
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.prompts import PromptSource
+from stretto.rollout.questions import Question, Questions, with_own_ids
+from stretto.rollout.tasks import DatasetTask
+from stretto.rollout.workflow import QuestionDetails, WorkflowConfig, WorkflowReady
 from stretto.trainer.messages import Demonstration
-from stretto.worlds.data.task import Question, Questions, with_own_ids
-from stretto.worlds.sources.task import DatasetTask
-from stretto.worlds.workflows.config import QuestionDetails, WorkflowConfig, WorkflowReady
 from stretto_verify.thoughts import PIECES
 
 

@@ -17,7 +17,7 @@ from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.loading import PLACE
 from stretto.rewards.service.pool import DIED, TIMED_OUT, RewardPool
 from stretto.rewards.service.wire import ScoreItem
-from stretto.worlds.data.task import Question, Questions
+from stretto.rollout.questions import Question, Questions
 
 
 def repeated(questions: Questions, sets: Sequence[Question] = ()) -> list[str]:

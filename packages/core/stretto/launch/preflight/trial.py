@@ -36,12 +36,12 @@ from stretto.rewards.service.wire import ScoreItem
 from stretto.rollout.config import FILTERS, PACINGS, RolloutConfig
 from stretto.rollout.filters import Filter
 from stretto.rollout.pacing import Pacing, pacing_of
+from stretto.rollout.questions import Question
 from stretto.trainer.objective.corrections import CORRECTIONS, Correction, Weights
 from stretto.trainer.objective.decoupled_ppo import Terms
 from stretto.trainer.objective.estimators import ESTIMATORS, EstimatorSection, RewardedCompletion, estimate_faults
 from stretto.trainer.objective.surrogates import LOSSES, LossSection
 from stretto.trainer.objective.tokens import LossTokens, Sequences
-from stretto.worlds.data.task import Question
 from stretto_verify.thoughts import closed
 
 

@@ -34,7 +34,10 @@ from stretto.launch.recipe.overrides import Overrides, as_parsed, at_override, p
 from stretto.launch.recipe.sections import EvaluationConfig, LoggingConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.rewards.config import RewardsConfig
+from stretto.rollout.arithmetic import ArithmeticTask
 from stretto.rollout.config import FILTERS, PACINGS, RolloutConfig, contradictions
+from stretto.rollout.tasks import DatasetTask, JsonlTask, ProgramsTask, is_local
+from stretto.rollout.workflow import WorkflowConfig
 from stretto.store.config import StoreConfig
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
@@ -42,12 +45,6 @@ from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.objective.surrogates import LOSSES
 from stretto.weights.config import WeightsConfig
-from stretto.worlds.arithmetic import ArithmeticTask
-from stretto.worlds.data.dataset import JsonlTask
-from stretto.worlds.programs import ProgramsTask
-from stretto.worlds.sources.readers import is_local
-from stretto.worlds.sources.task import DatasetTask
-from stretto.worlds.workflows.config import WorkflowConfig
 
 DOORS: tuple[Door[Any], ...] = (LOSSES, CORRECTIONS, ESTIMATORS, FILTERS, PACINGS, MAKES, OUTLETS)
 

@@ -15,8 +15,8 @@ from stretto.core.records import Sampling
 from stretto.doors.door import AS_TUPLE
 from stretto.launch.recipe.extensions import OutletsConfig
 from stretto.model.hf.config import BuildConfig
+from stretto.rollout.tasks import Source
 from stretto.store.config import TokensConfig
-from stretto.worlds.sources.task import Source
 
 
 class ModelConfig(BaseModel, extra="forbid", frozen=True):

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from stretto.core.engine import Generate
 from stretto.core.records import Completion, GenerateRequest, Partials, Trajectory
 from stretto.rollout.controller import Ticket
-from stretto.worlds.single_turn import GroupWorkflow
+from stretto.rollout.single_turn import GroupWorkflow
 
 
 class Portion:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stretto.core import jsonl
-from stretto.core.errors import nearest
-from stretto.core.jsonl import Mistakes, mistake, once
+from stretto.core.errors import Mistakes, nearest
+from stretto_workflows.data import lines
+from stretto_workflows.data.lines import mistake, once
 
 _LARGEST_TEXT = 1 << 20
 _ROLES = ("system", "user", "assistant")
@@ -24,7 +24,7 @@ def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> l
     Raises:
         DataError: the file is missing, empty or not text, or some of its rows are invalid.
     """
-    return jsonl.read_rows(path, lambda line, number, place: read(object_of(line, place), number, place))
+    return lines.read_rows(path, lambda line, number, place: read(object_of(line, place), number, place))
 
 
 def require(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> None:

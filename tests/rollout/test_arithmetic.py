@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.worlds.arithmetic import ArithmeticTask, Chain
+from stretto.rollout.arithmetic import ArithmeticTask, Chain
 
 TASK = ArithmeticTask(kind="arithmetic", prompts=300, held_out=50, demonstrations=300)
 

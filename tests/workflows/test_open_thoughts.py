@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.records import Completion, Outcome, Prompt, Segment, StopReason, Verdict
-from stretto.worlds.single_turn import judge
-from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.rollout.single_turn import judge
+from stretto.rollout.workflow import WorkflowConfig
 from stretto_workflows.exchange import Exchange
 from stretto_workflows.wire import OrderDone, ScoreOrder, TurnOrder
 from tests.workflows.benches import PROMPT, Bench, asks, encode

@@ -11,18 +11,23 @@ import pytest
 
 from stretto.core.errors import DataError
 from stretto.rewards.functions import last_number
-from stretto.worlds.data.task import Question
-from stretto.worlds.sources.mappings import MAPPINGS, mapped
-from stretto.worlds.sources.rows_source import RowsSource
+from stretto.rollout.questions import Question
+from stretto.rollout.tasks import MAPPINGS as NAMES
+from stretto.rollout.tasks import RowsSource
 from stretto_verify.code.formats import parse_tests
 from stretto_verify.math.reward import math
+from stretto_workflows.data.mappings import MAPPINGS, mapped
 
-FOLDER = Path(__file__).parents[1] / "data" / "datasets"
+FOLDER = Path(__file__).parents[2] / "data" / "datasets"
 
 
 def questions(name: str, path: Path | None = None) -> list[Question]:
     source = RowsSource(data=str(path or FOLDER / f"{name}.jsonl"), mapping=name)
     return source.questions(seed=1)[0]
+
+
+def test_a_recipe_may_name_each_mapping() -> None:
+    assert tuple(MAPPINGS) == NAMES
 
 
 def test_gsm8k_has_the_number_behind_its_mark_and_the_solution_as_demonstration() -> None:

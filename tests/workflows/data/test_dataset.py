@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import DataError
-from stretto.worlds.data.dataset import JsonlTask, read_rows
+from stretto.rollout.tasks import JsonlTask
+from stretto_workflows.data.dataset import read_rows
 
 GOOD = '{"prompt": "3+8=", "answer": "11"}'
 
@@ -134,7 +135,7 @@ def test_an_answer_may_be_as_large_as_the_tests_of_a_program(tmp_path: Path, mon
     large = '{"prompt": "3", "answer": "' + "1" * (3 << 20) + '"}'
     questions = task(write(tmp_path, large, GOOD), held_out=1).questions(seed=1)
     assert len(questions.training[0].answer) == 3 << 20
-    monkeypatch.setattr("stretto.core.jsonl.LARGEST_ROW", 3 << 20)
+    monkeypatch.setattr("stretto_workflows.data.lines.LARGEST_ROW", 3 << 20)
     told = message(write(tmp_path, GOOD, large))
     assert told == f"{tmp_path}/rows.jsonl:2: a row of 3,145,757 characters; at most 3,145,728 are allowed"
 
@@ -182,7 +183,7 @@ def test_a_gzip_file_that_is_cut_off_or_unpacks_to_too_much_is_refused(
     path.write_bytes(whole[: len(whole) // 2])
     assert "cannot be unpacked" in message(path)
     path.write_bytes(whole)
-    monkeypatch.setattr("stretto.core.jsonl.LARGEST_UNPACKED", 100)
+    monkeypatch.setattr("stretto_workflows.data.lines.LARGEST_UNPACKED", 100)
     assert "more than 100 bytes after unpacking" in message(path)
 
 

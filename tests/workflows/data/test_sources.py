@@ -17,7 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from stretto.core.errors import DataError
-from stretto.worlds.sources.task import DatasetTask
+from stretto.rollout.tasks import DatasetTask
 
 ROWS: list[dict[str, Any]] = [{"q": f"{n}+{n}=", "gold": str(2 * n), "level": n} for n in range(1, 6)]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from tests.worlds.hub import COMMIT, hub
+from tests.workflows.data.hub import COMMIT, hub
 
 CARD = """---
 configs:
@@ -29,7 +29,7 @@ READ = """
 import json, os, sys
 import datasets
 from stretto.core.errors import DataError
-from stretto.worlds.sources.task import DatasetTask
+from stretto.rollout.tasks import DatasetTask
 def read(source):
     try:
         found = DatasetTask.model_validate({"kind": "dataset", "sources": [source]}).questions(seed=1)

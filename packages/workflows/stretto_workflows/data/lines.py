@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stretto.core.errors import DataError, Problem, UserError, nearest
+from stretto.core.errors import DataError, Mistakes, Problem
+from stretto.launch.preflight.paths import nearest_file
 
 #: Most characters of a line; tests of programs may have inputs of many megabytes.
 LARGEST_ROW = 256 << 20
 LARGEST_UNPACKED = 4 << 30  #: bytes of a compressed file after unpacking
 _SHOWN = 20  # different mistakes in one error
 _SAME = 3  # rows listed with the same mistake
-_SHOWN_NAMES = 8
 _GZIP = b"\x1f\x8b"
 _OTHERS = {
     b"PAR1": "a parquet file",
@@ -27,39 +27,6 @@ _OTHERS = {
 
 Given = TypeVar("Given")
 Read = TypeVar("Read")
-
-
-class Mistakes:
-    """Collects errors of one class from several blocks, to report them together.
-
-    >>> mistakes = Mistakes()
-    >>> for place in ("rows.jsonl:1", "rows.jsonl:2"):
-    ...     with mistakes:
-    ...         raise DataError([Problem(place, "no field 'answer'")])
-    >>> len(mistakes.problems)
-    2
-    """
-
-    def __init__(self, kind: type[UserError] = DataError) -> None:
-        """Collect nothing yet. `kind`: class of the errors that are collected; others are raised."""
-        self._collected, self._first = kind, kind
-        self.problems: list[Problem] = []
-
-    def __enter__(self) -> None:
-        """Start a block; its error is collected."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, self._collected):
-            return False
-        self._first = self._first if self.problems else type(error)
-        self.problems += error.problems
-        return True
-
-    def done(self) -> None:
-        """Raise one error with all collected problems, without duplicates, if there are any. Its class is that of the
-        first collected error."""
-        if self.problems:
-            raise self._first(dict.fromkeys(self.problems))
 
 
 def read_rows(path: Path, read: Callable[[str, int, str], Read]) -> list[Read]:
@@ -140,20 +107,6 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
     return found
-
-
-def nearest_file(path: Path) -> str:
-    """Remedy for a missing file: the most similar name in its folder, or the first names of files there."""
-    try:
-        names = sorted(
-            entry.name for entry in path.parent.iterdir() if entry.is_file() and not entry.name.startswith(".")
-        )
-    except (OSError, ValueError):
-        return f"there is no folder {path.parent}"
-    if (near := nearest(path.name, names)).startswith("did") or not names:
-        return near if names else f"the folder {path.parent} has no files"
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return f"the folder {path.parent} has {', '.join(names[:_SHOWN_NAMES])}{more}"
 
 
 def read_text(path: Path) -> str:

@@ -42,6 +42,17 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """A question with its chosen completion (`answer`) and the rejected one.
+
+    Example: ``Pair(Question(id="1", text="3+8=", answer="11"), rejected="12")``
+    """
+
+    question: Question  # its answer is the chosen completion
+    rejected: str
+
+
+@dataclass(frozen=True)
 class Questions:
     """A task's questions. Held-out questions are for evaluation only: neither the warm start nor the run trains on
     them.

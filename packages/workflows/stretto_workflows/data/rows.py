@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.core.jsonl import LARGEST_ROW, Mistakes
-from stretto.worlds.data import jsonl
-from stretto.worlds.data.task import Question
+from stretto.core.errors import Mistakes
+from stretto.rollout.questions import Question
+from stretto_workflows.data import jsonl
+from stretto_workflows.data.lines import LARGEST_ROW
 
 
 @dataclass(frozen=True)

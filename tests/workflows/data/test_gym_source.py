@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import DataError
-from stretto.worlds.data.task import Question
-from stretto.worlds.sources.gym_source import GymSource
-from stretto.worlds.sources.task import DatasetTask
+from stretto.rollout.questions import Question
+from stretto.rollout.tasks import DatasetTask, GymSource
 
 SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,7 +9,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from stretto.core.records import Prompt, Record
-from stretto.worlds.workflows.task import ChatMessage, WorkflowTask
 
 PLACE = "workflow.function"  #: recipe key, for messages
 
@@ -64,15 +62,8 @@ class QuestionDetails:
     """
 
     fields: Mapping[tuple[str, str, str], str] = field(default_factory=dict)
-    chats: Mapping[tuple[str, str, str], Sequence[ChatMessage]] = field(default_factory=dict)
+    chats: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
     def is_chat(self, prompt: Prompt) -> bool:
         """Whether the prompt was rendered by the chat template."""
         return (prompt.id, prompt.text, prompt.answer) in self.chats
-
-    def task(self, prompt: Prompt, member: int, seed: int, group_seed: int = 0) -> WorkflowTask:
-        """Make the task of one member of the prompt's group; `seed` is the member's."""
-        key = (prompt.id, prompt.text, prompt.answer)
-        messages = tuple(self.chats.get(key) or ({"role": "user", "content": prompt.text},))
-        fields = json.loads(self.fields.get(key) or "{}")
-        return WorkflowTask(prompt.id, prompt.text, prompt.answer, messages, fields, seed, member, group_seed)

@@ -7,9 +7,10 @@
 import pytest
 
 from stretto.core.errors import DataError
-from stretto.worlds.arithmetic import ArithmeticTask
-from stretto.worlds.data.task import is_held_out
-from stretto.worlds.programs import Description, Instruction, ProgramsTask
+from stretto.rollout.arithmetic import ArithmeticTask
+from stretto.rollout.questions import is_held_out
+from stretto.rollout.tasks import ProgramsTask
+from stretto_workflows.data.programs import Description, Instruction
 
 WORDS, OPERANDS = ("plus", "minus", "times", "max", "min"), ("a", "b", "c", *"123456789")
 

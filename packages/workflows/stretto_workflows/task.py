@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from stretto.core.records import Record
+from stretto.core.records import Prompt, Record
+from stretto.rollout.workflow import QuestionDetails
 
 #: A message as chat completions have it: ``{"role": "user", "content": "3+8="}``.
 ChatMessage = Mapping[str, Any]
@@ -35,6 +37,14 @@ class WorkflowTask(Record, frozen=True):
     seed: int = 0
     member: int = 0  # index of the trajectory in its group
     group_seed: int = 0  # the same for all trajectories of the group; 0 for an agent
+
+
+def task_of(questions: QuestionDetails, prompt: Prompt, member: int, seed: int, group_seed: int = 0) -> WorkflowTask:
+    """Make the task of one member of the prompt's group; `seed` is the member's."""
+    key = (prompt.id, prompt.text, prompt.answer)
+    messages = tuple(questions.chats.get(key) or ({"role": "user", "content": prompt.text},))
+    fields = json.loads(questions.fields.get(key) or "{}")
+    return WorkflowTask(prompt.id, prompt.text, prompt.answer, messages, fields, seed, member, group_seed)
 
 
 class TurnReply(Record, frozen=True):

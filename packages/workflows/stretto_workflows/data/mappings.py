@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from stretto.core.errors import nearest
-from stretto.core.jsonl import Mistakes, mistake
-from stretto.worlds.data.jsonl import prompt, require, shown, text
-from stretto.worlds.data.rows import gold
+from stretto.core.errors import Mistakes, nearest
+from stretto_workflows.data.jsonl import prompt, require, shown, text
+from stretto_workflows.data.lines import mistake
+from stretto_workflows.data.rows import gold
 
 Values = Mapping[str, Any]
 Parts = Mapping[str, Callable[[], Any]]

@@ -26,9 +26,11 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from stretto.core.errors import DataError, Problem
-from stretto.core.jsonl import lines_of, mistake, nearest_file, read_text
+from stretto.launch.preflight.paths import nearest_file
 from stretto.processes.http.reach import unreachable
-from stretto.worlds.data.jsonl import object_of
+from stretto.rollout.tasks import FILES, kind_of
+from stretto_workflows.data.jsonl import object_of
+from stretto_workflows.data.lines import lines_of, mistake, read_text
 
 
 def package(name: str, extra: str, place: str) -> Any:
@@ -77,7 +79,6 @@ def _fault(address: str) -> str:
 
 #: Function that parses a row and returns its columns; it raises the DataError of an invalid row.
 Row = Callable[[], Mapping[str, Any]]
-FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 _LOCAL = f'a file of this machine: data = "rows.jsonl", allowed: {", ".join(FILES)}'
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -92,17 +93,6 @@ class Place:
     split: str = "train"
     revision: str | None = None  # None: the newest
     streaming: bool = False
-
-
-def kind_of(data: str) -> str:
-    """File suffix that decides how the file `data` is read, without ``.gz``: ``.jsonl`` for ``rows.jsonl.gz``."""
-    path = Path(data)
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-
-
-def is_local(data: str, folder: Path) -> bool:
-    """Whether `data` is a local file or folder (exists in `folder`, or looks like a path), not a name of the hub."""
-    return kind_of(data) in FILES or data.startswith(("/", "./", "../", "~")) or (folder / data).exists()
 
 
 def rows_of(place: Place) -> Iterator[tuple[str, Row]]:

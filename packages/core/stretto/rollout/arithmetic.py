@@ -22,7 +22,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from stretto.core.records import derive_seed
-from stretto.worlds.data.task import Question, Questions, draw_held_out, draw_training
+from stretto.rollout.questions import Question, Questions, draw_held_out, draw_training
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.worlds.programs import Description, Instruction, ProgramsTask
+from stretto.rollout.tasks import ProgramsTask
+from stretto_workflows.data.programs import Description, Instruction, demonstration, draw
 
 TASK = ProgramsTask(kind="programs", prompts=300, held_out=50, demonstrations=300)
 
@@ -33,7 +34,7 @@ def test_a_description_and_its_program() -> None:
 
 @given(seed=st.integers(0, 2**32), a=st.integers(-9, 9), b=st.integers(-9, 9), c=st.integers(-9, 9))
 def test_the_program_computes_the_value(seed: int, a: int, b: int, c: int) -> None:
-    description = TASK.draw(random.Random(seed))
+    description = draw(TASK, random.Random(seed))
     assert function(description.program)(a, b, c) == description.value(a, b, c)
     assert TASK.steps_min <= len(description.steps) <= TASK.steps_max
 
@@ -41,7 +42,7 @@ def test_the_program_computes_the_value(seed: int, a: int, b: int, c: int) -> No
 def test_each_step_is_misread_as_often_as_it_should() -> None:
     task = ProgramsTask(kind="programs", steps_min=4, steps_max=4, mistake_rate=0.25)
     chance = random.Random(7)
-    shown = [(drawn := task.draw(chance), task.demonstration(drawn, chance)) for _ in range(2000)]
+    shown = [(drawn := draw(task, chance), demonstration(task, drawn, chance)) for _ in range(2000)]
     faultless = sum(description.program == program for description, program in shown)
     assert faultless / 2000 == pytest.approx(0.75**4, abs=0.04)
 

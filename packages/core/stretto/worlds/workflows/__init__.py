@@ -1,1 +1,0 @@
-"""Workflows of many turns between a prompt and its verdict: built-in ones and users' own."""
