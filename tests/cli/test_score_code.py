@@ -57,7 +57,7 @@ def test_lines_come_back_in_order_with_verdicts(tmp_path: Path, monkeypatch: pyt
         asked.append(config)
         return probe(config, [])
 
-    monkeypatch.setattr(scoring, "safe_walls", walls)
+    monkeypatch.setattr(scoring, "probe", walls)
     rows = [
         {"id": 1, "completion": "```python\nprint(int(input()) ** 2)\n```", "tests": SQUARE},
         {"id": 2, "completion": "print(49)", "tests": SQUARE},

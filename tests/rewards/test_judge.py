@@ -14,8 +14,8 @@ import pytest
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
-from stretto.rewards.models import Judge, JudgeConfig
 from stretto.rewards.service.wire import ScoreItem
+from stretto_verify.models import Judge, JudgeConfig
 from tests.rewards.replying import Question, Reply, ReplyServer, serving
 from tests.rewards.scoring import scored
 

@@ -14,10 +14,10 @@ from stretto.launch.preflight.questions import sift
 from stretto.rewards import reasoning
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
-from stretto.rewards.reasoning import floor_of, gold, reasoning_gym
 from stretto.rewards.service.wire import ScoreItem
 from stretto.rollout.questions import Question, Questions
 from stretto.rollout.tasks import GymSource
+from stretto_verify.reasoning import floor_of, gold, reasoning_gym
 from tests.rewards.scoring import scored
 
 

@@ -15,8 +15,8 @@ from stretto.core.records import Outcome
 from stretto.launch.preflight.checks import check_reward_addresses
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
-from stretto.rewards.models import RewardModel, RewardModelConfig
 from stretto.rewards.service.wire import ScoreItem
+from stretto_verify.models import RewardModel, RewardModelConfig
 from tests.rewards.replying import Question, ReplyServer, serving
 from tests.rewards.scoring import scored
 

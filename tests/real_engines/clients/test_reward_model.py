@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from stretto.model.hf.build import build_policy
-from stretto.rewards.models import RewardModel, RewardModelConfig
+from stretto_verify.models import RewardModel, RewardModelConfig
 from tests.real_engines.scoring import TOLERANCE
 from tests.real_engines.serving import MODEL, Installed, RealServer
 

@@ -17,10 +17,9 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from stretto.core.errors import UNREADABLE, DataError, Problem
+from stretto.core.errors import UNREADABLE, DataError, Problem, RewardFunctionError
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.programs import safe_walls
 from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
 from stretto_verify.code.formats import parse_tests
@@ -28,9 +27,10 @@ from stretto_verify.code.reward import CodeReward, Judgement
 from stretto_verify.code.tests import BadTests, ProgramTests
 from stretto_verify.math.extract.reason import why_wrong
 from stretto_verify.sandbox.config import SandboxConfig
-from stretto_verify.sandbox.probe import Report
+from stretto_verify.sandbox.probe import Report, probe
 from stretto_verify.sandbox.sandbox import SandboxFailed
 from stretto_verify.sandbox.walls import Walls
+from stretto_verify.verdicts import SandboxRefused
 from stretto_workflows.data.lines import mistake, once, read_rows
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
@@ -172,7 +172,10 @@ def print_scored_programs(path: Path, config: SandboxConfig, workers: int) -> No
     """
     lines = read_lines(path, CodeLine)
     tests = read_tests([(line.place, line.fields.tests) for line in lines])
-    walls, report = safe_walls(config)
+    try:
+        walls, report = probe(config)
+    except SandboxRefused as refusal:
+        raise RewardFunctionError([Problem("rewards.code", refusal.found, refusal.remedy)]) from refusal
     print(report, file=sys.stderr)
     judges = _Judges(config, walls, report)
     with ThreadPoolExecutor(workers, "judge") as pool:

@@ -28,19 +28,19 @@ class BuiltIn:
 
 BUILT_IN: Mapping[str, BuiltIn] = {
     "code": BuiltIn(
-        "stretto.rewards.programs:code_reward",
+        "stretto_verify.code.reward:code_reward",
         timeout=30.0,
         gold="stretto_verify.code.formats:gold",
         configured=True,
     ),
     "exact_match": BuiltIn("stretto.rewards.functions:exact_match"),
     "final_answer": BuiltIn("stretto.rewards.functions:final_answer"),
-    "judge": BuiltIn("stretto.rewards.models:judge_reward", timeout=60.0, configured=True),
+    "judge": BuiltIn("stretto_verify.models:judge_reward", timeout=60.0, configured=True),
     "last_number": BuiltIn("stretto.rewards.functions:last_number", gold="stretto.rewards.functions:number_gold"),
     "reasoning_gym": BuiltIn(
-        "stretto.rewards.reasoning:reasoning_gym", timeout=120.0, gold="stretto.rewards.reasoning:gold"
+        "stretto_verify.reasoning:reasoning_gym", timeout=120.0, gold="stretto_verify.reasoning:gold"
     ),
-    "reward_model": BuiltIn("stretto.rewards.models:reward_model", timeout=60.0, configured=True),
+    "reward_model": BuiltIn("stretto_verify.models:reward_model", timeout=60.0, configured=True),
     "math": BuiltIn("stretto_verify.math.reward:math", gold="stretto_verify.math.reward:gold"),
 }
 

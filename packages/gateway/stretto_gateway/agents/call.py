@@ -18,8 +18,8 @@ from typing import Any
 
 from stretto.core.errors import RecipeError
 from stretto.doors.loading import load, look_in
-from stretto.processes.http.redirects import opener
 from stretto_gateway.agents.environment import SESSION, TASK
+from stretto_verify.address import opener
 
 _SECONDS = 60.0
 

@@ -23,7 +23,7 @@ from stretto_verify.code.formats import parse_tests
 from stretto_verify.code.program import Program, extract_program, helpers
 from stretto_verify.code.tests import CallTest, ProgramTests, StdinTest
 from stretto_verify.sandbox.config import SandboxConfig
-from stretto_verify.sandbox.probe import Report
+from stretto_verify.sandbox.probe import Report, probe
 from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
 from stretto_verify.sandbox.walls import Walls
 from stretto_verify.thoughts import said
@@ -165,6 +165,16 @@ class CodeReward:
                 return self._sandbox.run(task, given, seconds, patience)
         ended = self._sandbox.run({"source": ""}, b"", seconds)
         return msgspec.structs.replace(ended, status=-signal.SIGKILL, errors=b"")
+
+
+def code_reward(settings: str) -> CodeReward:
+    """Make the reward ``code`` of a run; `settings` is a `SandboxConfig` as JSON. Probes the sandboxes of this machine.
+
+    Raises:
+        SandboxRefused: this machine has no sandbox at the level that the settings require.
+    """
+    config = SandboxConfig.model_validate_json(settings)
+    return CodeReward(config, *probe(config))
 
 
 def program_of(completion: str, tests: ProgramTests) -> Program | None:

@@ -17,6 +17,7 @@ from stretto.core.errors import Problem, RecipeError, RewardFunctionError
 from stretto.doors.loading import is_generator, load, why_not_called
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.functions import RewardFunction
+from stretto_verify.verdicts import SandboxRefused
 
 _MACHINERY = (str(Path(asyncio.__file__).parent), __file__)
 
@@ -65,7 +66,12 @@ def load_reward(name: str, settings: str = "{}", place: str = PLACE) -> RewardFu
     except RecipeError as error:
         raise RewardFunctionError(error.problems) from error
     built_in = BUILT_IN.get(name)
-    return _checked(place, name, found(settings) if built_in and built_in.configured and callable(found) else found)
+    if built_in is not None and built_in.configured and callable(found):
+        try:
+            found = found(settings)
+        except SandboxRefused as refusal:
+            raise _refused(f"rewards.{name}", refusal.found, refusal.remedy) from refusal
+    return _checked(place, name, found)
 
 
 def _checked(place: str, name: str, found: object) -> RewardFunction:

@@ -14,15 +14,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any, Self, TypeVar
+from http.client import HTTPConnection, HTTPException, HTTPMessage, HTTPResponse, HTTPSConnection
+from typing import IO, Any, Self, TypeVar
 from urllib.error import HTTPError
-from urllib.request import HTTPHandler, HTTPSHandler, Request
+from urllib.request import (
+    BaseHandler,
+    HTTPHandler,
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    OpenerDirector,
+    Request,
+    build_opener,
+)
 
 from pydantic import BaseModel, Field, model_validator
 
-from stretto.processes.http.redirects import opener
-from stretto.rewards.functions import Undecided
+from stretto_verify.verdicts import Undecided
 
 Read = TypeVar("Read")
 
@@ -115,6 +122,19 @@ class Asker:
         except (OSError, HTTPException) as error:
             late = time.monotonic() >= until
             raise _Busy("TimeoutError: no reply in time" if late else f"{type(error).__name__}: {error}") from error
+
+
+class _Refused(HTTPRedirectHandler):
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> None:
+        """Follow nothing; urllib then raises HTTPError, with the status and headers of the redirect."""
+
+
+def opener(*handlers: BaseHandler) -> OpenerDirector:
+    """Make an opener of URLs with these handlers, for which a redirect is an HTTPError. urllib would send the headers,
+    a key among them, to whatever host the redirect names, and take that host's reply."""
+    return build_opener(*handlers, _Refused())
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from stretto.rewards.functions import Undecided
 from stretto_verify.thoughts import said
+from stretto_verify.verdicts import Undecided
 
 _PACKAGE = "reasoning_gym"  # of the extra `reasoning`
 HIGHEST_FLOOR = 0.5  #: a task in which nonsense scores more is refused
