@@ -42,7 +42,7 @@ from stretto.trainer.batch.minibatch import Minibatch, minibatch, minibatches
 from stretto.trainer.batch.samples import SampledBatch, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import TO_RANK, Train
-from stretto.trainer.parallel.ranks import Ranks
+from stretto.trainer.ranks import Ranks
 from tests.trainer.unloaded import resident
 
 MILLION = 1e6

@@ -24,9 +24,9 @@ from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens
+from stretto.trainer.adapters import adapt
 from stretto.trainer.config import LoraConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.parallel.lora import adapt
 from stretto.trainer.trainer import Trainer
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from stretto.core.records import Completion
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
+from stretto.trainer.adapters import adapt, gather_adapters
 from stretto.trainer.config import LoraConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.parallel.lora import adapt, gather_adapters
-from stretto.trainer.parallel.ranks import ALONE
+from stretto.trainer.ranks import ALONE
 from stretto.trainer.trainer import Trainer
 from stretto.weights.folder import path_of
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber

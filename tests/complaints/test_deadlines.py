@@ -40,7 +40,7 @@ CONSTANTS = {
     ("extensions/commands/calibrate.py", "_PATIENCE"): "a measurement of a small model, which is no run",
     ("outlets/supervision.py", "HUNG_SECONDS"): "a tool that runs are shown in; the run does not wait for it",
     ("loop/engines/proving.py", "_CANARY_SECONDS"): "the canary of a version that is published: it comes with it",
-    ("trainer/parallel/ranks.py", "PATIENCE"): "of a trainer without a run; a run gives its own",
+    ("ranks/collectives.py", "PATIENCE"): "of a trainer without a run; a run gives its own",
     ("http/archive.py", "_URL_SECONDS"): "how long an address of a download is good",
     ("http/service.py", "_KEPT_SECONDS"): "results of a session that has ended, which nobody waits for",
     ("http/service.py", "_SILENT_SECONDS"): "a client that says nothing gives its memory to others",

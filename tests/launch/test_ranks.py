@@ -109,7 +109,7 @@ def test_adapters_are_trained_published_and_saved_as_a_whole_policy(laboratory: 
 
 
 def rank_of(command: Command) -> int:
-    (pid,) = command.processes("stretto.trainer.roles.rank")
+    (pid,) = command.processes("stretto_cluster.ranks.rank")
     return pid
 
 

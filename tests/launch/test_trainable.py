@@ -15,9 +15,9 @@ from stretto.launch.preflight.trainable import check_checkpoint, check_trainable
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.trainer.adapters import adapt
 from stretto.trainer.config import LoraConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.parallel.lora import adapt
 from stretto.trainer.trainer import Trainer
 from tests.tiny_policy import SMALL
 

@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[2]
 MARK = "STRETTO_TEST_MARK"
 _COMMANDS: tuple[str, ...] = ("stretto.launch.commands.train", "stretto_report.dashboard.terminal.summary")
 _COMMANDS += ("stretto_report.dashboard.terminal.progress", "stretto.launch.commands.evaluate", "tests.launch.warm")
-_COMMANDS += ("stretto_app.cli.main", "tests.launch.heat", "stretto.trainer.roles.rank")
+_COMMANDS += ("stretto_app.cli.main", "tests.launch.heat", "stretto_cluster.ranks.rank")
 _COMMANDS += ("stretto_app.extensions.commands.join", "stretto_cluster.agent", "stretto_app.extensions.commands.replay")
 _COMMANDS += (
     "stretto.api.run_process",

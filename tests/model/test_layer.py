@@ -22,8 +22,8 @@ from stretto.model.hf.layers import checkpoint_activations, decoder_layers
 from stretto.model.packed.attention import PACKED_ATTENTION, bucketed
 from stretto.model.packed.layer import fuse_layers, places_of
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens, token_logprobs
+from stretto.trainer.adapters import adapt
 from stretto.trainer.config import LoraConfig
-from stretto.trainer.parallel.lora import adapt
 from stretto_kernels import layer_loops as loops
 from stretto_kernels import short
 from stretto_kernels.compiled import AVAILABLE

@@ -24,14 +24,15 @@ from transformers import PreTrainedModel
 from stretto.core.records import Batch, Sampling, Segment
 from stretto.model.hf.layers import decoder_layers
 from stretto.store.series.tokens import SampledTokens
+from stretto.trainer.adapters import adapt
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.outcomes import TokenSink, TrainedTokens
-from stretto.trainer.parallel.lora import adapt
-from stretto.trainer.parallel.ranks import ALONE, Ranks, ShardedRanks, join, reach_store
+from stretto.trainer.ranks import ALONE, Ranks
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
+from stretto_cluster.ranks.collectives import ShardedRanks, join, reach_store
 from tests.tolerances import EPS, RATE
 from tests.trainer.batches import LONGEST, batch
 from tests.trainer.several_ranks import fork_ranks, prepare

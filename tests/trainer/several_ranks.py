@@ -12,7 +12,7 @@ import torch
 
 from stretto.model.hf.skeleton import skeleton
 from stretto.model.packed.attention import PACKED_ATTENTION
-from stretto.trainer.parallel.ranks import open_store
+from stretto_cluster.ranks.collectives import open_store
 from tests.launch.warm import MARK, WarmCommand
 
 

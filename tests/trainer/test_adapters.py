@@ -15,12 +15,12 @@ from stretto.core.errors import StoreError
 from stretto.core.records import Sampling
 from stretto.engine.native.parameters import Parameters
 from stretto.model.packed.logprobs import pack_tokens
+from stretto.trainer.adapters import adapt, gather_adapters
 from stretto.trainer.config import LoraConfig, TrainerConfig
 from stretto.trainer.messages import SavePolicy, TrainerSpec
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner
-from stretto.trainer.parallel.lora import adapt, gather_adapters
-from stretto.trainer.parallel.ranks import ALONE
+from stretto.trainer.ranks import ALONE
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.roles.trainer import TrainerRole
 from stretto.trainer.trainer import Trainer
@@ -138,7 +138,7 @@ def test_a_saved_policy_has_its_adapters_when_it_appears(tmp_path: Path, monkeyp
         appeared.append(policy.exists())
         save_file(tensors, file, metadata)
 
-    monkeypatch.setattr("stretto.trainer.parallel.lora.save_file", save)
+    monkeypatch.setattr("stretto.trainer.adapters.save_file", save)
     role = TrainerRole(spec, SharedMemoryPublisher("none", tmp_path), ALONE, lambda told: None)
     role.carry_out(SavePolicy(folder=str(policy)))
     assert appeared == [False]

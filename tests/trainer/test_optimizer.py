@@ -11,9 +11,9 @@ from torch import Tensor
 from stretto.core.errors import TrainingDiverged
 from stretto.core.records import Sampling
 from stretto.model.packed.logprobs import pack_tokens
+from stretto.trainer.adapters import adapt
 from stretto.trainer.config import LoraConfig, OptimizerConfig
 from stretto.trainer.optimizer import Learner, learning_rate
-from stretto.trainer.parallel.lora import adapt
 from tests.tolerances import assert_close, near
 from tests.trainer.staging import staged
 from tests.trainer.tiny import FORWARD, tiny

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from stretto.core.errors import OutOfMemory
 from stretto.model.device import memory_named, take_share
 from stretto.trainer.messages import Demonstration, Demonstrations, SaveCheckpoint, SupervisedSpec, TrainerSpec
-from stretto.trainer.parallel.ranks import ALONE
+from stretto.trainer.ranks import ALONE
 from stretto.trainer.roles import supervised
 from stretto.trainer.roles.trainer import TrainerRole
 from stretto.trainer.trainer import Trainer

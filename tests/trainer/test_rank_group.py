@@ -30,14 +30,12 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.store.run_folder import RunFolder
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import (
-    RANK_ROLE,
     CheckpointSaved,
     Copied,
     PolicySaved,
     Publish,
     Published,
     RanksAwaited,
-    RankSpec,
     Ready,
     SaveCheckpoint,
     SavePolicy,
@@ -47,8 +45,9 @@ from stretto.trainer.messages import (
     TrainerSpec,
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.roles.rank import _as_here
 from stretto.trainer.trainer import Trainer
+from stretto_cluster.ranks.messages import RANK_ROLE, RankSpec, secrets
+from stretto_cluster.ranks.rank import _as_here
 from tests.tiny_policy import TINY
 from tests.tolerances import after_adam, operations_of
 from tests.trainer.batches import batch
@@ -119,7 +118,8 @@ class Agent:
             await self.ranks[-1].stop(0.0)
         rank = RoleProcess("rank 1", RANK_ROLE, self._site.there / "rank.txt", spawner=self._site.far.spawner)
         self.ranks.append(rank)
-        await rank.start(awaited.spec(1, spec, str(self._site.there / "model")), 1, environment=awaited.secrets)
+        told = RankSpec.of(awaited, 1, spec, str(self._site.there / "model"))
+        await rank.start(told, 1, environment=secrets(awaited))
 
 
 def test_a_lost_rank_begins_the_group_anew_from_checkpoint_and_batches(site: Site) -> None:
@@ -203,7 +203,7 @@ def test_a_rank_has_the_folders_and_gpus_of_its_own_machine(site: Site, monkeypa
     algorithm = AlgorithmConfig.model_validate({"reference": {"path": "/here/reference", "weight": 0.5}})
     spec = site.spec(algorithm=algorithm.model_dump_json(), kernels="/here/kernels.json", gpus=("0",), share=0.4)
     awaited = RanksAwaited(host="127.0.0.1", port=1, key="k", ranks=(1,))
-    there = _as_here(spec, awaited.spec(1, spec, "/there/model", "/there/reference"))
+    there = _as_here(spec, RankSpec.of(awaited, 1, spec, "/there/model", "/there/reference"))
     reference = AlgorithmConfig.model_validate_json(there.algorithm).reference
     assert (there.model, there.kernels) == ("/there/model", None)
     assert (there.gpus, there.share) == (("5", "7"), 1.0), "its GPU is not shared with rank 0's engines"

@@ -12,8 +12,8 @@ import pytest
 from stretto.core.errors import HandshakeRefused
 from stretto.processes.handshake import call
 from stretto.trainer.messages import Ready
-from stretto.trainer.parallel.ranks import LOOPBACK, open_store
-from stretto.trainer.roles.rank_group import RankGroup, RankIntroduction
+from stretto_cluster.ranks.collectives import LOOPBACK, open_store
+from stretto_cluster.ranks.rank_group import RankGroup, RankIntroduction
 from tests.certificates import authority
 from tests.trainer.two_machines import Running, Site, refused, run, running
 

@@ -21,7 +21,6 @@ import torch
 
 from stretto.core.errors import ModelFolderError, StoreError
 from stretto.model.hf import folder as writing
-from stretto.model.hf.filling import fill
 from stretto.model.hf.folder import load_policy, save_policy, write_weights
 from stretto.model.hf.layers import saved_buffers
 from stretto.model.hf.skeleton import skeleton
@@ -30,8 +29,9 @@ from stretto.store.series.tokens import TokenOutcome
 from stretto.trainer import checkpoint
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import RankLost, TrainerSpec
-from stretto.trainer.parallel.ranks import ALONE
-from stretto.trainer.roles.rank_group import RankGroup
+from stretto.trainer.ranks import ALONE
+from stretto_cluster.ranks.filling import fill
+from stretto_cluster.ranks.rank_group import RankGroup
 from tests.tolerances import after_adam, assert_close
 from tests.trainer.conftest import FAMILIES
 from tests.trainer.rank_runs import LOSSES, PLAYED, SAMPLING, SCENARIOS, trainer_of

@@ -4,7 +4,7 @@ import pytest
 from torch import distributed
 
 from stretto.core.errors import RecipeError
-from stretto.trainer.parallel.ranks import _no_way, join, open_store
+from stretto_cluster.ranks.collectives import _no_way, join, open_store
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp: internal error. Last error: Bootstrap : no socket interface found"
 

@@ -19,7 +19,6 @@ from stretto.processes.spawn import Spawner
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import (
     FROM_TRAINER,
-    RANK_ROLE,
     FromTrainer,
     Publish,
     Published,
@@ -32,6 +31,8 @@ from stretto.trainer.messages import (
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.weights.folder import remove
+from stretto_cluster.ranks.messages import RANK_ROLE, RankSpec
+from stretto_cluster.ranks.messages import secrets as secrets_of
 from tests.certificates import authority
 from tests.launch.warm import session_fork_server
 from tests.tiny_policy import TINY
@@ -96,8 +97,8 @@ class Running:
     async def start_rank(self, **wrong: Any) -> None:
         """Start rank 1 on the other machine, as an agent does."""
         tls = str(self.site.there / "tls") if self.spec.tls else ""
-        spec = self.awaited.spec(1, self.spec, str(self.site.there / "model"), tls=tls)
-        secrets = {name: wrong.pop("key", key) for name, key in self.awaited.secrets.items()}
+        spec = RankSpec.of(self.awaited, 1, self.spec, str(self.site.there / "model"), tls=tls)
+        secrets = {name: wrong.pop("key", key) for name, key in secrets_of(self.awaited).items()}
         await self.rank.start(msgspec.structs.replace(spec, **wrong), 1, environment=secrets)
 
     async def reply(self, kind: type[T]) -> T:

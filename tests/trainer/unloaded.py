@@ -8,15 +8,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stretto.core.records import Sampling
-from stretto.model.hf.filling import own
 from stretto.model.hf.layers import decoder_layers
 from stretto.model.hf.skeleton import skeleton
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import SavePolicy, TrainerSpec
 from stretto.trainer.optimizer import UNCHANGED, Policy
-from stretto.trainer.parallel.ranks import Ranks
-from stretto.trainer.parallel.sharding import shard
+from stretto.trainer.ranks import Ranks, own
 from stretto.trainer.roles.trainer import TrainerRole
 from stretto.weights.mailbox import GatheringPublisher
 from tests.trainer.batches import LONGEST
@@ -37,7 +35,7 @@ def held_by(model: nn.Module, ranks: Ranks) -> Mapping[str, torch.Tensor]:
 
 def filled(folder: Path, ranks: Ranks) -> Mapping[str, torch.Tensor]:
     policy = Policy(unloaded(folder), TrainerConfig(), UNCHANGED, ranks)
-    shard(policy, policy.model, ranks)
+    ranks.shard(policy, policy.model)
     return held_by(policy.model, ranks)
 
 
@@ -67,6 +65,6 @@ def beyond_the_shards(folder: Path, ranks: Ranks) -> tuple[int, int, int]:
     layer = sum(parameter.nbytes for parameter in decoder_layers(policy.model)[0].parameters())
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
-    shard(policy, policy.model, ranks)
+    ranks.shard(policy, policy.model)
     shards = sum(own(parameter).nbytes for parameter in policy.model.parameters())
     return resident("VmHWM") - before - shards, layer, shards

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied
 from stretto.core.tasks import gather_or_cancel, gather_to_the_end
-from stretto.trainer.messages import RANK_ROLE, RanksAwaited, TrainerSpec
+from stretto.trainer.messages import RanksAwaited, TrainerSpec
 from stretto_cluster.machine import JoinedMachine, RemoteProcess
 from stretto_cluster.messages import AGENTS_TLS
+from stretto_cluster.ranks.messages import RANK_ROLE, RankSpec, secrets
 
 
 def neighbours(hosts: Sequence[str], together: int) -> list[int]:
@@ -55,10 +56,10 @@ class RemoteRanks:
         places = await self._places(len(awaited.ranks))
         starts = []
         for number, (machine, place) in zip(awaited.ranks, places, strict=False):
-            rank = machine.role(place, f"trainer-rank-{number}", RANK_ROLE, awaited.secrets)
+            rank = machine.role(place, f"trainer-rank-{number}", RANK_ROLE, secrets(awaited))
             self._ranks.append(rank)
             tls = AGENTS_TLS if spec.tls else ""
-            told = awaited.spec(number, spec, machine.model, machine.reference, tls=tls)
+            told = RankSpec.of(awaited, number, spec, machine.model, machine.reference, tls=tls)
             starts.append(rank.start(told, spec.threads))
         try:
             await gather_or_cancel(*starts)

@@ -22,8 +22,8 @@ from stretto.model.hf.layers import linear_layers
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.kernels import TRAINING, OneDnnLinear, use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.trainer.adapters import adapt
 from stretto.trainer.config import LoraConfig
-from stretto.trainer.parallel.lora import adapt
 from stretto.weights.mailbox import LORA_A, LORA_B
 from stretto_verbs.arguments import FOLDER, ArgumentKind, check
 
@@ -63,7 +63,7 @@ class SharedModel:
         Args:
             lora: settings of the adapters; None: no adapters.
             attention: name of the attention implementation (transformers).
-            **adapters: further arguments of `trainer.parallel.lora.adapt`.
+            **adapters: further arguments of `trainer.adapters.adapt`.
         """
         kernels = [module.kernel for module in self._model.modules() if isinstance(module, OneDnnLinear)]
         shared = [*self._model.parameters(), *self._model.buffers(), *kernels]

@@ -23,6 +23,15 @@ from stretto.model.kernels import TRAINING, use_onednn
 from stretto.store import lock
 from stretto.store.checkpoints import Checkpoints
 from stretto.trainer import checkpoint
+from stretto.trainer.adapters import (
+    adapt,
+    adapted_layers,
+    adapter_parameters,
+    gather_adapters,
+    merged,
+    plain_parameters,
+    scaled,
+)
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.samples import Sample, chosen_of, samples_of, scored_of
 from stretto.trainer.config import OptimizerConfig
@@ -30,9 +39,7 @@ from stretto.trainer.gradients import Gradient, Gradients, gradient_of, set_grad
 from stretto.trainer.metrics import Meter
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import AdamNumbers, Learner, OptimizerStep
-from stretto.trainer.parallel.adapters import adapted_layers, adapter_parameters, merged, plain_parameters, scaled
-from stretto.trainer.parallel.lora import adapt, gather_adapters
-from stretto.trainer.parallel.ranks import ALONE
+from stretto.trainer.ranks import ALONE
 from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters
 from stretto_verbs.arguments import FOLDER, ArgumentKind, check, instance, optimizer_of, sampling_of
 from stretto_verbs.completion import mark_of

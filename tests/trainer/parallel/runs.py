@@ -17,8 +17,9 @@ from torch import Tensor
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner
-from stretto.trainer.parallel.ranks import Ranks, ShardedRanks, join, reach_store
+from stretto.trainer.ranks import Ranks
 from stretto.trainer.trainer import Trainer
+from stretto_cluster.ranks.collectives import ShardedRanks, join, reach_store
 from tests.tolerances import RATE
 from tests.trainer.rank_runs import Scenario, settings, trainer_of
 from tests.trainer.several_ranks import fork_ranks, prepare

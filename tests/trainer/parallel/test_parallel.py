@@ -21,8 +21,8 @@ from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import Learner
-from stretto.trainer.parallel.ranks import ALONE
-from stretto.trainer.parallel.sharding import refuse_undividable
+from stretto.trainer.ranks import ALONE
+from stretto_cluster.ranks.matrices import refuse_undividable
 from tests.model.families import EXPERTS, SLIDING, config
 from tests.tolerances import EXACT, after_adam, operations
 from tests.trainer.parallel.runs import FIRST, PLAYED, played, scored, settled

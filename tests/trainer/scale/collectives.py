@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stretto.trainer.parallel.ranks import Ranks, ShardedRanks
+from stretto.trainer.ranks import Ranks
+from stretto_cluster.ranks.collectives import ShardedRanks
 
 _KINDS: Mapping[str, str] = {
     "_allgather_base_": "gather",

@@ -22,12 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from stretto.model.hf.filling import own
 from stretto.model.hf.layers import decoder_layers
 from stretto.model.packed import attention, logprobs
 from stretto.model.packed import layer as packed_layer
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer import optimizer
+from stretto.trainer import ranks as ranks_module
+from stretto.trainer.adapters import adapt
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import TrainerConfig
@@ -36,10 +37,10 @@ from stretto.trainer.gradients import Gradients
 from stretto.trainer.metrics import Meter
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner, Optimizer
-from stretto.trainer.parallel import ranks as ranks_module
-from stretto.trainer.parallel.lora import adapt
-from stretto.trainer.parallel.ranks import ALONE, Ranks, ShardedRanks
+from stretto.trainer.ranks import ALONE, Ranks, own
 from stretto.trainer.reference import ReferencePolicy
+from stretto_cluster.ranks import collectives
+from stretto_cluster.ranks.collectives import ShardedRanks
 from stretto_kernels.gpu import layer_loops as gpu_loops
 from stretto_kernels.gpu import logprobs as gpu_logprobs
 from stretto_kernels.steps import layer
@@ -118,7 +119,8 @@ class LiveBytes(TorchDispatchMode):
 
         with pytest.MonkeyPatch.context() as patch, staged(), self:
             patch.setattr(torch.UntypedStorage, "resize_", counted)
-            patch.setattr(ranks_module, "zeros_on_host", on_host)
+            for module in (ranks_module, collectives):
+                patch.setattr(module, "zeros_on_host", on_host)
             yield
 
 

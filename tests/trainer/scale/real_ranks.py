@@ -24,7 +24,8 @@ from stretto.trainer.gradients import Gradients
 from stretto.trainer.metrics import Meter
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner
-from stretto.trainer.parallel.ranks import ALONE, Ranks, join, reach_store
+from stretto.trainer.ranks import ALONE, Ranks
+from stretto_cluster.ranks.collectives import join, reach_store
 from tests.trainer.several_ranks import fork_ranks
 from tests.trainer.unloaded import resident
 

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.trainer.adapters import adapt
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import UNCHANGED
-from stretto.trainer.parallel.lora import adapt
-from stretto.trainer.parallel.ranks import ALONE
+from stretto.trainer.ranks import ALONE
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
 from stretto.weights.mailbox import GatheringPublisher

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stretto.core.errors import UNREADABLE, StoreError, described
 from stretto.trainer.optimizer import MOMENTS, Optimizer
-from stretto.trainer.parallel.ranks import Ranks
+from stretto.trainer.ranks import Ranks
 
 _POSITION = "trainer.json"
 _FILE_BYTES = 64 << 20

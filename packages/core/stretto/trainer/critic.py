@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, StopReason
-from stretto.model.hf.filling import without_memory
 from stretto.model.hf.layers import checkpoint_activations
 from stretto.model.kernels import TRAINING, use_onednn
 from stretto.model.packed.logprobs import PackedTokens, hidden_states
@@ -26,7 +25,7 @@ from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, TrainerConfig
 from stretto.trainer.objective.returns import Column, Doubles
 from stretto.trainer.optimizer import Optimizer, OptimizerStep, learning_rate
-from stretto.trainer.parallel.ranks import ALONE, Ranks
+from stretto.trainer.ranks import ALONE, Ranks, without_memory
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:

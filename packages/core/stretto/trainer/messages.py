@@ -63,28 +63,6 @@ class TrainerSpec(Record, frozen=True):
     evidence: Evidence = "all"  # tokens by which engines are judged
 
 
-class RankSpec(Record, frozen=True):
-    """Arguments of the process of rank 1, 2, ...: the address of rank 0, and settings that differ between machines.
-    Rank 0 sends the other settings after the rank has joined.
-
-    The key is in the environment variable `RANK_KEY`, because other users of a machine can read command lines.
-    """
-
-    rank: int
-    host: str
-    port: int
-    threads: int
-    hung: float = 10.0  # seconds without a heartbeat of rank 0 after which the rank ends
-    gpu: int = 0  # index of its GPU among the visible GPUs
-    model: str | None = None  # the model folder on this machine; None: the same path as rank 0's
-    reference: str | None = None  # `algorithm.reference.path` on this machine; None: the same path as rank 0's
-    tls: str = ""  # the folder of certificates on this machine; "": no TLS
-
-
-RANK_ROLE = "stretto.trainer.roles.rank"
-RANK_KEY = "STRETTO_RANK_KEY"
-
-
 class SupervisedSpec(Record, frozen=True):
     """Arguments of the process of supervised learning. `model`: folder of the policy to train; `out`: folder for the
     trained one. `examples`: file with `Examples` in MessagePack. `config`: JSON text of a `SupervisedConfig` or
@@ -133,36 +111,12 @@ class Stop(Record, frozen=True, tag=True):
 
 class RanksAwaited(Record, frozen=True, tag=True):
     """Request to the conductor: start these ranks on other machines. They join rank 0 at this address with this key
-    (`trainer.roles.rank`). Valid for one trainer process; a replacement sends a new request."""
+    (`stretto_cluster.ranks.rank`). Valid for one trainer process; a replacement sends a new request."""
 
     host: str
     port: int
     key: str
     ranks: tuple[int, ...]
-
-    def spec(
-        self, rank: int, trainer: TrainerSpec, model: str, reference: str | None = None, gpu: int = 0, tls: str = ""
-    ) -> RankSpec:
-        """The spec of one of these ranks, to be started as the role `RANK_ROLE` with the environment `secrets`.
-        `trainer`: spec of rank 0. `model`, `reference` and `tls`: folders on the rank's machine (`reference` None: rank
-        0's path). `gpu`: index among the GPUs visible to the rank."""
-        assert rank in self.ranks, f"rank {rank} is not awaited"
-        return RankSpec(
-            rank=rank,
-            host=self.host,
-            port=self.port,
-            threads=trainer.threads,
-            hung=trainer.hung,
-            gpu=gpu,
-            model=model,
-            reference=reference,
-            tls=tls,
-        )
-
-    @property
-    def secrets(self) -> dict[str, str]:
-        """Environment variables that the ranks need."""
-        return {RANK_KEY: self.key}
 
 
 class Ready(Record, frozen=True, tag=True):
@@ -221,14 +175,6 @@ class RankLost(Record, frozen=True, tag=True):
     how: str
 
 
-class RankStart(Record, frozen=True, tag=True):
-    """Order of rank 0 to a rank that has joined: join the process group at rank 0's store, then carry out orders.
-    `trainer`: JSON text of rank 0's `TrainerSpec`."""
-
-    store: int  # port of the store
-    trainer: str
-
-
 ToTrainer = Train | Publish | SaveCheckpoint | SavePolicy | Stop
 FromTrainer = (
     RanksAwaited
@@ -243,9 +189,6 @@ FromTrainer = (
     | RankLost
 )
 
-ToRank = RankStart | ToTrainer
-
-TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 TO_TRAINER: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
 

@@ -18,7 +18,7 @@ from stretto.trainer.critic import explained_variance
 from stretto.trainer.objective.losses import DIAGNOSTICS, Loss
 from stretto.trainer.objective.returns import Column
 from stretto.trainer.optimizer import OptimizerStep
-from stretto.trainer.parallel.ranks import Ranks
+from stretto.trainer.ranks import Ranks
 
 _NAMES = {
     "clipped": "clip_fraction",

@@ -28,20 +28,19 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import AdamW, adamw
 from transformers import PreTrainedModel
 
 from stretto.core.errors import TrainingDiverged
 from stretto.core.records import Sampling
 from stretto.model.attention_support import check_attention
-from stretto.model.hf.filling import own, without_memory
 from stretto.model.hf.layers import checkpoint_activations
 from stretto.model.kernels import TRAINING, use_onednn
 from stretto.model.packed.layer import fuse_layers
 from stretto.model.packed.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.parallel.ranks import ALONE, Ranks, zeros_on_host
-from stretto.trainer.parallel.sharding import by_mesh, clip, shard
+from stretto.trainer.ranks import ALONE, Ranks, by_mesh, own, without_memory, zeros_on_host
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 _THROUGH = 1 << 28
@@ -206,8 +205,8 @@ class Optimizer:
         exact: Iterable[nn.Module] = (),
     ) -> None:
         """Shard the parameters over the ranks. `trained`: the module to train, which contains `model`. `exact`: parts
-        of it that compute in float32. Raises RecipeError and ModelFolderError as `parallel.sharding.shard`."""
-        shard(trained, model, ranks, exact)
+        of it that compute in float32. Raises RecipeError and ModelFolderError as `Ranks.shard`."""
+        ranks.shard(trained, model, exact)
         self.trained = trained
         self.config = config
         self.ranks = ranks
@@ -393,3 +392,26 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     ]
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+
+
+@torch.no_grad()
+def clip(parameters: Sequence[Tensor], most: float) -> float:
+    """Clip the gradients of `parameters` in place to a global norm of at most `most`, over all parameters and ranks;
+    returns the norm before clipping."""
+    groups = by_mesh(parameters)
+    if len(groups) == 1:
+        norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+        found = float(_whole(norm))
+        if not (found + 2e-6) * 1.001 < most:  # otherwise torch would multiply every gradient by 1
+            nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        return found
+    gradients = [[one.grad for one in group if one.grad is not None] for group in groups]
+    norms = [_whole(nn.utils.get_total_norm(group)) for group in gradients]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+    torch._foreach_mul_([own(gradient) for group in gradients for gradient in group], factor)
+    return float(norm)
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

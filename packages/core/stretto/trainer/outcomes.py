@@ -32,7 +32,7 @@ from stretto.trainer.batch.paths import path_id
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.messages import TokensSpec
 from stretto.trainer.objective.losses import Loss
-from stretto.trainer.parallel.ranks import Ranks
+from stretto.trainer.ranks import Ranks
 
 _NUMBERS = 4  # columns of a loss token
 

@@ -8,13 +8,12 @@ from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, Sampling
 from stretto.model.packed.logprobs import PackedTokens
+from stretto.trainer.adapters import without_adapters
 from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.objective.returns import Doubles
 from stretto.trainer.optimizer import Learner, Policy
-from stretto.trainer.parallel.adapters import without_adapters
-from stretto.trainer.parallel.ranks import ALONE, Ranks
-from stretto.trainer.parallel.sharding import shard
+from stretto.trainer.ranks import ALONE, Ranks
 
 
 class ReferencePolicy:
@@ -39,7 +38,7 @@ class ReferencePolicy:
                 parameter.data = parameter.data.to(getattr(torch, config.dtype))
         self._policy = Policy(model.requires_grad_(False), config, sampling, ranks)
         self._config, self._ranks = config, ranks
-        shard(self._policy, model, ranks)
+        ranks.shard(self._policy, model)
         self._policy.check()
 
     @torch.no_grad()

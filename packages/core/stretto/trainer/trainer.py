@@ -32,6 +32,7 @@ from stretto.core.events import Span
 from stretto.core.records import Batch, Sampling, Update
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer import checkpoint
+from stretto.trainer.adapters import adapted_layers, adapter_parameters, merged, plain_parameters, scaled
 from stretto.trainer.batch.minibatch import Minibatch, minibatch, minibatches
 from stretto.trainer.batch.samples import NO_SCORES, Sample, samples_of
 from stretto.trainer.config import TrainerConfig
@@ -42,8 +43,7 @@ from stretto.trainer.metrics import Meter
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner, learning_rate
 from stretto.trainer.outcomes import TokenMeter, TokenSink
-from stretto.trainer.parallel.adapters import adapted_layers, adapter_parameters, merged, plain_parameters, scaled
-from stretto.trainer.parallel.ranks import ALONE, Ranks
+from stretto.trainer.ranks import ALONE, Ranks
 from stretto.trainer.reference import Reference, WithoutAdapters
 from stretto.weights.mailbox import Publication, Publisher
 from stretto.weights.shared_memory import digest_of_tensor

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.core.errors import StoreError
-from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers, adapter_parameters
+from stretto.trainer.adapters import ADAPTER, adapted_layers, adapter_parameters
 from stretto.weights.mailbox import LORA_A, LORA_B
 from stretto_tinker.wire.bodies import Lora
 

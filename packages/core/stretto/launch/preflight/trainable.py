@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.core.errors import Problem, RecipeError, RunFolderError, StoreError, nearest
+from stretto.doors.loading import check_packages, from_package
 from stretto.model.hf.layers import linear_layers
 from stretto.model.hf.skeleton import skeleton
 from stretto.trainer import checkpoint
+from stretto.trainer.adapters import adapt
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.parallel.lora import adapt
-from stretto.trainer.parallel.sharding import refuse_undividable
 
 
 def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
@@ -22,6 +22,8 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
         RecipeError: there are more ranks than GPUs, the ranks cannot divide the model, or adapters name layers that the
             model does not have.
     """
+    if config.ranks > 1:
+        check_packages("trainer.ranks", "stretto_cluster")
     if problems := list(too_many_ranks(config, gpus)):
         raise RecipeError(problems)
     check_dividable(config, model)
@@ -46,6 +48,7 @@ def check_dividable(config: TrainerConfig, model: Path, key: str = "") -> None:
     """
     if config.shares == config.ranks:
         return
+    refuse_undividable = from_package("stretto_cluster.ranks.matrices:refuse_undividable", "trainer.ranks")
     try:
         refuse_undividable(skeleton(model), config.tensor_parallel, config.context_parallel)
     except RecipeError as error:

@@ -1,5 +1,5 @@
 """Create a model without weights, to inspect its parameters at no cost, to check that a folder's weights fit its
-config, or to fill it later (`model.hf.filling`).
+config, or to fill it later (`stretto_cluster.ranks.filling`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def skeleton(path: Path | str, attention: str | None = None) -> PreTrainedModel:
     """Create the causal language model of a folder on torch's meta device: parameters have names and shapes, no values.
 
     `attention`: name of the attention path (`folder.load_policy`); None: the model's own, for shapes alone. If it is
-    given, the model is in eval mode, and can be used after `model.hf.filling.fill` has filled it and
+    given, the model is in eval mode, and can be used after `stretto_cluster.ranks.filling.fill` has filled it and
     `attention_support.check_attention` has accepted it.
 
     Raises:

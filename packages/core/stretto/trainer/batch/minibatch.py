@@ -24,7 +24,7 @@ from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.objective.aggregation import Aggregation, coefficients
 from stretto.trainer.objective.returns import Column
 from stretto.trainer.objective.tokens import Sequences
-from stretto.trainer.parallel.ranks import ALONE, Ranks
+from stretto.trainer.ranks import ALONE, Ranks
 
 
 def micro_batches(lengths: Sequence[int], capacity: int, fewest: int = 1) -> list[list[int]]:

@@ -14,7 +14,7 @@ from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.minibatch import shares
 from stretto.trainer.batch.paths import Ints, PathTokens, paths_of
 from stretto.trainer.objective.returns import Doubles
-from stretto.trainer.parallel.ranks import ALONE, Ranks
+from stretto.trainer.ranks import ALONE, Ranks
 
 
 @torch.no_grad()

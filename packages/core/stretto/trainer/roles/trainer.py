@@ -1,7 +1,7 @@
 """Process of the trainer: ``python -m stretto.trainer.roles.trainer SPEC``. It carries out the conductor's orders one
 by one.
 
-This process is rank 0; the other ranks run `stretto.trainer.roles.rank`.
+This process is rank 0; the other ranks run `stretto_cluster.ranks.rank`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from stretto.core.canary import Canary
 from stretto.core.errors import RoleFailed, StoreError, StrettoError, described
 from stretto.core.events import Span
-from stretto.doors.loading import look_in
+from stretto.doors.loading import from_package, look_in
 from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
 from stretto.model.hf.skeleton import skeleton
@@ -35,6 +35,7 @@ from stretto.processes.fork_server_role import fork_here
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import Failed, run_role
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.trainer.adapters import adapt, gather_adapters
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
 from stretto.trainer.messages import (
@@ -57,10 +58,8 @@ from stretto.trainer.messages import (
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.outcomes import TokenWriter
-from stretto.trainer.parallel.lora import adapt, gather_adapters
-from stretto.trainer.parallel.ranks import Ranks
+from stretto.trainer.ranks import EXIT_CODE, OtherRanks, Ranks
 from stretto.trainer.reference import ReferencePolicy
-from stretto.trainer.roles.rank_group import EXIT_CODE, RankGroup
 from stretto.trainer.trainer import Trainer
 from stretto.weights.mailbox import Publisher
 from stretto.weights.shared_memory import SharedMemoryPublisher
@@ -236,7 +235,7 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> No
     """Carry out the conductor's orders, which come over `channel`, together with the other ranks, until `Stop` or until
     the conductor is gone. `spawner` starts the other ranks of this machine. If another rank is lost, the loss is sent
     and the process exits. A failed publication is sent too, and ends the process at once."""
-    group = RankGroup(spec, spawner)
+    group = _other_ranks(spec, spawner)
 
     def tell(message: Notice) -> None:
         if isinstance(message, CheckpointFailed) and group.explain(StoreError(message.problem)) is not None:
@@ -260,6 +259,13 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> No
             raise
         channel.send(loss)
         sys.exit(EXIT_CODE)
+
+
+def _other_ranks(spec: TrainerSpec, spawner: Spawner) -> OtherRanks:
+    if TrainerConfig.model_validate_json(spec.trainer).ranks == 1:
+        return OtherRanks()
+    group: OtherRanks = from_package("stretto_cluster.ranks.rank_group:RankGroup", "trainer.ranks")(spec, spawner)
+    return group
 
 
 def main(arguments: list[str]) -> int:

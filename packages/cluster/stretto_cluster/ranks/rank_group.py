@@ -40,24 +40,15 @@ from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.wire import Reception, Wire, join_ends
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.messages import (
-    RANK_KEY,
-    RANK_ROLE,
-    RankLost,
-    RanksAwaited,
-    RankSpec,
-    RankStart,
-    Stop,
-    ToTrainer,
-    TrainerSpec,
-)
-from stretto.trainer.parallel.ranks import ALONE, LOOPBACK, Ranks, join, open_store
+from stretto.trainer.messages import RankLost, RanksAwaited, Stop, ToTrainer, TrainerSpec
+from stretto.trainer.ranks import EXIT_CODE, OtherRanks, Ranks
+from stretto_cluster.ranks.collectives import LOOPBACK, join, open_store
+from stretto_cluster.ranks.messages import RANK_KEY, RANK_ROLE, RankSpec, RankStart
 
 _NOTICE_SECONDS = 2.0
 _STUCK_SECONDS = 1.0
 _PARTING_SECONDS = 1.0
 _MOST_REFUSALS = 4  # most named in a message
-EXIT_CODE = 1
 _FAILED = msgspec.msgpack.Decoder(Failed)
 
 
@@ -73,8 +64,8 @@ class RankIntroduction(Record, frozen=True):
 _INTRODUCTION = msgspec.msgpack.Decoder(RankIntroduction)
 
 
-class RankGroup:
-    """The other ranks, managed by rank 0; empty for a single process."""
+class RankGroup(OtherRanks):
+    """The other ranks, managed by rank 0."""
 
     def __init__(self, spec: TrainerSpec, spawner: Spawner = FRESH) -> None:
         """Prepare the group, without starting a rank. `spec`: spec of rank 0; `spawner` starts the ranks of this
@@ -87,7 +78,7 @@ class RankGroup:
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._key, self._spawner = spec, new_key(), spawner
         self._reception = Reception(self._key, server_context(spec.tls))
-        self._host = _resolved(spec.rank_host) if config.ranks > 1 else LOOPBACK
+        self._host = _resolved(spec.rank_host)
         self._remote = tuple(range(config.local_ranks, config.ranks))
         self._ranks = tuple(range(1, config.ranks))
         self._joined: dict[int, asyncio.Future[Wire[Failed]]] = {}
@@ -97,17 +88,6 @@ class RankGroup:
         self._loop: Future[asyncio.AbstractEventLoop] = Future()  # event loop of the watching thread
 
     def start(self, tell: Callable[[RanksAwaited | RankLost | Failed], None]) -> Ranks:
-        """Start the other ranks, watch them in a thread, and form the process group with them; returns rank 0's
-        collectives. Without other ranks nothing is started. `tell` sends messages to the conductor, and is called in
-        that thread: a request for ranks on other machines, the loss of a rank, or the error that a rank has sent. After
-        the latter two the process is ended.
-
-        Raises:
-            OSError: the address at which ranks should join is not an address of this machine.
-            RecipeError: gloo or NCCL finds no network interface to the other ranks.
-        """
-        if not self._ranks:
-            return ALONE
         store = open_store(self._config.ranks)
         watching = partial(asyncio.run, self._watch(store.port, tell))
         threading.Thread(target=watching, name="ranks", daemon=True).start()
@@ -115,24 +95,16 @@ class RankGroup:
         return join(store, 0, config.ranks, config.device, self._host, seconds=seconds, config=config)
 
     def forward(self, order: ToTrainer) -> None:
-        """Send the other ranks the order that rank 0 is about to carry out.
-
-        Raises:
-            ConnectionError: the connection to a rank is closed.
-        """
         self._ending = isinstance(order, Stop)
-        if self._ranks:
-            asyncio.run_coroutine_threadsafe(self._send(order), self._loop.result()).result()
+        asyncio.run_coroutine_threadsafe(self._send(order), self._loop.result()).result()
 
     async def _send(self, order: ToTrainer) -> None:
         wires, whole = [joined.result() for joined in self._joined.values()], frame(order)
         await asyncio.gather(*(wire.send_frame(whole) for wire in wires))
 
     def explain(self, error: Exception) -> RankLost | Failed | None:
-        """The loss of another rank that caused `error` in rank 0; None if all ranks failed with this error, or only
-        rank 0. Waits up to two seconds for the loss to be noticed."""
         try:
-            loss = self._loss.result(_NOTICE_SECONDS if self._ranks else 0.0)
+            loss = self._loss.result(_NOTICE_SECONDS)
         except TimeoutError:
             return None
         return None if isinstance(loss, Failed) and loss.problem.endswith(f": {error}") else loss

@@ -36,83 +36,15 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.core.machine import use_interface_of
-from stretto.model.hf.filling import own as own_part
-from stretto.model.hf.filling import own_slices
 from stretto.model.hf.layers import sharding_units
 from stretto.model.packed.logprobs import SCORE, score_as_method
 from stretto.trainer.config import TrainerConfig
+from stretto.trainer.ranks import Ranks, without_memory, zeros_on_host
+from stretto.trainer.ranks import own as own_part
+from stretto_cluster.ranks.filling import draw_adapters, fill, own_slices
+from stretto_cluster.ranks.matrices import divide_matrices, refuse_undividable
 
 _SHARDED, _TENSOR = "sharded", "tensor"
-
-
-class Ranks:
-    """Collectives of a rank. All ranks must call the same methods in the same order. This class is for a single
-    process, so its methods return their input; `ShardedRanks` is for several.
-
-    Attributes:
-        rank, count: number of this rank, and number of ranks.
-        share, shares: index of the part of each minibatch that this rank computes, and number of parts.
-        device: where the parameters are, "cpu" or "cuda".
-        second_group: a gloo group for CPU collectives in another thread while training continues.
-        context: group of the ranks that divide the tokens of a row with this rank; None if tokens are not divided.
-        tensor: mesh of the ranks that divide the matrices of a layer with this rank; None if they are not divided.
-    """
-
-    rank, count, share, shares, device = 0, 1, 0, 1, "cpu"
-    second_group: ProcessGroup | None = None
-    context: ProcessGroup | None = None
-    tensor: DeviceMesh | None = None
-
-    def fully_shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module]) -> None:
-        """Shard the parameters of `root`, a module that contains `model`, with FSDP2 (`sharding_units`); gradients are
-        summed over the ranks. `exact`: submodules of `root` that compute in float32."""
-
-    def reduces(self, root: nn.Module, *, last: bool) -> None:
-        """Announce the next backward pass. `last`: it is the last before an optimizer step. If the recipe reduces once
-        per minibatch, gradients are summed over the ranks only then."""
-
-    def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum of `values` over the shares, bitwise equal on all ranks."""
-        return values
-
-    def all_gather(self, own: Tensor) -> tuple[Tensor, int]:
-        """Concatenate the vectors `own` of all shares, whose lengths may differ; returns the result and the offset of
-        this rank's vector."""
-        return own, 0
-
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Gather a sharded tensor on every rank; a tensor that is not sharded is returned unchanged."""
-        return tensor
-
-    def copy_to_cpu(self, tensor: Tensor) -> Tensor:
-        """A copy of this rank's shard on the CPU, sharded as before."""
-        return tensor.to("cpu", copy=True)
-
-    def zeros_on_host(self, tensor: Tensor) -> Tensor:
-        """Zeros in host memory with the shape and sharding of `tensor`; page-locked if `tensor` is on a GPU."""
-        return zeros_on_host(tensor)
-
-    def broadcast(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's numbers, on every rank. Uses the second group."""
-        return list(numbers)
-
-    def all_reduce_number(self, number: int) -> int:
-        """The sum of `number` over the ranks. Uses the second group."""
-        return number
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Gather on rank 0 a tensor that is sharded on the CPU; other ranks get `tensor` back. Uses the second
-        group."""
-        return tensor
-
-    def scatter(self, whole: Tensor | None, tensor: Tensor) -> None:
-        """Fill each rank's shard of `tensor` from rank 0's full tensor `whole` (None on other ranks); the inverse of
-        `gather`."""
-        assert whole is not None, "one process has everything"
-        tensor.copy_(whole)
-
-
-ALONE = Ranks()
 
 
 class ShardedRanks(Ranks):
@@ -149,7 +81,18 @@ class ShardedRanks(Ranks):
             self._mesh, self.tensor = mesh[_SHARDED], mesh[_TENSOR]
             self._second_meshes = {1: second[_SHARDED], 2: second}
 
-    def fully_shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module]) -> None:
+    def shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module] = ()) -> None:
+        """With FSDP2, by `sharding_units`, after the matrices of each layer are divided."""
+        tensor, context = self.tensor.size() if self.tensor else 1, self.context.size() if self.context else 1
+        refuse_undividable(model, tensor, context)
+        if self.tensor is not None:
+            divide_matrices(model, self.tensor)
+        self._fully_shard(root, model, exact)
+        if without_memory(root):
+            fill(model, root, self.device)
+            draw_adapters(model)
+
+    def _fully_shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module]) -> None:
         inside, apart = set(root.modules()), list(exact)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         for module in (*(unit for unit in sharding_units(model) if unit in inside), *apart, root):
@@ -236,11 +179,6 @@ class ShardedRanks(Ranks):
             return
         for rank, rows in enumerate(whole.chunk(self.count)):
             own.copy_(rows) if rank == 0 else distributed.send(rows.contiguous(), rank, group=self.second_group)
-
-
-def zeros_on_host(like: Tensor) -> Tensor:
-    """Zeros in host memory with the shape and dtype of `like`, page-locked if `like` is on a GPU."""
-    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 def _own_group(groups: Tensor, backend: str | None = None) -> ProcessGroup:

@@ -5,22 +5,31 @@ trained.
 
 Only A and alpha / rank * B are published; engines have W and add the product. Saved policies hold
 W + alpha / rank * B A under the plain names (the names without adapters), so that readers need not support adapters.
-peft creates the layers (`lora.py`).
+peft creates the layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol, cast
 
+import peft
+import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from stretto.trainer.parallel.ranks import Ranks
+from stretto.model.hf.layers import linear_layers
+from stretto.trainer.config import LoraConfig
+from stretto.trainer.ranks import Ranks
 from stretto.weights.mailbox import LORA_A, LORA_B
 
 #: peft's name of the one adapter.
 ADAPTER = "default"
+SEED = 20_210_617  # A is the same on every rank and after every restart
 
 
 class Adapted(Protocol):
@@ -81,3 +90,40 @@ def merged(layer: Adapted, weight: Tensor, ranks: Ranks) -> Tensor:
     """W + alpha / rank * B A of a layer with the gathered weight W (`weight`); every rank must call it."""
     a, b = matrices(layer, ranks)
     return weight + layer.scaling[ADAPTER] * (b @ a)
+
+
+def adapt(model: PreTrainedModel, config: LoraConfig, *, seed: int = SEED, head: bool = False) -> None:
+    """Freeze the model, and add an adapter to each linear layer that `config` names. `head`: also to the output matrix.
+    `seed`: seed of the random A."""
+    wanted = [name for name in linear_layers(model) if config.targets(name)]
+    if head:
+        wanted += [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        # An embedding tied to the output matrix gets no adapter: only the output matrix does.
+        warnings.filterwarnings("ignore", message=".*ensure_weight_tying")
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(_peft_config(config, wanted), model)
+
+
+def gather_adapters(
+    model: nn.Module, config: LoraConfig, ranks: Ranks, inside: str = "adapter"
+) -> Callable[[Path], None]:
+    """Gather the adapters from the ranks; every rank must call it. Returns a function for one rank to call: it writes
+    the adapters in peft's format into the folder `inside` of the policy folder that it is given."""
+    layers = {name: matrices(layer, ranks) for name, layer in adapted_layers(model).items()}
+
+    def write(policy: Path) -> None:
+        tensors = {
+            f"base_model.model.{name}.{kind}.weight": matrix.cpu()
+            for name, both in layers.items()
+            for kind, matrix in zip(("lora_A", "lora_B"), both, strict=True)
+        }
+        (folder := policy / inside).mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        _peft_config(config, layers).save_pretrained(str(folder))
+
+    return write
+
+
+def _peft_config(config: LoraConfig, names: Iterable[str]) -> peft.LoraConfig:
+    return peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=sorted(names), task_type="CAUSAL_LM")

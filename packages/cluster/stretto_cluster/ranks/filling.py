@@ -8,12 +8,13 @@ that transformers merges from several tensors (experts of mixtures) is merged al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -27,15 +28,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.hf.inspection import weight_files
 from stretto.model.hf.layers import saved_buffers
+from stretto.trainer.adapters import ADAPTER, SEED, adapted_layers
+from stretto.trainer.ranks import own
 
 _BASE = ".base_layer."  # of a linear layer under an adapter
 _ADAPTERS = ".lora_"
 _REMEDY = "copy or download the folder again"
-
-
-def without_memory(module: nn.Module) -> bool:
-    """Whether a parameter of the module is on the meta device."""
-    return any(parameter.is_meta for parameter in module.parameters())
 
 
 @torch.no_grad()
@@ -68,16 +66,26 @@ def fill(model: PreTrainedModel, inside: nn.Module, device: torch.device | str) 
         raise ModelFolderError(problems[:1])
 
 
+@torch.no_grad()
+def draw_adapters(model: nn.Module, seed: int = SEED) -> None:
+    """Initialise adapters that were added to a model on the meta device, with the same numbers as `adapt`. Each rank
+    draws one full A at a time, and keeps the rows of its shard."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        for layer in adapted_layers(model).values():
+            a, b = (cast(nn.Linear, both[ADAPTER]) for both in (layer.lora_A, layer.lora_B))
+            whole = nn.Linear(a.in_features, a.out_features, bias=False).weight
+            nn.Linear(b.in_features, b.out_features, bias=False)  # peft makes both, and draws A again
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
+            own(a.weight).copy_(whole[own_slices(a.weight)])
+            own(b.weight).zero_()
+
+
 def _plain(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that are not adapters, and the saved buffers, with their names in the model alone."""
     for name, one in chain(model.named_parameters(), saved_buffers(model)):
         if _ADAPTERS not in name:
             yield name.replace(_BASE, "."), one
-
-
-def own(parameter: Tensor) -> Tensor:
-    """This process's shard of a sharded parameter; a parameter that is not sharded is returned unchanged."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def own_slices(parameter: Tensor) -> tuple[slice, ...]:

@@ -1,4 +1,4 @@
-"""Process of rank 1, 2, ... of the trainer: ``python -m stretto.trainer.roles.rank SPEC``. It carries out the same
+"""Process of rank 1, 2, ... of the trainer: ``python -m stretto_cluster.ranks.rank SPEC``. It carries out the same
 orders as rank 0.
 
 A rank, on any machine, needs only its spec and, in the environment variable `RANK_KEY`, the key for joining rank 0.
@@ -28,12 +28,14 @@ from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import Failed, run_role
 from stretto.processes.wire import Stream, Wire, connect, join_ends
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.messages import RANK_KEY, TO_RANK, CheckpointFailed, RankSpec, RankStart, Stop, ToRank, TrainerSpec
+from stretto.trainer.messages import CheckpointFailed, Stop, TrainerSpec
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.parallel.ranks import LOOPBACK, join, reach_store
-from stretto.trainer.roles.rank_group import EXIT_CODE, RankIntroduction
+from stretto.trainer.ranks import EXIT_CODE
 from stretto.trainer.roles.trainer import Notice, TrainerRole, published_dtype
 from stretto.weights.mailbox import GatheringPublisher
+from stretto_cluster.ranks.collectives import LOOPBACK, join, reach_store
+from stretto_cluster.ranks.messages import RANK_KEY, TO_RANK, RankSpec, RankStart, ToRank
+from stretto_cluster.ranks.rank_group import RankIntroduction
 
 _JOIN_SECONDS = 30.0
 _PARTING_SECONDS = 2.0

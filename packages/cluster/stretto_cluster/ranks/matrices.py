@@ -1,5 +1,4 @@
-"""Sharding of a model over ranks, and the division of each layer's matrices among them (Megatron-LM, Shoeybi et al.,
-arXiv 1909.08053). A model on the meta device is filled afterwards.
+"""Division of each layer's matrices among ranks (Megatron-LM, Shoeybi et al., arXiv 1909.08053).
 
     x ─► q, k, v, gate, up: rows of W (outputs)  ─► heads, neurons of this rank ─► o, down: columns of W ─► sum ─► y
 
@@ -12,11 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -30,11 +28,8 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedModel
 
 from stretto.core.errors import Problem, RecipeError
-from stretto.model.hf.filling import fill, own, without_memory
 from stretto.model.kernels import OneDnnLinear
-from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers
-from stretto.trainer.parallel.lora import draw_adapters
-from stretto.trainer.parallel.ranks import Ranks
+from stretto.trainer.adapters import ADAPTER, adapted_layers
 
 #: torch's parallel style for each name in a plan of transformers.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -156,54 +151,3 @@ def _planned(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         for pattern, style in plan.items():
             if part is not embedding and fnmatchcase(name, pattern):
                 yield name, style
-
-
-def shard(root: nn.Module, model: PreTrainedModel, ranks: Ranks, exact: Iterable[nn.Module] = ()) -> None:
-    """Shard the parameters of `root`, a module that contains `model`, over the ranks. A model on the meta device is
-    then filled: each rank reads its shard from the model's folder.
-
-    `exact`: submodules of `root` that compute in float32, whatever the dtype of the other modules.
-
-    Raises:
-        RecipeError: the ranks cannot divide the model's matrices, or its heads.
-        ModelFolderError: the folder lacks a weight, or holds numbers that are not finite.
-    """
-    refuse_undividable(model, ranks.tensor.size() if ranks.tensor else 1, ranks.context.size() if ranks.context else 1)
-    if ranks.tensor is not None:
-        divide_matrices(model, ranks.tensor)
-    ranks.fully_shard(root, model, exact)
-    if without_memory(root):
-        fill(model, root, ranks.device)
-        draw_adapters(model)
-
-
-def by_mesh(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group parameters by the number of dimensions of their device mesh (0 if not sharded). torch can process only
-    parameters of one group in one call."""
-    groups: dict[int, list[Tensor]] = {}
-    for one in parameters:
-        groups.setdefault(one.device_mesh.ndim if isinstance(one, DTensor) else 0, []).append(one)
-    return list(groups.values()) or [[]]
-
-
-@torch.no_grad()
-def clip(parameters: Sequence[Tensor], most: float) -> float:
-    """Clip the gradients of `parameters` in place to a global norm of at most `most`, over all parameters and ranks;
-    returns the norm before clipping."""
-    groups = by_mesh(parameters)
-    if len(groups) == 1:
-        norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
-        found = float(_whole(norm))
-        if not (found + 2e-6) * 1.001 < most:  # otherwise torch would multiply every gradient by 1
-            nn.utils.clip_grads_with_norm_(parameters, most, norm)
-        return found
-    gradients = [[one.grad for one in group if one.grad is not None] for group in groups]
-    norms = [_whole(nn.utils.get_total_norm(group)) for group in gradients]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    factor = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch does
-    torch._foreach_mul_([own(gradient) for group in gradients for gradient in group], factor)
-    return float(norm)
-
-
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
