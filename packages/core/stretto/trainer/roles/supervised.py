@@ -9,22 +9,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import assert_never
 
 import msgspec
 import torch
 from transformers import PreTrainedModel
 
 from stretto.core.events import SupervisedProgress
+from stretto.doors.loading import from_package
 from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
-from stretto.trainer.config import OptimizerConfig, PreferenceConfig, SupervisedConfig
-from stretto.trainer.messages import Demonstrations, Examples, Preferences, Stop, SupervisedDone, SupervisedSpec
-from stretto.trainer.supervised import fine_tune, prefer
+from stretto.trainer.config import OptimizerConfig, SupervisedConfig
+from stretto.trainer.messages import Demonstrations, Examples, Stop, SupervisedDone, SupervisedSpec
+from stretto.trainer.supervised import fine_tune
 
 _TELL_SECONDS = 0.5
 _EXAMPLES: msgspec.msgpack.Decoder[Examples] = msgspec.msgpack.Decoder(Examples)
@@ -58,20 +58,16 @@ def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
 def _learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
     examples = _EXAMPLES.decode(Path(spec.examples).read_bytes())
     tell = sender_of(channel)
-    match examples:
-        case Demonstrations():
-            shown = SupervisedConfig.model_validate_json(spec.config)
-            model, wanted = _load(spec.model, shown), shown.save_dtype
-            fine_tune(model, examples.examples, shown, seed=spec.seed, progress=tell)
-        case Preferences():
-            liked = PreferenceConfig.model_validate_json(spec.config)
-            model, wanted = _load(spec.model, liked), liked.save_dtype
-            reference = _load(examples.reference, liked)
-            prefer(model, reference, examples.pairs, liked, seed=spec.seed, progress=tell)
-        case _:
-            assert_never(examples)
+    config: OptimizerConfig
+    if isinstance(examples, Demonstrations):
+        config = shown = SupervisedConfig.model_validate_json(spec.config)
+        model = _load(spec.model, config)
+        fine_tune(model, examples.examples, shown, seed=spec.seed, progress=tell)
+    else:
+        prefer = from_package("stretto_app.extensions.preference_learning:learn", "preferences")
+        model, config = prefer(spec, examples, _load, tell)
     start = Path(spec.model)
-    save_policy(model, start, Path(spec.out), dtype=saved_dtype(wanted, start))
+    save_policy(model, start, Path(spec.out), dtype=saved_dtype(config.save_dtype, start))
     channel.send(SupervisedDone())
 
 
