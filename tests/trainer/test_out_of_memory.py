@@ -17,7 +17,7 @@ from stretto.trainer.ranks import ALONE
 from stretto.trainer.roles import supervised
 from stretto.trainer.roles.trainer import TrainerRole
 from stretto.trainer.trainer import Trainer
-from stretto.weights.mailbox import GatheringPublisher
+from stretto_cluster.ranks.rank import GatheringPublisher
 from tests.trainer.rank_runs import SAMPLING, SCENARIOS, trainer_of
 from tests.trainer.tiny import tiny
 

@@ -16,7 +16,7 @@ from stretto.trainer.messages import SavePolicy, TrainerSpec
 from stretto.trainer.optimizer import UNCHANGED, Policy
 from stretto.trainer.ranks import Ranks, own
 from stretto.trainer.roles.trainer import TrainerRole
-from stretto.weights.mailbox import GatheringPublisher
+from stretto_cluster.ranks.rank import GatheringPublisher
 from tests.trainer.batches import LONGEST
 
 SAVED = {"lora": {"rank": 2}, "save_dtype": "bfloat16"}

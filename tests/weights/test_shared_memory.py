@@ -25,8 +25,8 @@ from stretto.core.errors import TornPublication, WireError
 from stretto.weights import manifest
 from stretto.weights.copying import sums
 from stretto.weights.folder import own, remove, remove_abandoned, shared_folder
-from stretto.weights.mailbox import GatheringPublisher
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from stretto_cluster.ranks.rank import GatheringPublisher
 
 FORKED = multiprocessing.get_context("fork")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)

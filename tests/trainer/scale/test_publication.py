@@ -15,8 +15,8 @@ from stretto.trainer.optimizer import UNCHANGED
 from stretto.trainer.ranks import ALONE
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
-from stretto.weights.mailbox import GatheringPublisher
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from stretto_cluster.ranks.rank import GatheringPublisher
 from tests.trainer.scale.collectives import Collectives
 from tests.trainer.scale.counting import ranks_without_machines
 from tests.trainer.scale.real_ranks import SMALL

@@ -21,6 +21,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
@@ -43,6 +44,7 @@ from stretto.trainer.ranks import Ranks, without_memory, zeros_on_host
 from stretto.trainer.ranks import own as own_part
 from stretto_cluster.ranks.filling import draw_adapters, fill, own_slices
 from stretto_cluster.ranks.matrices import divide_matrices, refuse_undividable
+from stretto_cluster.ranks.tokens import RankPart
 
 _SHARDED, _TENSOR = "sharded", "tensor"
 
@@ -66,7 +68,8 @@ class ShardedRanks(Ranks):
         tensor, context = config.tensor_parallel, config.context_parallel
         self.shares, self.share = self.count // (tensor * context), self.rank // (tensor * context)
         places = torch.arange(self.count).view(self.shares, context, tensor)
-        self.context = None if context == 1 else _own_group(places.transpose(1, 2).reshape(-1, context))
+        self.context_group = None if context == 1 else _own_group(places.transpose(1, 2).reshape(-1, context))
+        self.context = partial(RankPart.of, group=self.context_group) if self.context_group is not None else None
         same = self.shares == self.count
         self._among_shares = group if same else _own_group(places.flatten(1).T)
         self.second_group = distributed.new_group(backend=beside)
@@ -83,7 +86,10 @@ class ShardedRanks(Ranks):
 
     def shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module] = ()) -> None:
         """With FSDP2, by `sharding_units`, after the matrices of each layer are divided."""
-        tensor, context = self.tensor.size() if self.tensor else 1, self.context.size() if self.context else 1
+        tensor, context = (
+            self.tensor.size() if self.tensor else 1,
+            self.context_group.size() if self.context_group else 1,
+        )
         refuse_undividable(model, tensor, context)
         if self.tensor is not None:
             divide_matrices(model, self.tensor)

@@ -11,12 +11,14 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 
 import msgspec
 import torch
+from torch import Tensor
 
 from stretto.core.errors import StrettoError
 from stretto.core.frames import LARGEST_BATCH
@@ -32,7 +34,7 @@ from stretto.trainer.messages import CheckpointFailed, Stop, TrainerSpec
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.ranks import EXIT_CODE
 from stretto.trainer.roles.trainer import Notice, TrainerRole, published_dtype
-from stretto.weights.mailbox import GatheringPublisher
+from stretto.weights.mailbox import Gather, Publication, as_it_is, stored
 from stretto_cluster.ranks.collectives import LOOPBACK, join, reach_store
 from stretto_cluster.ranks.messages import RANK_KEY, TO_RANK, RankSpec, RankStart, ToRank
 from stretto_cluster.ranks.rank_group import RankIntroduction
@@ -126,6 +128,19 @@ class RankOrders:
     def _take(self, message: ToRank) -> None:
         self._stopping = isinstance(message, Stop)
         self._orders.put(message)
+
+
+class GatheringPublisher:
+    """Publisher of the ranks other than 0: it takes part in each collective gather, and publishes nothing. `dtype`: the
+    same as that of rank 0's publisher."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+
+    def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
+        for name, tensor in tensors:
+            gather(name, tensor, stored(tensor, self._dtype))
+        return Publication(dict)
 
 
 def follow(spec: RankSpec, orders: RankOrders) -> None:

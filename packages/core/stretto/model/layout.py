@@ -13,7 +13,8 @@ Axes: T packed token, C cell, B row of a bucket, L length of a bucket, S sequenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +29,32 @@ Ints = npt.NDArray[np.int64]
 #: A sequence shorter than this fraction of the bucket's longest starts a new bucket.
 SHORTEST_IN_BUCKET = 0.75
 _FEWEST_ROUNDED = 128
+
+
+@dataclass(frozen=True)
+class RowPart(ABC):
+    """This process's part of a packed row whose tokens several ranks divide (`stretto_cluster.ranks.tokens`)."""
+
+    input_ids: Tensor  # [1, t]
+    position_ids: Tensor  # [1, t]
+    own: Tensor  # [n] indices of the wanted tokens that this rank scores
+    before: Tensor  # [n] index, among the t tokens, of the token before each of them
+
+    @abstractmethod
+    def to_heads(self, columns: tuple[Tensor, ...]) -> list[Tensor]:
+        """Query, key and value of all tokens for this rank's heads, from those of its tokens for all heads."""
+
+    @abstractmethod
+    def to_tokens(self, attended: Tensor) -> Tensor:
+        """The output of all heads for this rank's tokens, from that of its heads for all tokens."""
+
+    @abstractmethod
+    def joined(self, scores: Tensor) -> Tensor:
+        """The scores of all wanted tokens, from those of each rank's."""
+
+
+#: Cuts a row: called with its token ids [1, T], positions [1, T], and the token before each wanted one [N].
+DivideRow = Callable[[Tensor, Tensor, Tensor], RowPart]
 
 
 @dataclass(frozen=True)

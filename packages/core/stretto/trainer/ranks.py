@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from stretto.model.layout import DivideRow
 from stretto.processes.run_role import Failed
 from stretto.trainer.messages import RankLost, RanksAwaited, ToTrainer
 
@@ -26,13 +27,13 @@ class Ranks:
         share, shares: index of the part of each minibatch that this rank computes, and number of parts.
         device: where the parameters are, "cpu" or "cuda".
         second_group: a gloo group for CPU collectives in another thread while training continues.
-        context: group of the ranks that divide the tokens of a row with this rank; None if tokens are not divided.
+        context: cuts a row into this rank's part; None if tokens are not divided.
         tensor: mesh of the ranks that divide the matrices of a layer with this rank; None if they are not divided.
     """
 
     rank, count, share, shares, device = 0, 1, 0, 1, "cpu"
     second_group: ProcessGroup | None = None
-    context: ProcessGroup | None = None
+    context: DivideRow | None = None
     tensor: DeviceMesh | None = None
 
     def shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module] = ()) -> None:

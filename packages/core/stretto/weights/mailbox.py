@@ -61,19 +61,6 @@ class Publisher(Protocol):
         """
 
 
-class GatheringPublisher:
-    """Publisher of the ranks other than 0: it takes part in each collective gather, and publishes nothing. `dtype`: the
-    same as that of rank 0's publisher."""
-
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self._dtype = dtype
-
-    def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
-        for name, tensor in tensors:
-            gather(name, tensor, stored(tensor, self._dtype))
-        return Publication(dict)
-
-
 class Subscriber(Protocol):
     """An engine's side of the mailbox. `checked`: number of bytes verified by all loads so far; it grows during a
     load."""

@@ -19,8 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.attention_support import UNSUPPORTED
-from stretto.model.layout import Packing
-from stretto.model.packed.part import Part
+from stretto.model.layout import Packing, RowPart
 from stretto_kernels.rule import Rule
 
 #: Name of the packed path in transformers (``config._attn_implementation``).
@@ -229,7 +228,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packing: Packing,
-    part: Part | None = None,
+    part: RowPart | None = None,
     **requested: Any,
 ) -> tuple[Tensor, None]:
     """`attend_packed` with the signature of a transformers attention function. `part`: the tokens of this rank if

@@ -23,15 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.core.records import Sampling
-from stretto.model.layout import Ints, Packing, pack, round_length
-from stretto.model.packed.part import Part
+from stretto.model.layout import DivideRow, Ints, Packing, RowPart, pack, round_length
 from stretto.model.truncation import Truncation, truncate
 from stretto_kernels.gpu import logprobs as gpu_logprobs
 
@@ -142,13 +140,13 @@ class PackedTokens:
     wanted: Tensor  # [N] index of each wanted token in the packed row
     before: Tensor  # [N] index of the token before each wanted token in its sequence
     targets: Tensor | None = None  # [N] tokens to score at these positions; None: the tokens of the row
-    part: Part | None = None  # this rank's tokens if several ranks divide the row
+    part: RowPart | None = None  # this rank's tokens if several ranks divide the row
 
-    def divided(self, group: ProcessGroup | None) -> PackedTokens:
-        """A copy of which each rank of `group` computes a part of the row; unchanged if `group` is None."""
-        if group is None or self.part is not None:
+    def divided(self, divide: DivideRow | None) -> PackedTokens:
+        """A copy of which this process computes the part that `divide` cuts; unchanged if `divide` is None."""
+        if divide is None or self.part is not None:
             return self
-        return replace(self, part=Part.of(self.input_ids, self.packing.position_ids, self.before, group))
+        return replace(self, part=divide(self.input_ids, self.packing.position_ids, self.before))
 
 
 class TokenLogprobs(NamedTuple):

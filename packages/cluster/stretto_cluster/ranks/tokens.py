@@ -20,21 +20,19 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from stretto.model.layout import RowPart
+
 
 @dataclass(frozen=True)
-class Part:
+class RankPart(RowPart):
     """This rank's part of a row that the ranks of `group` divide."""
 
     group: ProcessGroup
     tokens: int  # T
-    input_ids: Tensor  # [1, t]
-    position_ids: Tensor  # [1, t]
-    own: Tensor  # [n] indices of the wanted tokens that this rank scores
-    before: Tensor  # [n] index, among this rank's t tokens, of the token before each of them
     wanted: int  # N
 
     @classmethod
-    def of(cls, input_ids: Tensor, position_ids: Tensor, before: Tensor, group: ProcessGroup) -> Part:
+    def of(cls, input_ids: Tensor, position_ids: Tensor, before: Tensor, group: ProcessGroup) -> RankPart:
         """Cut a row [1, T] into equal parts, padded with filler tokens; returns the part of this rank. `before`: [N],
         index in the row of the token before each wanted token."""
         count, rank, tokens = group.size(), group.rank(), input_ids.shape[1]
@@ -44,7 +42,7 @@ class Part:
             for row in (input_ids, position_ids)
         )
         own = (before // each == rank).nonzero()[:, 0]
-        return cls(group, tokens, ids, positions, own, before[own] - rank * each, len(before))
+        return cls(ids, positions, own, before[own] - rank * each, group, tokens, len(before))
 
     def to_heads(self, columns: tuple[Tensor, ...]) -> list[Tensor]:
         """All-to-all before attention. `columns`: query, key and value of this rank's tokens for all heads, each [1, H,
@@ -90,7 +88,7 @@ def _exchanged(blocks: Tensor, group: ProcessGroup) -> Tensor:
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, part: Part) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, part: RankPart) -> Tensor:
         ctx.own = part.own
         everything = scores.new_zeros(part.wanted).index_copy_(0, part.own, scores)
         distributed.all_reduce(everything, group=part.group)
