@@ -21,8 +21,8 @@ from stretto.engine.native.sampling import Filtered, draw_by_torch, tempered
 from stretto.model.truncation import Truncation
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.trainer import Trainer
-from stretto.weights.copying import texts
 from stretto.weights.folder import remove, shared_folder
+from stretto.weights.mailbox import texts
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from stretto_kernels.gpu.draw import draw_on_device
 from stretto_report.audit.check import check_run

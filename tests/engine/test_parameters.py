@@ -17,7 +17,7 @@ from stretto.core.canary import TensorDigest
 from stretto.core.errors import TornPublication
 from stretto.engine.native import parameters as engine_parameters
 from stretto.engine.native.parameters import Parameters
-from stretto.weights.copying import texts
+from stretto.weights.mailbox import texts
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, name_of
 
 START = ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))

@@ -18,7 +18,7 @@ from stretto.launch.preflight.plan import make_plan, schedule_notes
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.inspection import POINTS, inspect_model_folder
-from stretto.rewards.service.loading import load_reward
+from stretto.rewards.service.judging import load_reward
 from stretto.store.run_folder import RunFolder
 from stretto_workflows.data.jsonl import read_rows, require
 from tests.launch.test_recipe import SMALL, message, write

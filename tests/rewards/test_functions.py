@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RewardFunctionError
 from stretto.rewards.functions import Undecided, exact_match, final_answer, last_number
-from stretto.rewards.service.judging import judge
-from stretto.rewards.service.loading import fields_taken, load_reward
+from stretto.rewards.service.judging import fields_taken, judge, load_reward
 from stretto.rewards.service.wire import ScoreItem, Worth
 
 _MODULE = """

@@ -23,7 +23,7 @@ from torch.nn.functional import linear, pad
 
 from stretto.core.canary import TensorDigest
 from stretto.core.errors import WireError
-from stretto.weights.copying import texts
+from stretto.weights.mailbox import texts
 from stretto.weights.shared_memory import digest_of_tensor
 from stretto_servers.staging import compare
 from stretto_servers.worker.readback import Sums, held, sums_of

@@ -17,7 +17,7 @@ from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import PreferenceConfig, SupervisedConfig
 from stretto.trainer.messages import Demonstration, Preference
-from stretto.trainer.supervised import fine_tune
+from stretto.trainer.roles.supervised import fine_tune
 from stretto_app.extensions.preference_learning import dpo, prefer
 from tests.tolerances import EPS, LOGITS, RATE, near
 from tests.trainer.batches import adamw, assert_same, sample_logprobs

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.weights.copying import Copies, as_text, copied_beside, texts
+from stretto.weights.mailbox import Copies, as_text, copied_beside, texts
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 
 DEVICE = torch.device("cpu")

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from stretto.core.errors import TornPublication, WireError
 from stretto.weights import manifest
-from stretto.weights.copying import sums
 from stretto.weights.folder import own, remove, remove_abandoned, shared_folder
+from stretto.weights.mailbox import sums
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from stretto_cluster.ranks.rank import GatheringPublisher
 

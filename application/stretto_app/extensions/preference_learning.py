@@ -25,7 +25,7 @@ from stretto.trainer.messages import Preference, Preferences, SupervisedSpec
 from stretto.trainer.objective.tokens import Sequences
 from stretto.trainer.optimizer import UNCHANGED, Learner, learning_rate
 from stretto.trainer.reference import ReferencePolicy
-from stretto.trainer.supervised import drawn
+from stretto.trainer.roles.supervised import drawn
 
 
 def learn(

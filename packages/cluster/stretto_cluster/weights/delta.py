@@ -27,9 +27,8 @@ import numpy.typing as npt
 
 from stretto.core.errors import UNREADABLE, TornPublication
 from stretto.core.records import Record
-from stretto.weights.folder import map_file, path_of, prefix, private_file, unlink, versions, write_all
+from stretto.weights.folder import cut, map_file, path_of, prefix, private_file, unlink, versions, write_all
 from stretto.weights.manifest import WeightsManifest, read_header
-from stretto.weights.spare import cut
 
 _LENGTH = 8
 _ELEMENTS = 1 << 20  # most elements of a piece

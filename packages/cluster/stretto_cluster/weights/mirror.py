@@ -24,9 +24,8 @@ from typing import Literal, TypeVar
 
 from stretto.core.deadlines import standstill, waiting
 from stretto.core.errors import TornPublication, WireError
-from stretto.weights.folder import map_file, path_of, prefix, private_file, unlink, versions
+from stretto.weights.folder import drop_old, map_file, new_version, path_of, prefix, private_file, unlink, versions
 from stretto.weights.manifest import ModelFile, digest_of, manifest_of, verify
-from stretto.weights.spare import drop_old, new_version
 from stretto_cluster.scratch import in_turn, link_first
 from stretto_cluster.weights import delta
 from stretto_cluster.weights.source import CONNECTIONS, PART_SIZE, Transfer, tls_context

@@ -22,9 +22,8 @@ from typing import TypeVar
 import msgspec
 
 from stretto.core.errors import UNREADABLE, RefusedRequest, SourceLost, WireError, naming
-from stretto.weights.folder import write_at
+from stretto.weights.folder import cut, write_at
 from stretto.weights.manifest import FORM, NEWEST, RUN
-from stretto.weights.spare import cut
 from stretto_cluster.weights.splicing import Splice
 
 PART_SIZE = 16 << 20

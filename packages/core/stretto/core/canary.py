@@ -100,7 +100,7 @@ def _jumps(dtype: str, *, routed: bool) -> bool:
 
 class TensorDigest(Record, frozen=True):
     """Checksums of a tensor. `dtype`: its name in safetensors (F32, BF16). `checksum`: xxh3 (64 bits, 16 hex digits) of
-    its values in this dtype, row-major and little endian. `sums`: sums of its bits (`weights.copying`), only from a
+    its values in this dtype, row-major and little endian. `sums`: sums of its bits (`weights.mailbox`), only from a
     trainer on a GPU; an engine on a GPU compares the sums, since it can compute them on the GPU. A reader fills in what
     it can compute, and "" for the other. Digests are compared by `agrees` alone, since == would compare "" too."""
 

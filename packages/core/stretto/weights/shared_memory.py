@@ -3,7 +3,7 @@
     publish     stretto-<run>-v000007.<pid>.partial     write, read back, compare the checksum
     switch      stretto-<run>-v000007.weights           one atomic rename: before it the version does not exist
     keep        the newest two versions, so that an engine can finish loading the older one; an older file is
-                overwritten by the next version (`weights.spare`) when nobody has it open or mapped
+                overwritten by the next version (`weights.folder`) when nobody has it open or mapped
 
 A process that dies in the middle leaves at most a ``.partial`` file, which the next publication removes.
 """
@@ -24,11 +24,20 @@ from torch import Tensor
 
 from stretto.core.canary import TensorDigest
 from stretto.core.errors import DeadlineExceeded, TornPublication, WireError
-from stretto.weights.copying import as_text, copied, sums
-from stretto.weights.folder import held, map_file, path_of, prefix, unlink, versions, write_all
-from stretto.weights.mailbox import Gather, Publication, as_it_is, stored
+from stretto.weights.folder import (
+    cut,
+    drop_old,
+    held,
+    map_file,
+    new_version,
+    path_of,
+    prefix,
+    unlink,
+    versions,
+    write_all,
+)
+from stretto.weights.mailbox import Gather, Publication, as_it_is, as_text, copied, stored, sums
 from stretto.weights.manifest import NO_CHECKSUM, TensorEntry, WeightsManifest, header, verify
-from stretto.weights.spare import cut, drop_old, new_version
 
 _LOOK_SECONDS = 0.02
 

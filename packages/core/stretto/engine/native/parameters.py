@@ -28,8 +28,7 @@ from stretto.core.errors import TornPublication
 from stretto.engine.native.completions import Completions
 from stretto.engine.native.sampling import tempered
 from stretto.model.decode.policy import DecodePolicy
-from stretto.weights.copying import pinned, texts
-from stretto.weights.mailbox import LORA_A, LORA_B
+from stretto.weights.mailbox import LORA_A, LORA_B, pinned, texts
 from stretto.weights.shared_memory import digest_of_tensor, name_of
 
 _Shape = tuple[int, ...]

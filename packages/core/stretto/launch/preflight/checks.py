@@ -38,7 +38,7 @@ from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes.http.reach import unreachable
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.service.loading import PLACE, load_reward
+from stretto.rewards.service.judging import PLACE, load_reward
 from stretto.rewards.service.pool import check_reward
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.workflow import PLACE as WORKFLOW

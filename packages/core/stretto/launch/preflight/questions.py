@@ -14,7 +14,7 @@ from stretto.core.records import Outcome
 from stretto.launch.preflight.encoding import place_of
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.service.loading import PLACE
+from stretto.rewards.service.judging import PLACE
 from stretto.rewards.service.pool import DIED, TIMED_OUT, RewardPool
 from stretto.rewards.service.wire import ScoreItem
 from stretto.rollout.questions import Question, Questions

@@ -30,7 +30,7 @@ from stretto.launch.recipe.extensions import OUTLETS, OutletsConfig
 from stretto.launch.recipe.recipe import Recipe
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.service.loading import PLACE
+from stretto.rewards.service.judging import PLACE
 from stretto.rewards.service.pool import TIMED_OUT, RewardPool
 from stretto.rewards.service.wire import ScoreItem
 from stretto.rollout.config import FILTERS, PACINGS, RolloutConfig

@@ -27,8 +27,7 @@ from stretto.core.records import Outcome, Verdict
 from stretto.processes.spawn import cut_log
 from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.service.judging import undecided
-from stretto.rewards.service.loading import PLACE
+from stretto.rewards.service.judging import PLACE, undecided
 from stretto.rewards.service.process import FORGED, WorkerProcess
 from stretto.rewards.service.queueing import Call, Chunk, blame, chunks
 from stretto.rewards.service.wire import Facts, Request, Row, ScoreItem, Verdicts

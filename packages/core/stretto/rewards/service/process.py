@@ -23,7 +23,7 @@ from stretto.core.frames import Unframer, frame
 from stretto.processes.kernel.ends import has_exited
 from stretto.processes.tree import cpu_ticks, descendants, kill_marked
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.service.loading import PLACE
+from stretto.rewards.service.judging import PLACE
 from stretto.rewards.service.wire import (
     LARGEST_REPLY,
     FromWorker,
