@@ -135,7 +135,7 @@ def test_an_answer_may_be_as_large_as_the_tests_of_a_program(tmp_path: Path, mon
     large = '{"prompt": "3", "answer": "' + "1" * (3 << 20) + '"}'
     questions = task(write(tmp_path, large, GOOD), held_out=1).questions(seed=1)
     assert len(questions.training[0].answer) == 3 << 20
-    monkeypatch.setattr("stretto_workflows.data.lines.LARGEST_ROW", 3 << 20)
+    monkeypatch.setattr("stretto_workflows.data.jsonl.LARGEST_ROW", 3 << 20)
     told = message(write(tmp_path, GOOD, large))
     assert told == f"{tmp_path}/rows.jsonl:2: a row of 3,145,757 characters; at most 3,145,728 are allowed"
 
@@ -183,7 +183,7 @@ def test_a_gzip_file_that_is_cut_off_or_unpacks_to_too_much_is_refused(
     path.write_bytes(whole[: len(whole) // 2])
     assert "cannot be unpacked" in message(path)
     path.write_bytes(whole)
-    monkeypatch.setattr("stretto_workflows.data.lines.LARGEST_UNPACKED", 100)
+    monkeypatch.setattr("stretto_workflows.data.jsonl.LARGEST_UNPACKED", 100)
     assert "more than 100 bytes after unpacking" in message(path)
 
 

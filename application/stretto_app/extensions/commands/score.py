@@ -31,7 +31,8 @@ from stretto_verify.sandbox.probe import Report, probe
 from stretto_verify.sandbox.sandbox import SandboxFailed
 from stretto_verify.sandbox.walls import Walls
 from stretto_verify.verdicts import SandboxRefused
-from stretto_workflows.data.lines import mistake, once, read_rows
+from stretto_workflows.data import jsonl
+from stretto_workflows.data.jsonl import mistake, once
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 
@@ -52,7 +53,7 @@ def read_lines(path: Path, fields: type[Fields]) -> list[Line[Fields]]:
         DataError: the file is missing, empty or not text, or lines are not objects with the `fields`; names the first
             twenty.
     """
-    return read_rows(path, lambda text, _, place: _line(text, place, fields))
+    return jsonl.read_lines(path, lambda text, _, place: _line(text, place, fields))
 
 
 def _line(text: str, place: str, fields: type[Fields]) -> Line[Fields]:

@@ -273,5 +273,5 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
             DataError: lists the mistakes of all sources.
             RecipeError: the package that reads them is not installed.
         """
-        found: Questions = from_package(f"{_DATA}.mixed:questions", "task.kind")(self, seed)
+        found: Questions = from_package(f"{_DATA}.dataset:mixed", "task.kind")(self, seed)
         return found

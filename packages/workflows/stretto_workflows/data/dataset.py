@@ -1,4 +1,4 @@
-"""Questions, or pairs of completions, from a JSONL file: one object a line. A pair::
+"""Questions of a dataset task; questions, or pairs of completions, of a JSONL file: one object a line. A pair::
 
     {"prompt": "Question: ... Answer:", "chosen": " 5", "rejected": " 15"}
 
@@ -8,23 +8,52 @@ A prompt may be a list of chat messages, as in a dataset of questions; completio
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from stretto.core.errors import DataError, Mistakes, Problem
 from stretto.rollout.questions import Pair, Question, Questions
-from stretto.rollout.tasks import JsonlTask
+from stretto.rollout.tasks import DatasetTask, JsonlTask
 from stretto_workflows.data import jsonl
-from stretto_workflows.data.lines import mistake
+from stretto_workflows.data.jsonl import mistake
 from stretto_workflows.data.rows import Columns, question
 
 
-def questions(task: JsonlTask) -> Questions:
-    """Read all rows, in file order.
+def mixed(task: DatasetTask, seed: int) -> Questions:
+    """Read the questions of all sources of a dataset task, in order (`DatasetTask.questions`)."""
+    training: list[Question] = []
+    held_out: list[list[Question]] = []
+    notes: list[str] = []
+    mistakes = Mistakes()
+    sources = (*task.sources, *task.held_out_sources)
+    read: dict[int, tuple[list[Question], list[Question], list[str]]] = {}
+    for place, source in enumerate(sources):
+        if (first := sources.index(source)) == place:  # a source that is listed twice is read once
+            with mistakes:
+                read[place] = source.questions(seed)
+                notes += read[place][2]
+        if first not in read:
+            continue
+        asked, kept, _ = read[first]
+        if place < len(task.sources):
+            training += asked
+        else:
+            kept = [*asked, *kept]
+        held_out.append(kept)
+    mistakes.done()
+    weights = {source.title: source.weight for source in task.sources if source.weight is not None}
+    return Questions(
+        training,
+        [row for rows in zip_longest(*held_out) for row in rows if row is not None],  # one of each source in turn
+        lambda: [row for row in training if row.demonstration is not None],
+        weights=weights,
+        notes=tuple(notes),
+    )
 
-    Raises:
-        DataError: a file cannot be read or has invalid rows, or there are not more rows than `held_out`.
-    """
+
+def questions(task: JsonlTask) -> Questions:
+    """Read all rows, in file order (`JsonlTask.questions`)."""
     mistakes = Mistakes()
     with mistakes:
         rows = read_rows(Path(task.file), task)

@@ -24,12 +24,7 @@ _HELD_OUT_SEED = 1_000_003
 
 
 def questions(source: GymSource, seed: int) -> tuple[list[Question], list[Question], list[str]]:
-    """Generate questions; returns those for training, the held-out ones, and notes for the user. The two lists are
-    disjoint: a drawn training question that is also held out is left out, and counted in a note.
-
-    Raises:
-        DataError: the package is missing, or has no such task, parameter or level.
-    """
+    """Generate questions (`GymSource.questions`)."""
     settings = _settings(source)
     held_out = list(_made(source, "h", source.held_out, _HELD_OUT_SEED, settings))
     drawn = _made(source, "", source.size, derive_seed(seed, "reasoning_gym", source.task) % _SEEDS, settings)

@@ -1,20 +1,165 @@
-"""Rows of a JSONL file: texts and prompts in the fields of objects."""
+"""Readers of users' JSONL files: one JSON object per line, with texts and prompts in its fields. Invalid lines are
+reported by number, with at most twenty different mistakes. Up to three lines with the same mistake are listed; of more,
+the first one and their number."""
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stretto.core.errors import Mistakes, nearest
-from stretto_workflows.data import lines
-from stretto_workflows.data.lines import mistake, once
+from stretto.core.errors import DataError, Mistakes, Problem, nearest
+from stretto.launch.preflight.paths import nearest_file
 
+#: Most characters of a line; tests of programs may have inputs of many megabytes.
+LARGEST_ROW = 256 << 20
+LARGEST_UNPACKED = 4 << 30  #: bytes of a compressed file after unpacking
 _LARGEST_TEXT = 1 << 20
 _ROLES = ("system", "user", "assistant")
+_SHOWN = 20  # different mistakes in one error
+_SAME = 3  # rows listed with the same mistake
+_GZIP = b"\x1f\x8b"
+_OTHERS = {
+    b"PAR1": "a parquet file",
+    b"ARROW1": "an Arrow file",
+    b"PK\x03\x04": "a zip file",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
 
+Given = TypeVar("Given")
 Read = TypeVar("Read")
+
+
+def read_lines(path: Path, read: Callable[[str, int, str], Read]) -> list[Read]:
+    """The results of ``read(line, line number, place)`` for each non-blank line of a file; `place` is "path:number".
+    `read` raises a DataError (`mistake`) for an invalid line. Files named ``.gz`` are unpacked.
+
+    Raises:
+        DataError: the file is missing, empty or not text, or lines are invalid.
+    """
+    numbered = ((place, (number, line)) for number, place, line in lines_of(path))
+    return read_each(str(path), numbered, lambda row, place: read(_short(row[1], place), row[0], place))
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Yield ``(number, place, line)`` of each non-blank line of a file; `place` is "path:number".
+
+    Raises:
+        DataError: the file is missing or not text, or holds one JSON array.
+    """
+    return ((n, f"{path}:{n}", line) for n, line in enumerate(_lines(path), start=1) if line.strip())
+
+
+def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Given, str], Read]) -> list[Read]:
+    """The results of ``read(row, place)`` for each ``(place, row)`` of `rows`. Mistakes of all rows are raised
+    together. A DataError of the iterator `rows` itself ends the reading and is raised with them.
+
+    Raises:
+        DataError: rows are invalid, or there are none; `name` is the file named in the error.
+    """
+    found: list[Read] = []
+    mistakes, alike, hidden = Mistakes(), dict[tuple[str, str, str], list[Problem]](), 0
+    with mistakes:
+        for place, row in rows:
+            one = Mistakes()
+            with one:
+                found.append(read(row, place))
+            kinds = {(at.place.removeprefix(place), at.found, at.remedy): at for at in one.problems}
+            new = kinds.keys() - alike.keys()
+            hidden += bool(new) and len(alike) >= _SHOWN
+            for kind, problem in kinds.items():
+                if kind in alike or len(alike) < _SHOWN:
+                    alike.setdefault(kind, []).append(problem)
+    mistakes.problems[:0] = _told(list(alike.values()))
+    if hidden:
+        mistakes.problems.append(Problem(name, f"{hidden} more rows like these"))
+    if not found and not mistakes.problems:
+        mistakes.problems.append(Problem(name, "no rows", "at least one is needed"))
+    mistakes.done()
+    return found
+
+
+def _told(alike: Sequence[Sequence[Problem]]) -> Iterator[Problem]:
+    """Yield the problems to show, from lists of equal problems: up to three equal problems are all shown; of more, the
+    first with their number."""
+    for same in alike:
+        first, count = same[0], len(same)
+        if count <= _SAME:
+            yield from same
+        else:
+            yield Problem(
+                first.place, first.found, "; ".join(filter(None, (first.remedy, f"and {count - 1} more rows")))
+            )
+
+
+def mistake(place: str, found: str, remedy: str = "") -> DataError:
+    """The error to raise for one invalid row."""
+    return DataError([Problem(place, found, remedy)])
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Object hook that refuses duplicate keys: ``json.loads(text, object_pairs_hook=once)``.
+
+    Raises:
+        ValueError: a key appears twice, so one of its values would be lost.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return found
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file. One compressed by gzip is unpacked; its name must end with ``.gz``.
+
+    Raises:
+        DataError: the file is missing, cannot be unpacked, or is not text.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise mistake(str(path), "no such file", nearest_file(path)) from None
+    except OSError as error:
+        raise mistake(str(path), f"cannot be read: {error}", "a UTF-8 text file is needed") from None
+    if content.startswith(_GZIP):
+        content = _unpacked(path, content)
+    kinds = [kind for start, kind in _OTHERS.items() if content.startswith(start)]
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        which = f"it is {kinds[0]}" if kinds else str(error)
+        raise mistake(str(path), f"cannot be read: {which}", "a UTF-8 text file is needed") from None
+
+
+def _unpacked(path: Path, content: bytes) -> bytes:
+    if path.suffix != ".gz":
+        found = "cannot be read: it is compressed by gzip, and its name does not end with .gz"
+        raise mistake(str(path), found, "rename it, or unpack it: a UTF-8 text file is needed")
+    try:
+        with gzip.open(path) as packed:
+            unpacked = packed.read(LARGEST_UNPACKED + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise mistake(str(path), f"cannot be unpacked: {error}", "a whole gzip file is needed") from None
+    if len(unpacked) > LARGEST_UNPACKED:
+        raise mistake(str(path), f"more than {LARGEST_UNPACKED:,} bytes after unpacking", "unpack it, and give a part")
+    return unpacked
+
+
+def _lines(path: Path) -> list[str]:
+    text = read_text(path)
+    if text.lstrip()[:1] == "[" and text.rstrip()[-1:] == "]":
+        raise mistake(str(path), "a JSON array instead of one object per line", f"e.g. by: jq -c '.[]' {path.name}")
+    return text.split("\n")  # a text may hold other ends of lines, such as U+2028
+
+
+def _short(line: str, place: str) -> str:
+    if len(line) > LARGEST_ROW:
+        raise mistake(place, f"a row of {len(line):,} characters", f"at most {LARGEST_ROW:,} are allowed")
+    return line
 
 
 def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> list[Read]:
@@ -24,7 +169,7 @@ def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> l
     Raises:
         DataError: the file is missing, empty or not text, or some of its rows are invalid.
     """
-    return lines.read_rows(path, lambda line, number, place: read(object_of(line, place), number, place))
+    return read_lines(path, lambda line, number, place: read(object_of(line, place), number, place))
 
 
 def require(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> None:

@@ -23,8 +23,7 @@ from functools import partial
 from typing import Any
 
 from stretto.core.errors import Mistakes, nearest
-from stretto_workflows.data.jsonl import prompt, require, shown, text
-from stretto_workflows.data.lines import mistake
+from stretto_workflows.data.jsonl import mistake, prompt, require, shown, text
 from stretto_workflows.data.rows import gold
 
 Values = Mapping[str, Any]

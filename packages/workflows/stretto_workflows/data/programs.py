@@ -74,11 +74,7 @@ class Description:
 
 
 def questions(task: ProgramsTask, seed: int) -> Questions:
-    """Generate all questions. Only training questions and demonstrations depend on the seed.
-
-    Raises:
-        DataError: there are fewer than `held_out` distinct held-out questions.
-    """
+    """Generate all questions (`ProgramsTask.questions`)."""
     training = draw_training(partial(draw, task), task.prompts, derive_seed(seed, "training"))
     held_out = draw_held_out(partial(draw, task), task.held_out, "task.steps_max")
     return Questions(

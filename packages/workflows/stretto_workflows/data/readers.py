@@ -29,8 +29,7 @@ from stretto.core.errors import DataError, Problem
 from stretto.launch.preflight.paths import nearest_file
 from stretto.processes.http.reach import unreachable
 from stretto.rollout.tasks import FILES, kind_of
-from stretto_workflows.data.jsonl import object_of
-from stretto_workflows.data.lines import lines_of, mistake, read_text
+from stretto_workflows.data.jsonl import lines_of, mistake, object_of, read_text
 
 
 def package(name: str, extra: str, place: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from stretto.core.errors import Mistakes
 from stretto.rollout.questions import Question
 from stretto_workflows.data import jsonl
-from stretto_workflows.data.lines import LARGEST_ROW
+from stretto_workflows.data.jsonl import LARGEST_ROW
 
 
 @dataclass(frozen=True)

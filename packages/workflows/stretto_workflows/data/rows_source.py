@@ -15,7 +15,7 @@ from stretto.core.errors import DataError, Problem, nearest
 from stretto.core.records import derive_seed
 from stretto.rollout.questions import Question
 from stretto.rollout.tasks import RowsSource
-from stretto_workflows.data.lines import mistake, read_each
+from stretto_workflows.data.jsonl import mistake, read_each
 from stretto_workflows.data.mappings import MAPPINGS, mapped
 from stretto_workflows.data.readers import Place, rows_of
 from stretto_workflows.data.rows import Columns, question
@@ -52,12 +52,7 @@ def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
 
 
 def questions(source: RowsSource) -> tuple[list[Question], list[Question], list[str]]:
-    """Read the questions; returns those for training, the held-out ones, and notes for the user (repeated rows that
-    were left out, say).
-
-    Raises:
-        DataError: the dataset cannot be read, has bad rows (names each), or no more rows than `held_out`.
-    """
+    """Read the questions (`RowsSource.questions`)."""
     columns = Columns(
         prompt=source.prompt_field,
         answer=source.answer_field,
