@@ -6,8 +6,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.forest import Attachment, Forest, Path, paths
+from stretto.core.forest import Path, paths
 from stretto.core.records import NOTHING, PROMPT, Segment, StopReason
+from stretto_workflows.session import Attachment, Forest
 
 
 def sampled(*tokens: int, parent: int | None = None) -> Segment:

@@ -26,10 +26,70 @@ import msgspec
 from stretto.core.engine import Generate
 from stretto.core.errors import CallInterrupted, EngineLost, StoreError
 from stretto.core.events import RecordedCall
-from stretto.core.forest import Forest, Tokens, TurnRequest, parent_of, way_to
-from stretto.core.records import PROMPT, GenerateRequest, Sampling, Segment, derive_seed
+from stretto.core.forest import Tokens, TurnRequest, parent_of, way_to
+from stretto.core.records import NOTHING, PROMPT, GenerateRequest, Sampling, Segment, derive_seed
 
 _ONCE = b"once "  # prefix of the recorded request of a call that is not repeatable
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """Position of a turn's prompt in a forest. `parent`: index of the segment that ends the known part, or PROMPT or
+    NOTHING; `tail`: tokens of the prompt after that part."""
+
+    parent: int
+    tail: Tokens
+
+
+class Forest:
+    """The segments of one trajectory, in order of their beginning; segments are only appended. `prompt`: token ids."""
+
+    def __init__(self, prompt: Tokens, segments: Iterable[Segment] = ()) -> None:
+        self.prompt = prompt
+        self.segments = list(segments)
+        self._children: dict[int, list[int]] = {}
+        for place in range(len(self.segments)):
+            self._children.setdefault(parent_of(self.segments, place), []).append(place)
+
+    def append(self, segment: Segment) -> int:
+        """Append a segment, whose `parent` must be set; returns its index."""
+        assert segment.parent is not None
+        self.segments.append(segment)
+        place = len(self.segments) - 1
+        self._children.setdefault(segment.parent, []).append(place)
+        return place
+
+    def children(self, place: int) -> list[int]:
+        """Indices of the segments whose parent is segment `place` (or PROMPT or NOTHING), in order."""
+        return list(self._children.get(place, ()))
+
+    def tokens(self, place: int) -> Tokens:
+        """Return all tokens on the path to segment `place`, the segment's own included."""
+        behind_prompt, places = way_to(self.segments, place)
+        start = self.prompt if behind_prompt else ()
+        return sum((self.segments[at].token_ids for at in places), start=start)
+
+    def find(self, tokens: Tokens) -> Attachment:
+        """Find the position of a turn's prompt `tokens`: after the deepest given or finished segment whose path is a
+        prefix of `tokens`. Among equal segments the first is taken. Without a match: PROMPT, or else NOTHING."""
+        starts = [(NOTHING, 0)]
+        if self.prompt and tokens[: len(self.prompt)] == self.prompt:
+            starts.append((PROMPT, len(self.prompt)))
+        parent, at = max((self._deepest(tokens, *start) for start in starts), key=lambda found: found[1])
+        return Attachment(parent, tokens[at:])
+
+    def _deepest(self, tokens: Tokens, parent: int, at: int) -> tuple[int, int]:
+        best, waiting = (parent, at), [(parent, at)]
+        while waiting:
+            parent, at = waiting.pop()
+            for child in self._children.get(parent, ()):
+                segment = self.segments[child]
+                end = at + segment.length
+                whole = segment.stop_reason is not None or not segment.sampled
+                if whole and segment.length and tokens[at:end] == segment.token_ids:
+                    waiting.append((child, end))
+                    best = (child, end) if end > best[1] else best
+        return best
 
 
 @dataclass(frozen=True)

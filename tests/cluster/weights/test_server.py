@@ -14,9 +14,9 @@ import pytest
 from stretto.core.errors import RefusedRequest, SourceLost, TornPublication, WireError
 from stretto.processes.kernel.lease import take_lease
 from stretto.weights.folder import path_of
-from stretto.weights.manifest import RUN
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_cluster.weights.mirror import Mirror
+from stretto_cluster.weights.wire import RUN
 from tests.certificates import authority
 from tests.cluster.weights.serving import (
     KEY,

@@ -25,10 +25,11 @@ from typing import Literal, TypeVar
 from stretto.core.deadlines import standstill, waiting
 from stretto.core.errors import TornPublication, WireError
 from stretto.weights.folder import drop_old, map_file, new_version, path_of, prefix, private_file, unlink, versions
-from stretto.weights.manifest import ModelFile, digest_of, manifest_of, verify
+from stretto.weights.manifest import verify
 from stretto_cluster.scratch import in_turn, link_first
 from stretto_cluster.weights import delta
 from stretto_cluster.weights.source import CONNECTIONS, PART_SIZE, Transfer, tls_context
+from stretto_cluster.weights.wire import ModelFile, digest_of, manifest_of
 
 _DELTA = "delta:"
 _MEASURE_AGAIN = 16  # pulls after which the slower form is tried again

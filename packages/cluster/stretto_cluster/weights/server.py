@@ -40,8 +40,8 @@ from stretto.processes.http.transport import ZERO_COPY
 from stretto.processes.kernel import event_loop
 from stretto.processes.run_role import run_role
 from stretto.weights.folder import path_of, versions
-from stretto.weights.manifest import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
 from stretto_cluster.weights.delta import Deltas, NoDelta
+from stretto_cluster.weights.wire import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
 
 _PIECE, _SENT_PIECE = 1 << 20, 4 << 20  # bytes of a piece; the second if the kernel sends it
 _TAKE_SECONDS = 60.0  # most seconds in which a mirror takes a piece

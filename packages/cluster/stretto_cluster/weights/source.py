@@ -22,9 +22,9 @@ from typing import TypeVar
 import msgspec
 
 from stretto.core.errors import UNREADABLE, RefusedRequest, SourceLost, WireError, naming
-from stretto.weights.folder import cut, write_at
-from stretto.weights.manifest import FORM, NEWEST, RUN
+from stretto.weights.folder import cut
 from stretto_cluster.weights.splicing import Splice
+from stretto_cluster.weights.wire import FORM, NEWEST, RUN, write_at
 
 PART_SIZE = 16 << 20
 CONNECTIONS = 4  #: connections at once, and threads of a transfer

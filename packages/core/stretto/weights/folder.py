@@ -112,18 +112,6 @@ def write_all(file: FileIO, data: memoryview) -> None:
             data = data[os.write(file.fileno(), data) :]
 
 
-def write_at(file: FileIO, data: memoryview, offset: int) -> None:
-    """Write all bytes of `data` at `offset`; the file's own position does not move.
-
-    Raises:
-        OSError: the system's error, with the path.
-    """
-    with naming(Path(str(file.name))):
-        while data:
-            written = os.pwrite(file.fileno(), data, offset)
-            data, offset = data[written:], offset + written
-
-
 def private_file(path: Path) -> FileIO:
     """Create a file that only its owner may read; its writes are not buffered.
 

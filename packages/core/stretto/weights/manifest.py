@@ -15,27 +15,20 @@ is detected before any tensor is returned.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 import xxhash
 
 from stretto.core.errors import UNREADABLE, TornPublication
-from stretto.core.records import Record
 
-_LENGTH = 8
+LENGTH = 8  #: bytes before the header, which say its length
 _ALIGNMENT = 64
-_LONGEST_HEADER = 1 << 28
-_PIECE = 1 << 20
 
-#: HTTP headers between weights server and mirror: the run, its newest version, and the encoding of a publication.
-RUN, NEWEST, FORM = "stretto-run", "stretto-newest", "stretto-form"
 _DIGITS = 16
 NO_CHECKSUM = "0" * _DIGITS
 
@@ -132,12 +125,12 @@ def read_header(raw: memoryview) -> tuple[WeightsManifest, int]:
     Raises:
         TornPublication: the header is incomplete or damaged.
     """
-    start = _LENGTH + int.from_bytes(raw[:_LENGTH], "little")
-    if len(raw) < _LENGTH or start > len(raw):
+    start = LENGTH + int.from_bytes(raw[:LENGTH], "little")
+    if len(raw) < LENGTH or start > len(raw):
         raise TornPublication(f"{len(raw)} bytes that do not begin like a publication, or end before their header")
     text = bytes(raw[:start])
     try:
-        fields = msgspec.json.decode(text[_LENGTH:], type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(text[LENGTH:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(fields.pop("__metadata__", msgspec.Raw(b"null")), type=_Metadata)
         entries = {name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in fields.items()}
         version = int(metadata.version)
@@ -149,36 +142,6 @@ def read_header(raw: memoryview) -> tuple[WeightsManifest, int]:
     checksums = tuple(metadata.checksums[place : place + _DIGITS] for place in places)
     _check_places(entries, checksums)
     return WeightsManifest(version, entries, checksums, metadata.header), start
-
-
-def manifest_of(file: int) -> tuple[WeightsManifest, int]:
-    """Decode and check the header of an open file, given by its descriptor; returns the manifest and the offset of the
-    first tensor. The tensors are not checked.
-
-    Raises:
-        TornPublication: the header is incomplete, damaged, or longer than any publication's.
-    """
-    length = int.from_bytes(os.pread(file, _LENGTH, 0), "little")
-    if length > _LONGEST_HEADER:
-        raise TornPublication(f"a header of {length} bytes, which no publication has")
-    return read_header(memoryview(os.pread(file, _LENGTH + length, 0)))
-
-
-class ModelFile(Record, frozen=True):
-    """A file of a model folder that a weights server offers. `digest`: its 128-bit xxh3 in hexadecimal digits."""
-
-    name: str
-    size: int
-    digest: str
-
-
-def digest_of(path: Path) -> str:
-    """The 128-bit xxh3 of a file, in hexadecimal digits."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _check_places(entries: Mapping[str, TensorEntry], checksums: tuple[str, ...]) -> None:
@@ -196,5 +159,5 @@ def _check_places(entries: Mapping[str, TensorEntry], checksums: tuple[str, ...]
 
 def _encoded(manifest: WeightsManifest, metadata: _Metadata) -> bytes:
     text = msgspec.json.encode({"__metadata__": metadata} | dict(manifest.tensors))
-    length = -(-(_LENGTH + len(text)) // _ALIGNMENT) * _ALIGNMENT - _LENGTH
-    return length.to_bytes(_LENGTH, "little") + text.ljust(length)
+    length = -(-(LENGTH + len(text)) // _ALIGNMENT) * _ALIGNMENT - LENGTH
+    return length.to_bytes(LENGTH, "little") + text.ljust(length)
