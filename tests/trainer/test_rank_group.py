@@ -118,7 +118,7 @@ class Agent:
             await self.ranks[-1].stop(0.0)
         rank = RoleProcess("rank 1", RANK_ROLE, self._site.there / "rank.txt", spawner=self._site.far.spawner)
         self.ranks.append(rank)
-        told = RankSpec.of(awaited, 1, spec, str(self._site.there / "model"))
+        told = RankSpec.of(awaited, 1, spec, model=str(self._site.there / "model"))
         await rank.start(told, 1, environment=secrets(awaited))
 
 
@@ -203,7 +203,7 @@ def test_a_rank_has_the_folders_and_gpus_of_its_own_machine(site: Site, monkeypa
     algorithm = AlgorithmConfig.model_validate({"reference": {"path": "/here/reference", "weight": 0.5}})
     spec = site.spec(algorithm=algorithm.model_dump_json(), kernels="/here/kernels.json", gpus=("0",), share=0.4)
     awaited = RanksAwaited(host="127.0.0.1", port=1, key="k", ranks=(1,))
-    there = _as_here(spec, RankSpec.of(awaited, 1, spec, "/there/model", "/there/reference"))
+    there = _as_here(spec, RankSpec.of(awaited, 1, spec, model="/there/model", reference="/there/reference"))
     reference = AlgorithmConfig.model_validate_json(there.algorithm).reference
     assert (there.model, there.kernels) == ("/there/model", None)
     assert (there.gpus, there.share) == (("5", "7"), 1.0), "its GPU is not shared with rank 0's engines"

@@ -97,7 +97,7 @@ class Running:
     async def start_rank(self, **wrong: Any) -> None:
         """Start rank 1 on the other machine, as an agent does."""
         tls = str(self.site.there / "tls") if self.spec.tls else ""
-        spec = RankSpec.of(self.awaited, 1, self.spec, str(self.site.there / "model"), tls=tls)
+        spec = RankSpec.of(self.awaited, 1, self.spec, model=str(self.site.there / "model"), tls=tls)
         secrets = {name: wrong.pop("key", key) for name, key in secrets_of(self.awaited).items()}
         await self.rank.start(msgspec.structs.replace(spec, **wrong), 1, environment=secrets)
 

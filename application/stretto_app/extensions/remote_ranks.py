@@ -59,7 +59,7 @@ class RemoteRanks:
             rank = machine.role(place, f"trainer-rank-{number}", RANK_ROLE, secrets(awaited))
             self._ranks.append(rank)
             tls = AGENTS_TLS if spec.tls else ""
-            told = RankSpec.of(awaited, number, spec, machine.model, machine.reference, tls=tls)
+            told = RankSpec.of(awaited, number, spec, model=machine.model, reference=machine.reference, tls=tls)
             starts.append(rank.start(told, spec.threads))
         try:
             await gather_or_cancel(*starts)

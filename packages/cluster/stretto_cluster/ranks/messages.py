@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -31,31 +31,11 @@ class RankSpec(Record, frozen=True):
     tls: str = ""  # the folder of certificates on this machine; "": no TLS
 
     @classmethod
-    def of(
-        cls,
-        awaited: RanksAwaited,
-        rank: int,
-        trainer: TrainerSpec,
-        model: str,
-        reference: str | None = None,
-        gpu: int = 0,
-        tls: str = "",
-    ) -> Self:
+    def of(cls, awaited: RanksAwaited, rank: int, trainer: TrainerSpec, **there: Any) -> Self:
         """The spec of an awaited rank, to be started as the role `RANK_ROLE` with the environment `secrets`.
-        `trainer`: spec of rank 0. `model`, `reference` and `tls`: folders on the rank's machine (`reference` None: rank
-        0's path). `gpu`: index among the GPUs visible to the rank."""
+        `trainer`: spec of rank 0. `there`: further fields, of the rank's machine."""
         assert rank in awaited.ranks, f"rank {rank} is not awaited"
-        return cls(
-            rank=rank,
-            host=awaited.host,
-            port=awaited.port,
-            threads=trainer.threads,
-            hung=trainer.hung,
-            gpu=gpu,
-            model=model,
-            reference=reference,
-            tls=tls,
-        )
+        return cls(rank, awaited.host, awaited.port, trainer.threads, trainer.hung, **there)
 
 
 def secrets(awaited: RanksAwaited) -> dict[str, str]:

@@ -10,8 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 from stretto.core.states import LARGEST_REWARD
 from stretto.doors.door import AS_TUPLE
 from stretto.rewards.built_in import BUILT_IN, timeout_of
-from stretto_verify.address import AddressConfig
-from stretto_verify.models import JudgeConfig, RewardModelConfig
+from stretto_verify.models import AddressConfig, JudgeConfig, RewardModelConfig
 from stretto_verify.sandbox.config import SandboxConfig
 
 _AFTER_PROGRAMS = 15.0  #: seconds for the restart of a failed sandbox

@@ -118,11 +118,9 @@ def private_file(path: Path) -> FileIO:
     Raises:
         FileExistsError: something has this name.
     """
-    return open(path, "wb", buffering=0, opener=_private)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    return open(
+        path, "wb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    )
 
 
 def map_file(path: Path) -> memoryview:
@@ -186,7 +184,9 @@ def _reused(spare: Path, path: Path) -> FileIO | None:
     with contextlib.suppress(FileNotFoundError):
         spare.rename(path)
         with contextlib.suppress(OSError), contextlib.ExitStack() as undo:  # it is a link that somebody put there
-            file = undo.enter_context(open(path, "r+b", buffering=0, opener=_existing))
+            file = undo.enter_context(
+                open(path, "r+b", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW))
+            )
             if _ours(os.fstat(file.fileno())) and take_lease(path, file.fileno()):
                 undo.pop_all()
                 return file
@@ -197,10 +197,6 @@ def _reused(spare: Path, path: Path) -> FileIO | None:
 def _ours(status: os.stat_result) -> bool:
     """Whether it is a regular file of this user without a second hard link."""
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
-
-
-def _existing(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def _spare(run: str, folder: Path) -> Path:

@@ -63,10 +63,6 @@ def texts(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return dict(zip(tensors, map(as_text, torch.stack([sums(one) for one in tensors.values()]).cpu()), strict=True))
 
 
-def nothing() -> None:
-    """Do nothing."""
-
-
 @dataclass(frozen=True)
 class Copies:
     """Host copies of tensors by name, complete once `wait` has returned. `wait` blocks the calling thread. `hold` makes
@@ -74,8 +70,8 @@ class Copies:
     each tensor by name (see the function `sums`), valid after `wait`; empty on a CPU."""
 
     tensors: dict[str, Tensor]
-    wait: Callable[[], None] = nothing
-    hold: Callable[[], None] = nothing
+    wait: Callable[[], None] = lambda: None
+    hold: Callable[[], None] = lambda: None
     sums: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -152,7 +148,7 @@ class Publication:
     """
 
     write: Callable[[], Mapping[str, TensorDigest]]
-    hold: Callable[[], None] = nothing
+    hold: Callable[[], None] = lambda: None
     size: int = 0
     copied: int = 0
 

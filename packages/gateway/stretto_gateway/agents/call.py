@@ -19,7 +19,7 @@ from typing import Any
 from stretto.core.errors import RecipeError
 from stretto.doors.loading import load, look_in
 from stretto_gateway.agents.environment import SESSION, TASK
-from stretto_verify.address import opener
+from stretto_verify.models import opener
 
 _SECONDS = 60.0
 

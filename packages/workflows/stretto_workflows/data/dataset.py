@@ -76,15 +76,7 @@ def read_rows(path: Path, task: JsonlTask) -> list[Question]:
     Raises:
         DataError: the file is missing, empty or not text, or some of its rows are invalid.
     """
-    columns = Columns(
-        prompt=task.prompt_field,
-        answer=task.answer_field,
-        demonstration=task.demonstration_field,
-        id=task.id_field,
-        system_prompt=task.system_prompt,
-        as_chat=task.chat_template == "auto",
-        template_arguments=tuple(task.template_arguments.items()),
-    )
+    columns = Columns.of(task)
     return jsonl.read_rows(path, lambda row, number, place: question(row, number, place, columns))
 
 

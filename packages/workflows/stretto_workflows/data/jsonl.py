@@ -50,7 +50,11 @@ def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
     Raises:
         DataError: the file is missing or not text, or holds one JSON array.
     """
-    return ((n, f"{path}:{n}", line) for n, line in enumerate(_lines(path), start=1) if line.strip())
+    text = read_text(path)
+    if text.lstrip()[:1] == "[" and text.rstrip()[-1:] == "]":
+        raise mistake(str(path), "a JSON array instead of one object per line", f"e.g. by: jq -c '.[]' {path.name}")
+    lines = text.split("\n")  # a text may hold other ends of lines, such as U+2028
+    return ((n, f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip())
 
 
 def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Given, str], Read]) -> list[Read]:
@@ -147,13 +151,6 @@ def _unpacked(path: Path, content: bytes) -> bytes:
     if len(unpacked) > LARGEST_UNPACKED:
         raise mistake(str(path), f"more than {LARGEST_UNPACKED:,} bytes after unpacking", "unpack it, and give a part")
     return unpacked
-
-
-def _lines(path: Path) -> list[str]:
-    text = read_text(path)
-    if text.lstrip()[:1] == "[" and text.rstrip()[-1:] == "]":
-        raise mistake(str(path), "a JSON array instead of one object per line", f"e.g. by: jq -c '.[]' {path.name}")
-    return text.split("\n")  # a text may hold other ends of lines, such as U+2028
 
 
 def _short(line: str, place: str) -> str:

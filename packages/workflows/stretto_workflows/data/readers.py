@@ -18,7 +18,6 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from urllib.request import getproxies, proxy_bypass
 from stretto.core.errors import DataError, Problem
 from stretto.launch.preflight.paths import nearest_file
 from stretto.processes.http.reach import unreachable
-from stretto.rollout.tasks import FILES, kind_of
+from stretto.rollout.tasks import FILES, RowsSource, kind_of
 from stretto_workflows.data.jsonl import lines_of, mistake, object_of, read_text
 
 
@@ -82,46 +81,30 @@ _LOCAL = f'a file of this machine: data = "rows.jsonl", allowed: {", ".join(FILE
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Location of a dataset: `data` is a path or a name on the hub, `subset` its configuration. `streaming`: read a hub
-    dataset without storing it."""
-
-    data: str
-    subset: str | None = None  # None: the default one
-    split: str = "train"
-    revision: str | None = None  # None: the newest
-    streaming: bool = False
-
-
-def rows_of(place: Place) -> Iterator[tuple[str, Row]]:
+def rows_of(source: RowsSource) -> Iterator[tuple[str, Row]]:
     """Iterate over the rows of a dataset, in its order: pairs of the row's place, for errors, and a function that
     parses it.
 
     Raises (here or during the iteration):
         DataError: there is no such dataset, or it cannot be read.
     """
-    path, kind = Path(place.data), kind_of(place.data)
+    path, kind = Path(source.data), kind_of(source.data)
     if path.is_dir():
-        return _from_folder(place)
+        return _from_folder(source)
     if kind in FILES and not path.exists():
-        raise mistake(place.data, "no such file", nearest_file(path))
+        raise mistake(source.data, "no such file", nearest_file(path))
     if path.is_file():
         match kind:
             case ".jsonl" | ".json":
-                return ((where, _parsed(line, where)) for _, where, line in lines_of(path))
+                return ((where, partial(object_of, line, where)) for _, where, line in lines_of(path))
             case ".csv" | ".tsv":
                 return _table(path, "\t" if kind == ".tsv" else ",")
             case ".parquet" | ".arrow":
-                return _by_datasets(place, kind[1:], data_files=place.data, split="train", streaming=True)
-        raise mistake(place.data, f"a file with the ending {kind or 'none'!r}", f"allowed: {', '.join(FILES)}")
-    if not _HUB.fullmatch(place.data):
-        raise mistake(place.data, "no such file or folder, and no name of the hub", "e.g. openai/gsm8k")
-    return _from_hub(place)
-
-
-def _parsed(line: str, place: str) -> Row:
-    return lambda: object_of(line, place)
+                return _by_datasets(source, kind[1:], data_files=source.data, split="train", streaming=True)
+        raise mistake(source.data, f"a file with the ending {kind or 'none'!r}", f"allowed: {', '.join(FILES)}")
+    if not _HUB.fullmatch(source.data):
+        raise mistake(source.data, "no such file or folder, and no name of the hub", "e.g. openai/gsm8k")
+    return _from_hub(source)
 
 
 def _table(path: Path, comma: str) -> Iterator[tuple[str, Row]]:
@@ -150,51 +133,51 @@ def _record(names: list[str], values: list[str], place: str) -> Row:
     return read
 
 
-def _from_folder(place: Place) -> Iterator[tuple[str, Row]]:
+def _from_folder(source: RowsSource) -> Iterator[tuple[str, Row]]:
     """Yield (place, row) for the rows of a folder: one that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote,
     or else a folder of data files. Raises DataError for an unknown split or files that cannot be read."""
-    folder = Path(place.data)
+    folder = Path(source.data)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        datasets = package("datasets", "data", place.data)
-        saved = _asked(place, lambda: datasets.load_from_disk(place.data))
+        datasets = package("datasets", "data", source.data)
+        saved = _asked(source, lambda: datasets.load_from_disk(source.data))
         if isinstance(saved, dict):
-            if place.split not in saved:
-                raise mistake(place.data, f"has no split {place.split!r}", f"allowed: {', '.join(sorted(saved))}")
-            saved = saved[place.split]
-        return _numbered(place, saved)
-    return _by_datasets(place, place.data, name=place.subset, split=place.split, streaming=True)
+            if source.split not in saved:
+                raise mistake(source.data, f"has no split {source.split!r}", f"allowed: {', '.join(sorted(saved))}")
+            saved = saved[source.split]
+        return _numbered(source, saved)
+    return _by_datasets(source, source.data, name=source.subset, split=source.split, streaming=True)
 
 
-def _by_datasets(place: Place, name_or_format: str, /, **asked: Any) -> Iterator[tuple[str, Row]]:
-    datasets = package("datasets", "data", place.data)
-    return _numbered(place, _asked(place, lambda: datasets.load_dataset(name_or_format, **asked)))
+def _by_datasets(source: RowsSource, name_or_format: str, /, **asked: Any) -> Iterator[tuple[str, Row]]:
+    datasets = package("datasets", "data", source.data)
+    return _numbered(source, _asked(source, lambda: datasets.load_dataset(name_or_format, **asked)))
 
 
-def _numbered(place: Place, rows: Any) -> Iterator[tuple[str, Row]]:
+def _numbered(source: RowsSource, rows: Any) -> Iterator[tuple[str, Row]]:
     found, number = iter(rows), 0
     while True:
-        row = _asked(place, lambda: next(found, None), f" after row {number}")
+        row = _asked(source, lambda: next(found, None), f" after row {number}")
         if row is None:
             return
         number += 1
-        yield f"{place.data}: row {number}", partial(dict, row)
+        yield f"{source.data}: row {number}", partial(dict, row)
 
 
-def _from_hub(place: Place) -> Iterator[tuple[str, Row]]:
+def _from_hub(source: RowsSource) -> Iterator[tuple[str, Row]]:
     """Yield (place, row) for the rows of a hub dataset; if the hub cannot be reached, of its copy in the library's
     cache. Raises DataError if neither has it."""
-    asked = {"name": place.subset, "split": place.split, "revision": place.revision, "streaming": place.streaming}
-    with reachable_or_cached(place.data) as fault:
+    asked = {"name": source.subset, "split": source.split, "revision": source.revision, "streaming": source.streaming}
+    with reachable_or_cached(source.data) as fault:
         try:
-            return _by_datasets(place, place.data, **asked)
+            return _by_datasets(source, source.data, **asked)
         except DataError as error:
             if not fault:
                 raise
             found = f"{fault}, and its dataset of this name is not in the cache: {error.problems[0].found}"
-            raise DataError([Problem(place.data, found, f"with a network: OWNER/NAME of the hub; {_LOCAL}")]) from None
+            raise DataError([Problem(source.data, found, f"with a network: OWNER/NAME of the hub; {_LOCAL}")]) from None
 
 
-def _asked(place: Place, ask: Callable[[], Any], where: str = "") -> Any:
+def _asked(source: RowsSource, ask: Callable[[], Any], where: str = "") -> Any:
     try:
         return ask()
     # `datasets` and its readers raise many types; all concern the dataset that the user named.
@@ -202,4 +185,4 @@ def _asked(place: Place, ask: Callable[[], Any], where: str = "") -> Any:
         words = " ".join(str(error).split())[:300]
         found = f"cannot be read{where}: {type(error).__name__}: {words}"
         remedy = "check the file, or the dataset's name, subset and split, and the network"
-        raise DataError([Problem(place.data, found, remedy)]) from None
+        raise DataError([Problem(source.data, found, remedy)]) from None

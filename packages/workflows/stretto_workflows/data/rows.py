@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from stretto.core.errors import Mistakes
 from stretto.rollout.questions import Question
+from stretto.rollout.tasks import JsonlTask, RowsSource
 from stretto_workflows.data import jsonl
 from stretto_workflows.data.jsonl import LARGEST_ROW
 
@@ -32,6 +33,20 @@ class Columns:
     render: Callable[[Mapping[str, Any], str], str] | None = None
     source: str = ""
     seen: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: JsonlTask | RowsSource, **further: Any) -> Self:
+        """The columns that a section of a recipe names."""
+        return cls(
+            prompt=config.prompt_field,
+            answer=config.answer_field,
+            demonstration=config.demonstration_field,
+            id=config.id_field,
+            system_prompt=config.system_prompt,
+            as_chat=config.chat_template == "auto",
+            template_arguments=tuple(config.template_arguments.items()),
+            **further,
+        )
 
 
 def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) -> Question:

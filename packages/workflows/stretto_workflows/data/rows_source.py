@@ -17,7 +17,7 @@ from stretto.rollout.questions import Question
 from stretto.rollout.tasks import RowsSource
 from stretto_workflows.data.jsonl import mistake, read_each
 from stretto_workflows.data.mappings import MAPPINGS, mapped
-from stretto_workflows.data.readers import Place, rows_of
+from stretto_workflows.data.readers import rows_of
 from stretto_workflows.data.rows import Columns, question
 
 
@@ -53,17 +53,8 @@ def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
 
 def questions(source: RowsSource) -> tuple[list[Question], list[Question], list[str]]:
     """Read the questions (`RowsSource.questions`)."""
-    columns = Columns(
-        prompt=source.prompt_field,
-        answer=source.answer_field,
-        demonstration=source.demonstration_field,
-        id=source.id_field,
-        system_prompt=source.system_prompt,
-        as_chat=source.chat_template == "auto",
-        template_arguments=tuple(source.template_arguments.items()),
-        render=compiled(source.template) if source.template is not None else None,
-        source=source.title,
-    )
+    render = compiled(source.template) if source.template is not None else None
+    columns = Columns.of(source, render=render, source=source.title)
     distinct = source.mapping is not None and MAPPINGS[source.mapping].distinct
     seen: set[int] | None = set() if source.duplicates == "drop" or (source.duplicates is None and distinct) else None
     found = read_each(
@@ -80,8 +71,7 @@ def questions(source: RowsSource) -> tuple[list[Question], list[Question], list[
 
 
 def _numbered(source: RowsSource) -> Iterator[tuple[str, tuple[int, Any]]]:
-    place = Place(source.data, source.subset, source.split, source.revision, source.streaming)
-    numbered = ((where, (number, row)) for number, (where, row) in enumerate(rows_of(place), start=1))
+    numbered = ((where, (number, row)) for number, (where, row) in enumerate(rows_of(source), start=1))
     return islice(numbered, source.rows)
 
 
