@@ -40,7 +40,7 @@ class WorkflowTask(Record, frozen=True):
 
 
 def task_of(questions: QuestionDetails, prompt: Prompt, member: int, seed: int, group_seed: int = 0) -> WorkflowTask:
-    """Make the task of one member of the prompt's group; `seed` is the member's."""
+    """Make a member's task. `seed` is its own, `group_seed` that of the prompt's group."""
     key = (prompt.id, prompt.text, prompt.answer)
     messages = tuple(questions.chats.get(key) or ({"role": "user", "content": prompt.text},))
     fields = json.loads(questions.fields.get(key) or "{}")
