@@ -121,6 +121,8 @@ def test_a_missing_package_is_refused_with_its_extra_and_another_version_with_bo
         'logging.to="tensorboard"': ("logging.to", "stretto-report", "stretto"),
         'workflow={function="multi_turn"}': ("workflow.function", "stretto-workflows", "stretto"),
         'workflow={kind="agent"}': ("workflow.kind", "stretto and stretto-gateway", "'stretto[gateway]'"),
+        'task={kind="programs"}': ("task.kind", "stretto-workflows", "stretto"),
+        "trainer.ranks=2": ("trainer.ranks", "stretto-cluster", "'stretto[cluster]'"),
     }
     ours = {"stretto", "stretto_kernels", "stretto_verify"}
     monkeypatch.setattr(loading, "find_spec", lambda name: find_spec(name) if name in ours else None)
