@@ -22,16 +22,7 @@ from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.kernels import TRAINING, use_onednn
 from stretto.store import lock
 from stretto.store.checkpoints import Checkpoints
-from stretto.trainer import checkpoint
-from stretto.trainer.adapters import (
-    adapt,
-    adapted_layers,
-    adapter_parameters,
-    gather_adapters,
-    merged,
-    plain_parameters,
-    scaled,
-)
+from stretto.trainer import adapters, checkpoint
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.samples import Sample, chosen_of, samples_of, scored_of
 from stretto.trainer.config import OptimizerConfig
@@ -139,9 +130,9 @@ class LocalTrainer:
             self.tokenizer = load_tokenizer(self._folder)
             if self._lora is not None:
                 check_targets(trained, self._lora, "Trainer: lora")
-                adapt(trained, self._lora)
+                adapters.adapt(trained, self._lora)
         self._learner = Learner(trained, self._settings, self._sampling)
-        self._adapted = adapted_layers(trained)
+        self._adapted = adapters.adapted_layers(trained)
         text = trained.config.get_text_config()
         self._vocabulary: int = trained.get_input_embeddings().weight.shape[0]
         self._longest: int = text.max_position_embeddings
@@ -310,8 +301,8 @@ class LocalTrainer:
         """Copy the current weights, for `Engine.update`; with `lora`, the adapters only."""
         self._settle()
         model = self._learner.model
-        named = adapter_parameters(model) if self._adapted else model.named_parameters()
-        tensors = {name: scaled(self._adapted, name, one.detach()).clone() for name, one in named}
+        named = adapters.adapter_parameters(model) if self._adapted else model.named_parameters()
+        tensors = {name: adapters.scaled(self._adapted, name, one.detach()).clone() for name, one in named}
         return PolicyWeights(self._published, tensors, self._mark)
 
     def save(self, folder: str | Path) -> Path:
@@ -385,10 +376,12 @@ class LocalTrainer:
             return
         if adapters_only:
             with whole_folder(place) as partial:
-                gather_adapters(model, self._lora, ALONE, "")(partial)
+                adapters.gather_adapters(model, self._lora, ALONE, "")(partial)
             return
-        parameters = ((name, self._merged(name, one)) for name, one in plain_parameters(model))
-        save_policy(model, self._folder, place, parameters, gather_adapters(model, self._lora, ALONE), self._dtype)
+        parameters = ((name, self._merged(name, one)) for name, one in adapters.plain_parameters(model))
+        save_policy(
+            model, self._folder, place, parameters, adapters.gather_adapters(model, self._lora, ALONE), self._dtype
+        )
 
     def close(self) -> None:
         """Release the locks of the folders that this trainer has saved to."""
@@ -404,7 +397,7 @@ class LocalTrainer:
         layer = self._adapted.get(name.removesuffix(".weight"))
         if layer is None or not name.endswith(".weight"):
             return parameter.detach()
-        return merged(layer, parameter.detach(), ALONE)
+        return adapters.merged(layer, parameter.detach(), ALONE)
 
     def _settle(self) -> None:
         self._published, self._stepped = self.version, False

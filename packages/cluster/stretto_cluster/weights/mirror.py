@@ -24,7 +24,7 @@ from typing import Literal, TypeVar
 
 from stretto.core.deadlines import standstill, waiting
 from stretto.core.errors import TornPublication, WireError
-from stretto.weights.folder import drop_old, map_file, new_version, path_of, prefix, private_file, unlink, versions
+from stretto.weights.folder import drop, map_file, new_version, path_of, prefix, private_file, unlink, versions
 from stretto.weights.manifest import verify
 from stretto_cluster.scratch import in_turn, link_first
 from stretto_cluster.weights import delta
@@ -203,7 +203,7 @@ class Mirror:
             size = path_of(self._run, self.folder, version).stat().st_size
             self._choice.took(asked, seconds / size)
         self._forget_abandoned(transfer.newest)
-        drop_old(self._run, self.folder)
+        drop(self._run, self.folder)
         said = form if ":" in form else f"{form}: {reason}" if form else "it was here already"
         return Pulled(version, transfer.received, seconds, form.startswith(_DELTA), said)
 

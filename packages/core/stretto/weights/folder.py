@@ -146,7 +146,7 @@ def unlink(paths: Iterable[Path]) -> int:
     return len(files)
 
 
-def drop_old(run: str, folder: Path) -> None:
+def drop(run: str, folder: Path) -> None:
     """Keep the newest two versions of a run. The newest of the others becomes its spare, a file to write the next
     version into; the rest are unlinked."""
     old = [path for _, path in versions(run, folder)[:-KEPT]]

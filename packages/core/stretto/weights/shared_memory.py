@@ -24,18 +24,7 @@ from torch import Tensor
 
 from stretto.core.canary import TensorDigest
 from stretto.core.errors import DeadlineExceeded, TornPublication, WireError
-from stretto.weights.folder import (
-    cut,
-    drop_old,
-    held,
-    map_file,
-    new_version,
-    path_of,
-    prefix,
-    unlink,
-    versions,
-    write_all,
-)
+from stretto.weights.folder import cut, drop, held, map_file, new_version, path_of, prefix, unlink, versions, write_all
 from stretto.weights.mailbox import Gather, Publication, as_it_is, as_text, copied, stored, sums
 from stretto.weights.manifest import NO_CHECKSUM, TensorEntry, WeightsManifest, header, verify
 
@@ -122,7 +111,7 @@ class SharedMemoryPublisher:
         return _plan(version, sizes), forms
 
     def _switch(self, manifest: WeightsManifest, whole: Iterable[tuple[str, Tensor]]) -> dict[str, TensorDigest]:
-        """Write and check the file of a version, rename it into place, drop old versions (`drop_old`), and unlink newer
+        """Write and check the file of a version, rename it into place, drop old versions (`drop`), and unlink newer
         ones and partial files of earlier processes. Returns the digest of each tensor. On an error the file is removed,
         and the earlier versions stay."""
         path = path_of(self._run, self._folder, manifest.version)
@@ -136,7 +125,7 @@ class SharedMemoryPublisher:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        drop_old(self._run, self._folder)
+        drop(self._run, self._folder)
         unlink(self._folder.glob(f"{prefix(self._run)}*.partial"))
         return digests
 
