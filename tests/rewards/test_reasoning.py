@@ -11,12 +11,12 @@ import pytest
 from stretto.core.errors import DataError
 from stretto.core.records import Outcome
 from stretto.launch.preflight.questions import sift
-from stretto.rewards import reasoning
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
 from stretto.rewards.service.wire import ScoreItem
 from stretto.rollout.questions import Question, Questions
 from stretto.rollout.tasks import GymSource
+from stretto_verify import reasoning
 from stretto_verify.reasoning import floor_of, gold, reasoning_gym
 from tests.rewards.scoring import scored
 
