@@ -43,6 +43,21 @@ async def test_without_the_key_nothing_is_told(source: str, away: Path) -> None:
     assert names(away) == []
 
 
+@pytest.mark.parametrize("base", ["%00", "..%2F..%2Fx"])
+def test_a_base_that_was_never_published_is_answered_in_full(home: Path, model: Path, base: str) -> None:
+    """Whatever the request calls it: no file gets a name from it."""
+    before = names(home)
+    with serving(home, model) as source:
+        with socket.create_connection(("127.0.0.1", int(source.rpartition(":")[2]))) as raw:
+            head = f"host: x\r\nconnection: close\r\nauthorization: Bearer {KEY}\r\n{RUN}: run\r\n\r\n"
+            raw.sendall(f"GET /versions/7?base={base} HTTP/1.1\r\n{head}".encode())
+            reply, _, body = raw.makefile("rb").read().partition(b"\r\n\r\n")
+        assert reply.startswith(b"HTTP/1.1 200")
+        assert b"not published any more" in reply
+        assert body == path_of("run", home, 7).read_bytes()
+    assert names(home) == before
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has leases")
 def test_a_version_is_not_overwritten_before_the_mirror_has_read_all_of_it(home: Path, model: Path) -> None:
     """Also after the server has sent it: the connection refers to pages of the file."""

@@ -195,17 +195,17 @@ class Deltas:
             return NoDelta(f"the delta could not be made: {error}")
 
     def _make(self, base: str, version: int, seal: str) -> tuple[Path, str]:
-        begin = f"{prefix(self._run)}{version:06d}.{base}-{seal}"
+        target = map_file(path_of(self._run, self._folder, version))
+        held = [path for number, path in versions(self._run, self._folder) if number != version]
+        bases = [raw for raw in map(map_file, held) if read_header(raw)[0].seal == base]
+        if not bases:
+            raise NoDelta("the version that the mirror has is not published any more")
+        part = changed_part(bases[0], target)
+        if part is None:
+            raise NoDelta("the two versions have other tensors")
+        begin = f"{prefix(self._run)}{version:06d}.{base}-{seal}"  # `base` is a request's words; here it is a seal
         making = self._folder / f"{begin}.making"
         try:
-            target = map_file(path_of(self._run, self._folder, version))
-            held = [path for number, path in versions(self._run, self._folder) if number != version]
-            bases = [raw for raw in map(map_file, held) if read_header(raw)[0].seal == base]
-            if not bases:
-                raise NoDelta("the version that the mirror has is not published any more")
-            part = changed_part(bases[0], target)
-            if part is None:
-                raise NoDelta("the two versions have other tensors")
             with private_file(making) as file:
                 if part > LARGEST or not encode(bases[0], target, file):
                     raise NoDelta(f"about {part:.1%} of the elements have changed")
