@@ -81,7 +81,7 @@ class SourceHere:
         a text that is empty, longer than the context or has tokens outside the vocabulary, and EngineLost if the engine
         is closed."""
         self._check_open()
-        return self._generation.engine.score(texts)
+        return await self._generation.score(texts)
 
     async def update(self, weights: PolicyWeights) -> None:
         """Load new weights; completions that are being sampled continue with them.

@@ -87,7 +87,7 @@ class NativeEngine:
         self._busy_seconds = 0.0
         self._ended: Counter[str] = Counter()  # tokens of ended completions, by open request
         self._stale: tuple[str, ...] = ()  # KV entries that the last update failed to drop
-        self._prover = Prover(self._policy)
+        self._prover = Prover(self._policy, self._vocab_size, config.max_prefill_tokens)
         self._tiles: Path | None = None
 
     def tune(self, record: Path | None) -> None:
@@ -307,12 +307,27 @@ class NativeEngine:
         Raises:
             RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
         """
-        start = time.monotonic()
+        found = [list[float]() for _ in texts]
+        for number, logprobs in self.score_in_pieces(texts):
+            found[number] += logprobs
+        return [tuple(one) for one in found]
+
+    def score_in_pieces(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """Yield the numbers of `score` piece by piece, as (index of the text, log-probabilities). A piece has at most
+        `engine.max_prefill_tokens` tokens, and `model.packed.logprobs.CHUNK_LOGITS` logits. Steps may be taken between
+        two pieces, but no version may be loaded.
+
+        Raises:
+            RefusedRequest: as `score`, before the first piece.
+        """
         for number, text in enumerate(texts):
             check_text(text, f"texts[{number}]", self._vocab_size, self._policy.layout.context_length)
-        found = self._prover.texts(texts)
-        self._spend("prove", start)
-        return found
+        for number, text in enumerate(texts):
+            start = time.monotonic()
+            for logprobs in self._prover.pieces(text):
+                self._spend("prove", start)
+                yield number, logprobs
+                start = time.monotonic()
 
     def sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
         """Recompute, without the KV cache, the log-probabilities of about `wanted` tokens that the version in use

@@ -138,6 +138,7 @@ class Generation:
         self._listeners: dict[str, FrameListener | TokenStream] = {}
         self._by_token: set[str] = set()  # requests whose listeners get each token
         self._work = asyncio.Event()
+        self._scoring = asyncio.Lock()  # the KV entries of one text at a time
 
     @property
     def open_requests(self) -> int:
@@ -268,12 +269,22 @@ class Generation:
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
-        1. They are computed between two steps.
+        1. They are computed in pieces between steps (`NativeEngine.score_in_pieces`), the texts of one call at a time.
+        If a version is loaded meanwhile, all are computed again, in one go.
 
         Raises:
             RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
         """
-        return self.engine.score(texts)
+        async with self._scoring:
+            engine, found = self.engine, [list[float]() for _ in texts]
+            weights = engine.updates, engine.in_doubt
+            for number, logprobs in engine.score_in_pieces(texts):
+                if weights != (engine.updates, engine.in_doubt):
+                    return engine.score(texts)
+                found[number] += logprobs
+                for _ in range(_TURNS):
+                    await asyncio.sleep(0)  # the next step
+            return [tuple(one) for one in found]
 
     async def health(self) -> EngineHealth:
         """Version, queue length and counters."""

@@ -15,7 +15,7 @@ Axes: L token of a text, N sampled token that is computed again, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -28,6 +28,8 @@ from stretto.core.errors import TornPublication
 from stretto.engine.native.completions import Completions
 from stretto.engine.native.sampling import tempered
 from stretto.model.decode.policy import DecodePolicy
+from stretto.model.decode.text import TextCache
+from stretto.model.packed.logprobs import rows_of_chunk
 from stretto.weights.mailbox import LORA_A, LORA_B, pinned, texts
 from stretto.weights.shared_memory import digest_of_tensor, name_of
 
@@ -186,11 +188,13 @@ Ints = npt.NDArray[np.int64]
 
 
 class Prover:
-    """Scores text with the engine's policy over a KV cache of its own, so completions are not touched."""
+    """Scores text with the engine's policy over a KV cache of its own, so completions are not touched. `most`: tokens
+    computed together, in addition to the bound on logits in memory (`model.packed.logprobs.CHUNK_LOGITS`)."""
 
-    def __init__(self, policy: DecodePolicy) -> None:
+    def __init__(self, policy: DecodePolicy, vocabulary: int, most: int) -> None:
         self._model, self._bytes = policy.model, _SPARE_TOKENS * policy.layout.bytes_per_token
         self._policy: DecodePolicy | None = DecodePolicy(self._model, self._bytes)
+        self._layout, self._most = policy.layout, min(most, rows_of_chunk(policy.layout.device, vocabulary))
 
     def _scored(self, logprobs: Callable[[DecodePolicy], Tensor]) -> Tensor:
         """Log-probabilities that `logprobs` computes with the policy. After an error, or a result that is not finite,
@@ -209,14 +213,14 @@ class Prover:
         found = self._scored(lambda policy: _logprobs(policy.forward_of_text(text[:-1], decoded), text[1:]))
         return tuple(found.tolist()), decoded
 
-    def texts(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """Log-probabilities of all tokens but the first of each text, at temperature 1 without filters; empty for a
-        text of one token."""
-        found = list[tuple[float, ...]]()
-        for tokens in (np.asarray(text, np.int64) for text in texts):
-            own = partial(_text_logprobs, tokens=tokens)
-            found.append(tuple(self._scored(own).tolist()) if len(tokens) > 1 else ())
-        return found
+    def pieces(self, token_ids: Sequence[int]) -> Iterator[tuple[float, ...]]:
+        """Yield the log-probabilities of all tokens but the first of a text, at temperature 1 without filters, piece by
+        piece; none for a text of one token. Completions may be sampled between two pieces, but the weights must stay
+        the same."""
+        text = np.asarray(token_ids, np.int64)
+        for begin, piece in self._forwards([text[:-1]] if len(text) > 1 else []):
+            wanted = partial(_next_logprobs, piece, text[1 + begin :])
+            yield tuple(self._scored(wanted).tolist())
 
     def sampled(
         self, completions: Completions, rows: Sequence[int], version: int, wanted: int, most: int
@@ -233,16 +237,35 @@ class Prover:
         tokens, told = (np.concatenate(column) for column in zip(*map(completions.told, chosen, places), strict=True))
         before = np.concatenate([start + place - 1 for start, place in zip(starts, places, strict=False)])
         rows_N = np.repeat(chosen, list(map(len, places)))
-        settings = completions.sampling
+        settings, again = completions.sampling, np.zeros(len(tokens))
 
-        def logprobs(policy: DecodePolicy) -> Tensor:
-            logits_LV = policy.forward_of_texts(texts)
-            logits_NV = logits_LV[torch.from_numpy(before).to(logits_LV.device)]
-            return _logprobs(tempered(logits_NV, settings.temperatures[rows_N], settings.filtered(rows_N)), tokens)
+        def logprobs(policy: DecodePolicy, begin: int, piece: Callable[[DecodePolicy], Tensor]) -> Tensor:
+            logits_LV = piece(policy)
+            here = np.flatnonzero((before >= begin) & (before < begin + len(logits_LV)))
+            logits_NV = logits_LV[torch.from_numpy(before[here] - begin).to(logits_LV.device)]
+            temperatures, filtered = settings.temperatures[rows_N[here]], settings.filtered(rows_N[here])
+            found = _logprobs(tempered(logits_NV, temperatures, filtered), tokens[here])
+            again[here] = found.numpy(force=True)
+            return found
 
-        again = self._scored(logprobs)
+        for begin, piece in self._forwards(texts):
+            self._scored(partial(logprobs, begin=begin, piece=piece))
         # Rounding may move a filter's edge; a token that it removes this time has no log-probability.
         return tuple(pair for pair in zip(told.tolist(), again.tolist(), strict=True) if pair[1] > _LEAST)
+
+    def _forwards(self, texts: Sequence[Ints]) -> Iterator[tuple[int, Callable[[DecodePolicy], Tensor]]]:
+        """Yield forward passes that give the logits after every token of the texts, in order; with each, the number of
+        tokens before it. Texts that are short enough are computed together, longer ones in pieces."""
+        if sum(map(len, texts)) <= self._most:
+            yield from [(0, lambda policy: policy.forward_of_texts(texts))] if texts else []
+            return
+        before = 0
+        for text in texts:
+            cache = TextCache(self._layout, len(text))
+            for start in range(0, len(text), self._most):
+                piece = text[start : start + self._most]
+                yield before + start, partial(DecodePolicy.forward_of_piece, text=cache, token_ids=piece)
+            before += len(text)
 
 
 def _chosen(completions: Completions, rows: Sequence[int], version: int, wanted: int, most: int) -> list[int]:
@@ -259,8 +282,10 @@ def _chosen(completions: Completions, rows: Sequence[int], version: int, wanted:
     return chosen
 
 
-def _text_logprobs(policy: DecodePolicy, tokens: Ints) -> Tensor:
-    return _logprobs(policy.forward_of_texts([tokens[:-1]]), tokens[1:])
+def _next_logprobs(piece: Callable[[DecodePolicy], Tensor], tokens: Ints, policy: DecodePolicy) -> Tensor:
+    """Log-probabilities of the tokens that follow those of a piece. `tokens`: these, and later ones."""
+    logits_LV = piece(policy)
+    return _logprobs(logits_LV, tokens[: len(logits_LV)])
 
 
 def _logprobs(logits_NV: Tensor, tokens_N: Ints) -> Tensor:

@@ -30,6 +30,7 @@ from stretto.model.attention_support import Attention, check_attention
 from stretto.model.decode.length_buckets import CacheLayout, LengthBuckets
 from stretto.model.decode.slot_tables import TableSteps, table_steps
 from stretto.model.decode.steps import CACHED_ATTENTION, DecodeStep, FirstTokens, plan_by_bucket
+from stretto.model.decode.text import TextCache
 from stretto.model.layout import Packing, pack, round_length
 from stretto_kernels.steps.trace import Forward, trace
 
@@ -173,6 +174,19 @@ class DecodePolicy:
         for row in range(len(texts)):
             self.release(row)
         return every[torch.from_numpy(np.concatenate(places)).to(every.device)]
+
+    @torch.inference_mode()
+    def forward_of_piece(self, text: TextCache, token_ids: Ints) -> Tensor:
+        """Logits after every token of the next piece of a text, [C, V], float32. `text` has the KV entries of the
+        pieces before, and gets those of this one. Rows of the policy are not touched."""
+        count = len(token_ids)
+        filler = np.zeros(round_length(count) - count, np.int64)
+        places = text.tokens + np.arange(count)
+        ids, positions = (torch.from_numpy(np.append(x, filler)[None]) for x in (token_ids, places))
+        device, size = self.layout.device, count + len(filler)
+        logits = self.forward_of_model(ids.to(device), positions.to(device), text, size, -size)[0, :count]
+        text.tokens += count
+        return logits.float()
 
     def _step(self, newest: Ints, lengths: Ints, contexts: Sequence[Context]) -> tuple[DecodeStep, Ints]:
         used = self._buckets.resize_rows(lengths, [row for context in contexts for row in context.rows])

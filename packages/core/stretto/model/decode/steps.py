@@ -114,10 +114,10 @@ def cached_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    stretto_step: StepPlan,
+    stretto_step: Attends,
     **requested: Any,
 ) -> tuple[Tensor, None]:
-    """`StepPlan.attend` with the signature of a transformers attention function; `attention_mask` is not read.
+    """`Attends.attend` with the signature of a transformers attention function; `attention_mask` is not read.
     `check_attention` must have accepted the model."""
     return stretto_step.attend(cast(int, module.layer_idx), query, key, value, Rule.of(requested)), None
 

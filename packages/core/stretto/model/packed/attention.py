@@ -4,7 +4,8 @@ Attention is causal, so the right padding of the cells (`stretto.model.layout`) 
 equals the forward of each sequence alone. The transformers module is used unchanged: it finds `packed_attention` and
 `_no_mask` under the name "stretto_packed", and passes them the `Packing` given to its forward.
 
-Axes: T packed token, C cell, B row of a bucket, L length of a bucket, H query head, K key/value head, D head width.
+Axes: T packed token, C cell, B row of a bucket, L length of a bucket or of its queries, E of its keys, H query head, K
+key/value head, D head width.
 """
 
 from __future__ import annotations
@@ -105,36 +106,36 @@ def attention_by_products(
     return weights.to(query_BHLD.dtype) @ value_BHLD
 
 
-def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Mask [L, L] (bool), true where a query (row) sees a token (column): itself and earlier tokens within the window
-    (None: all)."""
-    places = torch.arange(length, device=device)
-    behind = places[:, None] - places[None, :]
-    return (behind >= 0) & (behind < (length if window is None else window))
+def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Mask [queries, keys] (bool), true where a query (row) sees a token (column): itself and earlier tokens within the
+    window (None: all). The queries are the last tokens."""
+    places = torch.arange(keys, device=device)
+    behind = places[keys - queries :, None] - places[None, :]
+    return (behind >= 0) & (behind < (keys if window is None else window))
 
 
-def _in_bucket(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, rule: Rule) -> Tensor:
-    """Causal attention of B sequences, padded to one length L; returns [B, H, L, D]."""
+def _in_bucket(query_BHLD: Tensor, key_BKED: Tensor, value_BKED: Tensor, rule: Rule) -> Tensor:
+    """Causal attention of B sequences, padded to one length E, for their last L tokens; returns [B, H, L, D]."""
     rows, heads, length, width = query_BHLD.shape
-    kv_heads = key_BKLD.shape[1]
+    kv_heads, end = key_BKED.shape[1:3]
     if rule.softcap is not None or _quicker_by_products(query_BHLD):
-        seen = _seen(length, rule.window, query_BHLD.device)
+        seen = _seen(length, end, rule.window, query_BHLD.device)
         hidden = torch.zeros_like(seen, dtype=query_BHLD.dtype).masked_fill_(~seen, -torch.inf)
         grouped = query_BHLD.reshape(rows, kv_heads, heads // kv_heads, length, width)
-        keys, values = key_BKLD[:, :, None], value_BKLD[:, :, None]
+        keys, values = key_BKED[:, :, None], value_BKED[:, :, None]
         return _by_blocks(grouped, keys, values, hidden, rule).flatten(1, 2)
-    windowed = rule.window is not None and rule.window < length
-    if heads != kv_heads and not _shares_heads(query_BHLD, windowed):
-        key_BKLD, value_BKLD = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key_BKLD, value_BKLD))
+    masked = length < end or (rule.window is not None and rule.window < end)
+    if heads != kv_heads and not _shares_heads(query_BHLD, masked):
+        key_BKED, value_BKED = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key_BKED, value_BKED))
     return functional.scaled_dot_product_attention(
         query_BHLD,
-        key_BKLD,
-        value_BKLD,
-        attn_mask=_seen(length, rule.window, query_BHLD.device) if windowed else None,
-        is_causal=not windowed,
+        key_BKED,
+        value_BKED,
+        attn_mask=_seen(length, end, rule.window, query_BHLD.device) if masked else None,
+        is_causal=not masked,
         dropout_p=rule.dropout,
         scale=rule.scaling,
-        enable_gqa=heads != key_BKLD.shape[1],
+        enable_gqa=heads != key_BKED.shape[1],
     )
 
 
@@ -148,16 +149,16 @@ def _flash_takes(width: int) -> bool:
     return width <= _WIDEST_FLASH and width % _GRAIN_FLASH == 0
 
 
-def _by_blocks(query: Tensor, keys: Tensor, values: Tensor, hidden_LL: Tensor, rule: Rule) -> Tensor:
+def _by_blocks(query: Tensor, keys: Tensor, values: Tensor, hidden_LE: Tensor, rule: Rule) -> Tensor:
     """`attention_by_products` for blocks of queries, so that at most `SCORES` scores are in memory, also in the
     backward pass; rows of scores do not depend on each other. [B, K, G, L, D]"""
     rows, kv_heads, group, length, _ = query.shape
-    block = max(1, SCORES // (rows * kv_heads * group * length))
+    block = max(1, SCORES // (rows * kv_heads * group * keys.shape[-2]))
     if block >= length:
-        return attention_by_products(query, keys, values, hidden_LL, rule.softcap, rule.scaling)
+        return attention_by_products(query, keys, values, hidden_LE, rule.softcap, rule.scaling)
     parts = [
         checkpoint(attention_by_products, part, keys, values, hidden, rule.softcap, rule.scaling, use_reentrant=False)
-        for part, hidden in zip(query.split(block, dim=-2), hidden_LL.split(block), strict=True)
+        for part, hidden in zip(query.split(block, dim=-2), hidden_LE.split(block), strict=True)
     ]
     return torch.cat(parts, dim=-2)
 
@@ -258,6 +259,12 @@ def attend_tokens(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing
     plain = rule.dropout == 0.0 and rule.softcap is None and not packing.shares_prefixes
     flash = plain and value_TKD.is_cuda and value_TKD.dtype in _HALF and _flash_takes(value_TKD.shape[-1])
     return (_flash if flash else bucketed)(query_THD, key_TKD, value_TKD, packing, rule)
+
+
+def attend_last(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    """Causal attention for the last T of the E tokens of one sequence. `query`: [1, H, T, D], `key` and `value`: [1, K,
+    E, D]; returns [1, T, H, D]."""
+    return _in_bucket(query.to(value.dtype), key, value, rule).transpose(1, 2)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

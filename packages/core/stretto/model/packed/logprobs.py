@@ -126,6 +126,11 @@ CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 Numbers = Sequence[int] | npt.NDArray[Any]
 
 
+def rows_of_chunk(device: torch.device, vocabulary: int) -> int:
+    """Number of rows of logits, of `vocabulary` numbers each, that may be in memory at once (`CHUNK_LOGITS`)."""
+    return max(1, CHUNK_LOGITS.get(device.type, 1 << 24) // vocabulary)
+
+
 @dataclass(frozen=True)
 class PackedTokens:
     """Packed sequences, and the tokens whose log-probabilities are wanted.
@@ -275,9 +280,8 @@ def _all_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities [N] and entropies [N] from hidden states, in chunks of at most `chunk_logits` logits (None:
     `CHUNK_LOGITS`). `multiply`: applies the output matrix `head`."""
-    chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
     weight = cast(Tensor, head.weight)
-    rows = max(1, chunk_logits // weight.shape[0])
+    rows = rows_of_chunk(hidden_NW.device, len(weight)) if not chunk_logits else max(1, chunk_logits // len(weight))
     if not sampling.filtered and multiply is head and _is_matrix(head) and gpu_logprobs.computes(hidden_NW):
         found = gpu_logprobs.head_logprobs(
             hidden_NW, weight, targets_N, entropy=entropy, temperature=sampling.temperature, most=rows
