@@ -105,7 +105,7 @@ class Desk:
     def __init__(self) -> None:
         self.evaluated_at: list[tuple[str, int]] = []
 
-    def evaluated(self, evaluation: Evaluation, step: int, name: str = "") -> None:
+    def evaluated(self, evaluation: Evaluation, step: int, name: str = "", asked: str = "") -> None:
         self.evaluated_at.append((name, step))
 
     def spans(self, spans: object) -> None: ...

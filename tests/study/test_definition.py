@@ -113,6 +113,14 @@ def test_a_mistake_of_some_cells_names_them(tmp_path: Path) -> None:
             "mine: grid: 'batch_size = 2' would train 48 trajectories and 'batch_size = 4' 96; set trainer.steps "
             "beside batch_size and group_size in [variants], so that every cell trains as many",
         ),
+        *(
+            (
+                f"[grid]\nevaluation.{key} = [4, 8]\n",
+                f"mine: evaluation.{key}: differs between cells, and accuracies over other questions or seeds are not "
+                "compared; set it in [settings]",
+            )
+            for key in ("prompts", "samples", "seed")
+        ),
         (
             "[settings]\nevaluation.patience = 2\nevaluation.every = 1\n[grid]\nrollout.max_staleness = [1, 2]\n",
             "mine: evaluation.patience: ends runs at different steps, and every run of a study trains the same number "

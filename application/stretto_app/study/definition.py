@@ -261,6 +261,10 @@ def _unequal(path: Path, cells: Sequence[tuple[Mapping[str, str], Recipe]]) -> I
         counts = f"{one!r} would train {few:,} trajectories and {other!r} {many:,}"
         remedy = "set trainer.steps beside batch_size and group_size in [variants], so that every cell trains as many"
         yield Problem(f"{path}: grid", counts, remedy)
+    for key in ("prompts", "samples", "seed"):
+        if len({getattr(recipe.evaluation, key) for _, recipe in cells}) > 1:
+            found = "differs between cells, and accuracies over other questions or seeds are not compared"
+            yield Problem(f"{path}: evaluation.{key}", found, "set it in [settings]")
     for key in ("patience", "goal"):
         if any(getattr(recipe.evaluation, key) for _, recipe in cells):
             found = "ends runs at different steps, and every run of a study trains the same number of trajectories"

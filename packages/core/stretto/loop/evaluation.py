@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from stretto.core.records import (
 )
 from stretto.core.tasks import cancel_and_wait, gather_or_cancel
 from stretto.loop.engines.router import attempts
-from stretto.loop.records.evaluation import Evaluation, QuestionResult
+from stretto.loop.records.evaluation import Evaluation, QuestionResult, asked_of
 from stretto.loop.records.recorder import Recorder
 from stretto.rollout.single_turn import Detokenize, Score, judge
 from stretto.store.run_folder import RunFolder
@@ -83,8 +84,8 @@ class BestPolicy:
                 than `least_gain`; 0: never.
             goal, goal_holds: the run has had enough once `goal_holds` evaluations in a row reached the accuracy `goal`;
                 0: never.
-            earlier: the recorded evaluations of a resumed run. ``best.json`` and ``policy/best`` are brought to what
-                they say; they are removed if they are of another evaluation.
+            earlier: the recorded evaluations of a resumed run that asked what it asks now. ``best.json`` and
+                ``policy/best`` are brought to what they say; they are removed if they are of another evaluation.
         """
         self.keeps = keeps
         self._folder, self._say, self._patience, self._least_gain = folder, say, patience, least_gain
@@ -184,6 +185,7 @@ class BestPolicy:
             self._move(found.step)
         gone = found.policy is not None and not (self._folder.policies / BEST).is_dir()
         if gone or earlier.get(found.step) != found.accuracy:
+            self._say(f"{_RECORD} of step {found.step} is removed: another evaluation, or none on record, chose it")
             record.unlink()
             self._drop(BEST)
             return None
@@ -249,6 +251,11 @@ class Evaluator:
     rows: Callable[[Sequence[QuestionResult]], None] = lambda results: None
     name: str = ""
     converse: Converse | None = None  # None: single turns. It counts its tokens itself
+
+    @cached_property
+    def asked(self) -> str:
+        """The digest of what it asks (`asked_of`)."""
+        return asked_of(self.prompts, self.samples, self.seed)
 
     async def __call__(self) -> Evaluation:
         """Sample and judge `samples` completions of every prompt, and return the combined result.
@@ -333,7 +340,7 @@ class PeriodicEvaluation:
 
     An evaluation is due every `every` steps (0: never), and at the first step after `minutes` minutes since the last
     one began (0: never). `evaluate` computes the result; `best`, if given, gets it too. A step is evaluated once: not
-    again if it is among those of `earlier`, the evaluations on record.
+    again if it is among those of `earlier`, the evaluations on record. `asked`: digest of what it asks, for the record.
     """
 
     def __init__(
@@ -345,8 +352,9 @@ class PeriodicEvaluation:
         name: str = "",
         best: BestPolicy | None = None,
         earlier: Sequence[EvaluationLine] = (),
+        asked: str = "",
     ) -> None:
-        self._measured = {line.step for line in earlier}
+        self._asked, self._measured = asked, {line.step for line in earlier}
         self._evaluate, self._recorder, self._every, self._seconds = evaluate, recorder, every, 60.0 * minutes
         self._name, self._best = name, best
         self._started = time.monotonic()
@@ -386,7 +394,7 @@ class PeriodicEvaluation:
         if self._best is not None:
             self._best.hold(step)
         evaluation = await self._evaluate()
-        self._recorder.evaluated(evaluation, step, self._name)
+        self._recorder.evaluated(evaluation, step, self._name, self._asked)
         self._measured.add(step)
         span = Span(role="conductor", name="evaluate", start=start, end=time.monotonic(), version=evaluation.version)
         self._recorder.spans([span])

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.core.records import Record
-from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto.store.series.metrics import EvaluationLine, StepMetrics, alike
 
 WINDOW = 10  #: measured steps in a window
 _CHANCE = 0.001  # probability that some pair of a run's evaluations differs by chance
@@ -101,10 +101,11 @@ def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
 
 def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, EvaluationLine] | None:
     """The evaluation with the best accuracy, and the first of the newest evaluations that are all below it by more than
-    chance; None if there is no such drop.
+    chance; None if there is no such drop. Evaluations that ask something else than the newest do not count.
 
     The threshold allows for many comparisons: the best of several is chosen, and the newest is tested each time.
     """
+    evaluations = alike(evaluations)
     if len(evaluations) < 2:
         return None
     best = max(evaluations, key=lambda line: line.accuracy)

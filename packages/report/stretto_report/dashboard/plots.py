@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from stretto.store.inspection import StalenessSummary, inspect_run
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.metrics import EvaluationLine, StepMetrics, read_metrics
+from stretto.store.series.metrics import EvaluationLine, StepMetrics, alike, read_metrics
 from stretto.store.series.spans import read_spans
 from stretto_report.dashboard.style import (
     BLUE,
@@ -151,7 +151,7 @@ def _finish(axes: Axes) -> None:
 def _accuracy_sentence(evaluations: Sequence[EvaluationLine]) -> str:
     if not evaluations:
         return "no held-out evaluation yet"
-    first, last = evaluations[0], evaluations[-1]
+    first, last = alike(evaluations)[0], evaluations[-1]
     prompts = f"{last.prompts} held-out prompts"
     if first is last:
         return f"{prompts}: {last.accuracy:.1%} at version {last.version}"

@@ -5,13 +5,14 @@ the choice of the best policy.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.evaluation import BestPolicy, Evaluations, Evaluator, PeriodicEvaluation
 from stretto.loop.records.recorder import Recorder
 from stretto.store.run_folder import RunFolder
+from stretto.store.series.metrics import EvaluationLine
 from stretto_verify.math.extract.final import final_answer, without_frame
 
 _LONGEST = 20_000  # characters at the end of a completion that are searched for its final answer
@@ -69,7 +70,13 @@ def evaluations(
     """Return all evaluations of a run. `held_out`: evaluator of the held-out questions; `say`: writes a log line."""
     config = plan.recipe.evaluation
     held_out = with_samples(held_out, plan)
-    best = _best(plan, folder, recorder, say) if config.keep_best or config.patience or config.goal else None
+    sets = [(one, replace(held_out, prompts=prompts, samples=one.samples, name=one.name)) for one, prompts in plan.sets]
+    of_best = next((evaluator for one, evaluator in sets if one.name == config.best_of), held_out)
+    best = (
+        _best(plan, folder, _like(of_best, recorder), say)
+        if config.keep_best or config.patience or config.goal
+        else None
+    )
     first = PeriodicEvaluation(
         held_out,
         recorder,
@@ -77,23 +84,32 @@ def evaluations(
         config.minutes,
         best=best if not config.best_of else None,
         earlier=recorder.on_record.get("", ()),
+        asked=held_out.asked,
     )
     further = [
         PeriodicEvaluation(
-            replace(held_out, prompts=prompts, samples=one.samples, name=one.name, keep=lambda samples: None),
+            replace(evaluator, keep=lambda samples: None),
             recorder,
             one.every,
             one.minutes,
             one.name,
             best if config.best_of == one.name else None,
             recorder.on_record.get(one.name, ()),
+            evaluator.asked,
         )
-        for one, prompts in plan.sets
+        for one, evaluator in sets
     ]
     return Evaluations([first, *further], best)
 
 
-def _best(plan: Plan, folder: RunFolder, recorder: Recorder, say: Callable[[str], None]) -> BestPolicy:
+def _like(evaluator: Evaluator, recorder: Recorder) -> list[EvaluationLine]:
+    """The evaluations on record of what the evaluator asks: a resumed run may ask something else than before."""
+    prompts, samples = len(evaluator.prompts), len(evaluator.prompts) * evaluator.samples
+    lines = recorder.on_record.get(evaluator.name, ())
+    return [line for line in lines if line.is_like(prompts, samples, evaluator.asked)]
+
+
+def _best(plan: Plan, folder: RunFolder, earlier: Sequence[EvaluationLine], say: Callable[[str], None]) -> BestPolicy:
     config = plan.recipe.evaluation
     return BestPolicy(
         folder,
@@ -103,5 +119,5 @@ def _best(plan: Plan, folder: RunFolder, recorder: Recorder, say: Callable[[str]
         least_gain=config.least_gain,
         goal=config.goal,
         goal_holds=config.goal_holds,
-        earlier=recorder.on_record.get(config.best_of, ()),
+        earlier=earlier,
     )

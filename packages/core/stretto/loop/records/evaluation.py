@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -160,6 +161,13 @@ class Evaluation(Record, frozen=True):
             "length_mean": self.length_mean,
         }
         return msgspec.json.encode(msgspec.structs.asdict(self) | more).decode()
+
+
+def asked_of(prompts: Sequence[Prompt], samples: int, seed: int) -> str:
+    """Compute a digest of what an evaluation asks: its prompts with their answers, the number of completions of each,
+    and the seed. Accuracies with other digests are not compared."""
+    whole = msgspec.json.encode(([(one.id, one.token_ids, one.answer) for one in prompts], samples, seed))
+    return hashlib.blake2b(whole, digest_size=8).hexdigest()
 
 
 def mean_rewards(judged: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -30,7 +30,14 @@ from stretto.loop.records.totals import (
 )
 from stretto.store.measures.selection import SelectionWatch
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics, read_evaluations
+from stretto.store.series.metrics import (
+    EvaluationLine,
+    MetricsLog,
+    SetEvaluationLine,
+    StepMetrics,
+    alike,
+    read_evaluations,
+)
 from stretto.store.series.spans import SpanLog
 from stretto.store.totals import JUDGED, TOTALS, Carried, Judged, Totals, budget
 
@@ -86,7 +93,8 @@ class Recorder:
         #: Evaluations on record, by the name of their set ("": the main set).
         self.on_record = read_evaluations(folder.metrics)
         main = self.on_record.get("", [])
-        self.initial_accuracy = next((line.accuracy for line in main if not line.step), earlier.initial_accuracy)
+        self._main = list(main)
+        self.initial_accuracy = self._initial(earlier.initial_accuracy)
         self.final_accuracy = next((line.accuracy for line in reversed(main) if line.step), None)
         self._ledger, self._reporter, self._work = ledger, reporter, work
         self._metrics, self._spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
@@ -250,23 +258,30 @@ class Recorder:
         for engine, tokens in completion.segment.writers:
             self._evaluation_tokens[engine] += tokens
 
-    def evaluated(self, evaluation: Evaluation, step: int, name: str = "") -> None:
+    def evaluated(self, evaluation: Evaluation, step: int, name: str = "", asked: str = "") -> None:
         """Append a held-out accuracy, whose evaluation began at `step`, to the metrics, and show it. `name`: name of
         the set of questions; "" for the main set, whose accuracy at step 0 is the run's initial one, and whose last
-        after step 0 is its final one."""
-        line = self._evaluation_line(evaluation, step)
+        after step 0 is its final one. `asked`: digest of what it asks; of another one than the last, an initial
+        accuracy is not comparable, and is dropped."""
+        line = self._evaluation_line(evaluation, step, asked)
         if name:
             self._metrics.append(SetEvaluationLine(**msgspec.structs.asdict(line), name=name))
             self._reporter.say(f"{name} at step {step}, version {evaluation.version}: {evaluation}")
             return
+        self._main.append(line)
+        self.initial_accuracy = self._initial(self.initial_accuracy)
         if step > 0:
             self.final_accuracy = evaluation.accuracy
-        else:
-            self.initial_accuracy = evaluation.accuracy
         self._metrics.append(line)
         self._reporter.evaluated(line)
 
-    def _evaluation_line(self, evaluation: Evaluation, step: int) -> EvaluationLine:
+    def _initial(self, without: float | None) -> float | None:
+        """The accuracy of version 0, if that of the last evaluation may be compared with it. `without`: if version 0
+        has no line."""
+        first = next((line for line in self._main if not line.step), None)
+        return without if first is None else first.accuracy if first in alike(self._main) else None
+
+    def _evaluation_line(self, evaluation: Evaluation, step: int, asked: str) -> EvaluationLine:
         return EvaluationLine(
             step=step,
             version=evaluation.version,
@@ -282,6 +297,7 @@ class Recorder:
             maj=evaluation.maj,
             ci95=evaluation.ci95,
             rewards=evaluation.rewards,
+            asked=asked,
         )
 
     def say(self, sentence: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -11,6 +12,8 @@ from stretto.core.records import Record
 from stretto.store.measures.goodput import Category
 from stretto.store.measures.selection import Bias
 from stretto.store.series.lines import LineWriter, iterate_lines, keep_lines
+
+Line = TypeVar("Line", bound="EvaluationLine")
 
 
 class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
@@ -75,6 +78,19 @@ class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
     maj: float | None = None  # share of prompts whose most frequent answer is right
     ci95: tuple[float, float] | None = None  # 95% confidence interval of the accuracy
     rewards: Mapping[str, float] = {}  # with several rewards: mean value of each, by name, before its weight
+    asked: str = ""  # digest of the prompts, the completions of each, and the seed; empty in an old run
+
+    def is_like(self, prompts: int, samples: int, asked: str) -> bool:
+        """Whether its accuracy may be compared with that of an evaluation of `prompts` prompts with `samples`
+        completions together: the prompts and the seed are the same too. Without `asked`, their number decides."""
+        counts = (self.prompts, self.samples or self.prompts)
+        return counts == (prompts, samples or prompts) and (self.asked == asked or not (self.asked and asked))
+
+
+def alike(lines: Sequence[Line]) -> list[Line]:
+    """The evaluations whose accuracy may be compared with that of the last one: a resumed run may have other prompts,
+    completions or seeds."""
+    return [line for line in lines if line.is_like(lines[-1].prompts, lines[-1].samples, lines[-1].asked)]
 
 
 class SetEvaluationLine(EvaluationLine, frozen=True, tag="evaluation_set", tag_field="kind"):
