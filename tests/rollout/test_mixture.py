@@ -7,11 +7,12 @@
 
 import random
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.records import derive_seed
-from stretto.rollout.prompts import Draw, PromptSource, PromptStream, epoch_order, shares
+from stretto.rollout.prompts import Draw, Position, PromptSource, PromptStream, epoch_order, shares
 from tests.store.make import prompts
 
 SOURCES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 20, allow_nan=False)), min_size=1, max_size=4).map(
@@ -101,4 +102,24 @@ def test_where_every_prompt_would_rest_none_does_and_what_is_judged_too_late_doe
     stream.judged(second, 1.0)
     assert {stream.take().prompt.id, stream.take().prompt.id} == {"0", "1"}
     stream.judged(first, 1.0)  # of the epoch before
-    assert stream.position().rest_next == ()
+    assert stream.position().left_out_next == ""
+
+
+@given(st.integers(1, 3000), st.data())
+def test_a_position_is_small_and_goes_on_however_many_prompts_rest(count: int, data: st.DataObject) -> None:
+    """It is written with every flush of the ledger. An earlier stretto has saved the prompts by name."""
+    asked = prompts(count)
+    names = [set[str](), set[str]()]
+    for some in names:
+        first = data.draw(st.integers(0, count))
+        some.update(prompt.id for prompt in asked[first :: data.draw(st.integers(1, 5))])
+    old = Position(1, 0, (), tuple(names[0]), tuple(names[1]))
+    position = PromptStream(asked, 1, old).position()
+    assert len(msgspec.json.encode(position)) <= 2 * count / 6 + 150
+    drawn = []
+    for known in (old, msgspec.json.decode(msgspec.json.encode(position), type=Position)):
+        stream = PromptStream(asked, 1, known)
+        drawn.append([stream.take().group_id for _ in range(2 * count)])
+    assert drawn[0] == drawn[1]
+    epoch = [name for name in drawn[0] if name.startswith("1.")]
+    assert {name.split(".")[1] for name in epoch} == {prompt.id for prompt in asked} - names[0] or not epoch

@@ -8,6 +8,7 @@ these, different ones after each shuffle.
 
 from __future__ import annotations
 
+import base64
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -98,8 +99,10 @@ class Position(Record, frozen=True):
     epoch: int = 0
     index: int = 0
     given_back: tuple[Again, ...] = ()
-    resting: tuple[str, ...] = ()  # prompts left out of this epoch
-    rest_next: tuple[str, ...] = ()  # prompts to be left out of the next epoch, so far
+    resting: tuple[str, ...] = ()  # as `left_out`, by name, in a state that an earlier stretto has saved
+    rest_next: tuple[str, ...] = ()  # as `left_out_next`
+    left_out: str = ""  # prompts left out of this epoch: a bit for each prompt, in base64
+    left_out_next: str = ""  # prompts to be left out of the next epoch, so far
 
 
 class PromptStream:
@@ -129,7 +132,9 @@ class PromptStream:
         self._seed = seed
         self._sources, self._rests = tuple(sources) or (PromptSource("", len(self._prompts)),), rests
         self._epoch, self._index = position.epoch, position.index
-        self._resting, self._rest_next = position.resting, dict.fromkeys(position.rest_next)
+        self._places = {prompt.id: place for place, prompt in enumerate(self._prompts)}
+        self._resting = self._bits(position.left_out, position.resting)
+        self._rest_next = self._bits(position.left_out_next, position.rest_next)
         self._order = self._shuffled(self._epoch)
         self._by_id = {prompt.id: prompt for prompt in self._prompts}
         self._given_back = deque(
@@ -137,9 +142,16 @@ class PromptStream:
             for again in position.given_back
         )
 
+    def _bits(self, saved: str = "", named: Sequence[str] = ()) -> bytearray:
+        """A bit for each prompt: those of a saved position, by bits or by name."""
+        bits = bytearray(base64.b64decode(saved).ljust(len(self._prompts) + 7 >> 3, b"\0"))
+        for id in named:
+            bits[self._places[id] >> 3] |= 1 << (self._places[id] & 7)
+        return bits
+
     def _shuffled(self, epoch: int) -> list[int]:
-        left_out = frozenset(self._resting)
-        return [at for at in epoch_order(self._sources, self._seed, epoch) if self._prompts[at].id not in left_out]
+        bits = self._resting
+        return [at for at in epoch_order(self._sources, self._seed, epoch) if not bits[at >> 3] >> (at & 7) & 1]
 
     def take(self) -> Draw:
         """Return the next draw and advance the stream."""
@@ -154,17 +166,18 @@ class PromptStream:
     def _begin_next_epoch(self) -> None:
         """Start the next epoch, without the prompts that rest (see `judged`). If all rest, none is left out."""
         self._epoch, self._index = self._epoch + 1, 0
-        self._resting, self._rest_next = tuple(self._rest_next), {}
+        self._resting, self._rest_next = self._rest_next, self._bits()
         self._order = self._shuffled(self._epoch)
         if not self._order:
-            self._resting = ()
+            self._resting = self._bits()
             self._order = self._shuffled(self._epoch)
 
     def judged(self, draw: Draw, rate: float) -> None:
         """Leave the prompt of a draw out of the next epoch if `rests` says so of `rate`, its share of right
         completions. Ignored if the epoch of the draw is over."""
         if draw.epoch == self._epoch and self._rests(rate):
-            self._rest_next[draw.prompt.id] = None
+            place = self._places[draw.prompt.id]
+            self._rest_next[place >> 3] |= 1 << (place & 7)
 
     def named(self, group_id: str, failures: int = 0) -> Draw:
         """Make the draw of a group id, ``epoch.prompt.attempt``. `failures`: number of its earlier attempts that
@@ -192,6 +205,10 @@ class PromptStream:
             epoch=self._epoch,
             index=self._index,
             given_back=again,
-            resting=self._resting,
-            rest_next=tuple(self._rest_next),
+            left_out=_text(self._resting),
+            left_out_next=_text(self._rest_next),
         )
+
+
+def _text(bits: bytearray) -> str:
+    return base64.b64encode(bits.rstrip(b"\0")).decode()
