@@ -67,7 +67,7 @@ class OpenCompletion:
             token_ids=(*request.prompt_token_ids, *self.token_ids),
             sampling=request.sampling,
             max_tokens=self.limit - done,
-            seed=derive_seed(seed, done) if done else seed >> 1,  # servers take 63 bits
+            seed=seed if not done and seed < 1 << 63 else derive_seed(seed, done),  # servers take 63 bits
             top_logprobs=request.top_logprobs,
         )
 
