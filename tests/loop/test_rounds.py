@@ -1,7 +1,8 @@
 """Rounds of groups.
 
 - What an engine gets together follows from the order of the groups, however they come and whichever engine is lost.
-- The answers of a group are delivered once; an error reaches everybody who waits for the portion.
+- The answers of a group are delivered once; a loss reaches everybody who waits for the portion, a refusal the refused
+  group alone.
 - Groups leave in their order when the last one is judged; who is stopped holds nobody up.
 """
 
@@ -10,6 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, Trajectory
@@ -32,17 +35,24 @@ TICKETS = [ticket(name, order) for order, name in enumerate(NAMES)]
 
 @dataclass
 class Engines:
-    """Answers each portion group after group; is lost, or refuses, after as many completions as `ills` says."""
+    """Answers each portion group after group; is lost after as many completions as `ills` says; refuses a portion with
+    one of the groups `refused`, before it begins or, of a group in `late`, when it comes to that group."""
 
     ills: list[tuple[int, Exception]] = field(default_factory=list)
     asked: list[tuple[str, ...]] = field(default_factory=list)
+    refused: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         self.asked.append(tuple(request.id for request in requests))
+        if wrong := [request.id for request in requests if request.id in self.refused - self.late]:
+            raise RefusedRequest("prompt", wrong[0], "another")
         whole, ill = self.ills.pop(0) if self.ills else (10**9, None)
         for request in requests:
             for member in range(len(request.seeds)):
                 await asyncio.sleep(0.001)
+                if member and request.id in self.refused:
+                    raise RefusedRequest("prompt", request.id, "another")
                 if ill is not None and whole == 0:
                     raise ill
                 whole -= 1
@@ -105,9 +115,26 @@ def test_a_portion_that_loses_one_engine_after_the_other_fails_as_a_whole() -> N
     assert len(engines.asked) == 4
 
 
-def test_a_refusal_reaches_every_group_of_the_portion() -> None:
-    engines = Engines(ills=[(0, RefusedRequest("prompt", "x", "y"))])
-    assert played(engines, portions=1) == [f"{name} RefusedRequest" for name in NAMES]
+SOME = st.sets(st.sampled_from(NAMES)).map(frozenset)
+
+
+@given(SOME, SOME, st.integers(1, 3), st.none() | st.integers(0, 5))
+def test_a_refused_group_fails_alone(
+    refused: frozenset[str], late: frozenset[str], portions: int, lost: int | None
+) -> None:
+    """Refused at once or when it has begun, and with an engine that is lost on the way."""
+    ills: list[tuple[int, Exception]] = [] if lost is None else [(lost, EngineLost("engine-0", "was killed"))]
+    engines = Engines(ills=ills, refused=refused, late=late)
+    assert played(engines, portions) == [f"{name} RefusedRequest" if name in refused else name for name in NAMES]
+
+
+@pytest.mark.parametrize("late", [frozenset(), frozenset(NAMES)])
+def test_what_runs_together_follows_from_who_is_refused(late: frozenset[str]) -> None:
+    engines = Engines(refused=frozenset(NAMES[1:2]), late=late)
+    played(engines, portions=1)
+    halves: list[tuple[str, ...]] = [tuple(NAMES[1:2]), tuple(NAMES[2:])]
+    alone = [] if late else [tuple(NAMES[:1])]  # it had ended when the other was refused
+    assert engines.asked == [tuple(NAMES), *alone, *([] if late else [tuple(NAMES[1:])]), *halves]
 
 
 @pytest.mark.parametrize("ills", [[], [(4, EngineLost("engine-0", "was killed"))]])

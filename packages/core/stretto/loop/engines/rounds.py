@@ -21,6 +21,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from stretto.core.engine import Generate
+from stretto.core.errors import RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Trajectory
 from stretto.rollout.controller import Ticket
 from stretto.rollout.single_turn import GroupWorkflow
@@ -43,7 +44,7 @@ class Portion:
 
         Raises:
             EngineLost: the engine was lost. The portion is sent again once all of its groups have called this again.
-            RefusedRequest: the engine refused the portion.
+            RefusedRequest: the engine refused this request; the others of the portion are generated.
         """
         self._requests[request.id] = request
         queue = self._queues[request.id] = asyncio.Queue()
@@ -72,13 +73,32 @@ class Portion:
 
     async def _send(self, requests: Sequence[GenerateRequest]) -> None:
         try:
-            async for completion in self._generate(*requests):
-                if completion.request in self._queues:  # else its group ended before a loss, or was cancelled
-                    self._queues[completion.request].put_nowait(completion)
+            await self._divided(requests, set())
         except Exception as error:  # any failure of the engine is raised in every group that waits for the portion
             self._sent = False
             for queue in self._queues.values():
                 queue.put_nowait(error)
+
+    async def _divided(self, requests: Sequence[GenerateRequest], had: set[tuple[str, int]]) -> None:
+        """Send requests together, and deliver their completions, but those of `had`. An engine that refuses one of them
+        refuses all: each half of those that are left is sent again, one after the other, until a refused one is alone.
+        Which one that is depends on the questions and the weights alone, and so does what runs together."""
+        try:
+            async for completion in self._generate(*requests):
+                one = completion.request, completion.member
+                if one not in had and one[0] in self._queues:  # else its group ended before a loss, or was cancelled
+                    self._queues[one[0]].put_nowait(completion)
+                had.add(one)
+        except RefusedRequest as refused:
+            left = [one for one in requests if any((one.id, member) not in had for member in range(len(one.seeds)))]
+            if len(left) > 1:
+                for half in (left[: len(left) // 2], left[len(left) // 2 :]):
+                    await self._divided(half, had)
+                return
+            for one in left or requests[:1]:
+                self._requests[one.id] = None
+                if one.id in self._queues:
+                    self._queues[one.id].put_nowait(refused)
 
 
 class Rounds:
@@ -121,7 +141,7 @@ class Rounds:
 
         Raises:
             EngineLost: the engine was lost. The portion is sent again once all of its groups have called this again.
-            RefusedRequest: the engine refused the portion.
+            RefusedRequest: the engine refused this request.
         """
         return self._portions[request.id].generate(request)
 
