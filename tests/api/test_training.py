@@ -9,21 +9,27 @@
 import asyncio
 import json
 import signal
+import tempfile
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import stretto
 from stretto import sections
 from stretto.api.run import INSIDE, _MetricsReader
+from stretto.core.errors import StoreError
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy, save_policy, weights_dtype
+from stretto.store.series import lines as lines_module
 from tests.api.conftest import living, script, tiny_recipe
 from tests.api.workshop_rewards import length
 from tests.launch.running import Laboratory, default_dispositions, wait_until
+from tests.store.lines import step_line, write_lines
 from tests.tiny_policy import TINY
 
 
@@ -96,17 +102,46 @@ def test_steps_of_a_file_that_is_replaced_while_it_is_opened_are_all_read(
     lines = (first_run.folder / "metrics.jsonl").read_bytes()
     path.write_bytes(lines[: lines.index(b"\n", lines.index(b'"step":1')) + 1])
     other.write_bytes(lines)
-    opened = Path.open
+    opened = lines_module.open_plain
 
-    def replaced(self: Path, mode: str) -> IO[Any]:
-        file = opened(self, mode)
+    def replaced(*given: Any) -> int:
+        file = opened(*given)
         if other.exists():
             other.rename(path)
         return file
 
-    monkeypatch.setattr(Path, "open", replaced)
+    monkeypatch.setattr(lines_module, "open_plain", replaced)
     reader = _MetricsReader(path)
     assert [[step.step for step in reader.read()] for _ in range(3)] == [[1], [1, 2, 3], []]
+
+
+@given(st.data())
+def test_a_reader_has_every_line_of_a_file_that_is_rewritten_under_its_inode(data: st.DataObject) -> None:
+    """A file system gives a new file the inode of one that is gone: a resumed run rewrites the file twice between two
+    looks of a reader."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        reader, had = _MetricsReader(path), list[int]()
+        for process in range(data.draw(st.integers(1, 3))):
+            kept = had[: data.draw(st.integers(0, len(had)))]  # by the resume
+            written = kept + [100 * process + at for at in range(data.draw(st.integers(1, 5)))]
+            write_lines(path, [step_line(step) for step in written])
+            found = [step.step for step in reader.read()]
+            assert found == (written[len(had) :] if written[: len(had)] == had else written)
+            had = written
+
+
+def test_a_line_of_another_kind_is_an_error_of_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind":"step","step":[]}\n')
+    with pytest.raises(StoreError, match="line 1 cannot be read"):
+        _MetricsReader(path).read()
+
+
+def test_a_file_may_be_a_link(tmp_path: Path) -> None:
+    write_lines(tmp_path / "elsewhere", [step_line(1)])
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
+    assert [step.step for step in _MetricsReader(tmp_path / "metrics.jsonl").read()] == [1]
 
 
 def test_a_recipe_in_code_is_evaluated_from_the_working_folder(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:

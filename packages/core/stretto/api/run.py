@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import msgspec
 
-from stretto.core.errors import Problem, RecipeError, RoleDied, StrettoError
+from stretto.core.errors import Problem, RecipeError, RoleDied, StoreError, StrettoError
 from stretto.core.records import Record
 from stretto.processes.spawn import describe_exit
 from stretto.store import lock
@@ -30,6 +30,7 @@ from stretto.store.ending import condition
 from stretto.store.export import read_trajectories
 from stretto.store.inspection import Inspection, inspect_run
 from stretto.store.run_folder import RunFolder
+from stretto.store.series.lines import LineFollower
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics, read_metrics
 
 INSIDE = "STRETTO_INSIDE"  #: environment variable that is set in all processes of a run
@@ -321,24 +322,17 @@ class _MetricsReader:
     """Reads new training steps from a ``metrics.jsonl`` that grows."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: tuple[int, int] | None = None
-        self._offset = 0
-        self._decoder = msgspec.json.Decoder(MetricsLine)
+        decoder: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
+        self._lines = LineFollower(path, decoder, links=True)
 
     def read(self) -> list[StepMetrics]:
         """Read the steps since the last call, without the other lines; empty if there are none or no file yet. An
         unfinished last line is left for the next call. If a resumed run has rewritten the file, it is read from its
-        start again."""
-        try:
-            with self._path.open("rb") as file:
-                found = os.fstat(file.fileno())  # not of the path: the file may be replaced
-                if (found.st_dev, found.st_ino) != self._file or found.st_size < self._offset:
-                    self._file, self._offset = (found.st_dev, found.st_ino), 0
-                file.seek(self._offset)
-                whole, _, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return []
-        self._offset += len(whole) + 1 if whole else 0
-        lines = [self._decoder.decode(line) for line in whole.splitlines()]
-        return [line for line in lines if isinstance(line, StepMetrics)]
+        start again. Raises StoreError if a complete line cannot be read."""
+        found, self._lines.more = list[StepMetrics](), True
+        while self._lines.more:
+            lines, _ = self._lines.read_on()
+            found += [line for line in lines if isinstance(line, StepMetrics)]
+        if self._lines.fault is not None:
+            raise StoreError(self._lines.fault)
+        return found

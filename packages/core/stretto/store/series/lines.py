@@ -216,8 +216,9 @@ class LineFollower(Generic[Decoded]):
     Lines that cannot be decoded are skipped. `fault`: error message of the first skipped line; None if there is none.
     """
 
-    def __init__(self, path: Path, decoder: msgspec.json.Decoder[Decoded]) -> None:
-        self._path, self._decoder = path, decoder
+    def __init__(self, path: Path, decoder: msgspec.json.Decoder[Decoded], *, links: bool = False) -> None:
+        """Follow the file at `path`, from its start. `links`: it may be a link to a file."""
+        self._path, self._decoder, self._links = path, decoder, links
         # Device, inode, digests of the first line and of the bytes before `offset`. A file system may give a rewritten
         # file the inode of an earlier one, and a rewritten file begins like the earlier one.
         self.identity: tuple[int, int, str] = _NO_FILE
@@ -235,9 +236,10 @@ class LineFollower(Generic[Decoded]):
 
         Raises:
             StoreError: the path is a link, a pipe or a folder, or cannot be read; or a line is longer than 64 MiB.
+            OSError: links are followed, and the file cannot be read.
         """
         try:
-            descriptor = open_plain(self._path)
+            descriptor = open_plain(self._path, self._links)
         except FileNotFoundError:
             self.more = False
             return [], self._begin()
