@@ -21,6 +21,7 @@ from stretto.core.events import Span
 from stretto.core.frames import encoded
 from stretto.core.records import Segment, Verdict
 from stretto.engine.http.client import decoded
+from stretto.loop.engines.proving import _shortened
 from stretto.loop.records.totals import Tenure
 from stretto.rewards.service.wire import FromWorker, Verdicts
 from stretto.store.series.spans import SpanLog, read_spans
@@ -72,6 +73,8 @@ MESSAGES: list[tuple[Any, Any]] = [
 #: Numbers that other code judges: of scores `canary.distance`, of tokens their checksum and `GuestEngine._check`; the
 #: engine pool replaces `engines` and drops the others; a worker's rewards come from `judging.verdict_of`.
 ELSEWHERE: dict[type, set[str | int]] = {Scores: {"logprobs"}, Segment: {2, 3, 6, 7, 9}, Verdict: {"reward"}}
+#: The tag of a message, and a role's log, of which the gate keeps 64 MiB.
+TEXTS_ELSEWHERE = {"type", "text"}
 BAD = st.sampled_from([math.nan, math.inf, -math.inf, 1e300, -1e300, 2**53, -(2**53), 2**63, -(2**63), 2**64 - 1])
 
 
@@ -95,7 +98,7 @@ def numbers(value: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[
         yield place
 
 
-def changed(message: object, place: tuple[str | int, ...], number: float) -> bytes:
+def changed(message: object, place: tuple[str | int, ...], number: float | str) -> bytes:
     plain = whole = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
     for name in place[:-1]:
         plain = plain[name]
@@ -114,6 +117,46 @@ def test_no_number_without_bounds_passes_the_reader_of_a_message(number: float, 
     body = changed(message, data.draw(st.sampled_from([*numbers(message)])), number)
     with pytest.raises((WireError, msgspec.ValidationError)):
         read(body)
+
+
+def texts(value: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The places of all texts of a message, but those that other code judges."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            if name not in TEXTS_ELSEWHERE:
+                yield from texts(part, (*place, name))
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from texts(part, (*place, index))
+    elif isinstance(value, str):
+        yield place
+
+
+def test_no_text_without_bounds_passes_the_reader_of_a_message() -> None:
+    """Words are kept: in the roster, in totals, in the log. A whole message of an agent has at most 1 MiB."""
+    longest = dict[tuple[str, str | int], int]()
+    for message, read in MESSAGES[: len(OF_AGENTS) + len(OF_CALLERS) + 2]:
+        for place in texts(msgspec.msgpack.decode(msgspec.msgpack.encode(message))):
+            refused = (
+                length for length in (257, 4097, (64 << 10) + 1) if not passes(message, place, "x" * length, read)
+            )
+            longest[type(message).__name__, place[-1]] = next(refused, 1 << 20) - 1
+    assert set(longest.values()) == {256, 4096, 64 << 10}
+    assert sum(length > 256 for length in longest.values()) == 6
+
+
+def passes(message: object, place: tuple[str | int, ...], text: str, read: Any) -> bool:
+    try:
+        read(changed(message, place, text))
+    except (WireError, msgspec.ValidationError):
+        return False
+    return True
+
+
+def test_what_an_engine_calls_a_tensor_or_itself_is_not_kept_whole(tmp_path: Path) -> None:
+    """A proof is kept in the ledger, and time by role in the totals."""
+    names = _shortened(("x" * 10**6, "y" * 10**6, "z", "w"))
+    assert sum(map(len, names)) < 1000
 
 
 @given(st.lists(st.floats() | st.integers(-(2**70), 2**70), max_size=6))

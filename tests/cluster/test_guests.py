@@ -21,6 +21,7 @@ from stretto.core.columns import pack, stamps_of
 from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RefusedRequest, WireError
 from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
+from stretto.engine.http import client as client_module
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.http.server import run_server
 from stretto.engine.wire import EngineSpec, Refusal
@@ -234,6 +235,11 @@ async def test_honest_completions_pass(tmp_path: Path) -> None:
         (ended(versions=(5, 5, -1)), "whose versions fall"),
         (ended(versions=(5, 6, 5)), "whose versions fall"),
         (ended(versions=(-1, 5, 5)), "versions that are not published"),
+        (
+            ended(token_ids=(3, 4, *range(8)), versions=(5,) * 10, logprobs=(-0.1,) * 10),
+            "10 tokens of '0.0.0', of which 9",
+        ),
+        (ended(1), "twice"),
     ],
 )
 async def test_a_completion_that_cannot_be_is_the_loss_of_the_engine(
@@ -265,6 +271,34 @@ async def test_what_is_no_message_is_the_loss_of_the_engine(tmp_path: Path) -> N
 async def test_tokens_so_far_that_cannot_be_are_refused(tmp_path: Path, pieces: dict[str, dict[int, Segment]]) -> None:
     with pytest.raises(WireError, match=r"was not asked for|are not published"):
         await heard(tmp_path, msgspec.msgpack.encode(pieces), lambda guest: guest.partials({"0.0.0": [2, 2]}))
+
+
+@pytest.mark.parametrize(("known", "length"), [(0, 9), (4, 5), (8, 1)])
+async def test_no_more_tokens_so_far_than_are_left_to_sample(tmp_path: Path, known: int, length: int) -> None:
+    """`known` and `length` are the nine of the request."""
+
+    async def told(guest: GuestEngine) -> None:
+        guest._asked["0.0.0"] = CONTINUED
+        await guest.partials({"0.0.0": [known]})
+
+    for more in (0, 1):
+        piece = Segment.of((1,) * (length + more), (-0.1,) * (length + more), (5,) * (length + more))
+        with pytest.raises(WireError, match="are left to sample") if more else contextlib.nullcontext():
+            await heard(tmp_path, msgspec.msgpack.encode({"0.0.0": {0: piece}}), told)
+
+
+async def test_a_reply_about_its_state_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_LARGEST_NEWS", 1 << 16)
+    for ask in (HttpEngine.health, HttpEngine.spans):
+        with pytest.raises(WireError, match="a reply of more than 65,536 bytes"):
+            await heard(tmp_path, bytes(1 << 20), ask)
+
+
+async def test_a_machine_that_tells_of_pulls_without_end_is_not_remembered(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (_, machine, _):
+        for version in [*range(200), *range(200)] * 2:
+            machine._take(Mirrored(version, 1, 0.5))
+        assert [span.version for span in machine.spans] == list(range(64))
 
 
 async def test_a_version_that_is_not_published_is_refused(tmp_path: Path) -> None:

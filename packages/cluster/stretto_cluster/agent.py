@@ -47,6 +47,7 @@ from stretto_cluster.address import speaks_tls
 from stretto_cluster.messages import (
     AGENTS_TLS,
     LARGEST_WORDS,
+    LONGEST_REASON,
     TO_AGENT,
     Beat,
     Dismissed,
@@ -380,7 +381,7 @@ class _Session:
             how = death.how
         release(self.terms.mailbox, self.memory, seat.scratch.name)
         self._send_log(seat)
-        self.wire.send(RoleEnded(place=order.place, turn=order.turn, how=how, killed=process.killed))
+        self.wire.send(RoleEnded(place=order.place, turn=order.turn, how=how[:LONGEST_REASON], killed=process.killed))
 
     def _spec(self, order: StartRole) -> msgspec.Raw:
         fields: dict[str, object] = msgspec.json.decode(order.spec)

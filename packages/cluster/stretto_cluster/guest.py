@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -56,32 +57,40 @@ class GuestEngine(HttpEngine):
         )
         self._machine, self._newest = machine, newest
         self._pull_seconds, self._pulls = deadlines.longest_pull, False
+        self._asked: dict[str, GenerateRequest] = {}  # open requests
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Generate the completions of the requests, and yield each one when it ends and has passed the checks. Unlike
         an engine of this machine, one that does not reply in time is lost instead of ending the run.
 
         Raises:
-            EngineLied: it sent a completion that was not requested, that does not begin with the tokens of its request,
-                or whose versions are missing, fall or are not published.
+            EngineLied: it sent a completion that was not requested, twice, that is longer than requested, that does not
+                begin with the tokens of its request, or whose versions are missing, fall or are not published.
             EngineLeft: its machine is lost.
             EngineLost: the engine is lost, or does not reply in time.
             RefusedRequest: the engine refused a request.
         """
-        asked = {request.id: request for request in requests}
+        asked, had = {request.id: request for request in requests}, set[tuple[str, int]]()
+        self._asked |= asked
         try:
             async for completion in super().generate(*requests):
                 self._check(completion, asked.get(completion.request))
+                if (one := (completion.request, completion.member)) in had:
+                    raise EngineLied(self.name, f"sent a completion of {completion.request!r} twice")
+                had.add(one)
                 yield completion
         except (RefusedRequest, EngineLied):
             raise
         except (EngineLost, DeadlineExceeded, WireError) as loss:
             how = loss.how if isinstance(loss, EngineLost) else str(loss)
             raise (EngineLeft if await self._machine_is_gone() else EngineLost)(self.name, how) from None
+        finally:
+            for id in asked:
+                self._asked.pop(id, None)
 
     def _check(self, completion: Completion, request: GenerateRequest | None) -> None:
-        """Raise EngineLied if a completion was not requested (`request` None), does not begin with the tokens of its
-        request, or has tokens whose versions are missing, fall or are not published."""
+        """Raise EngineLied if a completion was not requested (`request` None), is longer than requested, does not begin
+        with the tokens of its request, or has tokens whose versions are missing, fall or are not published."""
         if request is None or not 0 <= completion.member < len(request.seeds):
             raise EngineLied(self.name, f"sent a completion of {completion.request!r} that it was not asked for")
         prefix = request.prefixes[completion.member] if request.prefixes else Segment()
@@ -89,11 +98,13 @@ class GuestEngine(HttpEngine):
             how = f"sent a completion of {completion.request!r} that does not go on with its tokens"
             raise EngineLied(self.name, how)
         try:
-            self._check_segment(completion.segment, completion.request)
+            self._check_segment(completion.segment, request.id, request.sampling.max_tokens)
         except WireError as lie:
             raise EngineLied(self.name, str(lie)) from None
 
-    def _check_segment(self, segment: Segment, request: str) -> None:
+    def _check_segment(self, segment: Segment, request: str, most: float) -> None:
+        if segment.length > most:
+            raise WireError(f"sent {segment.length:,} tokens of {request!r}, of which {most:,} are left to sample")
         if segment.length and not segment.sampled:
             raise WireError(f"sent tokens of {request!r} without a log-probability and a version for each")
         stamps = [version for version, _ in segment.stamps]
@@ -127,8 +138,10 @@ class GuestEngine(HttpEngine):
         for request, pieces in found.items():
             if any(member not in range(len(known.get(request, ()))) for member in pieces):
                 raise WireError(f"{self.name} sent tokens of {request!r} that it was not asked for")
-            for piece in pieces.values():
-                self._check_segment(piece, request)
+            asked = self._asked.get(request)  # None: it has ended meanwhile
+            for member, piece in pieces.items():
+                left = math.inf if asked is None else asked.sampling.max_tokens - known[request][member]
+                self._check_segment(piece, request, left)
         return found
 
     async def _machine_is_gone(self) -> bool:

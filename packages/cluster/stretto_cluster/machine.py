@@ -37,6 +37,7 @@ from stretto_cluster.messages import (
 SILENT_SECONDS = 4.0  #: seconds without a message (several heartbeats) after which a machine counts as silent
 _START_SECONDS = 30.0
 _END_SECONDS = 10.0
+_MOST_PULLS = 64  # spans that wait to be taken, once a second: a machine says what it likes, as often as it likes
 _MOST_LOG = 64 << 20  # bytes of a role's log, so that a machine cannot fill the conductor's disk
 
 
@@ -116,7 +117,9 @@ class JoinedMachine:
             case Mirrored(version):
                 now = time.monotonic()
                 start = now - message.seconds
-                self.spans.append(Span(self.name, "pull", start=start, end=now, version=version, bytes=message.size))
+                if version > self.mirrored and len(self.spans) < _MOST_PULLS:
+                    pull = Span(self.name, "pull", start=start, end=now, version=version, bytes=message.size)
+                    self.spans.append(pull)
                 self.mirrored = version
                 self._arrived.set()
             case RoleStarted(place, turn):

@@ -14,10 +14,15 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from stretto.core.frames import Count, Moment, Whole
+from stretto.core.frames import Count, Moment, Name, Whole
 from stretto.core.records import Record
 from stretto.loop.records.totals import Tenure
 
+LONGEST_REASON = 64 << 10  #: characters
+#: An address, or a path on a machine.
+Place = Annotated[str, msgspec.Meta(max_length=4096)]
+#: Why something has ended; agents cut it at this length.
+Reason = Annotated[str, msgspec.Meta(max_length=LONGEST_REASON)]
 #: Seconds of a transfer.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]
 
@@ -32,11 +37,11 @@ class Join(Record, frozen=True, tag=True):
     """A machine offers places for roles. `run`: the run that it had joined before, "" at first. `served`: tenure of the
     newest conductor that it has served."""
 
-    kind: str  # "engine" or "rank"
-    host: str  # host name, for display
+    kind: Name  # "engine" or "rank"
+    host: Name  # host name, for display
     count: Count  # places
-    release: str  # of stretto
-    run: str = ""
+    release: Name  # of stretto
+    run: Name = ""
     served: Tenure | None = None
     gpu: bool = False  # whether it has a GPU
     gpus: Count = 0  # number of visible GPUs; 0: unknown
@@ -47,16 +52,16 @@ class Look(Record, frozen=True, tag=True):
     replies with its own tenure, and ends if `tenure`, the asker's, is newer. `tenure` None: the asker has not begun
     yet."""
 
-    run: str
+    run: Name
     tenure: Tenure | None = None
-    address: str = ""
+    address: Name = ""
 
 
 class Scale(Record, frozen=True, tag=True):
     """Request of `stretto scale RUN engines=N`."""
 
     engines: Whole
-    release: str
+    release: Name
 
 
 class Answer(Record, frozen=True, tag=True):
@@ -87,8 +92,8 @@ class RunTerms(Record, frozen=True, tag=True):
 class RolePlace(Record, frozen=True):
     """Place for one role on a machine: the address at which it listens, and a folder."""
 
-    address: str
-    scratch: str
+    address: Place
+    scratch: Place
 
 
 class MachineReady(Record, frozen=True, tag=True):
@@ -96,9 +101,9 @@ class MachineReady(Record, frozen=True, tag=True):
     fields are paths on the machine."""
 
     places: tuple[RolePlace, ...]
-    model: str
-    mailbox_folder: str
-    reference: str | None = None
+    model: Place
+    mailbox_folder: Place
+    reference: Place | None = None
 
 
 class Beat(Record, frozen=True, tag=True):
@@ -164,21 +169,21 @@ class RoleEnded(Record, frozen=True, tag=True):
 
     place: Whole
     turn: Whole
-    how: str
+    how: Reason
     killed: bool
 
 
 class LogText(Record, frozen=True, tag=True):
     """New text of a role's log."""
 
-    name: str
-    text: str
+    name: Name
+    text: str  # of a role's log, of which the gate keeps 64 MiB
 
 
 class Leaving(Record, frozen=True, tag=True):
     """The machine wants to leave, and waits until its engines are drained and it is dismissed."""
 
-    why: str
+    why: Reason
 
 
 class Dismissed(Record, frozen=True, tag=True):

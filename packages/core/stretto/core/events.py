@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stretto.core.frames import Count, Moment, Whole
+from stretto.core.frames import Count, Moment, Name, Whole
 from stretto.core.records import Record
 
 
@@ -27,8 +27,8 @@ class Span(Record, frozen=True):
     (rewards); ``evaluate`` (conductor). `bytes`: amount of data moved. Not applicable: `version` -1, `bytes` 0.
     """
 
-    role: str
-    name: str
+    role: Name
+    name: Name
     start: Moment
     end: Moment
     version: Whole = -1

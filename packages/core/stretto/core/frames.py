@@ -26,6 +26,8 @@ LARGEST_BATCH = (1 << 32) - 1
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 #: A number that may be negative, as -1 for no version.
 Whole = Annotated[int, msgspec.Meta(gt=-(2**53), lt=2**53)]
+#: A name of a role, a machine, a kind of work, a release.
+Name = Annotated[str, msgspec.Meta(max_length=256)]
 #: Seconds of a clock, or between two of them.
 Moment = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
 

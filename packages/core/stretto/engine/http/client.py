@@ -23,8 +23,8 @@ from stretto.core.errors import (
     TornPublication,
     WireError,
 )
-from stretto.core.events import Span
-from stretto.core.frames import Unframer
+from stretto.core.events import MOST_SPANS, Span
+from stretto.core.frames import LARGEST_FRAME, Unframer
 from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.engine.http.connections import Connection, Connections
 from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, ScoreRequest, UpdateRequest
@@ -35,6 +35,7 @@ _OK, _SERVER_ERROR = 200, 500
 _IDLE_SECONDS = 60.0  # an engine's server keeps its connections for a day
 _LOOKS = 6  # a wait for a completion first asks for the engine's health after 1/6 of its limit
 _NAMED = 3  # most requests named in a message
+_LARGEST_NEWS = 16 << 20  # bytes of a reply about an engine's health, or of its spans: ten times those of `MOST_SPANS`
 _FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.Decoder(Completion | list[Refusal])
 
 
@@ -173,13 +174,13 @@ class HttpEngine:
 
     async def health(self) -> EngineHealth:
         """Version, queue length and counters."""
-        body = await self._exchange("/health", None, "its health", self._health_seconds)
+        body = await self._exchange("/health", None, "its health", self._health_seconds, _LARGEST_NEWS)
         return decoded(body, EngineHealth)
 
     async def spans(self) -> list[Span]:
         """The engine's busy spans since the last call; they are delivered once."""
-        body = await self._exchange("/spans", None, "its spans", self._health_seconds)
-        return decoded(body, list[Span])
+        body = await self._exchange("/spans", None, "its spans", self._health_seconds, _LARGEST_NEWS)
+        return decoded(body, list[Span])[-MOST_SPANS:]
 
     def break_off(self) -> None:
         """Close every connection at once; open calls end with EngineLost."""
@@ -189,17 +190,20 @@ class HttpEngine:
         """Close the idle connections; open calls are not ended."""
         self._connections.close()
 
-    async def _exchange(self, path: str, message: object, awaited: str, seconds: float) -> bytes:
+    async def _exchange(
+        self, path: str, message: object, awaited: str, seconds: float, most: int = LARGEST_FRAME
+    ) -> bytes:
         async with deadline(self._owner, awaited, seconds):
-            return await self._reply(path, message)
+            return await self._reply(path, message, most)
 
-    async def _reply(self, path: str, message: object) -> bytes:
-        """Send a message (None: a GET without body) and return the body of the reply. The caller sets the deadline.
+    async def _reply(self, path: str, message: object, most: int = LARGEST_FRAME) -> bytes:
+        """Send a message (None: a GET without body) and return the body of the reply, of at most `most` bytes. The
+        caller sets the deadline.
         Raises the error that the engine replied with, or EngineLost if the connection breaks."""
         method, body = ("GET", b"") if message is None else ("POST", msgspec.msgpack.encode(message))
         async with self._connections.one() as connection:
             connection.send(method, path, body)
-            reply = await connection.rest()
+            reply = await connection.rest(most)
             if connection.status != _OK:
                 raise refusal(self.name, connection.status, reply)
             return reply

@@ -18,6 +18,7 @@ import httptools
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import EngineLost, WireError
+from stretto.core.frames import LARGEST_FRAME
 from stretto.engine.wire import MSGPACK, split_address
 from stretto.processes.kernel.silence import notice_silence
 
@@ -81,11 +82,14 @@ class Connection(asyncio.Protocol):
         parts, self._parts = self._parts, []
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def rest(self) -> bytes:
-        """The remaining body of the response. Raises as `read`."""
-        parts = []
+    async def rest(self, most: int = LARGEST_FRAME) -> bytes:
+        """The remaining body of the response. Raises as `read`, and WireError if it has more than `most` bytes."""
+        parts, size = list[bytes](), 0
         while part := await self.read():
             parts.append(part)
+            size += len(part)
+            if size > most:
+                raise WireError(f"{self._engine} sent a reply of more than {most:,} bytes")
         return b"".join(parts)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import NoReturn, Self, cast
 
 import msgspec
 
@@ -424,21 +424,29 @@ class EngineHandle:
                     return await self.client.partials(theirs)
         return {}
 
-    def poll(self) -> asyncio.Task[None]:
+    def poll(self, *, anew: bool = False) -> asyncio.Task[None]:
         """Fetch the engine's counters and spans in a task, which is returned. A later call returns the same task until
-        the reply has come, so a caller that stops waiting loses nothing."""
-        if self._poll is None or self._poll.done():
+        the reply has come, so a caller that stops waiting loses nothing. `anew`: ask again after that reply, which may
+        be of a moment before this call."""
+        before = self._poll
+        if before is None or before.done():
             self._poll = asyncio.create_task(self._fetch_health())
-        return self._poll
+        elif anew:
+            self._poll = asyncio.create_task(self._fetch_health(before))
+        return cast("asyncio.Task[None]", self._poll)
 
-    async def _fetch_health(self) -> None:
+    async def _fetch_health(self, before: asyncio.Task[None] | None = None) -> None:
+        if before is not None:
+            await before
         asked = self._ended
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError):  # no news: a measurement ends no run
             health = await self.client.health()
             if asked == self._ended:  # else the counters are those of a process that is gone
                 self.health = health
-            spans = [span.shifted(self.process.clock_offset) for span in await self.client.spans()]
-            self._spans += spans  # read after the wait: spans may have been drained during it
+            spans = await self.client.spans()
+            # Read after the wait: spans may have been drained during it. All are its own, whatever it calls them.
+            shifted = (span.shifted(self.process.clock_offset) for span in spans)
+            self._spans += [msgspec.structs.replace(span, role=self.name) for span in shifted]
 
     def drain_spans(self) -> list[Span]:
         """Return the spans fetched since the last call, and forget them."""

@@ -54,6 +54,7 @@ _UNJUDGED = 2  # versions that an engine loads without a judgement before it is 
 THE_TRAINER, ITSELF = "the trainer", "its own forward"  #: the judge that recomputed sampled tokens
 _RANGES = 64  # of proven versions kept by engine; beyond, the oldest two become one, with versions never loaded between
 _NAMED = 3  # most tensors named in a message
+_LONGEST_NAME = 200  # characters of the name of one, which an engine says
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,7 @@ def _judged(engine: str, make: str, asked: Challenge, loaded: Loaded, unit: floa
 
 def _shortened(names: tuple[str, ...]) -> list[str]:
     more = len(names) - _NAMED
-    return [*names[:_NAMED], *([f"{more} more"] if more > 0 else [])]
+    return [*(name[:_LONGEST_NAME] for name in names[:_NAMED]), *([f"{more} more"] if more > 0 else [])]
 
 
 def _told(proof: Proof) -> str:

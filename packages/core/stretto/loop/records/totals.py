@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from stretto.core.events import Span
-from stretto.core.frames import Whole
+from stretto.core.frames import Name, Whole
 from stretto.core.records import Record
 from stretto.store.measures.goodput import WORK
 from stretto.store.totals import NEWEST_TRANSFERS, Carried, Totals
@@ -25,7 +25,7 @@ class Tenure(Record, frozen=True, order=True):
     the random name `conductor` decides."""
 
     epoch: Whole
-    conductor: str
+    conductor: Name
 
 
 def next_tenure(before: Tenure | None) -> Tenure:
