@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RefusedRequest
 from stretto.core.forest import TurnRequest
@@ -242,6 +245,45 @@ def test_what_the_turns_of_a_group_have_and_its_trajectories_have_not_is_left_ov
 
     assert [asyncio.run(left_over(kept)) for kept in (0, 20, 35)] == [35, 15, 0]
     assert InFlight(AtOnce(), Journal(), {}).forget("0.17.0", 10) == 0  # a group of single turns, which has no sessions
+
+
+@pytest.mark.parametrize("session", ["", "0.17.0/3"])
+@given(st.lists(st.booleans(), min_size=1, max_size=4), st.booleans())
+def test_what_a_group_that_is_given_up_has_whole_is_left_over(session: str, ended: list[bool], judged: bool) -> None:
+    """The engines count what they abort; a request that has ended there is aborted no more, though its reply, or its
+    verdict, may still be on the way."""
+
+    class Holds(LostAfterFour):
+        """Ends some members with ten tokens each, and does not end its reply before `go_on`."""
+
+        async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
+            for member, whole in enumerate(ended):
+                if whole:
+                    yield Completion(request.id, member, written(0, 10, StopReason.STOP))
+            await self.go_on.wait()
+
+    async def left_over() -> int:
+        engines = Holds()
+        in_flight = InFlight(engines, Journal(), {})
+        if session:
+            in_flight.begin(session)
+            turn = TurnRequest(0, (1, 2), SAMPLING, seed=0, prefix=Segment())
+            task: asyncio.Future[Any] = asyncio.ensure_future(in_flight.turn(session, turn))
+        else:
+            asked = msgspec.structs.replace(REQUEST, id="0.17.0", seeds=tuple(range(len(ended))))
+            task = asyncio.ensure_future(anext(in_flight.generate(asked)))
+        await asyncio.sleep(0)
+        if judged and all(ended):
+            engines.go_on.set()
+            await asyncio.wait([task])
+        task.cancel()
+        found = in_flight.forget("0.17.0")
+        await asyncio.wait([task])
+        return found
+
+    if session:
+        ended = ended[:1]
+    assert asyncio.run(left_over()) == (10 * len(ended) if all(ended) else 0)
 
 
 async def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it_is_a_request_of_its_own() -> None:

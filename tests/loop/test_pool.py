@@ -8,15 +8,18 @@
 
 import asyncio
 import os
+import random
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
 
+from stretto.core.engine import EngineHealth
 from stretto.core.errors import DataError, DeadlineExceeded, EngineLost, Problem, RoleDied, RoleFailed
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
@@ -24,11 +27,15 @@ from stretto.core.tasks import run_beside
 from stretto.engine.config import EngineConfig
 from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
+from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.proving import Proving
+from stretto.processes.supervisor import RestartBudget
 from tests.asynchronous import Test, run_by
 from tests.launch.running import wait_until
 from tests.launch.warm import children_of
 from tests.loop.forking import ENGINE, toys
+from tests.loop.simulated_guests import Machine, SimulatedClient
 from tests.loop.toy_engine import ANSWER, DIE, HANG_UP, STAY_SILENT, TURN_DEAF, TURN_MUTE, UNFINISHED
 
 T = TypeVar("T")
@@ -236,6 +243,38 @@ async def test_an_engine_that_does_not_reply_in_time_stays_as_it_was_looked_at(f
     assert await fleet.poll(0.1) == []  # it would never reply
     os.kill(process, signal.SIGCONT)
     assert fleet.counted(lambda health: health.busy_seconds) == 1.0
+
+
+class LateToReply(SimulatedClient):
+    """Counts when it is asked, and replies when it may."""
+
+    may: asyncio.Event
+
+    async def health(self) -> EngineHealth:
+        counted = await super().health()
+        await self.may.wait()
+        return counted
+
+    async def spans(self) -> list[Span]:
+        return [Span("another-role", "generate", 1.0, 2.0)]
+
+
+async def test_the_last_counters_are_of_no_moment_before_they_are_asked_for() -> None:
+    """At the end of a run: a question of before the last tokens may still be open."""
+    client = LateToReply("engine-0", Machine(random.Random(1)), lambda *_: None, version=0)
+    client.may = asyncio.Event()
+    process: Any = SimpleNamespace(clock_offset=0.0)
+    spec = EngineSpec("engine-0", "", "", "", "", "{}", 1, 0.0)
+    handle = EngineHandle(spec, process, client, DeadlinesConfig(), RestartBudget(1, 1.0), lambda _: None, Proving())
+    asked = handle.poll()
+    await asyncio.sleep(0)
+    client.generated = 5
+    same, last = handle.poll(), handle.poll(anew=True)
+    client.may.set()
+    await last
+    assert same is asked
+    assert handle.counted(lambda health: health.generated) == 5
+    assert {span.role for span in handle.drain_spans()} == {"engine-0"}  # whatever the engine calls itself
 
 
 @in_fleet(count=1)

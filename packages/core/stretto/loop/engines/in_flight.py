@@ -126,6 +126,12 @@ class GroupInFlight:
         """Arguments for `SegmentJournal.journal`: (trajectory id, `piece`, segment index). `id`: group id."""
         return (self.session or trajectory_id(id, member), piece, self.node)
 
+    @property
+    def whole(self) -> int:
+        """Number of tokens, if all completions have ended; else 0. Engines count the tokens of aborted requests."""
+        ended = self.judging or (bool(self.members) and self.ended.keys() >= set(self.members))
+        return sum(completion.segment.length for completion in self.ended.values()) if ended else 0
+
     def known(self, member: int) -> int:
         """Number of journaled tokens of a member."""
         return self.prefixes[member].tokens if member in self.prefixes else 0
@@ -230,12 +236,13 @@ class InFlight:
         """Drop a group that is judged or given up. `kept`: number of sampled tokens in its trajectories.
 
         Returns:
-            Number of tokens of whole turns that are in no trajectory. (The engines count tokens of aborted turns.)
+            Number of tokens of whole groups and turns that are in no trajectory. (The engines count those of aborted
+            requests.)
         """
         turns = self._turns.pop(id, {})
-        for one in (id, *turns):
-            self._groups.pop(one, None)
-        return max(0, sum(turns.values()) - kept)
+        groups = {one: group for one in (id, *turns) if (group := self._groups.pop(one, None)) is not None}
+        ended = {one: group.whole for one, group in groups.items() if group.whole}
+        return max(0, sum((turns | ended).values()) - kept)
 
     def sampled(self, id: str) -> int:
         """Number of tokens received so far of the group with this id, all turns included; 0 if it is unknown."""
@@ -248,8 +255,7 @@ class InFlight:
     @property
     def unjudged(self) -> int:
         """Number of tokens in fully sampled groups that are not judged yet."""
-        whole = (group for group in self._groups.values() if group.judging)
-        return sum(completion.segment.length for group in whole for completion in group.ended.values())
+        return sum(group.whole for group in self._groups.values())
 
     async def keep(self, patience: float | None = None) -> None:
         """Fetch the new tokens of all groups in flight from the engines and journal them. A crash loses only tokens

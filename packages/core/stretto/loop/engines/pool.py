@@ -404,10 +404,13 @@ class EnginePool:
     async def poll(self, patience: float | None = None) -> list[Span]:
         """Update the counters (`counted`) of every engine, and return the time spans of all engines since the last
         call. Also marks engines that lag (`EngineHandle.notice_lag`). An engine that does not reply within `patience`
-        seconds (None: `deadlines.answer`) keeps its last counters."""
+        seconds keeps its last counters. None: it has `deadlines.answer`, and its counters are of no earlier moment than
+        this call."""
         for engine in self._engines.values():
             engine.notice_lag(self._lag, self._say)
-        if polls := [engine.poll() for engine in self._engines.values() if engine.state is EngineState.UP]:
+        if polls := [
+            engine.poll(anew=patience is None) for engine in self._engines.values() if engine.state is EngineState.UP
+        ]:
             await asyncio.wait(polls, timeout=patience)
         return [span for engine in self._all for span in engine.drain_spans()]
 
