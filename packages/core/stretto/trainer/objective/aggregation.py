@@ -1,4 +1,5 @@
-"""The mean over a minibatch, as one coefficient per trajectory, which is the weight of each of its loss tokens.
+"""The mean over a minibatch, as one coefficient per trajectory, which is the weight of each of its loss tokens. Of a
+trajectory that branches, each path with loss tokens counts as one.
 
 Coefficients are computed from the whole minibatch first, so micro-batches sum to the exact mean in any packing.
 Minibatches are about equal in tokens, not in trajectories. Means over trajectories therefore divide by the *average*
