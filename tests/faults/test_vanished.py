@@ -28,6 +28,8 @@ def test_what_vanishes_ends_the_run_with_its_name(laboratory: Laboratory, tmp_pa
     place = {"run": run_dir, "weights": Path("/dev/shm"), **in_run}[taken]
     with laboratory.train(run_dir, "trainer.steps=100000", "trainer.checkpoint_every=2") as command:
         wait_for_step(command, 3)
+        # The one of step 2 is written beside the steps: on a busy machine step 3 may be done before.
+        wait_until(lambda: bool(Checkpoints(run_dir / "checkpoints").steps()), "a checkpoint", command)
         if taken == "weights":
             wait_until(lambda: sweep(run_dir) and command.process.poll() is not None, "the end")
         else:

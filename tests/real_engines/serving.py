@@ -129,7 +129,8 @@ class RealServer:
             self.spoilt.unlink()
 
     def close(self) -> None:
-        self.run(self._process.stop())
+        with self._runner:  # closes its event loop
+            self.run(self._process.stop())
         self._reserved.close()
         self._runner.close()
 
