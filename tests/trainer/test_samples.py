@@ -42,6 +42,7 @@ from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from stretto.trainer.objective.advantages import Shaping
+from stretto.trainer.objective.aggregation import Aggregation
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
 from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.objective.losses import evaluate, objective
@@ -200,11 +201,12 @@ def test_the_state_behind_a_branch_that_was_cut_off_has_a_value() -> None:
     assert (tuple(second.advantages), tuple(second.returns)) == ((1.5, 3.0), (1.5, 3.0))
 
 
-def test_a_step_on_branches_is_the_step_on_trajectories_that_are_their_paths_alone() -> None:
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
+def test_a_step_on_branches_is_the_step_on_trajectories_that_are_their_paths_alone(aggregation: Aggregation) -> None:
     """Bit for bit: what an earlier path trains is given in the later ones; the subagent's is a prompt of its own."""
     config, algorithm = (
         TrainerConfig(learning_rate=3e-3, minibatches=2),
-        AlgorithmConfig(advantages=ESTIMATORS("reward")),
+        AlgorithmConfig(advantages=ESTIMATORS("reward"), aggregation=aggregation),
     )
     told, shared = Segment.of((4, 9)), Segment.of((3,))
     linear = batch(BRANCHES[:3], (told, shared, BRANCHES[4]), rewards=(1.0, 1.0))
