@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -20,7 +21,16 @@ import msgspec
 import pytest
 
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import DataError, DeadlineExceeded, EngineLost, Problem, RoleDied, RoleFailed
+from stretto.core.errors import (
+    DataError,
+    DeadlineExceeded,
+    EngineLied,
+    EngineLost,
+    Problem,
+    RoleDied,
+    RoleFailed,
+    UnprovenWeights,
+)
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.core.tasks import run_beside
@@ -36,7 +46,7 @@ from tests.launch.running import wait_until
 from tests.launch.warm import children_of
 from tests.loop.forking import ENGINE, toys
 from tests.loop.simulated_guests import Machine, SimulatedClient
-from tests.loop.toy_engine import ANSWER, DIE, HANG_UP, STAY_SILENT, TURN_DEAF, TURN_MUTE, UNFINISHED
+from tests.loop.toy_engine import ANSWER, DIE, HANG_UP, LIE, STAY_SILENT, TURN_DEAF, TURN_MUTE, UNFINISHED
 
 T = TypeVar("T")
 Work = Callable[[EnginePool], Awaitable[T]]
@@ -404,3 +414,53 @@ def test_an_engine_that_stays_silent_is_named_after_its_deadline(folder: Path) -
 
     with pytest.raises(DeadlineExceeded, match=r"the client of engine-0 waited 0\.2 s for the next completion to 0"):
         played(folder, work, count=1, answer=0.2)
+
+
+@in_fleet(count=1)
+async def test_an_engine_with_wrong_weights_serves_nothing_until_it_has_ended(fleet: EnginePool) -> None:
+    """It answers all the time, and the order to kill it does not arrive at first: its machine is silent."""
+    engine = fleet._engines["engine-0"]
+    kill, pid = engine.process.kill, engine.process.pid  # type: ignore[attr-defined]
+    engine.process.kill = lambda: None  # type: ignore[method-assign]
+    fleet._distrust(UnprovenWeights("engine-0", "differs from the trainer", 1), final=False)
+    late = asyncio.create_task(answers(fleet, request("late")))
+    await asyncio.sleep(0.5)
+    assert not late.done()
+    engine.process.kill = kill  # type: ignore[method-assign]
+    assert [completion.token_ids for completion in await late] == [(0,), (1,)]
+    assert engine.process.pid != pid  # type: ignore[attr-defined]
+
+
+def test_an_engine_that_lies_is_replaced_though_it_answers(folder: Path) -> None:
+    said: list[str] = []
+
+    async def work(fleet: EnginePool) -> None:
+        engine = fleet._engines["engine-0"]
+        pid = engine.process.pid  # type: ignore[attr-defined]
+        for name in "ab":
+            with pytest.raises(EngineLied, match="whose checksum does not fit"):
+                await answers(fleet, request(name, LIE))
+        assert [completion.token_ids for completion in await answers(fleet, request("c"))] == [(0,), (1,)]
+        assert engine.process.pid != pid  # type: ignore[attr-defined]
+
+    played(folder, work, 1, said.append)
+    lies = [text for text in said if text.endswith(": it is replaced")]
+    assert lies == [f"engine-0 sent tokens of '{name}' whose checksum does not fit: it is replaced" for name in "ab"]
+
+
+@in_fleet()
+async def test_an_engine_that_dies_while_it_leaves_is_let_go_and_the_others_go_on(fleet: EnginePool) -> None:
+    engine, asked = fleet._engines["engine-1"], itertools.count()
+    ended = engine.process.ended
+
+    async def counted() -> str:
+        assert next(asked) < 100, "a loop without an end, and nothing else gets a turn"
+        return await ended()
+
+    engine.process.ended = counted  # type: ignore[method-assign]
+    engine.begin_leaving()
+    os.kill(engine.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    await ended()
+    assert [completion.token_ids for completion in await answers(fleet, request("a"))] == [(0,), (1,)]
+    await fleet.drain(["engine-1"], "stretto scale")
+    assert fleet.names == ["engine-0"]

@@ -2,7 +2,7 @@
 
 It answers every seed with one token of the version it serves, behind those of the prefix. The prompt tells it to
 misbehave: 1 dies in mid-answer, 2 hangs up in mid-answer and lives on, 3 tells one token and never ends, 5 hangs up and
-listens no more, 6 hangs up and answers nothing any more. Its spans are numbered, and take a moment. The file
+listens no more, 6 hangs up and answers nothing any more, 7 has a bit of each answer wrong. Its spans are numbered, and take a moment. The file
 ``SPEC.model`` holds the newest version; or "broken", with which no engine starts; or "mistaken", the same, as
 by a mistake of the user; or "killed VERSION": the first engine
 that starts takes the word away and kills itself; or "hangs VERSION": the same, and it is never ready.
@@ -26,7 +26,7 @@ from stretto.engine.wire import PartialsRequest, UpdateRequest
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
 
-DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF, TURN_MUTE = 1, 2, 3, 4, 5, 6
+DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF, TURN_MUTE, LIE = 1, 2, 3, 4, 5, 6, 7
 UNFINISHED = 3  # tokens, it says, always
 
 
@@ -95,6 +95,8 @@ class ToyEngine:
         prefixes = request.prefixes or (Segment(),) * len(request.seeds)
         last = [Segment.of((seed,), (-0.1,), (self.version,), 0, StopReason.STOP) for seed in request.seeds]
         whole = [prefix + end for prefix, end in zip(prefixes, last, strict=True)]
+        if request.prompt_token_ids[0] == LIE:
+            whole = [msgspec.structs.replace(one, checksum=one.checksum ^ 1) for one in whole]
         return b"".join(frame(Completion(request.id, member, segment)) for member, segment in enumerate(whole))
 
     def _health(self) -> EngineHealth:

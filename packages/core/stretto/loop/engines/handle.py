@@ -76,6 +76,7 @@ class EngineHandle:
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: int = 0  # number of processes that have ended
     _doubt: UnprovenWeights | None = None  # set: the engine is not replaced, and this error ends the run
+    _condemned: bool = False  # its process is to end, and gets no requests until it has ended
     health: EngineHealth | None = None  # as of the last poll
     _earlier: list[EngineHealth] = field(default_factory=list)  # last counters of its earlier processes
     _spans: list[Span] = field(default_factory=list)
@@ -204,7 +205,10 @@ class EngineHandle:
 
     async def _replace_when_it_ends(self, say: Callable[[str], None]) -> NoReturn:
         while True:
-            await self.replace(await self.process.ended(), say)
+            how = await self.process.ended()
+            if self.leaving:  # nothing is to be replaced, and the end would be told again at once, without an end
+                await asyncio.get_running_loop().create_future()  # until the pool drops this engine
+            await self.replace(how, say)
 
     async def replace(self, how: str, say: Callable[[str], None], publication: float = 0.0) -> None:
         """Start a new process after the engine's process has ended; does nothing if the engine is leaving.
@@ -237,7 +241,7 @@ class EngineHandle:
     def _mark_dead(self, how: str) -> None:
         """Record that the process has ended: its open requests end with EngineLost. Raises UnprovenWeights if the
         engine must not be replaced."""
-        self._ended, self.how = self._ended + 1, how
+        self._ended, self.how, self._condemned = self._ended + 1, how, False
         self._retire_counters()
         self._becomes(EngineState.DOWN, None)
         self.client.break_off()  # a connection to another machine stays open until its end is noticed
@@ -268,7 +272,9 @@ class EngineHandle:
             await asyncio.sleep(RETRY_SECONDS)
             with contextlib.suppress(EngineLost, DeadlineExceeded, WireError):
                 await self.client.health()
-                if self.state is EngineState.SUSPECTED:
+                if self._condemned:
+                    self.process.kill()
+                elif self.state is EngineState.SUSPECTED:
                     self._becomes(EngineState.UP, self.version)
                     self._publication.set()  # a version may have been published meanwhile
 
@@ -326,8 +332,15 @@ class EngineHandle:
         """Kill the engine because of `doubt`, which names what is wrong with its weights. The engine is replaced; if
         `final`, `supervise` raises `doubt` instead."""
         self._doubt = doubt if final else None
-        self.suspect()
+        self.condemn()
         self.process.kill()
+
+    def condemn(self) -> bool:
+        """Give the engine no requests until its process has ended, by itself or killed once it answers again: an order
+        to kill it does not reach a machine that is silent. Returns whether this is new."""
+        before, self._condemned = self._condemned, True
+        self.suspect()
+        return not before
 
     async def _until_due(self) -> None:
         """Wait until `load_interval` seconds after the last load. Returns at once if the engine has no requests, or if

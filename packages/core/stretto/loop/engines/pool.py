@@ -264,7 +264,7 @@ class EnginePool:
 
         Raises:
             EngineLost: the engine broke off; it is suspected from then on, unless it was asked to abort the requests.
-            EngineLied: the engine's results are invalid and must not be kept.
+            EngineLied: the engine's results are invalid and must not be kept; it is replaced.
             EngineLeft: the engine has left the run.
             RefusedRequest: the engine refused the requests.
             DeadlineExceeded: no engine became free within `deadlines.answer`, or none was up for twice
@@ -287,8 +287,12 @@ class EnginePool:
             if not engine.lags:
                 engine.suspect()  # its machine is silent or gone
             raise
+        except EngineLied as lie:  # a machine with broken memory, say, would go on answering
+            if engine.condemn():
+                self._say(f"{lie}: it is replaced")
+            raise
         except EngineLost as loss:
-            if engine.leaving and not isinstance(loss, EngineLied):
+            if engine.leaving:
                 raise EngineLeft(name, loss.how) from None
             if not ids & engine.given_up:
                 engine.suspect()
