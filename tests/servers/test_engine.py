@@ -4,7 +4,9 @@ of both kinds; none is lost or comes twice; another engine goes on behind what i
 The server is a small real one, whose tokens say of themselves which version sampled them (`toy.assert_law`)."""
 
 import asyncio
-from collections.abc import Sequence
+import resource
+import sys
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,10 +15,14 @@ import pytest
 from stretto.core.canary import FARTHEST, Canary, Challenge, Loaded
 from stretto.core.errors import EngineLost, RefusedRequest, TornPublication
 from stretto.core.records import Segment, StopReason
-from stretto_servers.engine import ExternalEngine
-from stretto_servers.make import Occupancy
+from stretto.engine.text import StopTexts
+from stretto_servers.engine import ExternalEngine, Limits
+from stretto_servers.make import Continuation, Delta, Occupancy
+from stretto_servers.role import most_connections
 from tests.servers.toy import (
     CONTEXT,
+    VOCABULARY,
+    Letters,
     OnUpdate,
     Publications,
     ToyServer,
@@ -305,3 +311,44 @@ async def test_the_end_of_the_engine_breaks_off_what_is_open_and_keeps_what_is_e
         engine.submit_all([request("ef")])
     life.cancel()
     await asyncio.gather(life, return_exceptions=True)
+
+
+async def test_no_more_requests_are_open_than_this_process_has_descriptors_for() -> None:
+    """The others wait, through an update too, and none is taken for a fault of the server."""
+
+    class Counting(ToyServer):
+        most = 0
+
+        async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
+            async for delta in super().stream(continuation):
+                self.most = max(self.most, len(self.running))
+                yield delta
+
+    server = Counting()
+    limits = Limits(VOCABULARY, CONTEXT, connections=2)
+    engine = ExternalEngine("engine-0", server, limits, Publications(), StopTexts(Letters), "recompute")
+    await at_version(engine, 1)
+    stream = engine.submit_all([request("ab", completions=7)])
+    await play(server, count=2)
+    await at_version(engine, 2)
+    found = await completions_of(server, stream)
+    assert [completion.member for completion in found] == [*range(7)]
+    for completion in found:
+        assert_law(prompt_of("ab"), completion)
+    assert server.most == 2
+
+
+def test_an_adapter_takes_the_descriptors_that_it_may_have_and_keeps_half_of_them_for_its_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limit[1]), limit[1]))
+        most_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limit[1], limit[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: None)
+    for allowed, least, most in ((8, 1, 1), (1024, 100, 480), (resource.RLIM_INFINITY, sys.maxsize, sys.maxsize)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, allowed=allowed: (allowed, allowed))
+        assert least <= most_connections() <= most

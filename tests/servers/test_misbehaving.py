@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from stretto.core.canary import FARTHEST, Canary, Challenge
 from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, StrettoError, WireError
 from stretto.core.frames import LARGEST_FRAME, Unframer
+from stretto.core.records import Segment, StopReason
 from stretto.engine.http.client import HttpEngine, decoded
 from stretto.engine.http.server import EngineApp, serve_app
 from stretto.engine.wire import Refusal
@@ -57,6 +58,7 @@ def good(count: int = 2, ended: str = "", version: int = 3) -> Delta:
 WRONG = {
     "NaN": ([good(), Delta((7,), (math.nan,))], "log-probability of nan"),
     "more than certain": ([good(), Delta((7,), (0.5,))], "log-probability of 0.5"),
+    "a mark for a missing number": ([Delta((7,), (-9999.0,))], "-9999.0 in place of a log-probability"),
     "infinite": ([Delta((7,), (-math.inf,))], "log-probability of -inf"),
     "an id beyond the vocabulary": ([good(), Delta((VOCABULARY,), (-1.0,))], f"token {VOCABULARY}; the vocabulary"),
     "a negative id": ([Delta((-1,), (-1.0,))], "token -1; the vocabulary has 0 to 49"),
@@ -157,6 +159,92 @@ async def test_the_weights_that_a_server_was_started_with_are_version_0() -> Non
     server = Scripted([Delta((7,) * 6, (-1.0,) * 6, ended="length", spans=(("default", 0, 6),))])
     (found,) = await completions_of(server, engine_over(server).submit_all([request("ab", max_tokens=6)]))
     assert found.versions == (0,) * 6
+
+
+async def test_a_server_that_was_started_again_behind_the_adapter_is_found_out_at_version_0_too() -> None:
+    """Its supervisor has started it with the weights on its command line, which are not the version that was loaded."""
+    deltas = [Delta((7,) * 6, (-1.0,) * 6, ended="length", spans=(("default", 0, 6),))]
+    _, engine = await at(0, server=Scripted(deltas))
+    engine.submit_all([request("ab", max_tokens=6)])
+    with pytest.raises(WireError, match=r"versions \['default'\] sampled it; it had \[0\]"):
+        await asyncio.wait_for(engine.run(), 5)
+
+
+class Overtaken(ToyServer):
+    """A server whose pause is faster than the news that a completion has ended with its last token."""
+
+    def __init__(self, tokens: tuple[int, ...]) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
+        self.asked.append(continuation)
+        yield Delta(self._tokens, (-1.0,) * len(self._tokens))
+        while not self.paused:
+            await asyncio.sleep(0)
+        yield Delta(ended="abort")
+
+
+ENDS = [((7, 8, STOP), StopReason.STOP), ((7,) * 6, StopReason.LENGTH), ((7,) * 5 + (STOP,), StopReason.STOP)]
+
+
+@pytest.mark.parametrize(("tokens", "reason"), ENDS)
+async def test_a_completion_that_has_ended_by_its_tokens_is_not_asked_for_again(
+    tokens: tuple[int, ...], reason: StopReason
+) -> None:
+    server, engine = await at(3, server=Overtaken(tokens))
+    stream = engine.submit_all([request("ab", max_tokens=6)])
+    await settle()
+    assert (await engine.update(4)).version == 4
+    await settle()
+    (found,) = await asyncio.wait_for(completions_of(server, stream), 5)
+    assert (found.token_ids, found.versions, found.stop_reason) == (tokens, (3,) * len(tokens), reason)
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(("tokens", "reason"), ENDS)
+async def test_a_completion_that_the_server_gives_up_behind_its_last_token_has_ended(
+    tokens: tuple[int, ...], reason: StopReason
+) -> None:
+    server = Scripted([Delta(tokens, (-1.0,) * len(tokens)), Delta(ended="abort")])
+    _, engine = await at(3, server=server)
+    stream = engine.submit_all([request("ab", max_tokens=6)])
+    (found,) = await asyncio.wait_for(completions_of(server, stream), 5)
+    assert (found.token_ids, found.stop_reason) == (tokens, reason)
+
+
+async def test_nothing_is_sampled_behind_the_stop_token_of_a_lost_engine() -> None:
+    """It was lost between its last token and its end."""
+    server, engine = await at(3)
+    prefix = Segment.of((7, STOP), (-1.0, -2.0), (2, 3))
+    stream = engine.submit_all([request("ab", max_tokens=6, prefixes=(prefix,))])
+    (found,) = await asyncio.wait_for(completions_of(server, stream), 5)
+    assert (found.token_ids, found.versions, found.stop_reason) == ((7, STOP), (2, 3), StopReason.STOP)
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    "fault", [WireError("status 500"), EngineLost("engine-0", "is busy"), DeadlineExceeded("a", "b", 1.0)]
+)
+async def test_a_server_that_cannot_score_its_tokens_again_loads_all_the_same(fault: StrettoError) -> None:
+    """An error of this measurement would be taken for one of the publication, which ends the run."""
+
+    class Busy(ToyServer):
+        async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+            if self.version == 1:
+                raise fault
+            return await super().score(token_ids)
+
+    server, engine = await at(1, server=Busy())
+    stream = engine.submit_all([request("ab", max_tokens=8)])
+    await play(server, count=2)
+    asked = asyncio.create_task(engine.update(2, Challenge(Canary(2, (2, 3, 4), (), 1), FARTHEST, sampled=2)))
+    while not asked.done():
+        await play(server)
+    scores = (await asked).scores
+    assert ((await asked).version, scores is not None and scores.sampled) == (2, ())
+    (found,) = await asyncio.wait_for(completions_of(server, stream), 5)
+    assert_law(request("ab").prompt_token_ids, found)
 
 
 async def ends_with(engine: ExternalEngine, error: type[StrettoError], message: str) -> None:

@@ -9,7 +9,7 @@ from stretto.core.errors import WireError
 from stretto.core.records import Completion, GenerateRequest, Likeliest, Segment, StopReason, derive_seed
 from stretto.engine.backend import Stream
 from stretto.engine.text import Watch
-from stretto_servers.make import Continuation, Delta
+from stretto_servers.make import NO_PROBABILITY, Continuation, Delta
 
 
 @dataclass
@@ -111,6 +111,16 @@ class OpenCompletion:
         numbers = (*delta.logprobs, *(number for _, number in likeliest))
         if odd := [number for number in numbers if not (math.isfinite(number) and number <= _ROUNDING)]:
             raise WireError(f"{request.id}: the server sent a log-probability of {odd[0]}")
+        if odd := [number for number in delta.logprobs if number < NO_PROBABILITY]:
+            raise WireError(f"{request.id}: the server sent {odd[0]} in place of a log-probability of a sampled token")
+
+    @property
+    def whole(self) -> str:
+        """Why the completion has ended by its tokens alone: "stop" after a stop token, "length" at the limit; "" if it
+        goes on. A pause of the server may be faster than the news of this end."""
+        if self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.limit else ""
 
     def check_end(self, reason: str) -> None:
         """Check the server's reason for the end of the completion, so that no truncated one is trained on as complete.
@@ -126,13 +136,16 @@ class OpenCompletion:
                 f"{self.request.id}: the server ended after {tokens} of {self.limit} tokens, for its length"
             )
 
-    def stamp(self, spans: tuple[tuple[str, int, int], ...]) -> None:
+    def stamp(self, spans: tuple[tuple[str, int, int], ...], *, loaded: bool) -> None:
         """Set the versions of the finished request's tokens from the server's spans (version, start, end).
+
+        `loaded`: whether the server has loaded a version. The weights that it was started with are then no version of
+        it: a server that tells of them was started again meanwhile, or is another one at the same address.
 
         Raises:
             WireError: the spans contradict the versions that the server has had.
         """
-        told = _by_token(spans, self.told)
+        told = _by_token(spans, self.told, loaded=loaded)
         first, certain = len(self.versions) - self.told, self.told - self.uncertain
         if len(self.had) > 1:
             fits = len(told) == self.told and told == sorted(told) and set(told) <= set(self.had)
@@ -175,16 +188,16 @@ class OpenCompletion:
         self.stream.ended(Completion(self.request.id, self.member, segment, tuple(self.likeliest)))
 
 
-def _by_token(spans: tuple[tuple[str, int, int], ...], count: int) -> list[int]:
+def _by_token(spans: tuple[tuple[str, int, int], ...], count: int, *, loaded: bool) -> list[int]:
     """Version of each of the first `count` tokens; -1 for a name that is not a version. Empty if the spans have gaps or
-    overlap. Shorter than `count` if the spans end earlier."""
+    overlap. Shorter than `count` if the spans end earlier. `loaded`: see `OpenCompletion.stamp`."""
     told: list[int] = []
     reached = 0
     for name, start, end in spans:
         if start != reached or end < start:
             return []
         reached = end
-        name = "0" if name == _STARTED_WITH else name
+        name = "0" if name == _STARTED_WITH and not loaded else name
         version = int(name) if name.isdecimal() and len(name) <= _LONGEST_VERSION else -1
         told += [version] * (min(end, count) - min(start, count))
     return told

@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import math
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,11 +47,13 @@ _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the server: vocabulary size, context length in tokens, and number of concurrent completions."""
+    """Limits of the server: vocabulary size, context length in tokens, and number of concurrent completions.
+    `connections`: most requests to the server at once, each of which needs a descriptor of this process."""
 
     vocab_size: int
     context_length: int
     slots: float = math.inf
+    connections: int = sys.maxsize
 
 
 @dataclass
@@ -99,6 +102,7 @@ class ExternalEngine:
         self._spans = BusySpans(name)
         self._busy_since: float | None = None
         self._streams = 0  # requests in progress on the server
+        self._room = asyncio.Semaphore(limits.connections)
         self._loads = 0  # number of loads that have begun
         self._folder = Path()  # folder of the last load
         self._in_doubt = False  # the last canary has not proven that the server has the weights of its version
@@ -162,17 +166,21 @@ class ExternalEngine:
         elsewhere. A mistake in the request refuses it. If the server's tokens cannot be trusted, the stream is refused
         with EngineLied, and the whole engine fails."""
         try:
-            while True:
+            ended = completion.whole  # already, if the engine before was lost between its last token and its end
+            while ended not in _REASONS:
                 while not self._sampling.is_set():  # the next update may begin before this task runs
                     await self._sampling.wait()  # an update has a deadline of its own
-                ended = await self._stream(completion)
-                if ended in _REASONS:
-                    return completion.end(_REASONS[ended])
-                if ended != "abort":
+                async with self._room:
+                    if not self._sampling.is_set():
+                        continue
+                    ended = await self._stream(completion)
+                if ended not in (*_REASONS, "abort"):
                     raise EngineLost(self.name, f"ended {completion.request.id} with the reason {ended!r}")
-                completion.interrupted += completion.told > 0
-                self._counts.interrupted += completion.told > 0
-                self._counts.recomputed += len(completion.token_ids)
+                if ended == "abort":
+                    completion.interrupted += completion.told > 0
+                    self._counts.interrupted += completion.told > 0
+                    self._counts.recomputed += len(completion.token_ids)
+            completion.end(_REASONS[ended])
         except EngineLost as lost:  # the conductor continues the completion on another engine
             completion.stream.break_off(lost.how)
         except DeadlineExceeded as late:  # likewise: a busy server may be late, and its tokens are still trusted
@@ -218,11 +226,13 @@ class ExternalEngine:
         finally:
             completion.asked = False
             self._leave()
+        if ended == "abort":
+            ended = completion.whole or ended
         if ended == "abort" and loads == self._loads and not stopped:
             raise EngineLost(self.name, f"gave up {completion.request.id}")
         if not ended and (not stopped or completion.uncertain):
             raise EngineLost(self.name, ENDED)
-        completion.stamp(spans)
+        completion.stamp(spans, loaded=self._loads > 0)
         if stopped:
             return "stop"
         completion.check_end(ended)
@@ -276,9 +286,9 @@ class ExternalEngine:
 
     async def _sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
         """Recompute log-probabilities of sampled tokens with the version that sampled them, before an update. Returns
-        pairs (as sampled, as recomputed) for about `wanted` tokens of open completions. Completions with a temperature
-        or filters are left out, because a server scores without them. Empty with "keep", because the KV cache has
-        entries of earlier versions."""
+        pairs (as sampled, as recomputed) for about `wanted` tokens of open completions; fewer if the server does not
+        score them now. Completions with a temperature or filters are left out, because a server scores without them.
+        Empty with "keep", because the KV cache has entries of earlier versions."""
         if self._keep or not wanted:
             return ()
         start, pairs, most = time.monotonic(), list[tuple[float, float]](), _AGAIN_TOKENS
@@ -287,7 +297,10 @@ class ExternalEngine:
             if len(pairs) >= wanted or len(text) > min(most, self._limits.context_length - 1):
                 break
             if told:
-                pairs += zip(told, (await self._make.score(text))[-len(told) :], strict=True)
+                try:
+                    pairs += zip(told, (await self._make.score(text))[-len(told) :], strict=True)
+                except (WireError, EngineLost, DeadlineExceeded):  # no evidence: the load and its canary decide
+                    break
                 most -= len(text)
         self._spans.add("prove", start, time.monotonic(), self.version)
         return tuple(pairs)

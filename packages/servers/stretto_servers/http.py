@@ -17,6 +17,9 @@ from stretto.engine.http.connections import Connection, Connections
 _JSON = "application/json"
 _OK = 200
 _OF_THE_REQUEST = (400, 413, 422)  # statuses for a mistake in the request
+_NO_ROOM = (429, 503)  # the server has too many requests, and has not begun this one
+_OF_A_PROXY = (502, 504)  # it cannot reach the server, or has stopped waiting for it
+_PAUSE_SECONDS, _LONGEST_PAUSE = 0.1, 5.0  # between two requests to a server without room
 _SHOWN = 300
 LOOK_SECONDS = 5.0  #: longest wait for status and measurements of a server
 _LARGEST_EVENT = 64 << 20
@@ -58,7 +61,7 @@ class JsonServer:
         Raises:
             RefusedRequest: the server replies that the request is wrong (status 400, 413 or 422), with its message.
             WireError: it replies with another status than 200, or this process cannot open a connection.
-            EngineLost: the server cannot be reached, or the connection breaks.
+            EngineLost: the server cannot be reached, the connection breaks, or it has no room (status 429 or 503).
             DeadlineExceeded: there is no whole reply within the time limit.
         """
         awaited, longest = f"{path} of {self.name}", seconds or self._seconds
@@ -89,29 +92,47 @@ class JsonServer:
         """Post a message; yields the data of each server-sent event of the reply, without ``[DONE]``. Leaving the
         iteration closes the connection.
 
+        A server that has no room now (status 429 or 503) is asked again, until `token_seconds` are over.
+
         Raises:
             RefusedRequest: the server replies that the request is wrong (status 400, 413 or 422), with its message.
             WireError: it replies with another status than 200, or an event has more than 64 MiB.
-            EngineLost: the server cannot be reached, or the connection broke.
-            DeadlineExceeded: no event came for `token_seconds`.
+            EngineLost: it cannot be reached, the connection broke, or it, or a proxy before it, has no room.
+            DeadlineExceeded: no event came for `token_seconds`; comments are none.
         """
-        rest = b""
-        async with self._connections.one() as connection:
-            self._send(connection, "POST", path, message)
+        clock, pause = asyncio.get_running_loop().time, _PAUSE_SECONDS
+        end = clock() + self._token_seconds
+        while True:
+            async with self._connections.one() as connection:
+                self._send(connection, "POST", path, message)
+                rest, more = b"", True
+                while more:
+                    events, rest, more = await self._next(connection, path, rest)
+                    for event in events:
+                        yield event
+                if connection.status == _OK:
+                    return
+            if clock() + pause >= end:
+                raise refused(self.name, path, connection.status, rest)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _next(self, connection: Connection, path: str, rest: bytes) -> tuple[list[bytes], bytes, bool]:
+        """Read on until an event is complete; returns the events, the bytes behind the last one (`rest` of the next
+        call), and whether more may come. A server without room: no event, and its message."""
+        async with deadline(self._owner, f"the next tokens of {self.name}", self._token_seconds):
             while True:
-                async with deadline(self._owner, f"the next tokens of {self.name}", self._token_seconds):
-                    part = await connection.read()
-                    if connection.status != _OK:
-                        raise refused(self.name, path, connection.status, part + await connection.rest())
+                part = await connection.read()
+                if connection.status != _OK:
+                    said = part + await connection.rest()
+                    if connection.status in _NO_ROOM:
+                        return [], said, False
+                    raise refused(self.name, path, connection.status, said)
                 *events, rest = (rest + part).split(b"\n\n")
                 if len(rest) > _LARGEST_EVENT:
                     raise WireError(f"{self.name} sends an event of {path} without an end: {len(rest):,} bytes so far")
-                for event in events:
-                    data = event.strip().removeprefix(b"data:").strip()
-                    if data and data != b"[DONE]" and not data.startswith(b":"):  # ":" begins a keep-alive comment
-                        yield data
-                if not part:
-                    return
+                if (found := [data for data in map(_data, events) if data]) or not part:
+                    return found, rest, bool(part)
 
     async def close(self) -> None:
         self._connections.close()
@@ -121,13 +142,21 @@ class JsonServer:
         connection.send(method, path, b"" if message is None else msgspec.json.encode(message), _JSON)
 
 
-def refused(server: str, path: str, status: int, body: bytes) -> WireError:
+def _data(event: bytes) -> bytes:
+    """Data of a server-sent event; b"" for a comment, such as one that keeps a connection alive, and for the end."""
+    data = event.strip().removeprefix(b"data:").strip()
+    return b"" if data == b"[DONE]" or data.startswith(b":") else data
+
+
+def refused(server: str, path: str, status: int, body: bytes) -> WireError | EngineLost:
     """Make the error for an HTTP error reply, with the server's message: a RefusedRequest if the status means a mistake
-    in the request, otherwise a WireError."""
+    in the request, an EngineLost if the server has no room or cannot be reached, which says nothing against what it has
+    sent before, otherwise a WireError."""
     said = body.decode(errors="replace")[:_SHOWN]
     with suppress(AttributeError, KeyError, TypeError, *UNREADABLE):
         told = msgspec.json.decode(body)
         said = str(told["error"]["message"] if isinstance(told.get("error"), dict) else told.get("message") or told)
     if status in _OF_THE_REQUEST:
         return RefusedRequest(f"{server}{path}", said[:_SHOWN], f"what the server allows (status {status})")
-    return WireError(f"{server} answers {path} with status {status}: {said[:_SHOWN]}")
+    found = f"answers {path} with status {status}: {said[:_SHOWN]}"
+    return EngineLost(server, found) if status in (*_NO_ROOM, *_OF_A_PROXY) else WireError(f"{server} {found}")

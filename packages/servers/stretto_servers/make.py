@@ -24,6 +24,10 @@ from stretto.engine.config import MAKES, Capabilities, EngineConfig
 from stretto_servers.http import JsonServer
 
 
+#: No sampled token has a smaller log-probability: vLLM writes -9999 for a filtered token, and for one without any.
+NO_PROBABILITY = -9000.0
+
+
 class Delta(Record, frozen=True):
     """Next tokens of a completion, with their log-probabilities (nats) under the distribution sampled from.
 

@@ -7,7 +7,9 @@ trainer ─► mailbox ─► this process: verifies and stages a version ─►
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import sys
 from dataclasses import replace
 from functools import partial
@@ -26,6 +28,7 @@ from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.kernel import event_loop
 from stretto.processes.run_role import run_role
+from stretto.processes.tree import open_descriptors
 from stretto.weights.shared_memory import SharedMemorySubscriber
 from stretto_servers.broadcast import SglangByBroadcast
 from stretto_servers.engine import ExternalEngine, Limits
@@ -36,6 +39,7 @@ from stretto_servers.staging import FolderAsItIs, StagedWeights
 from stretto_servers.worker.advance import remove_counters
 
 _REPLY_SECONDS = 60.0
+_SPARE_DESCRIPTORS = 64  # for logs, weights, and orders to the server
 
 
 def main(arguments: list[str]) -> int:
@@ -93,9 +97,8 @@ async def _started(spec: EngineSpec, config: EngineConfig, port: int) -> ServerP
 async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> ExternalEngine:
     folder = inspect_model_folder(Path(spec.model))
     served = await wire.describe()
-    limits = Limits(
-        folder.vocab_size, min(folder.context_length, served.context_length or folder.context_length), config.slots
-    )
+    context = min(folder.context_length, served.context_length or folder.context_length)
+    limits = Limits(folder.vocab_size, context, config.slots, most_connections())
     stop_texts = StopTexts(partial(load_tokenizer, spec.model))
     if not spec.publication_seconds:  # no trainer; a server that was already running may have other weights
         model = Path(spec.model).resolve()
@@ -110,6 +113,18 @@ async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> Externa
     engine = ExternalEngine(spec.name, wire, limits, staged, stop_texts, config.on_update)
     await engine.update(await asyncio.to_thread(subscriber.await_first, spec.name, spec.publication_seconds))
     return engine
+
+
+def most_connections() -> int:
+    """Raise the limit of this process's open files as far as the system allows, and return how many requests to the
+    server may be open at once: half of the descriptors that are free, since the requests of clients need some too."""
+    most, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # the system allows less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
+        most = highest
+    if most == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(1, (most - len(open_descriptors()) - _SPARE_DESCRIPTORS) // 2)
 
 
 class _Life:

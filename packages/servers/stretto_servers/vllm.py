@@ -26,13 +26,12 @@ from stretto.core.errors import UNREADABLE, WireError
 from stretto.core.records import Likeliest
 from stretto.engine.config import CAPABILITIES, EngineConfig
 from stretto_servers.http import LOOK_SECONDS, JsonServer, refused
-from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Room, Served
+from stretto_servers.make import NO_PROBABILITY, Continuation, Delta, Launch, Occupancy, Room, Served
 from stretto_servers.worker.advance import FOLDER, read_of
 
 NEEDED = f"{CAPABILITIES['vllm'].needed}, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 _GENERATE = "/inference/v1/generate"
 _MOST = 0.9  # largest fraction of a GPU's memory: vLLM's default
-_NO_PROBABILITY = -9000.0  # a smaller log-probability marks a filtered token, for which vLLM writes -9999
 
 
 class _Top(msgspec.Struct):
@@ -228,6 +227,9 @@ def _delta(server: str, event: bytes, top: int) -> Delta:
         return Delta()
     choice = message.choices[0]
     tokens = (choice.logprobs and choice.logprobs.content) or []
+    if others := [pair for pair in zip(choice.token_ids, tokens, strict=False) if pair[0] != pair[1].token_id]:
+        (token, told), *_ = others
+        raise WireError(f"{server} sends the log-probability of token {told.token_id} for token {token}")
     return Delta(
         token_ids=tuple(choice.token_ids),
         logprobs=tuple(token.logprob for token in tokens),
@@ -240,5 +242,5 @@ def _delta(server: str, event: bytes, top: int) -> Delta:
 def _likeliest(found: list[_Top], count: int) -> Likeliest:
     """The `count` likeliest tokens, likeliest first. vLLM's list also has the sampled token, in the first position.
     Tokens without probability are left out."""
-    pairs = {token.token_id: token.logprob for token in found if token.logprob > _NO_PROBABILITY}
+    pairs = {token.token_id: token.logprob for token in found if token.logprob > NO_PROBABILITY}
     return tuple(sorted(pairs.items(), key=lambda pair: -pair[1])[:count])
