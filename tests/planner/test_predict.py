@@ -7,14 +7,19 @@
 - what fits in no layout is refused with by how much, and with what would make it fit, before any step is estimated;
 - the search tells what it simulates, begins nothing after its patience, ends what is under way, and shows no layout
   twice;
+- of the devices every division into whole engines and whole groups of ranks can be found, and what is pruned by its
+  estimate is not faster than what was simulated;
 - every profile of the package names the source of each of its numbers; an unknown machine is refused with the nearest.
 """
 
+import contextlib
 import itertools
 from dataclasses import replace
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.core.errors import RecipeError
 from stretto.engine.config import EngineConfig
@@ -306,3 +311,56 @@ def test_a_layout_without_the_memory_is_refused_before_any_step_is_estimated(mon
 
 def replaced_memory(gib: float) -> MachineProfile:
     return msgspec.structs.replace(machine_of("h200"), memory_gib=gib)
+
+
+def whole(devices: int, together: int, tensor: int, most: int) -> list[int]:
+    """The numbers of ranks that leave whole engines, in whole groups."""
+    return [
+        ranks
+        for ranks in range(1, min(most, devices - tensor) + 1)
+        if ranks % together == 0 and (devices - ranks) % tensor == 0
+    ]
+
+
+@given(devices=st.integers(2, 300), together=st.sampled_from([1, 2, 4, 8]), groups=st.integers(1, 64))
+def test_every_tensor_size_has_a_layout_where_the_devices_can_be_divided(
+    devices: int, together: int, groups: int
+) -> None:
+    """32 heads, 8 of them for keys: engines of 1, 2, 4 and 8 devices. 24 devices are 8 ranks and two engines of 8."""
+    asked = replace(job(), shape=ModelShape(1_000_000, 2, 64, 32, 8, 16, 100, tied=True)).with_settings(
+        {"batch_size": groups}, {"kind": "vllm"}, {"ranks": together, "tensor_parallel": together}
+    )
+    possible = {tensor: whole(devices, together, tensor, groups * 4 * together) for tensor in (1, 2, 4, 8)}
+    found = set[Layout]()
+    with contextlib.suppress(RecipeError):
+        found = {one.layout for one in candidates(asked, CLOCK, devices)}
+    assert {layout.tensor for layout in found} == {tensor for tensor, ranks in possible.items() if ranks}
+    for layout in found:
+        assert layout.ranks in possible[layout.tensor]
+        assert layout.devices == devices
+
+
+BOUND = [(0.002, 0.0, 4), (0.002, 1.0, 4), (0.001, 0.5, 2), (0.002, 0.0, 0), (4.0, 1.0, 4), (0.004, 1.5, 8)]
+
+
+@pytest.mark.parametrize(("cache_gib", "sigma", "staleness"), BOUND)
+def test_an_estimate_is_optimistic(cache_gib: float, sigma: float, staleness: float) -> None:
+    """A layout whose estimate is longer than a simulated step is not simulated: it must not be the faster one."""
+    asked = replace(job(staleness), lengths=LogNormalLengths(50, sigma, 400, 10), longest=410).with_settings(
+        {"max_in_flight": 200}, {"cache_gib": cache_gib, "kind": "vllm"}, {}
+    )
+    machine = msgspec.structs.replace(CLOCK, token_width_seconds=0.0)
+    (first, *_) = [one for one in candidates(asked, machine, 2) if one.job.trainer.micro_batch_tokens == 1 << 20]
+    found = predict(first.job, machine, first.layout)
+    assert first.estimate <= 1.02 * found.step_seconds
+
+
+def test_a_cache_that_may_hold_every_slot_holds_them_in_the_simulation() -> None:
+    """32 completions of 64 tokens run together for 64 s, and make a batch. Slots of the native engine have powers of
+    two as lengths: 4 GiB hold them a hundred times over."""
+    asked = replace(job(4), lengths=LogNormalLengths(64, 0.0, 64, 10)).with_settings(
+        {"max_in_flight": 8}, {"slots": 32, "on_update": "keep"}, {}
+    )
+    found = predict(asked, msgspec.structs.replace(CLOCK, token_width_seconds=0.0), Layout(1, 1))
+    assert found.recomputed == 0.0
+    assert found.step_seconds == pytest.approx(64, rel=0.02)

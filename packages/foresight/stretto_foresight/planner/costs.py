@@ -149,7 +149,7 @@ class Costs:
     slower_generation: float = 1.0
     slower_training: float = 1.0
 
-    def decode(self, rows: int, cached: float) -> float:
+    def decode(self, rows: float, cached: float) -> float:
         job, machine, shape, tensor = self.job, self.machine, self.job.shape, self.layout.tensor
         weights = (shape.body + shape.embedding) / tensor
         products = 2.0 * weights * rows / machine.decode_flops
@@ -267,7 +267,7 @@ class Costs:
         trainer = self.rank().total
         engine = shape.parameters * BYTES[job.engine.dtype] / layout.tensor
         available = self.machine.memory_gib * (1 - _RESERVED)
-        wanted = job.engine.slots * job.longest * self.token_bytes / 2**30
+        wanted = job.engine.slots * job.longest * self.token_bytes * self._waste / 2**30
         room = max(0.0, available - engine / 2**30)
         asked = min(wanted, job.engine.cache_gib / layout.tensor)
         completion = job.longest * self.token_bytes * self._waste / 2**30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from stretto_foresight.planner.machine import MachineProfile
 
 _TENSOR = (1, 2, 4, 8)
 _SIXTEENTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # shares of the devices that train, in sixteenths
-_FINE = 16  # up to this number of devices, every split is tried
+_FINE = 16  # up to this number of splits, every one is tried
 _MICRO_BATCHES = (1, 2, 4)  # multiples of the recipe's micro_batch_tokens that are tried
 _MOST_DEVICES = 1 << 16
 _SMALLER = "devices with more memory, or shorter completions (sampling.max_tokens)"
@@ -97,20 +98,25 @@ def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: floa
 
 
 def _layouts(job: Job, devices: int, machine: MachineProfile) -> Iterator[Layout]:
-    most = _most_ranks(job)
-    splits = set(range(1, devices)) if devices <= _FINE else {devices * part // 16 for part in _SIXTEENTHS}
-    if most < min(splits, default=0):  # a small batch gives work to few of many ranks
-        splits = {1 << power for power in range(most.bit_length())} | {most}
     for tensor in _TENSOR:
         if tensor <= machine.node_devices and _divides(job, tensor):
-            for ranks in sorted(splits):
-                if (
-                    0 < ranks <= most
-                    and ranks % job.trainer.together == 0
-                    and devices - ranks >= tensor
-                    and (devices - ranks) % tensor == 0
-                ):
-                    yield Layout((devices - ranks) // tensor, ranks, tensor)
+            for ranks in _splits(job, devices, tensor):
+                yield Layout((devices - ranks) // tensor, ranks, tensor)
+
+
+def _splits(job: Job, devices: int, tensor: int) -> list[int]:
+    """Numbers of ranks that are tried: of those that leave whole engines of `tensor` devices, all if there are few,
+    else those at or below certain shares of the devices."""
+    together, most = job.trainer.together, _most_ranks(job)
+    possible = [
+        ranks for ranks in range(together, min(most, devices - tensor) + 1, together) if (devices - ranks) % tensor == 0
+    ]
+    if len(possible) <= _FINE:
+        return possible
+    shares = {devices * part // 16 for part in _SIXTEENTHS}
+    if most < min(shares):  # a small batch gives work to few of many ranks
+        shares = {1 << power for power in range(most.bit_length())} | {most}
+    return sorted({possible[max(0, bisect_right(possible, share) - 1)] for share in shares})
 
 
 def _most_ranks(job: Job) -> int:
@@ -126,15 +132,15 @@ def _divides(job: Job, tensor: int) -> bool:
 
 
 def _estimate(costs: Costs) -> float:
-    """Seconds to generate a batch, with as many rows as fit, or to train on it, whichever is longer."""
+    """Seconds to generate a batch, with as many rows as fit, or to train on it, whichever is longer. A row is half its
+    length on average, so that the cache holds more rows than complete ones."""
     job = costs.job
-    context = job.lengths.prompt_tokens + job.lengths.mean
+    context = job.lengths.prompt_tokens + job.lengths.mean / 2
     in_flight = job.rollout.in_flight_bounds[1] * job.rollout.group_size / costs.layout.engines
-    rows = max(1, int(min(job.engine.slots, in_flight, costs.cache_tokens() / context)))
-    cached = rows * (job.lengths.prompt_tokens + job.lengths.mean / 2)
+    rows = max(1.0, min(job.engine.slots, in_flight, costs.cache_tokens() / context))
     tokens = job.completions * job.lengths.mean / costs.layout.engines
-    generation = tokens / rows * costs.decode(rows, cached)
-    return max(generation, costs.train([round(context)] * job.completions))
+    generation = tokens / rows * costs.decode(rows, rows * context)
+    return max(generation, costs.train([math.floor(job.lengths.prompt_tokens + job.lengths.mean)] * job.completions))
 
 
 def _too_large(job: Job, machine: MachineProfile, devices: int, found: list[Candidate]) -> Problem:
