@@ -2,10 +2,10 @@
 
 It answers every seed with one token of the version it serves, behind those of the prefix. The prompt tells it to
 misbehave: 1 dies in mid-answer, 2 hangs up in mid-answer and lives on, 3 tells one token and never ends, 5 hangs up and
-listens no more, 6 hangs up and answers nothing any more, 7 has a bit of each answer wrong. Its spans are numbered, and take a moment. The file
-``SPEC.model`` holds the newest version; or "broken", with which no engine starts; or "mistaken", the same, as
-by a mistake of the user; or "killed VERSION": the first engine
-that starts takes the word away and kills itself; or "hangs VERSION": the same, and it is never ready.
+listens no more, 6 hangs up and answers nothing any more, 7 has a bit of each answer wrong. Its spans are numbered, and
+take a moment. The file ``SPEC.model`` holds the newest version; or "broken", with which no engine starts; or
+"mistaken", the same, as by a mistake of the user; or "killed VERSION": the first engine that starts takes the word away
+and kills itself; or "hangs VERSION": the same, and it is never ready.
 """
 
 import asyncio

@@ -23,7 +23,6 @@ from stretto.core.records import Likeliest, Record, Sampling
 from stretto.engine.config import MAKES, Capabilities, EngineConfig
 from stretto_servers.http import JsonServer
 
-
 #: No sampled token has a smaller log-probability: vLLM writes -9999 for a filtered token, and for one without any.
 NO_PROBABILITY = -9000.0
 
