@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from stretto.processes.kernel.lease import take_lease
 from stretto.weights.folder import path_of
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_cluster.weights.mirror import Mirror
-from stretto_cluster.weights.wire import RUN
+from stretto_cluster.weights.wire import RUN, digest_of
 from tests.certificates import authority
 from tests.cluster.weights.serving import (
     KEY,
@@ -30,6 +31,39 @@ from tests.cluster.weights.serving import (
     serving,
     tensors,
 )
+
+
+def slowly_read(path: Path, read: Callable[[int], object] = lambda size: None) -> str:
+    """A disk from which each file takes half a second."""
+    for _ in range(10):
+        time.sleep(0.05)
+        read(1)
+    return digest_of(path)
+
+
+async def test_a_model_that_takes_long_to_read_is_waited_for_on_both_sides(
+    source: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three files: 1.5 s before the server has their list, and again until the mirror has checked each."""
+    monkeypatch.setattr("stretto_cluster.weights.server._LIST_SECONDS", 0.1, raising=False)
+    for side in ("server", "mirror"):
+        monkeypatch.setattr(f"stretto_cluster.weights.{side}.digest_of", slowly_read)
+    await mirror(source, tmp_path / "away", patience=0.4, seconds=0.4).fetch_model(tmp_path / "theirs")
+    assert names(tmp_path / "theirs") == names(model)
+
+
+async def test_a_model_whose_reading_stands_still_is_given_up(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(path: Path, read: Callable[[int], object] = lambda size: None) -> str:
+        read(1)
+        time.sleep(2)
+        return digest_of(path)
+
+    monkeypatch.setattr("stretto_cluster.weights.server._LIST_SECONDS", 0.1, raising=False)
+    monkeypatch.setattr("stretto_cluster.weights.server.digest_of", hangs)
+    with pytest.raises(SourceLost, match=r"nothing came for 0\.4 s"):
+        await mirror(source, tmp_path / "away", patience=0.4).fetch_model(tmp_path / "theirs")
 
 
 async def test_without_the_key_nothing_is_told(source: str, away: Path) -> None:

@@ -255,7 +255,7 @@ class Mirror:
         if wrong := [name for name in files if name != Path(name).name or name.startswith(".")]:
             raise WireError(f"{self.source} lists a model file {wrong[0]!r}, which is no name of a file")
         if folder.exists() and any(folder.iterdir()):
-            if _has(folder, files) != files.keys():
+            if _has(folder, files, self._has_moved) != files.keys():
                 raise WireError(f"{folder} is there, and is not the {kind} folder of run {self._run}")
             return
         making = _making(folder)
@@ -263,14 +263,14 @@ class Mirror:
         for name in files:
             if not (making / name).exists():
                 link_first((other / name for other in beside), making / name)
-        here = _has(making, files)
+        here = _has(making, files, self._has_moved)
         for file in files.values():
             if file.name not in here:
                 path = making / file.name
                 path.unlink(missing_ok=True)
                 with private_file(path) as opened:
                     transfer.download(f"/{kind}/{file.name}", opened)
-                if path.stat().st_size != file.size or digest_of(path) != file.digest:
+                if path.stat().st_size != file.size or digest_of(path, self._has_moved) != file.digest:
                     path.unlink()
                     raise TornPublication(f"{file.name} of the {kind} folder came with other bytes than listed")
         unlink(path for path in making.iterdir() if path.name not in files)
@@ -328,11 +328,12 @@ def _changes(files: Iterable[Path]) -> dict[Path, int]:
     return changes
 
 
-def _has(folder: Path, files: dict[str, ModelFile]) -> set[str]:
-    """Names of the files of `folder` that match the list `files`, and of those that are not listed."""
+def _has(folder: Path, files: dict[str, ModelFile], read: Callable[[int], object]) -> set[str]:
+    """Names of the files of `folder` that match the list `files`, and of those that are not listed. `read` is called
+    with the bytes of each piece that is compared."""
     return {
         path.name
         for path in folder.iterdir()
         if path.name not in files
-        or (path.stat().st_size == files[path.name].size and digest_of(path) == files[path.name].digest)
+        or (path.stat().st_size == files[path.name].size and digest_of(path, read) == files[path.name].digest)
     }

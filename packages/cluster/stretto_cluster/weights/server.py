@@ -3,7 +3,8 @@ serves them: ``python -m stretto_cluster.weights.server SPEC``; without torch.
 
     GET /versions/7         the publication; its seal is the ETag
     GET /versions/7?base=S  a delta from the publication with the seal S (`weights.delta`), if that is smaller
-    GET /model              list of the files of version 0's model folder: [{"name", "size", "digest"}]
+    GET /model              list of the files of version 0's model folder: [{"name", "size", "digest"}]; status 503
+                            until they are read, with the bytes so far in `stretto-read`
     GET /model/NAME         one of these files; its digest is the ETag
     GET /reference          the same for a reference policy with a folder of its own
 
@@ -22,10 +23,11 @@ import re
 import socket
 import ssl
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import parse_qs
 
 import msgspec
@@ -41,10 +43,11 @@ from stretto.processes.kernel import event_loop
 from stretto.processes.run_role import run_role
 from stretto.weights.folder import path_of, versions
 from stretto_cluster.weights.delta import Deltas, NoDelta
-from stretto_cluster.weights.wire import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
+from stretto_cluster.weights.wire import FORM, NEWEST, READ, RUN, ModelFile, digest_of, manifest_of
 
 _PIECE, _SENT_PIECE = 1 << 20, 4 << 20  # bytes of a piece; the second if the kernel sends it
 _TAKE_SECONDS = 60.0  # most seconds in which a mirror takes a piece
+_LIST_SECONDS = 5.0  # until a request for a list is answered with 503: less than a mirror waits for a byte
 _SHUTDOWN_SECONDS = 1
 _VERSION = re.compile(r"/versions/(\d{1,12})")
 _RANGE = re.compile(rb"bytes=(\d{1,18})-(\d{0,18})")
@@ -72,8 +75,7 @@ class WeightsApp:
         self._run, self._folder = run, folder
         self._models = {"model": model} | ({"reference": reference} if reference is not None else {})
         self._bearer = f"Bearer {key}".encode()
-        self._listed = dict[Path, dict[str, ModelFile]]()
-        self._listing = asyncio.Lock()
+        self._lists = dict[Path, _Listing]()
         self._deltas = Deltas(run, folder)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,7 +85,7 @@ class WeightsApp:
             base = parse_qs(scope["query_string"].decode("ascii", "replace")).get("base", [""])[0]
             await self._answer(scope["path"], base, request)
         except _Refused as refused:
-            await self._reply(send, refused.status, "text/plain", str(refused).encode())
+            await self._reply(send, refused.status, "text/plain", str(refused).encode(), refused.headers)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         if not hmac.compare_digest(headers.get(b"authorization", b""), self._bearer):
@@ -125,10 +127,16 @@ class WeightsApp:
             return await self._send_file(file, seal, request, form)
 
     async def _files(self, model: Path) -> dict[str, ModelFile]:
-        async with self._listing:  # computed only once: the digests of a large model take seconds
-            if model not in self._listed:
-                self._listed[model] = await asyncio.to_thread(_list, model)
-            return self._listed[model]
+        """List the files of a model folder. They are read only once, which takes minutes for a large model on a slow
+        disk. Raises _Refused (503) if they are not read within five seconds; a further request waits for the same."""
+        listing = self._lists.setdefault(model, _Listing(model))
+        files = listing.begin()
+        await asyncio.wait([files], timeout=_LIST_SECONDS)
+        if not files.done():
+            raise _Refused(503, f"the files of {model.name} are being read", {READ: str(listing.read)})
+        if files.exception() is not None:
+            self._lists.pop(model, None)  # the next request reads them again
+        return files.result()
 
     def _newest(self) -> int | None:
         there = versions(self._run, self._folder)
@@ -168,8 +176,11 @@ class WeightsApp:
         finally:
             gone.cancel()
 
-    async def _reply(self, send: Send, status: int, media: str, body: bytes) -> None:
+    async def _reply(
+        self, send: Send, status: int, media: str, body: bytes, further: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         headers = {b"content-type": media.encode(), b"content-length": b"%d" % len(body)}
+        headers |= {name.encode(): value.encode() for name, value in further.items()}
         await self._start(send, status, headers, more=True)
         await send({"type": "http.response.body", "body": body})
 
@@ -189,11 +200,28 @@ class WeightsApp:
 
 
 class _Refused(Exception):
-    """Error reply with an HTTP `status` and a sentence."""
+    """Error reply with an HTTP `status`, a sentence, and further `headers`."""
 
-    def __init__(self, status: int, sentence: str) -> None:
+    def __init__(self, status: int, sentence: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(sentence)
-        self.status = status
+        self.status, self.headers = status, headers
+
+
+class _Listing:
+    """List of the files of a model folder, made in a thread. `read`: bytes read so far."""
+
+    def __init__(self, model: Path) -> None:
+        self.read = 0
+        self._model = model
+        self._files: asyncio.Task[dict[str, ModelFile]] | None = None
+
+    def begin(self) -> asyncio.Task[dict[str, ModelFile]]:
+        """Begin to make the list, unless that has begun; returns its task."""
+        self._files = self._files or asyncio.create_task(asyncio.to_thread(_list, self._model, self._count))
+        return self._files
+
+    def _count(self, size: int) -> None:
+        self.read += size
 
 
 def serve(app: WeightsApp, address: str, tls: Path | None) -> None:
@@ -278,9 +306,9 @@ def _opened(path: Path, gone: str) -> Iterator[int]:
         os.close(file)
 
 
-def _list(model: Path) -> dict[str, ModelFile]:
+def _list(model: Path, read: Callable[[int], object]) -> dict[str, ModelFile]:
     files = sorted(path for path in model.iterdir() if path.is_file())
-    return {path.name: ModelFile(name=path.name, size=path.stat().st_size, digest=digest_of(path)) for path in files}
+    return {path.name: ModelFile(path.name, path.stat().st_size, digest_of(path, read)) for path in files}
 
 
 class WeightsServerSpec(Record, frozen=True):

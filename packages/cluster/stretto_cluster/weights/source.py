@@ -24,7 +24,7 @@ import msgspec
 from stretto.core.errors import UNREADABLE, RefusedRequest, SourceLost, WireError, naming
 from stretto.weights.folder import cut
 from stretto_cluster.weights.splicing import Splice
-from stretto_cluster.weights.wire import FORM, NEWEST, RUN, write_at
+from stretto_cluster.weights.wire import FORM, NEWEST, READ, RUN, write_at
 
 PART_SIZE = 16 << 20
 CONNECTIONS = 4  #: connections at once, and threads of a transfer
@@ -70,6 +70,7 @@ class Transfer:
         self.form = ""  #: form of the last file ("delta" or "in full", with the reason), as reported by the server
         self.newest: int | None = None  #: newest version at the server, by its last reply
         self.received = 0  #: bytes received in all bodies
+        self._read = ""  # what the server had read for its list when it last said so
 
     def stop(self) -> None:
         """Abort the transfer from another thread. Its waits for the server end, and `check_wanted` raises from now
@@ -267,7 +268,8 @@ class Transfer:
 
     def _check(self, response: http.client.HTTPResponse) -> None:
         """Record the newest version that a good reply names. Raises RefusedRequest for status 401, WireError for
-        another run or a missing file, and _BrokenOff for any other error, which is tried again."""
+        another run or a missing file, and _BrokenOff for any other error, which is tried again. A server that goes on
+        reading what is asked for lives, as if a byte had come."""
         if response.status in (200, 206, 304) and response.headers[RUN] == self._run:
             newest = response.headers[NEWEST]
             self.newest = int(newest) if newest and newest.isdecimal() else None
@@ -276,6 +278,9 @@ class Transfer:
             said = response.read(_LONGEST_TEXT).decode(errors="replace")[:200]
         if response.status == 401:
             raise RefusedRequest("key", f"refused by the weights server {self._source}", "that of the run")
+        if response.status == 503 and response.headers.get(READ, self._read) != self._read:
+            self._read, self._quiet_since = response.headers[READ], time.monotonic()
+            self._came(1)
         if response.status in (200, 206, 304, 409):
             raise WireError(f"{self._source} serves run {response.headers[RUN]}, not {self._run}")
         if response.status == 404:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from stretto.weights.manifest import LENGTH, WeightsManifest, read_header
 _LONGEST_HEADER = 1 << 28
 _PIECE = 1 << 20
 
-#: HTTP headers: the run, its newest version, and the encoding of a publication.
-RUN, NEWEST, FORM = "stretto-run", "stretto-newest", "stretto-form"
+#: HTTP headers: the run, its newest version, the encoding of a publication, and the bytes that the server has read so
+#: far for a list that it does not have yet.
+RUN, NEWEST, FORM, READ = "stretto-run", "stretto-newest", "stretto-form", "stretto-read"
 
 
 def manifest_of(file: int) -> tuple[WeightsManifest, int]:
@@ -40,12 +42,14 @@ class ModelFile(Record, frozen=True):
     digest: str
 
 
-def digest_of(path: Path) -> str:
-    """The 128-bit xxh3 of a file, in hexadecimal digits."""
+def digest_of(path: Path, read: Callable[[int], object] = lambda size: None) -> str:
+    """The 128-bit xxh3 of a file, in hexadecimal digits. `read` is called with the bytes of each piece: a large file on
+    a slow disk takes minutes."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
+            read(len(piece))
     return digest.hexdigest()
 
 
