@@ -261,6 +261,18 @@ class ChatServer(ABC):
         else:
             await call.reply(dialect.reply(request, found))
 
+    async def stream(self, call: ChatExchange, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`, which writes the reply to the request of `call`; it is cancelled if the client disconnects. A
+        stream of events gets a keep-alive event every 15 seconds, also while the request waits for an engine."""
+        request = call.request
+        assert request is not None
+
+        async def alive() -> None:
+            if call.write_now is not None:  # writes nothing before the headers, after the end, or to a client that lags
+                call.write_now(lambda: call.dialect.keep_alive)
+
+        await unless_gone(call.receive, work, alive, _KEEP_ALIVE_SECONDS if request.stream else None)
+
     async def models(self, call: ChatExchange) -> None:
         """Reply to ``GET /v1/models`` and ``GET /v1/models/NAME``. Raises NotServed (404) for another name."""
         name, created, most = self.model.name, self._created, self.model.rule.context

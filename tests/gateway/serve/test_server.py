@@ -67,6 +67,31 @@ async def test_a_stream_delivers_each_piece_when_its_token_is_there(byte_folder:
         assert (text, event["choices"][0]["finish_reason"]) == (whole["text"], whole["finish_reason"])
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/inference/v1/generate"])
+async def test_a_stream_that_waits_for_a_slot_says_that_it_lives(
+    byte_folder: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A proxy cuts a connection on which nothing has come for a minute, and the client would begin again at the end of
+    the queue. The engine samples nothing until the stream has said three times that it lives."""
+    monkeypatch.setattr("stretto_gateway.app._KEEP_ALIVE_SECONDS", 0.05)
+    engine = engine_of(byte_folder)
+    body = {
+        COMPLETIONS: asked(max_tokens=3),
+        CHAT: {"model": NAME, "messages": [{"role": "user", "content": "ab"}], "max_tokens": 3},
+    }.get(path, {"token_ids": [97, 98], "sampling_params": {"max_tokens": 3}})
+    async with served_engine(engine, byte_folder) as (client, _):
+        step, alive = engine.step, ""
+        engine.step = list  # type: ignore[method-assign]
+        async with client.stream("POST", path, json=body | {"stream": True}) as response:
+            async for line in response.aiter_lines():
+                alive += f"{line}\n"
+                if alive.count(": keep-alive") == 3:
+                    engine.step = step  # type: ignore[method-assign]
+        before, _, events = alive.rpartition(": keep-alive")
+        assert "finish_reason" not in before.replace('"finish_reason":null', "")
+        assert '"finish_reason":"' in events
+
+
 async def test_stop_texts_end_answers_wherever_they_are_cut(byte_folder: Path) -> None:
     tokenizer = load_tokenizer(byte_folder)
     engine = engine_of(byte_folder)

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stretto.core.engine import EngineHealth, NewToken
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, derive_seed
-from stretto.processes.http.asgi import header, unless_gone
+from stretto.processes.http.asgi import header
 from stretto.processes.http.names import HostNames
 from stretto.processes.http.prometheus import CONTENT_TYPE
 from stretto.processes.http.server import admit
@@ -156,7 +156,7 @@ class ServeApp(ChatServer):
                 await self.send(cast(Dialect, dialect), call, completing.turns(stream))
             else:
                 call.add_headers(choices.reply_headers(name))
-                await unless_gone(call.receive, completing.write(choices, call, stream))
+                await self.stream(call, completing.write(choices, call, stream))
         if completing.last_token is not None:
             first = completing.first_token if request.stream else None
             self._counters.completed(completing.prompt_tokens, completing.sampled, first, completing.last_token)
