@@ -82,6 +82,21 @@ def test_new_weights_interrupt_completions_and_each_token_is_of_its_version(
         )
 
 
+def test_no_weights_come_into_a_shared_model(folder: Path, data: list[stretto.Datum]) -> None:
+    shared = stretto.SharedModel(folder)
+    trainers = [stretto.Trainer(shared, lora=4, learning_rate=3e-2), stretto.Trainer(folder, learning_rate=3e-2)]
+    other, engine = stretto.Trainer(shared, lora=2), stretto.Engine.load(shared, cache_gib=0.02)
+    before = other.forward(data).logprobs
+    for trainer in trainers:
+        trainer.forward_backward(data)
+        trainer.optim_step()
+        with pytest.raises(stretto.DataError, match="shared model, which never change; load it with the trainer's lo"):
+            engine.update(trainer.weights())
+    assert engine.version == 0
+    assert other.forward(data).logprobs == before
+    assert engine.score([(*PROMPT, 3, 4)])[0] == pytest.approx(scored(other, (*PROMPT, 3, 4)), abs=1e-5)
+
+
 def test_adapters_beside_a_shared_model_are_the_merged_policy(folder: Path, data: list[stretto.Datum]) -> None:
     shared = stretto.SharedModel(folder)
     trainers = [stretto.Trainer(shared, lora=rank, learning_rate=3e-2) for rank in (2, 4)]

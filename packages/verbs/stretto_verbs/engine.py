@@ -152,7 +152,8 @@ class LocalEngine:
         adapters = lora_of(lora, "Engine.load: lora")
         _check_place(config, shared=isinstance(model, SharedModel), apart=apart, lora=adapters is not None)
         if isinstance(model, SharedModel):
-            return cls(SourceHere(_beside(model, adapters, config)), model.tokenizer, ledger)
+            source = SourceHere(_beside(model, adapters, config), fixed=adapters is None)
+            return cls(source, model.tokenizer, ledger)
         folder = Path(model).expanduser()
         tokenizer = load_tokenizer(folder)
         if apart:
@@ -169,7 +170,8 @@ class LocalEngine:
         sampled continue with the new weights from their next token on.
 
         Raises:
-            DataError: `weights` is not from a trainer, or from a trainer whose model has another tokenizer.
+            DataError: `weights` is not from a trainer, or from a trainer whose model has another tokenizer; or this
+                engine has a shared model without adapters.
             RefusedRequest: the weights are older than those in use, or (for engines apart) other ones of their version.
             TornPublication: the weights belong to another model.
             EngineLost: the engine is closed.

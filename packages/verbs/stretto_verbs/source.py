@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from stretto.core.canary import TensorDigest, differing
-from stretto.core.errors import EngineLost, RefusedRequest, StrettoError
+from stretto.core.errors import DataError, EngineLost, Problem, RefusedRequest, StrettoError
 from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.config import EngineConfig
@@ -37,7 +37,10 @@ from stretto_verbs.models import PolicyWeights, merged
 class SourceHere:
     """Runs the native engine in the thread of `background`. All methods but `close` must be called in that thread."""
 
-    def __init__(self, engine: NativeEngine) -> None:
+    def __init__(self, engine: NativeEngine, *, fixed: bool = False) -> None:
+        """Start to step the engine. `fixed`: its weights are also those of other engines and trainers, and never
+        change."""
+        self._fixed = fixed
         self._generation = SharedGeneration(engine)
         self._steps = background().start(self._generation.run())
 
@@ -87,11 +90,15 @@ class SourceHere:
         """Load new weights; completions that are being sampled continue with them.
 
         Raises:
+            DataError: the weights of this engine never change.
             RefusedRequest: the weights are older than those in use.
             TornPublication: the weights belong to another model.
             EngineLost: the engine is closed.
         """
         self._check_open()
+        if self._fixed:  # a copy into them would change the base of every trainer and engine of the shared model
+            told, remedy = "this engine samples by the weights of a shared model", "load it with the trainer's lora"
+            raise DataError([Problem("update", f"{told}, which never change", remedy)])
         self._generation.load(weights.version, weights.tensors)
 
     def close(self) -> None:
