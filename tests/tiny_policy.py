@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 
 TINY = BuildConfig(
@@ -41,3 +42,17 @@ def make_of_family(folder: Path, family: str, special: Mapping[str, Any], shape:
     )
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+SHORT = TINY.model_copy(update={"context_length": 16})
+#: OPT, as GPT-2, has learned positions: a token behind the context has none.
+LEARNED: Mapping[str, Any] = {"ffn_dim": 48, "word_embed_proj_dim": 32}
+#: In a folder each expert has tensors of its own, in the module all experts have one.
+EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def build_of_family(folder: Path, family: str, special: Mapping[str, Any], shape: BuildConfig = TINY) -> Path:
+    """A folder with a random model of another family and a tokenizer."""
+    build_policy(shape, folder, seed=1)
+    make_of_family(folder, family, special, shape, seed=5)
+    return folder

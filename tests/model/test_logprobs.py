@@ -110,6 +110,16 @@ def test_only_wanted_positions_are_answered_and_in_their_order() -> None:
     assert_close(ours, filtered_reference(build("eager"), drawn())[0][[1, 2, 4, 9]], FORWARD)
 
 
+def test_a_target_may_follow_the_last_token() -> None:
+    wanted, targets = [[1, len(one) - 1] for one in SEQUENCES], [[3, one[-1]] for one in SEQUENCES]
+    packed = [pack_tokens([one[:end] for one in SEQUENCES], wanted, targets=targets) for end in (None, -1)]
+    assert [one.input_ids.shape[1] for one in packed] == [13, 10]
+    longer, shorter = (token_logprobs(build(), one, drawn()).logprobs for one in packed)
+    assert_close(longer, shorter, FORWARD)
+    with pytest.raises(ValueError, match="wanted positions"):
+        pack_tokens([one[:-1] for one in SEQUENCES], wanted)
+
+
 ANSWERS = [(5, 12, 7, 4, 2), (3, 1), (5, 12, 7, 9), (3, 2, 2, 2), (5, 12, 7, 1, 1, 8)]
 PROMPTS = [3, 1, 3, 1, 3]
 

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Sampling, StopReason, Trajectory
+from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import hidden_states, pack_tokens
 from stretto.trainer.batch.minibatch import minibatch
 from stretto.trainer.batch.samples import Sample, samples_of
@@ -202,6 +203,23 @@ def test_only_answers_that_were_cut_off_have_a_value_after_their_last_token(toke
             ].tolist()
             assert plain[t.id] == near(alone[:-1], FORWARD, size=LOGITS)
             assert values[t.id] == near(alone[:-1] if t.member == 1 else alone, FORWARD, size=LOGITS)
+
+
+def test_the_last_state_of_an_answer_that_fills_the_context_has_a_value() -> None:
+    """Of learned positions there is none for a token more."""
+    given = batch(0)
+    fullest = max(len(g.prompt.token_ids) + len(t.token_ids) for g in given.groups for t in g.trajectories)
+    shape = GPT2Config(vocab_size=13, n_embd=16, n_layer=1, n_head=2, n_positions=fullest)
+    model = GPT2LMHeadModel._from_config(shape, attn_implementation=PACKED_ATTENTION)
+    critic = Critic(model, CONFIG, SETTINGS.model_copy(update={"truncated": "bootstrap"}))
+    with torch.no_grad():
+        critic._values.head.weight.copy_(torch.linspace(-0.5, 0.5, 16))
+    values = critic.token_values(given)
+    for group in given.groups:
+        for t in group.trajectories:
+            ids = group.prompt.token_ids + t.token_ids
+            alone = plain_values(critic._values.body, critic._values.head, ids)[len(group.prompt.token_ids) - 1 :]
+            assert values[t.id] == near(alone.tolist(), FORWARD, size=LOGITS)
 
 
 def test_an_answer_that_was_cut_off_bootstraps_from_its_last_state() -> None:

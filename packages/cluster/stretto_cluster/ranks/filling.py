@@ -114,8 +114,9 @@ class FolderWeights:
         FolderWeights(model).read("model.layers.0.mlp.up_proj.weight", (slice(0, 128), slice(None)))  # [128, W]
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.folder = Path(str(model.name_or_path))
+    def __init__(self, model: PreTrainedModel, folder: Path | None = None) -> None:
+        """Find the tensors of each parameter. `folder`: of a model with this config; None: the model's own."""
+        self.folder = Path(str(model.name_or_path)) if folder is None else folder
         self._model, self._files = model, weight_files(self.folder)
         mapping = get_model_conversion_mapping(model)
         self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
@@ -132,7 +133,7 @@ class FolderWeights:
         return set(self._sources)
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Read the slices `part` (one per axis) of a parameter, in the folder's dtype."""
+        """Read the slices `part` (one per axis; none: all) of a parameter, in the folder's dtype."""
         (source, pattern), *_ = self._sources[name]
         if pattern is None:
             return self._tensor(source, part)

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.core.errors import StoreError
+from stretto.model.hf.filling import FolderWeights
+from stretto.model.hf.inspection import BrokenHeader
 from stretto.trainer.adapters import ADAPTER, adapted_layers, adapter_parameters
 from stretto.weights.mailbox import LORA_A, LORA_B
 from stretto_tinker.wire.bodies import Lora
@@ -95,19 +97,24 @@ def read_adapters(folder: Path, model: PreTrainedModel) -> None:
     _copy(ours, folder / ADAPTERS)
 
 
+@torch.no_grad()
 def read_policy(folder: Path, model: PreTrainedModel) -> None:
-    """Load the weights of a whole model, which are in the folder `POLICY`, into a model.
+    """Load the weights of a whole model, which are in the folder `POLICY`, into a model. They have the names of a
+    folder of transformers, in which an expert of a mixture has tensors of its own.
 
     Raises:
-        StoreError: files are missing or damaged, or their tensors have other names or shapes.
+        StoreError: files are missing or damaged, or their tensors have other names or shapes; the model may hold a part
+            of them then.
     """
-    found: dict[str, Tensor] = {}
     try:
-        for file in sorted((folder / POLICY).glob("*.safetensors")):
-            found |= load_file(file)
-    except (OSError, SafetensorError) as error:
+        source = FolderWeights(model, folder / POLICY)
+        for name, one in model.named_parameters():
+            found = source.read(name, ()) if name in source.names else None
+            if found is None or found.shape != one.shape:
+                raise StoreError(f"{folder.name} is of a model of another shape, by {name}")
+            one.copy_(found)
+    except (OSError, SafetensorError, BrokenHeader) as error:
         raise StoreError(f"{folder.name} is not whole: {error}") from None
-    _take({name: one for name, one in model.named_parameters() if name in found or one.requires_grad}, found, folder)
 
 
 def write_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

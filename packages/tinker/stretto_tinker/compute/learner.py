@@ -48,6 +48,7 @@ class Learner:
         gradients are trained. `micro_batch_tokens`: most tokens of a micro-batch. `write`, `read`: save weights to a
         folder, and load them."""
         self._model, self._tokens, self._write, self._read = model, micro_batch_tokens, write, read
+        self._context: int = model.config.get_text_config().max_position_embeddings
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._adamw = torch.optim.AdamW(self._parameters, fused=True)
 
@@ -90,8 +91,9 @@ class Learner:
         backward: bool,
     ) -> float:
         chosen, device = [data[at] for at in part], self._model.device
-        # The last target is appended to the inputs: target i is then the token to predict at position i + 1.
-        sequences = [[*one.tokens.tolist(), int(one.targets.flat[-1])] for one in chosen]
+        # The last target is appended to the inputs: target i is then the token to predict at position i + 1. Behind a
+        # sequence as long as the context it would have a position that learned positions do not have.
+        sequences = [[*one.tokens.tolist(), int(one.targets.flat[-1])][: self._context] for one in chosen]
         wanted = [np.repeat(np.arange(1, len(one.tokens) + 1), one.width) for one in chosen]
         packed = pack_tokens(sequences, wanted, device, targets=[one.targets.ravel() for one in chosen])
         with torch.set_grad_enabled(backward):

@@ -171,8 +171,9 @@ def pack_tokens(
     """Pack sequences of token ids into one row.
 
     `wanted`: for each sequence, the positions whose tokens are scored; None: all but the first. `targets`: tokens to
-    score at these positions; None: the tokens of the sequences. `prompts`: length of each sequence's prompt. Sequences
-    with equal prompts share the prompt's computation; then no position within the prompt may be wanted.
+    score at these positions, one of which may be the position after the last token; None: the tokens of the sequences.
+    `prompts`: length of each sequence's prompt. Sequences with equal prompts share the prompt's computation; then no
+    position within the prompt may be wanted.
 
     A last sequence of filler tokens pads the row to a `round_length`. Without any sequence the row is one filler token,
     so that a rank without work can run a forward pass.
@@ -193,7 +194,8 @@ def pack_tokens(
     starts = packing.starts.tolist()
     at, before = list[Ints](), list[Ints]()
     for s, (row, inside, (source, prefix)) in enumerate(zip(rows, places, prefixes, strict=True)):
-        if len(inside) and not max(1, prefix) <= inside.min() <= inside.max() < len(row):
+        end = len(row) + (targets is not None)
+        if len(inside) and not max(1, prefix) <= inside.min() <= inside.max() < end:
             found = f"wanted positions {inside.tolist()} of a sequence of {len(row)}"
             raise ValueError(f"{found}: after the first, inside it")
         own = inside + (starts[s] - prefix)

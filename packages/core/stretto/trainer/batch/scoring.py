@@ -30,7 +30,7 @@ def score_tokens(
     every rank; all ranks must call it.
 
     `capacity`: most tokens of a forward pass. `evaluate` returns one score per wanted token. A path for which
-    `continues` is true gets one score more, of the state after its last token (computed with a filler token).
+    `continues` is true gets one score more, of the state after its last token.
 
     Raises:
         BoundViolated: the checksum of a segment does not match, or a token was sampled without any context.
@@ -62,13 +62,13 @@ class _Scored:
 
 
 def _scored(path: PathTokens, continues: bool) -> _Scored:
-    token_ids, places = path.token_ids, path.places
-    if continues:
-        token_ids, places = np.append(token_ids, np.int32(0)), np.append(places, np.int32(len(token_ids)))
-    return _Scored(path.id, token_ids, path.prompt_tokens, places)
+    places = np.append(path.places, np.int32(len(path.token_ids))) if continues else path.places
+    return _Scored(path.id, path.token_ids, path.prompt_tokens, places)
 
 
 def _packed(scored: Sequence[_Scored], device: torch.device) -> PackedTokens:
     # As in `minibatch.py`: on the CPU the paths share the computation of their prompt.
     prompts = None if device.type == "cuda" else [one.prompt_tokens for one in scored]
-    return pack_tokens([one.token_ids for one in scored], [one.places for one in scored], device, prompts)
+    # After the last token any token is scored: a token more would have a position that learned positions may not have.
+    targets = [np.append(one.token_ids, np.int32(0))[one.places] for one in scored]
+    return pack_tokens([one.token_ids for one in scored], [one.places for one in scored], device, prompts, targets)
