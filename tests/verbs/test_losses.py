@@ -2,7 +2,8 @@
 
 - Value and gradient of losses are those of an independent computation on transformers' own forward, to 1e-5, however
   the data is packed; a function of the user's too. The equations of all losses are in tests/trainer/test_objectives.py.
-- Gradients of several calls add up; targets may be other tokens than those of the sequence.
+- Gradients of several calls add up; targets may be other tokens than those of the sequence, of some data or of all.
+- A proximal policy anchors the losses that look at one, and changes nothing of the others.
 """
 
 import inspect
@@ -13,9 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import stretto
+from tests.tiny_policy import LEARNED, SHORT, build_of_family
+from tests.trainer.batches import batch
 from tests.verbs.plain import plain_logprobs, plain_model
 
 Term = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -101,6 +106,22 @@ def test_a_loss_is_that_of_plain_torch(
         assert logprobs == pytest.approx(plain_logprobs(model, datum).tolist(), abs=TOLERANCE)
 
 
+def test_a_function_sees_all_of_a_batch_whatever_its_name(folder: Path) -> None:
+    seen = list[Sequence[stretto.Datum]]()
+
+    def cross_entropy(logprobs: Sequence[Tensor], data: Sequence[stretto.Datum]) -> Tensor:
+        seen.append(data)
+        return -torch.cat(list(logprobs)).sum()
+
+    def another(logprobs: Sequence[Tensor], data: Sequence[stretto.Datum]) -> Tensor:
+        return cross_entropy(logprobs, data)
+
+    for loss in (cross_entropy, another):
+        stretto.Trainer(folder).forward_backward(batch(0), loss)
+    assert seen[0] == seen[1]
+    assert min(min(one.logprobs) for one in seen[0]) < -1 < max(max(one.advantages) for one in seen[0]) != 1
+
+
 def test_gradients_of_several_calls_add_up(folder: Path, data: list[stretto.Datum]) -> None:
     whole, parts = stretto.Trainer(folder), stretto.Trainer(folder)
     whole.forward_backward(data, "cross_entropy", aggregation="sum")
@@ -116,6 +137,61 @@ def test_targets_may_be_other_tokens_than_those_of_the_sequence(folder: Path) ->
     found = trainer.forward_backward([datum], "cross_entropy", aggregation="sum")
     assert found.logprobs[0] == pytest.approx(expected.tolist(), abs=TOLERANCE)
     assert found.loss == pytest.approx(-float((expected * torch.tensor(datum.weights)).sum()), abs=TOLERANCE)
+
+
+@st.composite
+def data_of_all_kinds(draw: st.DrawFn) -> list[stretto.Datum]:
+    """Data whose targets are the next tokens, others, or three a position; some positions may have no weight."""
+    made, tokens = list[stretto.Datum](), st.integers(2, 21)
+    for width in draw(st.lists(st.sampled_from([0, 1, 3]), min_size=2, max_size=4)):
+        read = draw(st.lists(tokens, min_size=1, max_size=6))
+        targets: Any = (*read[1:], draw(tokens))
+        if width:
+            rows = [draw(st.tuples(*[tokens] * width)) for _ in read]
+            targets = tuple(row[0] if width == 1 else row for row in rows)
+        weights = tuple(float(draw(st.sampled_from([0, 1, 1]))) for _ in read)
+        soft = tuple((weight,) * 3 for weight in weights)
+        made.append(stretto.Datum(tuple(read), targets, soft if width == 3 else weights))
+    return made
+
+
+@pytest.fixture(scope="module")
+def any_trainer(folder: Path) -> stretto.Trainer:
+    return stretto.Trainer(folder)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=data_of_all_kinds())
+def test_every_datum_is_scored_as_it_is_alone_whatever_stands_beside_it(
+    any_trainer: stretto.Trainer, data: list[stretto.Datum]
+) -> None:
+    any_trainer.gradient = [None for _ in any_trainer.gradient]
+    together = any_trainer.forward_backward(data, "cross_entropy", aggregation="sum")
+    alone = [any_trainer.forward_backward([one], "cross_entropy", aggregation="sum") for one in data]
+    assert together.loss == pytest.approx(sum(one.loss for one in alone), abs=TOLERANCE)
+    for ours, theirs in zip(together.logprobs, alone, strict=True):
+        assert ours == pytest.approx(theirs.logprobs[0], abs=TOLERANCE)
+
+
+def summed(logprobs: Sequence[Tensor], data: Sequence[stretto.Datum]) -> Tensor:
+    return -torch.cat(list(logprobs)).sum()
+
+
+@pytest.mark.parametrize("capacity", [4096, 6], ids=["together", "one_by_one"])
+@pytest.mark.parametrize("loss", ["cross_entropy", summed])
+def test_a_sequence_may_fill_the_context_of_learned_positions(tmp_path: Path, loss: Any, capacity: int) -> None:
+    folder = build_of_family(tmp_path / "opt", "opt", LEARNED, SHORT)
+    model, total = plain_model(folder), torch.zeros(())
+    data = [stretto.Datum(tuple(range(2, 2 + length)), tuple(range(3, 3 + length))) for length in (16, 15, 3)]
+    trainer = stretto.Trainer(folder, micro_batch_tokens=capacity)
+    found = trainer.forward_backward(data, loss, aggregation="sum")
+    for datum, ours in zip(data, found.logprobs, strict=True):
+        theirs = plain_logprobs(model, datum)
+        assert ours == pytest.approx(theirs.tolist(), abs=TOLERANCE)
+        total = total - theirs.sum()
+    total.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert largest_error(gradients(trainer), expected) < TOLERANCE
 
 
 def soft_data() -> list[stretto.Datum]:
@@ -180,6 +256,19 @@ def test_a_proximal_policy_of_before_anchors_later_steps(folder: Path, data: lis
     ]
     assert later.metrics["ratio_mean"] == pytest.approx(float(torch.tensor(ratios).exp().mean()), abs=1e-4)
     assert abs(later.metrics["ratio_mean"] - 1) > 1e-4
+
+
+def test_likelihood_does_not_look_at_a_proximal_policy(folder: Path, data: list[stretto.Datum]) -> None:
+    anchored, plain = (stretto.Trainer(folder, learning_rate=1e-1) for _ in range(2))
+    before = anchored.forward(data)
+    for trainer in (anchored, plain):
+        trainer.forward_backward(data, "cross_entropy")
+        trainer.optim_step()
+    found = anchored.forward_backward(data, "cross_entropy", proximal=before)
+    expected = plain.forward_backward(data, "cross_entropy")
+    assert before.logprobs != found.logprobs == expected.logprobs
+    assert found.loss == expected.loss
+    assert largest_error(gradients(anchored), gradients(plain)) == 0.0
 
 
 def test_completions_are_as_long_as_those_of_an_engine_unless_it_is_said(

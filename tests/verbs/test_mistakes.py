@@ -73,6 +73,9 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([SAMPLED], "poo", {}, r"forward_backward: loss: kind 'poo' is unknown.*did you mean 'ppo'\?"),
         ([SAMPLED], "ppo", {"agregation": "sum"}, r"forward_backward: agregation: unknown key; did you mean 'agg"),
         ([SAMPLED], "ppo", {"advantages": "group"}, r"advantages: is for a batch of groups, .*; leave it out"),
+        ([SAMPLED], "ppo", {"reference": {"into": "reward"}}, r'reference: is for a batch .*; .* give into = "loss"'),
+        ([TOLD], lambda logprobs, data: logprobs[0].sum(), {"correction": "truncate"}, "correction: is no part of"),
+        ([TOLD], lambda logprobs, data: logprobs[0].sum(), {"aggregation": "fixed_length"}, "aggregation: is no part"),
         ([TOLD], lambda logprobs: logprobs[0].sum(), {}, "<lambda>: too many positional arguments; it is called with"),
         ([TOLD], lambda logprobs, data: 3.0, {}, r"loss: <lambda> returned 3.0; one number is needed, a tensor"),
         ([TOLD], lambda logprobs, data: (logprobs[0].sum(), {}, 3), {}, "one number is needed"),
@@ -81,7 +84,7 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([TOLD], lambda *_: torch.zeros((), requires_grad=True) * 2, {}, "computed from the log-probabilities"),
         ([TOLD], lambda logprobs, data: torch.zeros(()), {}, r"returned tensor\(0.\); .*from the log-probabilities"),
     ],
-    ids=range(23),
+    ids=range(26),
 )
 def test_data_and_losses(
     trainer: stretto.Trainer, data: Any, loss: Any, settings: dict[str, Any], message: str

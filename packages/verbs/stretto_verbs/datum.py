@@ -138,14 +138,20 @@ def listed(data: Any, place: str) -> Data:
     return found
 
 
-def sample_of(datum: Datum, number: int, *, sampled: bool) -> Sample:
-    """Convert a datum to the trainer's `Sample`, with `number` as its id. `sampled`: take over log-probabilities and
-    advantages, which the datum must have (`check_sampled`); otherwise all advantages are 1."""
+def sample_of(datum: Datum, number: int, *, sampled: bool, longest: int | None = None) -> Sample:
+    """Convert a datum to the trainer's `Sample`, with `number` as its id.
+
+    Args:
+        sampled: take over log-probabilities and advantages, which the datum must have (`check_sampled`); otherwise all
+            advantages are 1.
+        longest: the model's context length in tokens, with which learned positions end; None: not reached.
+    """
     trained, width = datum.trained, datum.width
-    as_read = width == 1 and datum.targets[:-1] == datum.token_ids[1:]
+    tokens = (*datum.token_ids, _row(datum.targets[-1])[-1])[:longest]
+    as_read = width == 1 and (*datum.token_ids[:1], *datum.targets) == tokens
     return Sample(
         id=str(number),
-        token_ids=(*datum.token_ids, _row(datum.targets[-1])[-1]),
+        token_ids=tokens,
         prompt_tokens=0,
         loss_positions=np.repeat(np.asarray(trained, np.int64) + 1, width),
         behavior_logprobs=tuple(datum.logprobs[at] for at in trained) if sampled else (),

@@ -16,6 +16,7 @@ from stretto.trainer.batch.minibatch import Minibatch
 from stretto.trainer.batch.samples import Sample, scored_of
 from stretto.trainer.objective.aggregation import Aggregation
 from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.optimizer import Learner
 from stretto_verbs.arguments import plain
 
@@ -37,6 +38,11 @@ class Wanted:
     algorithm: AlgorithmConfig
     aggregation: Aggregation | Literal["sum"]
     own: LossFunction | None = None
+
+    @property
+    def likelihood(self) -> bool:
+        """Whether the loss is maximum likelihood; a function of this name is not."""
+        return self.own is None and self.name == CROSS_ENTROPY
 
     @property
     def sampled(self) -> bool:
@@ -142,9 +148,9 @@ def own_gradient(
 
 
 def _by_position(logprobs: Tensor, sample: Sample) -> Tensor:
-    """Reshape a sample's log-probabilities to [T], or to [T, K] with K targets at each position; T is the number of its
-    tokens less one."""
-    positions = len(sample.token_ids) - 1
+    """Reshape a sample's log-probabilities to [T], or to [T, K] with K targets at each position; T is its last scored
+    position."""
+    positions = int(scored_of(sample)[-1])
     return logprobs.reshape(positions, -1) if len(logprobs) > positions else logprobs
 
 
@@ -194,6 +200,8 @@ def check_own(loss: Wanted, proximal: object, place: str) -> None:
         "proximal": proximal is not None,
         "reference": loss.algorithm.divergence("loss") is not None,
         "entropy_bonus": loss.algorithm.entropy_bonus > 0,
+        "correction": loss.algorithm.correction != CORRECTIONS("mask"),
+        "aggregation": loss.aggregation in ("sequence_mean", "fixed_length"),
     }
     told, remedy = f"is no part of {loss.name}, which is a function", "let the function compute it, or leave it out"
     if problems := [Problem(f"{place}: {name}", told, remedy) for name, given in unheeded.items() if given]:
@@ -201,13 +209,16 @@ def check_own(loss: Wanted, proximal: object, place: str) -> None:
 
 
 def check_data_settings(settings: Mapping[str, Any], place: str) -> None:
-    """Check that `settings` have none for computing advantages: a list of data has its own advantages. `place`: name of
-    the called method, for messages.
+    """Check that `settings` have none for computing advantages, nor a divergence in their rewards: a list of data has
+    its own advantages. `place`: name of the called method, for messages.
 
     Raises:
         RecipeError: such a setting is given; names each of them.
     """
-    of_batches = ("advantages", "shaping")
+    of_batches = [name for name in ("advantages", "shaping") if name in settings]
+    reference = settings.get("reference")
+    of_batches += ["reference"] if isinstance(reference, Mapping) and reference.get("into") == "reward" else []
     told = "is for a batch of groups, and these data have advantages of their own"
-    if problems := [Problem(f"{place}: {name}", told, "leave it out") for name in of_batches if name in settings]:
+    remedies = {"reference": 'leave it out, or give into = "loss"'}
+    if problems := [Problem(f"{place}: {one}", told, remedies.get(one, "leave it out")) for one in of_batches]:
         raise RecipeError(problems)

@@ -419,7 +419,7 @@ class LocalTrainer:
         check_data(data, self._vocabulary, self._longest, place)
         if sampled:
             check_sampled(data, loss.name, place)
-        return [sample_of(one, number, sampled=sampled) for number, one in enumerate(data)]
+        return [sample_of(one, number, sampled=sampled, longest=self._longest) for number, one in enumerate(data)]
 
     def _of_batch(self, batch: Batch, loss: Wanted, place: str) -> list[Sample]:
         check_batch(batch, self.version, self._vocabulary, self._mark, place)
@@ -429,7 +429,7 @@ class LocalTrainer:
             found = samples_of(batch, loss.algorithm, longest, reference_logprobs=reference.token_logprobs(batch))
         else:
             found = samples_of(batch, loss.algorithm, longest)
-        return as_likelihood(found.samples) if loss.name == CROSS_ENTROPY else list(found.samples)
+        return as_likelihood(found.samples) if loss.likelihood else list(found.samples)
 
     def _part(self, samples: Sequence[Sample], aggregation: Any) -> Minibatch:
         device, longest = self._learner.model.device, self._sampling.max_tokens

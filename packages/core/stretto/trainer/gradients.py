@@ -100,7 +100,8 @@ class Gradients:
             scored, entropy = self._learner.logprobs(micro.packed, entropy=self._entropy)
             policy, entropy = of_loss(micro, scored), None if entropy is None else of_loss(micro, entropy)
             before = policy.detach() if first else (proximal[index] if proximal is not None else None)
-            behavior = micro.behavior_logprobs if len(micro.behavior_logprobs) else policy.detach()
+            own = policy.detach() if before is None else before
+            behavior = micro.behavior_logprobs if len(micro.behavior_logprobs) else own  # unknown: nothing to correct
             tokens = LossTokens(
                 behavior_logprobs=behavior,
                 anchor_logprobs=anchor_logprobs(self._anchor, policy.detach(), before, behavior, micro.staleness),

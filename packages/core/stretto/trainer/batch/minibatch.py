@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -112,7 +113,7 @@ class MicroBatch:
     """Samples computed in one forward and backward pass."""
 
     packed: PackedTokens
-    behavior_logprobs: Tensor  # [N]; empty if unknown, then the policy's own log-probabilities are used
+    behavior_logprobs: Tensor  # [N]; empty if unknown, then the proximal policy counts as the one that sampled
     advantages: Tensor  # [N]
     staleness: Tensor  # [N], versions
     scale: Tensor  # [N], weight of each token in the minibatch's mean
@@ -202,8 +203,14 @@ def _packed(samples: Sequence[Sample], device: torch.device) -> PackedTokens:
     # Flash attention needs every sequence in full; on the CPU the samples of one prompt share its computation.
     prompts = None if device.type == "cuda" else [sample.prompt_tokens for sample in samples]
     wanted = [scored_of(sample) for sample in samples]
-    targets = [sample.targets for sample in samples] if any(len(sample.targets) for sample in samples) else None
+    targets = list(map(_targets, samples)) if any(len(sample.targets) for sample in samples) else None
     return pack_tokens([sample.token_ids for sample in samples], wanted, device, prompts, targets)
+
+
+def _targets(sample: Sample) -> npt.NDArray[np.int32]:
+    """The tokens [M] that are scored at the scored positions of a sample."""
+    given, scored = np.asarray(sample.targets, np.int32), np.asarray(scored_of(sample), np.int64)
+    return given if len(given) else np.asarray(sample.token_ids, np.int32)[scored]
 
 
 def _chosen(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
