@@ -1,5 +1,5 @@
-"""Models of other families than Llama's, without HTTP: a whole mixture of experts comes back from its files bit for bit,
-and a sequence may fill the context of learned positions.
+"""Models of other families than Llama's, without HTTP: a whole mixture of experts comes back from its files bit for
+bit, and a sequence may fill the context of learned positions.
 """
 
 from __future__ import annotations
