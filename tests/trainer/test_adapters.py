@@ -3,6 +3,7 @@ an engine's model with them is the policy that was trained; the policy at the st
 second model; a checkpoint holds the adapters alone, and peft reads what is saved of them.
 """
 
+import json
 from pathlib import Path
 
 import peft
@@ -108,6 +109,24 @@ def test_a_checkpoint_holds_the_adapters_and_goes_on(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
     with pytest.raises(StoreError, match=r"is of another model; these parameters differ: .*lora_A"):
         Trainer(tiny(), CONFIG, AlgorithmConfig()).load_checkpoint(tmp_path / "v2")
+
+
+def test_a_checkpoint_of_adapters_with_another_scale_is_refused(tmp_path: Path) -> None:
+    trainer = adapted()
+    trainer.train(batch(0))
+    trainer.save_checkpoint(tmp_path / "v1")
+    model = tiny()
+    adapt(model, LORA.model_copy(update={"alpha": 3 * LORA.alpha}))
+    other = Trainer(model, CONFIG, AlgorithmConfig())
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(StoreError, match=r"is of other adapters: their scale alpha / rank is .*, and here it is "):
+        other.load_checkpoint(tmp_path / "v1")
+    assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
+    position = json.loads((tmp_path / "v1" / "trainer.json").read_bytes())
+    assert position.pop("scale") == LORA.alpha / LORA.rank
+    (tmp_path / "v1" / "trainer.json").write_text(json.dumps(position))  # as earlier versions wrote it
+    other.load_checkpoint(tmp_path / "v1")
+    assert other.version == 1
 
 
 def test_peft_reads_what_is_saved_of_them(tmp_path: Path) -> None:

@@ -55,6 +55,16 @@ def test_steps_are_those_of_adamw_with_their_own_numbers(folder: Path, data: lis
         assert torch.allclose(parameter, theirs[name], atol=2e-5), name
 
 
+def test_a_gradient_of_any_layout_in_memory_is_the_same_step(folder: Path, data: list[stretto.Datum]) -> None:
+    trainers = [stretto.Trainer(folder, learning_rate=1e-2) for _ in range(2)]
+    for trainer in trainers:
+        trainer.forward_backward(data)
+    trainers[1].gradient = [one.t().contiguous().t() if one is not None else None for one in trainers[1].gradient]
+    for trainer in trainers:
+        trainer.optim_step()
+    assert trainers[0].forward(data).logprobs == trainers[1].forward(data).logprobs
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, data: list[stretto.Datum]) -> None:
     trainer = stretto.Trainer(folder)
     before = trainer.forward(data).logprobs

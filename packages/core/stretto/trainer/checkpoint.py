@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stretto.core.errors import UNREADABLE, StoreError, described
+from stretto.trainer.adapters import ADAPTER, adapted_layers
 from stretto.trainer.optimizer import MOMENTS, Optimizer
 from stretto.trainer.ranks import Ranks
 
@@ -52,14 +53,15 @@ _SHOWN = 4  # names in a message
 _ERRORS = (OSError, RuntimeError, ValueError, SafetensorError, CheckpointException)
 
 
-class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of ``trainer.json``.
+class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Contents of ``trainer.json``. `scale`: alpha / rank of the adapters; None: without adapters, or not recorded.
 
     Example: ``TrainerPosition(version=50, bad_steps_in_a_row=0)``
     """
 
     version: int
     bad_steps_in_a_row: int
+    scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class TrainerState:
     @classmethod
     def of(cls, optimizer: Optimizer, version: int) -> Self:
         """Copy the parameters and the optimizer's state to the CPU; `version`: version of the policy."""
-        position = TrainerPosition(version=version, bad_steps_in_a_row=optimizer.bad_steps_in_a_row)
+        position = TrainerPosition(version, optimizer.bad_steps_in_a_row, _scale(optimizer))
         ranks = optimizer.ranks
         return cls(position, {name: ranks.copy_to_cpu(tensor) for name, tensor in _state(optimizer).items()}, ranks)
 
@@ -177,15 +179,16 @@ def load(folder: Path, optimizer: Optimizer) -> int:
             also if a file cannot be read to its end; then the state is partly overwritten and training cannot
             continue.
     """
-    ours, ranks = _state(optimizer), optimizer.ranks
+    ours, ranks, scale = _state(optimizer), optimizer.ranks, _scale(optimizer)
     try:
         with _no_group_warning():
             if ranks.count > 1 or optimizer.device.type != "cpu":  # in place, so that no GPU holds its part twice
-                position = _read(folder, ours) if _all_read(folder, ranks) else _receive(folder, ours, ranks)
+                seen = _all_read(folder, ranks)
+                position = _read(folder, ours, scale) if seen else _receive(folder, ours, ranks, scale)
                 found = {_STEPS: ours[_STEPS]}
             else:
                 found = {name: torch.empty_like(tensor) for name, tensor in ours.items()}
-                position = _read(folder, found)
+                position = _read(folder, found, scale)
     except torch.OutOfMemoryError:
         raise
     except (*_ERRORS, *UNREADABLE) as error:
@@ -199,19 +202,19 @@ def load(folder: Path, optimizer: Optimizer) -> int:
     return position.version
 
 
-def _read(folder: Path, found: dict[str, Tensor]) -> TrainerPosition:
+def _read(folder: Path, found: dict[str, Tensor], scale: float | None) -> TrainerPosition:
     """Fill `found` from the folder; each rank reads its own part. Raises StoreError if the checkpoint is damaged or of
-    another model."""
-    reader, position = _checked(folder, found)
+    another model. `scale`: of the adapters here (`TrainerPosition`)."""
+    reader, position = _checked(folder, found, scale)
     state_dict_loader.load(found, storage_reader=reader)
     return position
 
 
 @torch.no_grad()
-def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks) -> TrainerPosition:
+def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks, scale: float | None) -> TrainerPosition:
     """Fill `found` in place. Rank 0 reads all files, about one at a time, and sends each rank its shard. Raises
-    StoreError if the checkpoint is damaged or of another model."""
-    reader, position = _checked(folder, found) if ranks.rank == 0 else (None, TrainerPosition(0, 0))
+    StoreError if the checkpoint is damaged or of another model. `scale`: of the adapters here (`TrainerPosition`)."""
+    reader, position = _checked(folder, found, scale) if ranks.rank == 0 else (None, TrainerPosition(0, 0))
     version, bad_steps = ranks.broadcast([position.version, position.bad_steps_in_a_row])
     for names in _by_file(_files(found, 1)):
         whole = dict[str, Tensor]()
@@ -223,12 +226,22 @@ def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks) -> Trainer
     return TrainerPosition(version, bad_steps)
 
 
-def _checked(folder: Path, wanted: Mapping[str, Tensor]) -> tuple[HuggingFaceStorageReader, TrainerPosition]:
+def _checked(
+    folder: Path, wanted: Mapping[str, Tensor], scale: float | None
+) -> tuple[HuggingFaceStorageReader, TrainerPosition]:
     reader = HuggingFaceStorageReader(str(folder))
     position = msgspec.json.decode((folder / _POSITION).read_bytes(), type=TrainerPosition)
     theirs = reader.read_metadata().state_dict_metadata
     _refuse_another_model(folder, theirs, {name: tensor.shape for name, tensor in wanted.items()})
+    if None not in (scale, position.scale) and scale != position.scale:
+        told = f"their scale alpha / rank is {position.scale:g}, and here it is {scale:g}"
+        raise StoreError(f"checkpoint {folder} is of other adapters: {told}")
     return reader, position
+
+
+def _scale(optimizer: Optimizer) -> float | None:
+    """Alpha / rank of the adapters that are trained; None without adapters."""
+    return next((layer.scaling[ADAPTER] for layer in adapted_layers(optimizer.trained).values()), None)
 
 
 def _trained(optimizer: Optimizer) -> list[tuple[str, Tensor]]:

@@ -32,10 +32,12 @@ def gradient_of(model: nn.Module) -> Gradient:
 
 
 def set_gradient(model: nn.Module, gradient: Gradient) -> None:
-    """Replace the gradients of the model's trained parameters."""
+    """Replace the gradients of the model's trained parameters. A gradient with another layout in memory than its
+    parameter is copied: torch's fused AdamW goes through both by address, and would pair other numbers."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter, one in zip(trained, gradient, strict=True):
-        parameter.grad = one
+        alike = one is None or one.shape != parameter.shape or one.stride() == parameter.stride()
+        parameter.grad = one if alike else torch.empty_like(parameter).copy_(one)
 
 
 @contextmanager
