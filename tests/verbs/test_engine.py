@@ -26,8 +26,11 @@ from hypothesis import strategies as st
 
 import stretto
 from stretto.core.errors import EngineLost, TornPublication
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.folder import load_policy, save_policy
 from stretto_verbs.background import background
 from tests.launch.running import wait_until
+from tests.tiny_policy import TINY
 from tests.verbs.plain import plain_model
 
 PROMPT = (5, 12, 8)
@@ -80,6 +83,26 @@ def test_new_weights_interrupt_completions_and_each_token_is_of_its_version(
         assert list(one.logprobs) == pytest.approx(
             [expected[version][at] for at, version in enumerate(one.versions)], abs=1e-4
         )
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.usefixtures("warm")
+def test_adapters_come_to_their_own_base_in_any_dtype_and_to_no_other(
+    folder: Path, data: list[stretto.Datum], tmp_path: Path, apart: bool
+) -> None:
+    build_policy(TINY, tmp_path / "other", seed=2)  # of the same shapes and tokenizer
+    save_policy(load_policy(folder), folder, tmp_path / "half", dtype="bfloat16")
+    trainer = stretto.Trainer(folder, lora=4)
+    trainer.forward_backward(data)
+    trainer.optim_step()
+    with stretto.Engine.load(tmp_path / "half", apart=apart, cache_gib=0.02) as engine:
+        assert engine.update(trainer.weights()) == 1
+    with stretto.Engine.load(tmp_path / "other", apart=apart, cache_gib=0.02) as engine:
+        with pytest.raises(stretto.DataError, match="trained beside other weights than those of .*other, by model.*"):
+            engine.update(trainer.weights())
+        assert engine.version == 0
+        engine.update(stretto.Trainer(folder).weights())  # a whole policy has its base in it
+        assert engine.update(trainer.weights()) == 1
 
 
 def test_no_weights_come_into_a_shared_model(folder: Path, data: list[stretto.Datum]) -> None:

@@ -8,6 +8,7 @@
 
 import contextlib
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +23,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import stretto
+from stretto.core.errors import StoreError
+from stretto.model.hf.build import build_policy
 from stretto.store.lock import is_held
 from stretto_verbs.models import merged
+from tests.tiny_policy import TINY
 from tests.verbs.plain import plain_logprobs, plain_model
 
 
@@ -137,6 +141,23 @@ def test_adapters_of_one_model_are_trained_apart(folder: Path, data: list[strett
     assert first.forward(data).logprobs != before
     assert second.forward(data).logprobs == before
     assert first.weights().bytes < second.weights().bytes  # adapters alone, of another rank
+
+
+def test_saved_adapters_go_on_beside_their_own_base_alone(
+    folder: Path, data: list[stretto.Datum], tmp_path: Path
+) -> None:
+    build_policy(TINY, tmp_path / "other", seed=2)  # of the same shapes and tokenizer
+    trainer = stretto.Trainer(folder, lora=4)
+    trainer.forward_backward(data)
+    trainer.optim_step()
+    saved = trainer.save(tmp_path / "saved")
+    stranger = stretto.Trainer(tmp_path / "other", lora=4)
+    before = stranger.forward(data).logprobs
+    with pytest.raises(StoreError, match="is of adapters to another model, by "):
+        stranger.load(tmp_path / "saved")
+    assert stranger.forward(data).logprobs == before
+    assert stretto.Trainer(folder, lora=4).load(tmp_path / "saved") == 1
+    assert sorted(json.loads((saved / "base.json").read_bytes()))[-1] == "model.norm.weight"
 
 
 @pytest.mark.parametrize("lora", [None, 4], ids=["whole", "adapters"])

@@ -43,7 +43,7 @@ from stretto_verbs.arguments import (
 from stretto_verbs.background import background
 from stretto_verbs.completion import TextCompletion, mark_of
 from stretto_verbs.ledger import FolderLedger, TicketsInFlight, turn_seeds
-from stretto_verbs.models import MODEL, Lora, PolicyWeights, SharedModel, lora_of
+from stretto_verbs.models import MODEL, Lora, PolicyWeights, SharedModel, check_base, lora_of
 from stretto_verbs.source import SourceApart, SourceHere
 
 _END_SECONDS = 7.0
@@ -106,8 +106,11 @@ class LocalEngine:
             raise RecipeError([Problem("Engine", f"{given[0]!r:.80}", "write stretto.Engine.load(...)")])
         return super().__new__(cls)
 
-    def __init__(self, source: CompletionSource, tokenizer: Tokenizer, ledger: FolderLedger | None = None) -> None:
+    def __init__(
+        self, source: CompletionSource, tokenizer: Tokenizer, folder: Path, ledger: FolderLedger | None = None
+    ) -> None:
         self._source, self.tokenizer = source, tokenizer
+        self._base: Path | None = folder  # of the weights that adapters are added to
         self._mark = mark_of(tokenizer)
         self._requests, self._seed = 0, turn_seeds()
         self._tickets = None if ledger is None else TicketsInFlight(source.engines, ledger)
@@ -153,12 +156,12 @@ class LocalEngine:
         _check_place(config, shared=isinstance(model, SharedModel), apart=apart, lora=adapters is not None)
         if isinstance(model, SharedModel):
             source = SourceHere(_beside(model, adapters, config), fixed=adapters is None)
-            return cls(source, model.tokenizer, ledger)
+            return cls(source, model.tokenizer, model.folder, ledger)
         folder = Path(model).expanduser()
         tokenizer = load_tokenizer(folder)
         if apart:
-            return cls(SourceApart(folder, config, waits), tokenizer, ledger)
-        return cls(SourceHere(NativeEngine.load(folder, config)), tokenizer, ledger)
+            return cls(SourceApart(folder, config, waits), tokenizer, folder, ledger)
+        return cls(SourceHere(NativeEngine.load(folder, config)), tokenizer, folder, ledger)
 
     @property
     def version(self) -> int:
@@ -170,8 +173,8 @@ class LocalEngine:
         sampled continue with the new weights from their next token on.
 
         Raises:
-            DataError: `weights` is not from a trainer, or from a trainer whose model has another tokenizer; or this
-                engine has a shared model without adapters.
+            DataError: `weights` is not from a trainer, from one of another tokenizer, or adapters to another model; or
+                this engine has a shared model without adapters.
             RefusedRequest: the weights are older than those in use, or (for engines apart) other ones of their version.
             TornPublication: the weights belong to another model.
             EngineLost: the engine is closed.
@@ -180,7 +183,9 @@ class LocalEngine:
         if weights.tokenizer and weights.tokenizer != self._mark:
             remedy = "load engine and trainer from the same model folder"
             raise DataError([Problem("update", "these weights are of a model with another tokenizer", remedy)])
+        base = check_base(weights, self._base)
         background().call(self._source.update(weights))
+        self._base = base
         return weights.version
 
     def sample(

@@ -5,19 +5,23 @@ the weights of one version of a policy, which `Trainer.weights` returns and `Eng
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stretto.core.errors import Problem, RecipeError, TornPublication
+from stretto.core.errors import DataError, Problem, RecipeError, StoreError, TornPublication
 from stretto.doors.mistakes import checked
 from stretto.model.families import check_family_of
 from stretto.model.hf.folder import load_policy
+from stretto.model.hf.inspection import weight_files
 from stretto.model.hf.layers import linear_layers
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.kernels import TRAINING, OneDnnLinear, use_onednn
@@ -26,6 +30,9 @@ from stretto.trainer.adapters import adapt
 from stretto.trainer.config import LoraConfig
 from stretto.weights.mailbox import LORA_A, LORA_B
 from stretto_verbs.arguments import FOLDER, ArgumentKind, check
+
+_MARKED = 64  # numbers of a weight that are hashed
+_BASE = "base.json"  # file of a checkpoint of adapters
 
 #: Setting of LoRA adapters: their rank, or all settings; None: no adapters.
 Lora = int | LoraConfig | dict[str, Any] | None
@@ -122,6 +129,7 @@ class PolicyWeights:
     version: int
     tensors: Mapping[str, Tensor] = field(repr=False)
     tokenizer: str = ""  # hash of the tokenizer's vocabulary (`completion.mark_of`); "": not known
+    base: Mapping[str, int] = field(default_factory=dict, repr=False)  # of adapters: marks of their base (`base_marks`)
 
     @property
     def bytes(self) -> int:
@@ -134,6 +142,76 @@ def trainable(folder: Path, device: str) -> PreTrainedModel:
     does not compute what its family does."""
     check_family_of(folder)
     return load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=device)
+
+
+def base_marks(folder: Path) -> dict[str, int]:
+    """Marks of the weights in a model folder, by their names: a hash of the first numbers of each. A copy of the folder
+    in bfloat16 has the same. Empty if there are none, as of a folder in float16, which rounds otherwise.
+
+    Adapters are the difference to a base: beside another one, such as the model before its fine-tuning, they are
+    another policy, though shapes and tokenizer are the same.
+    """
+    marks = dict[str, int]()
+    for file in sorted(set(weight_files(folder).values())):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # no mapping
+                weight = opened.get_slice(name)
+                if weight.get_dtype() == "F16":
+                    return {}
+                if len(shape := weight.get_shape()) in (1, 2):
+                    marks[name] = _mark(weight[:1] if len(shape) == 2 else weight[:_MARKED])
+    return marks
+
+
+def _mark(numbers: Tensor) -> int:
+    raw = numbers.flatten()[:_MARKED].to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+    return int.from_bytes(blake2b(raw, digest_size=8).digest())
+
+
+def differs(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
+    """Name of a weight with other marks in two folders; "" if there is none. Weights that only one has do not count."""
+    return next((name for name, mark in ours.items() if theirs.get(name, mark) != mark), "")
+
+
+def check_base(weights: PolicyWeights, folder: Path | None) -> Path | None:
+    """Check that adapters belong to the model of an engine; returns what is known of the engine's base weights after it
+    has taken the weights. `folder`: whose weights these are now; None: not known.
+
+    Raises:
+        DataError: the adapters were trained beside other weights.
+    """
+    if not any(name.endswith(LORA_A) for name in weights.tensors):
+        return None
+    if folder is not None and weights.base and (name := differs(weights.base, base_marks(folder))):
+        told = f"these adapters were trained beside other weights than those of {folder}, by {name}"
+        raise DataError([Problem("update", told, "load engine and trainer from the same model folder")])
+    return folder
+
+
+def with_base(write: Callable[[Path], None], base: Mapping[str, int]) -> Callable[[Path], None]:
+    """A function that writes a checkpoint and beside it, if there are any, the marks of its base (`base_marks`)."""
+
+    def both(folder: Path) -> None:
+        write(folder)
+        if base:
+            (folder / _BASE).write_bytes(msgspec.json.encode(base))
+
+    return both
+
+
+def check_base_of(checkpoint: Path, base: Mapping[str, int]) -> None:
+    """Check that the adapters of a checkpoint were trained beside the same weights as those of a trainer, with the
+    marks `base`. A checkpoint without marks is accepted.
+
+    Raises:
+        StoreError: they were trained beside others.
+    """
+    try:
+        theirs = msgspec.json.decode((checkpoint / _BASE).read_bytes(), type=dict[str, int])
+    except FileNotFoundError:
+        return
+    if name := differs(base, theirs):
+        raise StoreError(f"checkpoint {checkpoint} is of adapters to another model, by {name}")
 
 
 def merged(base: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

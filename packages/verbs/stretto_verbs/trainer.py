@@ -32,6 +32,7 @@ from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import AdamNumbers, Learner, OptimizerStep
 from stretto.trainer.ranks import ALONE
 from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters
+from stretto_verbs import models
 from stretto_verbs.arguments import FOLDER, ArgumentKind, check, instance, optimizer_of, sampling_of
 from stretto_verbs.completion import mark_of
 from stretto_verbs.datum import (
@@ -133,6 +134,7 @@ class LocalTrainer:
                 adapters.adapt(trained, self._lora)
         self._learner = Learner(trained, self._settings, self._sampling)
         self._adapted = adapters.adapted_layers(trained)
+        self._base = models.base_marks(self._folder) if self._adapted else {}
         text = trained.config.get_text_config()
         self._vocabulary: int = trained.get_input_embeddings().weight.shape[0]
         self._longest: int = text.max_position_embeddings
@@ -286,9 +288,7 @@ class LocalTrainer:
         }
         changed = {name: value for name, value in given.items() if value is not None}
         now = checked(self._settings.model_dump() | changed, "optim_step", OptimizerConfig)
-        numbers = AdamNumbers.of(now)
-        if unclipped:
-            numbers = AdamNumbers(numbers.betas, numbers.eps, numbers.weight_decay, math.inf)
+        numbers = replace(AdamNumbers.of(now), **({"max_grad_norm": math.inf} if unclipped else {}))
         if all(one is None for one in self.gradient):
             raise DataError([Problem("optim_step", "there is no gradient", "call forward_backward before it")])
         step = self._learner.step(now.learning_rate, self.version, numbers)
@@ -303,7 +303,7 @@ class LocalTrainer:
         model = self._learner.model
         named = adapters.adapter_parameters(model) if self._adapted else model.named_parameters()
         tensors = {name: adapters.scaled(self._adapted, name, one.detach()).clone() for name, one in named}
-        return PolicyWeights(self._published, tensors, self._mark)
+        return PolicyWeights(self._published, tensors, self._mark, self._base)
 
     def save(self, folder: str | Path) -> Path:
         """Save a checkpoint: the policy, or its adapters, and the state of the optimizer. Returns its folder.
@@ -321,7 +321,7 @@ class LocalTrainer:
         self._hold(place)
         saved, state = Checkpoints(place), checkpoint.TrainerState.of(self._learner, self._published)
         saved.continue_at(self._published)
-        return saved.save(self._published, state.write)
+        return saved.save(self._published, models.with_base(state.write, self._base))
 
     def load(self, folder: str | Path, *, optimizer: bool = True) -> int:
         """Load the newest complete checkpoint that `save` has written to `folder`, or that a run folder has; returns
@@ -344,6 +344,7 @@ class LocalTrainer:
         if found is None:
             told = "holds nothing that a trainer has saved", "give a folder that `save` has written"
             raise RunFolderError([Problem(str(folder), *told)])
+        models.check_base_of(found.path, self._base)
         self._published, self._stepped = checkpoint.load(found.path, self._learner), False
         self._learner.adamw.zero_grad(set_to_none=True)
         if not optimizer:
