@@ -98,7 +98,7 @@ def test_adapters_come_to_their_own_base_in_any_dtype_and_to_no_other(
     with stretto.Engine.load(tmp_path / "half", apart=apart, cache_gib=0.02) as engine:
         assert engine.update(trainer.weights()) == 1
     with stretto.Engine.load(tmp_path / "other", apart=apart, cache_gib=0.02) as engine:
-        with pytest.raises(stretto.DataError, match="trained beside other weights than those of .*other, by model.*"):
+        with pytest.raises(stretto.DataError, match=r"trained beside other weights than those of .*other, by model.*"):
             engine.update(trainer.weights())
         assert engine.version == 0
         engine.update(stretto.Trainer(folder).weights())  # a whole policy has its base in it
