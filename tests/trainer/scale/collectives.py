@@ -36,8 +36,8 @@ class Collectives(TorchDispatchMode):
         self._axes: dict[str, str] = {}
         if isinstance(ranks, ShardedRanks):
             self._axes[ranks._mesh.get_group().group_name] = "data"
-        if ranks.context_group is not None:
-            self._axes[ranks.context_group.group_name] = "context"
+            if ranks.context_group is not None:
+                self._axes[ranks.context_group.group_name] = "context"
         if ranks.tensor is not None:
             self._axes[ranks.tensor.get_group().group_name] = "tensor"
 
