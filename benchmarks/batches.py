@@ -41,8 +41,9 @@ from stretto.store.ledger.reading import read_batches
 from stretto.trainer.batch.minibatch import Minibatch, minibatch, minibatches
 from stretto.trainer.batch.samples import SampledBatch, samples_of
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.messages import TO_RANK, Train
+from stretto.trainer.messages import Train
 from stretto.trainer.ranks import Ranks
+from stretto_cluster.ranks.messages import TO_RANK
 from tests.trainer.unloaded import resident
 
 MILLION = 1e6
