@@ -19,11 +19,11 @@ import peft
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from stretto.model.hf.filling import FolderWeights
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.core.errors import StoreError
+from stretto.model.hf.folder import FolderWeights
 from stretto.model.hf.inspection import BrokenHeader
 from stretto.trainer.adapters import ADAPTER, adapted_layers, adapter_parameters
 from stretto.weights.mailbox import LORA_A, LORA_B

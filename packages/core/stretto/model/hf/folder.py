@@ -1,5 +1,5 @@
-"""Hugging Face model folders: loading with one of stretto's attention paths, and atomic writing, layer by layer, so
-that no process holds all weights.
+"""Hugging Face model folders: loading with one of stretto's attention paths, reading of single weights, and atomic
+writing, layer by layer, so that no process holds all weights.
 """
 
 from __future__ import annotations
@@ -13,28 +13,38 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.utils import logging
 
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, folder_fault, naming
 from stretto.model.attention_support import check_attention
-from stretto.model.hf.inspection import ModelFolder, eos_token_ids, inspect_model_folder, weights_dtype
+from stretto.model.hf.inspection import ModelFolder, eos_token_ids, inspect_model_folder, weight_files, weights_dtype
 from stretto.model.hf.layers import saved_buffers
 
 __all__ = [
+    "FolderWeights",
     "ModelFolder",
     "eos_token_ids",
     "inspect_model_folder",
     "load_policy",
+    "plain_weights",
     "save_policy",
     "saved_dtype",
     "weights_dtype",
@@ -278,3 +288,68 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+_BASE = ".base_layer."  # of a linear layer under an adapter
+_ADAPTERS = ".lora_"
+
+
+def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters that are not adapters, and the saved buffers, with their names in the model alone."""
+    for name, one in chain(model.named_parameters(), saved_buffers(model)):
+        if _ADAPTERS not in name:
+            yield name.replace(_BASE, "."), one
+
+
+class FolderWeights:
+    """Reads the weights in a model's folder by the names of the model's parameters.
+
+    Example::
+
+        FolderWeights(model).read("model.layers.0.mlp.up_proj.weight", (slice(0, 128), slice(None)))  # [128, W]
+    """
+
+    def __init__(self, model: PreTrainedModel, folder: Path | None = None) -> None:
+        """Find the tensors of each parameter. `folder`: of a model with this config; None: the model's own."""
+        self.folder = Path(str(model.name_or_path)) if folder is None else folder
+        self._model, self._files = model, weight_files(self.folder)
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        known = dict.fromkeys((name for name, _ in plain_weights(model)), True)
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}  # by parameter: its tensors and merge patterns
+        for source in sorted(self._files, key=dot_natural_key):
+            name, pattern = self._name_of(source, known)
+            self._sources.setdefault(name, []).append((source, pattern))
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the parameters that the folder holds."""
+        return set(self._sources)
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Read the slices `part` (one per axis; none: all) of a parameter, in the folder's dtype."""
+        (source, pattern), *_ = self._sources[name]
+        if pattern is None:
+            return self._tensor(source, part)
+        merging = copy.deepcopy(next(one for one in self._converters if pattern in one.source_patterns))
+        for each, found in self._sources[name]:
+            read: Any = partial(self._tensor, each, ())  # read when it is merged
+            merging.add_tensor(name, each, str(found), read)
+        merged = merging.convert(name, model=self._model, config=self._model.config)[name]
+        whole: Tensor = merged[0] if isinstance(merged, list) else merged
+        return whole[part].clone()
+
+    def _tensor(self, source: str, part: tuple[slice, ...]) -> Tensor:
+        with safe_open(self._files[source], framework="pt") as file:
+            tensor: Tensor = file.get_slice(source)[part] if part else file.get_tensor(source)
+            return tensor.clone()  # the file's own memory goes with it
+
+    def _name_of(self, source: str, known: dict[str, Any]) -> tuple[str, str | None]:
+        """The parameter that the tensor `source` of the folder belongs to by transformers' rules, and the pattern of
+        the rule that merges it with others; None if it is not merged."""
+        prefix = self._model.base_model_prefix
+        name, pattern = rename_source_key(source, self._renamings, self._converters, prefix, known)
+        if name not in known and source in known:
+            return source, None
+        return name, pattern
