@@ -87,7 +87,7 @@ def known(folder: Path, publication: Mapping[str, Tensor]) -> tuple[Weights, tup
     """The parameters after an undisturbed load, and their log-probabilities of TEXT."""
     engine = engine_of(folder)
     engine.update(1, publication)
-    return {name: one.clone() for name, one in engine._parameters._parameters.items()}, engine.score([TEXT])[0]
+    return {name: one.clone() for name, one in engine._parameters._parameters.items()}, next(engine.score([TEXT]))[1]
 
 
 class Turns(Mailbox):

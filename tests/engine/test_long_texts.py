@@ -7,8 +7,6 @@
 - A step is taken after each piece. If a version is loaded meanwhile, all numbers are of that version.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from transformers import PreTrainedModel
 
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation
-from stretto.engine.native.parameters import Prover
+from stretto.engine.native.parameters import Prover, joined
 from stretto.model.decode.policy import DecodePolicy
 from stretto.model.packed import logprobs as packed
 from tests.engine.answering import drain, engine_of, request, shaken, weights
@@ -44,8 +42,12 @@ def test_in_pieces_a_text_has_the_numbers_of_the_whole(policy: DecodePolicy, dat
     text = np.array(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=140)))
     whole = policy.forward_of_texts([text[:-1]]).log_softmax(-1).gather(1, torch.from_numpy(text[1:, None]))[:, 0]
     prover = Prover(policy, VOCABULARY, data.draw(st.integers(1, 150)))
-    pieces = [torch.tensor(piece) for piece in prover.pieces(text.tolist())]
+    pieces = [torch.tensor(piece) for _, piece in prover.texts([text.tolist()])]
     assert_close(torch.cat(pieces), whole, OPERATIONS, size=LOGITS)
+
+
+def scores(engine: NativeEngine, *texts: tuple[int, ...]) -> list[tuple[float, ...]]:
+    return joined(engine.score(texts), len(texts))
 
 
 def passes(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -67,11 +69,11 @@ def passes(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
 def test_no_pass_is_larger_than_a_chunk(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, most: int
 ) -> None:
-    whole = engine_of(folder).score([TEXT, (5,), TEXT[:3]])
+    whole = scores(engine_of(folder), TEXT, (5,), TEXT[:3])
     monkeypatch.setitem(packed.CHUNK_LOGITS, "cpu", rows * 22)
     engine = engine_of(folder, max_prefill_tokens=tokens)
     seen = passes(engine, monkeypatch)
-    found = engine.score([TEXT, (5,), TEXT[:3]])
+    found = scores(engine, TEXT, (5,), TEXT[:3])
     assert [len(one) for one in found] == [149, 0, 2]
     for ours, theirs in zip(found, whole, strict=True):
         assert_close(torch.tensor(ours), torch.tensor(theirs), OPERATIONS, size=LOGITS)
@@ -123,13 +125,13 @@ def test_a_stream_goes_on_between_the_pieces(folder: Path) -> None:
     pair = Pair(folder)
     found, sampled = asyncio.run(pair.scored())
     assert sampled >= 149 // 15
-    assert found == pair.engine.score([TEXT])
+    assert found == scores(pair.engine, TEXT)
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 8])
 def test_all_numbers_are_of_one_version(folder: Path, plain: PreTrainedModel, after: int) -> None:
     pair, other = Pair(folder), weights(shaken(plain, 1))
-    old = pair.engine.score([TEXT])
+    old = scores(pair.engine, TEXT)
 
     def load(sampled: int) -> None:
         if sampled >= after and pair.engine.version == 0:
@@ -137,7 +139,7 @@ def test_all_numbers_are_of_one_version(folder: Path, plain: PreTrainedModel, af
 
     found, _ = asyncio.run(pair.scored(load))
     assert pair.engine.version == 1
-    assert found == pair.engine.score([TEXT]) != old
+    assert found == scores(pair.engine, TEXT) != old
 
 
 def test_texts_of_several_callers_are_scored_one_after_another(folder: Path) -> None:
@@ -146,4 +148,4 @@ def test_texts_of_several_callers_are_scored_one_after_another(folder: Path) -> 
     async def all_at_once() -> list[list[tuple[float, ...]]]:
         return await asyncio.gather(*(generation.score([TEXT[at:]]) for at in range(4)))
 
-    assert asyncio.run(all_at_once()) == [generation.engine.score([TEXT[at:]]) for at in range(4)]
+    assert asyncio.run(all_at_once()) == [scores(generation.engine, TEXT[at:]) for at in range(4)]

@@ -300,34 +300,21 @@ class NativeEngine:
         self._spend("prove", start)
         return Scores(logprobs, decoded, differing=differing + self._stale, compared=compared)
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
-        1. Completions and their cache are not changed.
+    def score(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """Yield log-probabilities of all tokens but the first of each text (token ids), by the version in use, at
+        temperature 1, as (index of the text, its next numbers), in bounded pieces (`Prover.texts`). Steps may be taken
+        between two pieces, but no version may be loaded. Completions and their cache are not changed.
 
         Raises:
             RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
         """
-        found = [list[float]() for _ in texts]
-        for number, logprobs in self.score_in_pieces(texts):
-            found[number] += logprobs
-        return [tuple(one) for one in found]
-
-    def score_in_pieces(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, tuple[float, ...]]]:
-        """Yield the numbers of `score` piece by piece, as (index of the text, log-probabilities). A piece has at most
-        `engine.max_prefill_tokens` tokens, and `model.packed.logprobs.CHUNK_LOGITS` logits. Steps may be taken between
-        two pieces, but no version may be loaded.
-
-        Raises:
-            RefusedRequest: as `score`, before the first piece.
-        """
         for number, text in enumerate(texts):
             check_text(text, f"texts[{number}]", self._vocab_size, self._policy.layout.context_length)
-        for number, text in enumerate(texts):
+        start = time.monotonic()
+        for piece in self._prover.texts(texts):
+            self._spend("prove", start)
+            yield piece
             start = time.monotonic()
-            for logprobs in self._prover.pieces(text):
-                self._spend("prove", start)
-                yield number, logprobs
-                start = time.monotonic()
 
     def sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
         """Recompute, without the KV cache, the log-probabilities of about `wanted` tokens that the version in use

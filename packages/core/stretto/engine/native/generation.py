@@ -24,6 +24,7 @@ from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.engine.backend import ENDED, Stream
 from stretto.engine.native.engine import NativeEngine
+from stretto.engine.native.parameters import joined
 from stretto.engine.native.sampling import BrokenLogits
 from stretto.engine.native.validate import BrokenGrammar
 from stretto.weights.mailbox import Subscriber
@@ -269,22 +270,22 @@ class Generation:
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
-        1. They are computed in pieces between steps (`NativeEngine.score_in_pieces`), the texts of one call at a time.
+        1. They are computed in pieces between steps (`NativeEngine.score`), the texts of one call at a time.
         If a version is loaded meanwhile, all are computed again, in one go.
 
         Raises:
             RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
         """
         async with self._scoring:
-            engine, found = self.engine, [list[float]() for _ in texts]
+            engine, found = self.engine, list[tuple[int, tuple[float, ...]]]()
             weights = engine.updates, engine.in_doubt
-            for number, logprobs in engine.score_in_pieces(texts):
+            for piece in engine.score(texts):
                 if weights != (engine.updates, engine.in_doubt):
-                    return engine.score(texts)
-                found[number] += logprobs
+                    return joined(engine.score(texts), len(texts))
+                found.append(piece)
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)  # the next step
-            return [tuple(one) for one in found]
+            return joined(found, len(texts))
 
     async def health(self) -> EngineHealth:
         """Version, queue length and counters."""

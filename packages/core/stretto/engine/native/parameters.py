@@ -15,7 +15,7 @@ Axes: L token of a text, N sampled token that is computed again, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -213,14 +213,14 @@ class Prover:
         found = self._scored(lambda policy: _logprobs(policy.forward_of_text(text[:-1], decoded), text[1:]))
         return tuple(found.tolist()), decoded
 
-    def pieces(self, token_ids: Sequence[int]) -> Iterator[tuple[float, ...]]:
-        """Yield the log-probabilities of all tokens but the first of a text, at temperature 1 without filters, piece by
-        piece; none for a text of one token. Completions may be sampled between two pieces, but the weights must stay
-        the same."""
-        text = np.asarray(token_ids, np.int64)
-        for begin, piece in self._forwards([text[:-1]] if len(text) > 1 else []):
-            wanted = partial(_next_logprobs, piece, text[1 + begin :])
-            yield tuple(self._scored(wanted).tolist())
+    def texts(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """Yield the log-probabilities of all tokens but the first of each text, at temperature 1 without filters, piece
+        by piece, as (index of the text, its next numbers); none for a text of one token. A piece has at most `most`
+        tokens, and no more logits than a trainer's chunk. The weights must stay the same between two pieces."""
+        for number, text in enumerate(np.asarray(one, np.int64) for one in texts):
+            for begin, piece in self._forwards([text[:-1]] if len(text) > 1 else []):
+                wanted = partial(_next_logprobs, piece, text[1 + begin :])
+                yield number, tuple(self._scored(wanted).tolist())
 
     def sampled(
         self, completions: Completions, rows: Sequence[int], version: int, wanted: int, most: int
@@ -266,6 +266,18 @@ class Prover:
                 piece = text[start : start + self._most]
                 yield before + start, partial(DecodePolicy.forward_of_piece, text=cache, token_ids=piece)
             before += len(text)
+
+
+def joined(pieces: Iterable[tuple[int, tuple[float, ...]]], texts: int) -> list[tuple[float, ...]]:
+    """All numbers of each of `texts` texts, from the pieces of `Prover.texts`.
+
+    >>> joined([(0, (-0.5,)), (0, (-1.0,)), (2, (-2.0,))], 3)
+    [(-0.5, -1.0), (), (-2.0,)]
+    """
+    found = [list[float]() for _ in range(texts)]
+    for number, logprobs in pieces:
+        found[number] += logprobs
+    return [tuple(one) for one in found]
 
 
 def _chosen(completions: Completions, rows: Sequence[int], version: int, wanted: int, most: int) -> list[int]:
