@@ -5,8 +5,6 @@
 - An old line does not tell its prompts and its seed: there their numbers decide.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from itertools import pairwise

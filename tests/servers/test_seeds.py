@@ -1,7 +1,5 @@
 """Two requests to a server have two seeds, as far as servers take seeds: vLLM 63 bits, SGLang 31."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

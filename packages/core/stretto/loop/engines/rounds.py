@@ -27,7 +27,7 @@ from stretto.rollout.controller import Ticket
 from stretto.rollout.single_turn import GroupWorkflow
 
 
-class Portion:
+class _Portion:
     """Groups that one engine generates together. The request is sent once every group that is still in the portion has
     called `generate`."""
 
@@ -112,7 +112,7 @@ class Rounds:
 
     def __init__(self, generate: Generate, tickets: Callable[[], Sequence[Ticket]], portions: int) -> None:
         self._generate, self._tickets, self._count = generate, tickets, portions
-        self._portions: dict[str, Portion] = {}  # portion of each group of the round
+        self._portions: dict[str, _Portion] = {}  # portion of each group of the round
         self._gates: dict[str, asyncio.Future[None]] = {}  # by group; resolved in the order of the round
         self._missing: set[str] = set()  # groups not judged yet
 
@@ -155,7 +155,7 @@ class Rounds:
             return
         ids = [ticket.group_id for ticket in self._tickets()]
         dealt = [ids[k :: self._count] for k in range(self._count)]
-        self._portions = {id: portion for some in dealt for portion in [Portion(self._generate, some)] for id in some}
+        self._portions = {id: portion for some in dealt for portion in [_Portion(self._generate, some)] for id in some}
         self._gates = {id: asyncio.get_running_loop().create_future() for id in ids}
         self._missing = set(ids)
 
