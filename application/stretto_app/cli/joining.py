@@ -26,7 +26,7 @@ JoinCount = Annotated[
 JoinHost = Annotated[
     Optional[str],  # noqa: UP045 - typer reads this form on every supported Python
     typer.Option(
-        "--host", help="Address by which the run reaches this machine [default: that by which it reaches the run]."
+        "--host", help="Address by which the run reaches this machine [default: that of its connection to the run]."
     ),
 ]
 JoinTls = Annotated[

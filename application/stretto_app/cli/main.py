@@ -68,7 +68,7 @@ EngineOverrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - as above
     typer.Argument(
         metavar="[engine.KEY=VALUE]...",
-        help="Settings of the engine, as in a recipe; of the gateway also deadlines.KEY=VALUE.",
+        help="Settings of the engine, as in a recipe; `stretto gateway` also takes deadlines.KEY=VALUE.",
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]
@@ -92,7 +92,7 @@ def train(
     plots: Annotated[bool, typer.Option(help="Draw the run into its folder once it has ended.")] = True,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="Below each line of progress all measurements; a terminal has them anyway."),
+        typer.Option("--verbose", help="All measurements below each line of progress; a terminal shows them anyway."),
     ] = False,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
@@ -189,15 +189,19 @@ def evaluate(
         Optional[list[str]],  # noqa: UP045 - as above
         typer.Option(
             metavar="FILE|FOLDER|HUB_NAME|reasoning-gym:TASK",
-            help="All rows of a dataset (repeatable); source.KEY=VALUE sets what a recipe's source has.",
+            help="All rows of a dataset (repeatable); source.KEY=VALUE sets a key of its source, as in a recipe.",
         ),
     ] = None,
-    mapping: Annotated[str | None, typer.Option(help="Ready columns of --data, such as gsm8k.")] = None,
+    mapping: Annotated[
+        str | None, typer.Option(help="Built-in mapping from the rows of --data to questions, such as gsm8k.")
+    ] = None,
     n: Annotated[
         int | None,
         typer.Option("--n", min=1, max=1024, help="Completions of each question [default: evaluation.samples, 1]."),
     ] = None,
-    rows: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Write the results of each question.")] = None,
+    rows: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="File to which the results of each question are written.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure a policy on held-out prompts: accuracy (avg@n) with its interval, pass@k, maj@n, lengths, truncation."""
@@ -248,7 +252,9 @@ def serve(
 def gateway(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder with a chat template.")],
     overrides: EngineOverrides = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback with --api-key.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; an address other than loopback needs --api-key.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8010,
     folder: Annotated[Path, typer.Option(help="Folder in which the sessions are recorded.")] = Path("sessions"),
     name: Annotated[
@@ -256,7 +262,11 @@ def gateway(
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(metavar="KEY", envvar="STRETTO_API_KEY", help="Key that opens, rewards and shows sessions."),
+        typer.Option(
+            metavar="KEY",
+            envvar="STRETTO_API_KEY",
+            help="Key needed to open, reward and show sessions [default: none, and all users of this machine may].",
+        ),
     ] = None,
 ) -> None:
     """Serve sessions to agents until Ctrl-C: Chat Completions, Responses and Anthropic's Messages, with every token on
@@ -288,11 +298,18 @@ def tinker(
     ] = None,
     key: Annotated[
         Optional[list[str]],  # noqa: UP045 - as above
-        typer.Option(metavar="tml-...", envvar="STRETTO_TINKER_KEY", help="Key that is let in (repeatable)."),
+        typer.Option(
+            metavar="tml-...",
+            envvar="STRETTO_TINKER_KEY",
+            help="API key of a client (repeatable) [default: every key is accepted].",
+        ),
     ] = None,
     models_gib: Annotated[
         float | None,
-        typer.Option(min=0.001, help="GiB of memory for the clients' models in training [default: half of the rest]."),
+        typer.Option(
+            min=0.001,
+            help="GiB of memory for all models in training [default: half of what is free beside the KV cache].",
+        ),
     ] = None,
 ) -> None:
     """Serve the interface of Tinker's SDK until Ctrl-C: training and sampling, each client with its adapters.
@@ -331,11 +348,14 @@ def inspect(
     run: RunFolder,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     ledger: Annotated[
-        bool, typer.Option("--ledger", help="Print the balance of the ledger, and check the laws.")
+        bool, typer.Option("--ledger", help="Print the number of trajectories in each state, and check the laws.")
     ] = False,
     predicted: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What `stretto plan --json` printed [default: what `plan --run` left]."),
+        typer.Option(
+            metavar="FILE",
+            help="File with the output of `stretto plan --json` [default: what `stretto plan --run` wrote].",
+        ),
     ] = None,
 ) -> None:
     """Print the summary of a run: accuracy, tokens, trajectories, staleness, and the busy share of its roles."""

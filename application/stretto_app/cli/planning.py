@@ -24,12 +24,13 @@ def plan(
     ] = None,
     machine: Annotated[
         str | None,
-        typer.Option("--machine", "--gpu", metavar="FILE|NAME", help="A measured machine, or a100, h100, h200, h20."),
+        typer.Option("--machine", "--gpu", metavar="FILE|NAME", help="File of --calibrate, or a100, h100, h200, h20."),
     ] = None,
     gpus: Annotated[int | None, typer.Option(help="Devices of the run [default: the recipe's own layout].")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes that they are in [default: as many as hold them].")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of these devices [default: as few as hold them].")] = None,
     network: Annotated[
-        str | None, typer.Option(metavar="400gbit", help="Rate between nodes, of one device [default: the machine's].")
+        str | None,
+        typer.Option(metavar="400gbit", help="Network rate of one device to other nodes [default: the machine's]."),
     ] = None,
     goal: Annotated[
         str, typer.Option(metavar="time|cost|staleness", help="Quantity that the best layout minimises.")
@@ -44,7 +45,8 @@ def plan(
     run: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN_DIR", help="The run that is predicted, begun or not; `stretto inspect` compares them."
+            metavar="RUN_DIR",
+            help="Folder of the run, begun or not; the plan is written there, and `stretto inspect` compares both.",
         ),
     ] = None,
     picture: Annotated[
@@ -55,7 +57,7 @@ def plan(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine and write it to --out; about two minutes.")
     ] = False,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The file of a measured machine.")] = Path("machine.json"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File for the measured machine.")] = Path("machine.json"),
 ) -> None:
     """Predict a run before you pay for it: step time, busy shares, staleness, memory and hours of its best layouts."""
     check_packages("stretto plan", "stretto_foresight")

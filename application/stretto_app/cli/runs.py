@@ -54,7 +54,10 @@ def watch(
         typer.Argument(metavar="[RUNS_DIR|RUN_DIR]...", help="Folders of runs [default: runs]."),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; beyond loopback with a password in STRETTO_WATCH_PASSWORD.")
+        str,
+        typer.Option(
+            help="Address to listen on; an address other than loopback needs a password in STRETTO_WATCH_PASSWORD."
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8020,
     token: Annotated[
@@ -98,9 +101,13 @@ def study(
         str, typer.Argument(metavar="FILE.toml|NAME", help="A study, or the name of one that comes with stretto.")
     ],
     out: Annotated[Path | None, typer.Option(help="Folder of the study [default: studies/NAME].")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, max=1000, help="Runs of each cell.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of each run.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, max=64, help="Runs at a time [default: what cores carry].")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Seeds, one run each, of every setting [default: the study's].")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of each run [default: the study's].")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Runs at a time [default: as many as the cores carry].")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train a recipe in several settings, over several seeds: a table with 95 % intervals, JSON and a picture.

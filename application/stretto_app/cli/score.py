@@ -20,7 +20,8 @@ def score_math(
     workers: Workers = 2,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds for one completion.")] = 1.0,
 ) -> None:
-    """Judge final answers in mathematics: each line has `gold` and `completion`, and gets `verdict` and `seconds`."""
+    """Judge final answers in mathematics: each line has `gold` and `completion`, and is printed with `verdict`,
+    `seconds` and `reason`."""
     from stretto.rewards.config import RewardsConfig
     from stretto_app.extensions.commands.score import print_scored_answers
 
@@ -37,13 +38,13 @@ def score_code(
     ] = 10.0,
     memory: Annotated[int, typer.Option(min=64, max=1 << 20, help="MiB of memory for a program.")] = 512,
     warm: Annotated[
-        bool, typer.Option("--warm/--cold", help="Fork programs in one sandbox, or start a sandbox for each.")
+        bool, typer.Option("--warm/--cold", help="Fork programs in a sandbox per worker, or start a sandbox for each.")
     ] = True,
     lowest_level: Annotated[LevelName, typer.Option(help="Weakest level of sandbox to accept.")] = "D",
     unsafe: Annotated[bool, typer.Option("--unsafe", help="Accept level E, which has no protection.")] = False,
 ) -> None:
-    """Run programs against tests: each line has `completion` and `tests`, and gets `verdict`, `passed`, `seconds` and
-    `level`."""
+    """Run programs against tests: each line has `completion` and `tests`, and is printed with `verdict`, `passed`,
+    `seconds` and `level`."""
     from stretto_app.extensions.commands.score import print_scored_programs
     from stretto_verify.sandbox.config import SandboxConfig
 
