@@ -89,7 +89,7 @@ def draw(
     logits_RV: Tensor, greedy: npt.NDArray[np.bool_], uniforms: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Draw a token per row from the softmax of the logits; returns token ids [R] and their log-probabilities [R]. The
-    log-probability is NaN for a row whose logits are no distribution.
+    log-probability is NaN if one of the row's logits is NaN or plus infinity.
 
     Args:
         logits_RV: float32, on the CPU.

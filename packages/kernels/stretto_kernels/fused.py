@@ -177,8 +177,8 @@ def norm_of_sum(x: Tensor, y: Tensor, weight_N: Tensor, eps: float) -> tuple[Ten
 
 
 def rotate(x: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to heads `x` [1, T, H, D], after an RMS norm if there is a weight; `cos` and `sin`:
-    [1, T, D]. Returns [1, H, T, D]."""
+    """Apply the rotary embedding to heads `x` [1, T, H, D]; `cos` and `sin`: [1, T, D]. Returns [1, H, T, D].
+    `weight_D`: weight of an RMS norm of each head before it; None: no norm."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     _, tokens, heads, width = x.shape
     out, weight = torch.empty_like(x), 0 if weight_D is None else weight_D.data_ptr()

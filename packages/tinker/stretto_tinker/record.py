@@ -469,7 +469,7 @@ class Record:
         return self._rows(CheckpointRow, f"{where}ORDER BY created DESC", *by.values())
 
     def change_checkpoint(self, path: str, *, public: bool | None = None, expires: float | None = None) -> None:
-        """Set whether all clients may read a checkpoint; if `public` is None, its expiry (Unix time; None: never)."""
+        """Set whether all clients may read a checkpoint; if `public` is None, its expiry (Unix time or None: never)."""
         if public is None:
             self._all("UPDATE checkpoints SET expires = ? WHERE path = ?", expires, path)
         else:

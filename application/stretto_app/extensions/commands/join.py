@@ -63,8 +63,9 @@ def offer(
 
 
 def dealt(ids: Sequence[str], count: int) -> tuple[Mapping[str, str], ...]:
-    """Environment variables of each of `count` places, which share the GPUs `ids` evenly; no two places share a GPU if
-    there are enough. Empty without GPUs.
+    """Environment variables for each of `count` roles. Each gets the same number of the GPUs `ids`, at least one, and
+    GPUs left over are not used. Two roles share a GPU only if there are fewer GPUs than roles. An empty tuple without
+    GPUs.
 
     >>> [place["CUDA_VISIBLE_DEVICES"] for place in dealt(("0", "1", "5", "7"), 2)]
     ['0,1', '5,7']

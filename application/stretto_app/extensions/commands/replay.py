@@ -228,11 +228,14 @@ async def _trainer(
     recovery: Recovery | None = None,
     version: int = 0,
 ) -> AsyncIterator[TrainerLink]:
-    """Start a trainer as in a run, but without publishing; it is ended after the block.
+    """Context manager: start a trainer as in a run, but without publishing; it is ended after the block.
 
     Args:
+        folder: the run whose version 0 the trainer loads.
+        log: log file of the trainer.
         checkpoint: to begin with; None: version 0 of the run.
         recovery: checkpoints and batches from which the trainer reaches `version`, and replacements are restored.
+            None: a trainer that dies is not replaced, and no step is repeated to reach a `version`.
         version: to bring the trainer to.
     """
     link = TrainerLink(log, recipe.deadlines, recovery, spawner=spawner)

@@ -98,7 +98,8 @@ async def scored(config: RewardsConfig, items: Sequence[ScoreItem]) -> AsyncIter
 
 
 class MathLine(msgspec.Struct, frozen=True):
-    """Required fields of a line; others are kept. `answer` is another name of `completion`."""
+    """Required fields of a line for `print_scored_answers`; others are kept. `answer` is another name of
+    `completion`."""
 
     NEEDED: ClassVar[str] = "gold, completion"
 
@@ -118,11 +119,13 @@ class MathLine(msgspec.Struct, frozen=True):
 
 
 def print_scored_answers(path: Path, config: RewardsConfig) -> None:
-    """Judge the lines of a JSONL file with the reward workers of `config`. Prints every line, in order, with the
-    further fields `verdict`, `seconds` and `reason` ("" if right). Reasons for undecided lines go to stderr, too.
+    """Judge the lines of a JSONL file with the reward workers of `config`. A line has the fields `gold` and
+    `completion` (or `answer`). Prints every line, in order, with the further fields `verdict` ("right", "wrong" or
+    "undecided"), `seconds` and `reason` ("" if right). Reasons for undecided lines go to stderr, too.
 
     Raises:
         DataError: the file or some of its lines are malformed; nothing was judged.
+        RewardFunctionError, RoleDied, DeadlineExceeded: as `scored`.
     """
     asyncio.run(_print_answers(read_lines(path, MathLine), config))
 
@@ -148,7 +151,7 @@ _SHOWN = 20
 
 
 class CodeLine(msgspec.Struct, frozen=True):
-    """Required fields of a line; others are kept."""
+    """Required fields of a line for `print_scored_programs`; others are kept."""
 
     completion: str
     tests: list[Any] | dict[str, Any] | str
@@ -163,12 +166,12 @@ class Scored(NamedTuple):
 
 
 def print_scored_programs(path: Path, config: SandboxConfig, workers: int) -> None:
-    """Judge the programs of a JSONL file in `workers` threads. Prints every line, in order, with the further fields
-    `verdict`, `passed` (number of tests), `seconds` and sandbox `level`. Reasons for undecided lines, and the kind of
-    sandbox, go to stderr.
+    """Judge the programs of a JSONL file in `workers` threads. A line has the fields `completion` and `tests`. Prints
+    every line, in order, with the further fields `verdict` ("right", "wrong" or "undecided"), `passed` (number of
+    tests), `seconds` and sandbox `level`. Reasons for undecided lines, and the kind of sandbox, go to stderr.
 
     Raises:
-        DataError: the file or some of its lines are malformed; nothing was judged.
+        DataError: the file, or the fields or tests of some lines, are malformed; nothing was judged.
         RewardFunctionError: this machine has no sandbox at the level that `config` requires.
     """
     lines = read_lines(path, CodeLine)

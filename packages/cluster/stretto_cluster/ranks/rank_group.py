@@ -160,7 +160,9 @@ class RankGroup(OtherRanks):
         return f"{_name(who.rank)} has joined already" if joined.done() else ""
 
     async def _elsewhere(self, rank: int) -> RankLost | Failed:
-        """Wait until a rank on another machine has joined and then ended; returns the report for the conductor."""
+        """Wait until a rank on another machine has joined and then ended. Returns the report for the conductor: the
+        error that the rank sent, else how it was lost. If some rank does not join in time, the report names all that
+        are missing."""
         seconds = self._spec.assembly
         await asyncio.wait([self._joined[rank]], timeout=seconds)
         if missing := [_name(one) for one in self._remote if not self._joined[one].done()]:
@@ -169,7 +171,8 @@ class RankGroup(OtherRanks):
         return await self._listened(rank)
 
     async def _here(self, rank: int, port: int) -> RankLost | Failed:
-        """Start a rank on this machine, joining at `port`, and wait for its end; returns the conductor's report."""
+        """Start a rank on this machine, which joins at `port`, and wait until it ends. Returns the report for the
+        conductor: the error that the rank sent, else how its process was lost."""
         config, log = self._config, Path(self._spec.log)
         log = log.with_name(f"{log.stem}-rank-{rank}{log.suffix}")
         process = RoleProcess(_name(rank), RANK_ROLE, log, self._spec.hung, self._spawner)

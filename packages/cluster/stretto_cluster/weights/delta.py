@@ -125,7 +125,7 @@ def apply(base: memoryview, delta: memoryview, file: FileIO) -> None:
     """Apply `delta` to `base` and write the resulting publication to `file`. The caller verifies it.
 
     Raises:
-        TornPublication: the delta is incomplete, or has another base.
+        TornPublication: the delta is damaged or incomplete, or has another base.
         OSError: the file cannot be written; with the path.
     """
     head, place = _head(delta)
@@ -219,7 +219,7 @@ class Deltas:
 
 
 def _head(delta: memoryview) -> tuple[DeltaHead, int]:
-    """Head of a delta, and the offset of its pieces; TornPublication if it is cut off."""
+    """Head of a delta, and the offset of its pieces; TornPublication if it is damaged or cut off."""
     end = _LENGTH + int.from_bytes(delta[:_LENGTH], "little")
     try:
         return msgspec.msgpack.decode(delta[_LENGTH:end], type=DeltaHead), end

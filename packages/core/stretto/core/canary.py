@@ -38,7 +38,7 @@ DECODED = 2
 #: Distance (nats) if a log-probability is not finite; the largest possible.
 FARTHEST = 1e4
 
-#: Allowed mean difference (nats) of sampled tokens' log-probabilities, by the coarser dtype of engine and trainer.
+#: Limits of `agreeing` (nats per token), by the coarser dtype of engine and trainer.
 AGREEING = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.1}
 _JUMP = 1.8  # nats: more than one token of a mixture has jumped (1.74 in benchmarks/results/logprob-distribution.json)
 _ROUTED = 3.0  # factor on the limit and the unit of bfloat16, for mixtures of experts in half precision
@@ -68,7 +68,7 @@ def routes(config: Mapping[str, Any]) -> bool:
 
 
 def agreeing(dtype: str, *, routed: bool, tokens: int = 0) -> float:
-    """Allowed mean difference (nats) of sampled tokens' log-probabilities.
+    """Allowed mean absolute difference (nats per token) of sampled tokens' log-probabilities: limit of an `Agreement`.
 
     Args:
         dtype: the coarser dtype of engine and trainer.
@@ -206,9 +206,9 @@ class Loaded(Record, frozen=True):
 
 
 def distance(canary: Canary, scores: Scores) -> float:
-    """Mean absolute difference (nats) of an engine's log-probabilities from the expected ones. It is the largest of
-    three means: of tokens computed together, of decoded tokens, and of the pairs. If the model is a mixture of experts,
-    each mean is multiplied by √(number of its tokens / 64). 10,000 if a number is missing or not finite.
+    """Mean absolute difference (nats per token) of an engine's log-probabilities from the expected ones. It is the
+    largest of three means: of tokens computed together, of decoded tokens, and of the pairs. If the model is a mixture
+    of experts, each mean is multiplied by √(number of its tokens / 64). 10,000 if a number is missing or not finite.
 
     >>> canary = Canary(version=1, token_ids=(5, 2, 7), logprobs=(-1.0, -2.0), depth=2)
     >>> distance(canary, Scores(logprobs=(-1.0, -2.5), decoded=1))
@@ -250,9 +250,9 @@ class Proof(Record, frozen=True):
 
 
 class Agreement(Record, frozen=True):
-    """Mean difference (`error`, nats) between an engine's log-probabilities of `tokens` sampled tokens and those
-    recomputed under the same version: by the trainer, for the tokens of a step, or by the engine itself, when asked
-    (`Challenge.sampled`)."""
+    """Mean absolute difference (`error`, nats per token) between an engine's log-probabilities of `tokens` sampled
+    tokens and those recomputed under the same version. The trainer recomputes the tokens of a step; the engine itself
+    those that a `Challenge.sampled` asks for."""
 
     engine: str
     tokens: int

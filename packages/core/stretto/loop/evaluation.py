@@ -204,7 +204,7 @@ class BestPolicy:
 
 
 def _linked(source: str, target: str) -> None:
-    """Hard-link instead of copying: weight files never change once written."""
+    """Hard-link a file, because weight files never change once written; copy it where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:  # a file system without links

@@ -82,7 +82,8 @@ class TrainerLink:
             log: log file of the process.
             recovery: checkpoints and batches to restore a replacement; None: a trainer that dies is not replaced.
             role: module that the process runs.
-            elsewhere: starts the trainer's ranks on other machines; None: it has none there.
+            spawner: starts the process.
+            elsewhere: starts the trainer's ranks on other machines; None: it has no ranks there.
         """
         self._log, self._role, self._spawner = log, role, spawner
         self._deadlines, self._recovery, self._elsewhere = deadlines, recovery, elsewhere

@@ -175,8 +175,9 @@ async def _line(
 
 @contextlib.contextmanager
 def _torn(peer: str) -> Iterator[None]:
-    """Context manager: turns errors of the block into ones that name the peer: it went away, or speaks another protocol
-    (a web browser, another version of stretto)."""
+    """Context manager: turns errors of the block into ones that name the peer. HandshakeBroken: it closed the
+    connection. HandshakeRefused: it does not accept our certificate, or speaks another protocol, as a web browser or
+    another version of stretto does. TimeoutError and HandshakeRefused pass unchanged."""
     try:
         yield
     except (TimeoutError, HandshakeRefused):

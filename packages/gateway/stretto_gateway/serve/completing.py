@@ -71,8 +71,8 @@ class Completing:
         ]
 
     def take(self, new: NewToken) -> bool:
-        """Send a new token to the client at once; returns False, without sending it, if the client lags or earlier
-        tokens are still being sent."""
+        """Send a new token to the client at once. Returns False, without sending it, if the client lags, earlier tokens
+        are still being sent, or `write` has not begun; then the token must come with the stream that `write` reads."""
         return self._send_now is not None and self._send_now(new)
 
     async def write(self, dialect: ChoiceDialect, call: ChatExchange, stream: Stream) -> None:

@@ -63,8 +63,8 @@ def _kernel(function: Callable[..., Any]) -> Any:
 
 @_kernel
 def _block(logits_V: tl.tensor, first: tl.tensor, size: tl.tensor, divisor: tl.tensor, BLOCK: tl.constexpr) -> Any:
-    """Logits of the block from token `first` on, divided by `divisor` (-inf beyond the vocabulary); and their token
-    ids."""
+    """Logits of the block from token `first` on, divided by `divisor` (-inf from token `size` on, the end of the
+    vocabulary); and their token ids."""
     places_B = first + tl.arange(0, BLOCK)
     logits_B = tl.load(logits_V + places_B, mask=places_B < size, other=float("-inf"))
     return tl.div_rn(logits_B, divisor) + 0.0, places_B  # + 0.0: the zeros are equal as integers too
@@ -105,7 +105,8 @@ def _tops(
 
 @_kernel
 def _top(tops_RP: tl.tensor, row: tl.tensor, parts: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
-    """The largest logit of a row; minus infinity if its logits are no distribution."""
+    """The largest logit of a row; minus infinity if one of its logits is NaN or plus infinity. `parts`: number of parts
+    of a row; `PARTS`: the same, rounded up to a power of two."""
     places_P = tl.arange(0, PARTS)
     tops_P = tl.load(tops_RP + row * parts + places_P, mask=places_P < parts, other=float("-inf"))
     odd = tl.sum((tops_P != tops_P).to(tl.int32), 0)
@@ -121,7 +122,8 @@ def _narrowed(
     WAYS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> Any:
-    """The range of a row after a round: its lowest number, which leaves enough, its end, and how much is wanted."""
+    """The range of a row after a round: its lowest number, which leaves enough; the number after its last; and how much
+    is wanted. `parts`, `PARTS`: as in `_top`."""
     low, high = tl.load(ranges_R3 + row * 3).to(tl.int64), tl.load(ranges_R3 + row * 3 + 1).to(tl.int64)
     wanted = tl.load(ranges_R3 + row * 3 + 2)
     places_P, ways_K = tl.arange(0, PARTS), tl.arange(0, WAYS)
@@ -283,8 +285,8 @@ def _find(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program r draws the token of row r and stores it with its log-probability: NaN for a row that is no
-    distribution."""
+    """Program r draws the token of row r and stores it with its log-probability: NaN if one of the row's logits is NaN
+    or plus infinity."""
     row, places_P = tl.program_id(0), tl.arange(0, PARTS)
     logits_V = logits_RV + row.to(tl.int64) * stride
     divisor, greedy = _degree(settings_R5, row)
@@ -323,8 +325,8 @@ def draw_on_device(
     filters: Filters | None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Draw a token per row from the softmax of logits / temperature over the tokens that the filters leave; returns
-    token ids [R] and their log-probabilities [R]. The log-probability is NaN for a row whose logits are no
-    distribution. The host waits once, for the result.
+    token ids [R] and their log-probabilities [R]. The log-probability is NaN if one of the row's logits is NaN or plus
+    infinity. The host waits once, for the result.
 
     Args:
         logits_RV: float32.

@@ -209,7 +209,7 @@ def _gate(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (t, b): block b of token t."""
+    """Program (t, b): the gate's result for block b of token t."""
     token, inside_N = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_N = inside_N < WIDTH
     kind = asked_TN.dtype.element_ty
@@ -262,8 +262,8 @@ def _heads(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to heads `x` [1, T, H, D], after an RMS norm if there is a weight; `cos` and `sin`:
-    [1, T, D]. Returns [1, H, T, D]."""
+    """Apply the rotary embedding to heads `x` [1, T, H, D]; `cos` and `sin`: [1, T, D]. Returns [1, H, T, D].
+    `weight_D`: weight of an RMS norm of each head before it; None: no norm."""
     x, cos, sin = _heads(x), cos.contiguous(), sin.contiguous()
     _, tokens, heads, width = x.shape
     out = x.new_empty(x.shape)
@@ -350,8 +350,8 @@ def attend_rotated(
     sin: Tensor,
     rule: Rule,
 ) -> Tensor:
-    """Attention of one step with the rotary embedding before it, [1, T, H, D]. `plan` has
-    a method `attend`, and may do all at once (`rotated`)."""
+    """Attention of layer number `layer` in one step, with the rotary embedding before it, [1, T, H, D]. `plan` has a
+    method `attend`. If its attribute `rotated` is a function, that does both at once, in place of `attend`."""
     at_once: Callable[..., Tensor] | None = getattr(plan, "rotated", None)
     if at_once is not None:
         return at_once(layer, query, key, value, cos, sin, rule)

@@ -267,13 +267,15 @@ def _gate_back(
 
 
 def _row(width: int) -> dict[str, int]:
-    """Numbers of a row that a program holds, and its warps."""
+    """Launch settings of a kernel for rows of this width: the numbers of a row that a program holds (`BLOCK`), and its
+    warps."""
     block = 1 << (width - 1).bit_length()
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 256))}
 
 
 def _tile(heads: int, width: int) -> dict[str, int]:
-    """Heads and halves of a head that a program holds, and its warps."""
+    """Launch settings of a kernel for heads of this width: the heads of a program (`BLOCK_H`), the numbers that it
+    holds of half a head (`BLOCK_D`), and its warps."""
     half = 1 << (width // 2 - 1).bit_length()
     block = min(max(1, _TILE // (2 * half)), 1 << (heads - 1).bit_length())
     return {"BLOCK_H": block, "BLOCK_D": half, "num_warps": min(4, max(1, block * half // 256))}

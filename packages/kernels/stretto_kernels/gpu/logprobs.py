@@ -124,8 +124,8 @@ def _back(
 
 
 def score(logits_NV: Tensor, chosen_N: Tensor, *, entropy: bool, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probability of each row's chosen token, the logarithm of its sum of exponentials, and with `entropy` its
-    entropy (otherwise 0), in float32."""
+    """The log-probability of each row's chosen token, the logarithm of the row's sum of exponentials, and with
+    `entropy` its entropy (otherwise 0); each [N], float32, of logits / temperature."""
     rows, vocabulary = logits_NV.shape
     logprobs_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     sums_N, entropy_N = torch.empty_like(logprobs_N), torch.zeros_like(logprobs_N)
@@ -138,8 +138,14 @@ def score(logits_NV: Tensor, chosen_N: Tensor, *, entropy: bool, temperature: fl
 def write_gradient(
     scored: Sequence[Tensor], grad_N: Tensor | None, grad_entropy_N: Tensor | None, temperature: float
 ) -> None:
-    """Overwrite logits by their gradient. `scored`: the logits, the chosen tokens, and of the results of `score` the
-    second and third."""
+    """Overwrite logits by their gradient.
+
+    Args:
+        scored: the logits and the chosen tokens, as `score` got them, and its second and third result.
+        grad_N: gradient of the log-probabilities; None: they have none.
+        grad_entropy_N: gradient of the entropies; None: they have none. Else `score` must have computed them.
+        temperature: as `score` got it.
+    """
     rows, vocabulary = scored[0].shape
     kinds = {"CHOSEN": grad_N is not None, "ENTROPY": grad_entropy_N is not None}
     flags = {"WARMED": temperature != 1.0, **kinds, "BLOCK": _BLOCK, "num_warps": _WARPS}
@@ -195,7 +201,7 @@ class _Head(torch.autograd.Function):
 
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left · right, in float32 for half precision, and in the place of `total` if there is one."""
+    """total + left · right, in float32 for half precision, written over `total`. None: 0, and a new tensor."""
     half = left.dtype in (torch.bfloat16, torch.float16)
     if half and left.is_cuda:  # the product itself is not rounded to half precision
         if total is None:
@@ -208,7 +214,7 @@ def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 def head_logprobs(
     hidden_NW: Tensor, weight_VW: Tensor, chosen_N: Tensor, *, entropy: bool, temperature: float, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the chosen tokens, and with `entropy` the entropies (otherwise 0), from hidden states and
-    the output matrix; float32, differentiable. `most`: rows of logits in memory at once."""
+    """Log-probabilities [N] of the chosen tokens, and with `entropy` the entropies [N] (otherwise 0), from hidden
+    states and the output matrix; float32, differentiable. `most`: rows of logits in memory at once."""
     applied = _Head.apply(hidden_NW, weight_VW, chosen_N, entropy, temperature, most)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor], applied)

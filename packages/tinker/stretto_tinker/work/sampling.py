@@ -81,7 +81,7 @@ class Engines:
 
     def has_room(self, lane: Lane, folder: Path | None) -> bool:
         """Whether the engine of a lane is in memory, or has room once idle ones are removed. If none is busy, there is
-        room for any engine, however large."""
+        room for any engine, however large. `folder`: its weights; None: the base model, which always has room."""
         if lane in self._engines or folder is None:
             return True
         busy = [self._sizes[one] for one, engine in self._engines.items() if one != _BASE and not engine.idle]

@@ -130,7 +130,7 @@ def find_interpreter(walls: Walls, uid: int | None) -> Interpreter:
     this one) cannot read that.
 
     Raises:
-        OSError: there is none.
+        OSError: the user cannot read the first, and the system has none.
     """
     own = Interpreter.of(_own_executable(), Path(sys.base_prefix))
     shown_by_root = walls.bwrap and os.getuid() == 0

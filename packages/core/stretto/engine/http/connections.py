@@ -141,8 +141,9 @@ class Connections:
         silent: int = _SILENT_SECONDS,
         idle: float = _IDLE_SECONDS,
     ) -> None:
-        """`silent`: seconds without a sign of the engine's machine after which a TCP connection counts as lost. `idle`:
-        seconds after which an idle connection is not used again."""
+        """`key`: bearer token; "": none is sent. `context`: TLS of TCP connections; None: plain. `silent`: seconds
+        without a sign of the engine's machine after which a TCP connection counts as lost. `idle`: seconds after which
+        an idle connection is not used again."""
         self._engine, self._key, self._context, self._silent = engine, key, context, silent
         self._path, self._host, self._port = split_address(address)
         self._named = address if self._path is None else "localhost"  # as an HTTP server knows itself

@@ -243,11 +243,11 @@ class NativeEngine:
         return completions
 
     def progress(self, known: Mapping[str, Sequence[int]]) -> list[Progress]:
-        """New tokens of unfinished completions; completions without new tokens are left out.
+        """New tokens of unfinished completions, one `Progress` per completion; those without new tokens are left out.
 
         Args:
-            known: by request id, the number of tokens of each member that the caller already has; other requests are
-                left out.
+            known: by request id, the number of tokens that the caller already has of each member. Requests and members
+                that it does not name are left out of the result.
         """
         rows = ((row, self._scheduler.member(row)) for row in self._scheduler.rows)
         found = (

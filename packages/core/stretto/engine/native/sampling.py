@@ -166,7 +166,8 @@ def draw_by_torch(
 
 
 def tempered(logits_RV: Tensor, temperatures: npt.NDArray[np.float32], filtered: Filtered | None) -> Tensor:
-    """Divide each row of logits by its temperature (by 1 if that is 0) and apply the filters; None: there are none."""
+    """Divide each row of logits by its temperature (by 1 if that is 0) and apply the filters. `filtered`: None: no row
+    has filters."""
     if (temperatures != 1.0).any():
         divisors = torch.from_numpy(np.where(temperatures == 0.0, np.float32(1.0), temperatures))
         logits_RV = logits_RV / divisors.to(logits_RV.device)[:, None]

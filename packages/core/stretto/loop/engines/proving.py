@@ -136,7 +136,7 @@ class Proving:
         not be replaced again.
 
         Args:
-            agreement: mean difference and number of tokens, by engine.
+            agreement: one `Agreement` per engine.
             judge: who recomputed the log-probabilities, for messages.
         """
         for one in agreement:

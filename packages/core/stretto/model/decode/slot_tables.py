@@ -106,8 +106,8 @@ class TableSteps:
         self._coming = positions, self._numbers(positions)
 
     def _numbers(self, newest: Ints, step: DecodeStep | None = None) -> list[Ints]:
-        """The tables "writes" and "chunks" for rows with these positions of their newest tokens. `step`: a step with
-        contexts; None: the rows' newest tokens are all tokens."""
+        """The table "writes", then for each window the table "chunks" and its bounds. `newest`: position of each row's
+        newest token. `step`: a step with contexts; None: the step has no tokens but these."""
         rows, start, entering = len(newest), *((step.start, step.entering) if step is not None else (0, ()))
         own = np.stack([np.arange(start, start + rows), np.arange(rows), newest])
         if entering:
@@ -130,7 +130,8 @@ class TableSteps:
         return self._held[1]
 
     def _layers(self, addresses: Sequence[Sequence[int]]) -> Ints:
-        """The table "layers", [Z, B, 2]. The last bucket is the scratch slot, which all layers share."""
+        """The table "layers", [Z, B, 2], in bytes. `addresses`: `Bucket.addresses` of each bucket in use; unused
+        buckets have zeros. So has the last bucket, the scratch slot, which all layers share."""
         layers = np.zeros((self._layout.layers, self._buckets + 1, 2), np.int64)
         for at, own in enumerate(addresses):
             layers[:, at] = np.array(own).reshape(-1, 2) - np.array(own[:2])
@@ -154,12 +155,13 @@ class _Places:
 
 
 def _padded(numbers: Ints, rows: int, wanted: int) -> Ints:
-    """Numbers of tokens, the last `rows` of them of rows, with zeros for `wanted` rows."""
+    """Append zeros to `numbers`, one number per token, for rows from number `rows` up to `wanted`."""
     return numbers if rows == wanted else np.concatenate([numbers, np.zeros(wanted - rows, np.int64)])
 
 
 def table_steps(layout: CacheLayout, windows: frozenset[int | None]) -> TableSteps | None:
-    """Make `TableSteps` if the layout's device is a GPU that can run their kernels; else None."""
+    """Make `TableSteps` if the layout's device is a GPU that can run their kernels; else return None. `windows`:
+    attention windows of the layers, None for full attention."""
     if not reads_ragged(layout.device, layout.dtype, layout.head_dim):
         return None
     multiprocessors = torch.cuda.get_device_properties(layout.device).multi_processor_count

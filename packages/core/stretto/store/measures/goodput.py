@@ -139,7 +139,8 @@ def goodput(
         on_record: tokens in the ledger.
         clock: seconds of the run.
         busy: seconds of work by role, from the first admission to the last update.
-        activities: role: span name: seconds, to divide the work of a role; a role without spans has one kind of work.
+        activities: role: span name: seconds, to divide the work of a role. A role without spans has done a single kind
+            of work.
         engines: names of the roles that are engines.
     """
     tokens = tokens_by_category(produced, on_record)
@@ -172,8 +173,9 @@ def parts_of_work(spans: Mapping[str, float], worked: float) -> dict[str, float]
 def _generation(
     spent: Mapping[str, float], tokens: Mapping[str, int], produced: Produced
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Divide an engine's working seconds `spent` (by span name) in proportion to `tokens` (by category). Returns
-    (seconds by category, seconds that count as idle by reason)."""
+    """Divide an engine's working seconds `spent` (by span name); returns (seconds by category, seconds that count as
+    idle by reason). Loading, proving and evaluation count as idle. Recomputing is a category of its own. The rest is
+    divided in proportion to the sampled `tokens` (by category)."""
     reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
     again = spent.get("recompute", 0.0)
     stepping = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, "recompute"})
@@ -183,8 +185,9 @@ def _generation(
 
 
 def _training(spent: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[dict[str, float], dict[str, float]]:
-    """Divide the trainer's working seconds `spent` (by span name) in proportion to `tokens` (by category). Returns
-    (seconds by category, seconds that count as idle by reason)."""
+    """Divide the trainer's working seconds `spent` (by span name); returns (seconds by category, seconds that count as
+    idle by reason). Publishing and checkpoints count as idle, repeated steps as recomputed. The rest is divided between
+    trained and masked in proportion to their `tokens` (by category)."""
     reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
     updating = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, AGAIN})
     parts = {name: tokens[name] for name in (TRAINED, MASKED)}

@@ -52,8 +52,8 @@ class TrainingSums(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Training:
-    """Training record of one trajectory, token by token. `tokens` is None if there is no record; `fault` says why, if
-    the trajectory was trained."""
+    """Training record of one trajectory, token by token. `trained`: the step that trained it; None: no step has.
+    `tokens` is None if there is no record; `fault` says why, and is "" for a trajectory that was not trained."""
 
     row: TableRow
     trained: TrainedIn | None
@@ -62,8 +62,14 @@ class Training:
 
     @classmethod
     def of(cls, folder: Path, row: TableRow, trained: TrainedIn | None, segments: Sequence[Segment]) -> Training:
-        """Read the record of trajectory `row` from the token file of its step; `trained` None: there is none. Never
-        raises for a missing or damaged file; the reason is in `fault`."""
+        """Read the record of trajectory `row` from the token file of the step that trained it. Never raises for a
+        missing or damaged file; the reason is in `fault`.
+
+        Args:
+            folder: folder of the run.
+            trained: that step; None: the trajectory was not trained, and no file is read.
+            segments: all of the trajectory; the record must have as many tokens as they have sampled ones.
+        """
         if trained is None:
             return cls(row, trained)
         step = f"what became of each token in step {trained.step}"

@@ -110,7 +110,8 @@ def _end(text: str) -> Box:
 
 
 def _boxes(text: str) -> Iterator[Box]:
-    """Yield the outermost boxes. An unclosed box ends with its line; at the end of the text it counts as empty."""
+    """Yield the outermost boxes. An unclosed box is the last one. Its content ends with its line, and is "" if the text
+    breaks off there; with a further box in the line it is left out."""
     at = 0
     while (found := _BOX.search(text, at)) is not None:
         end = _brace_end(text, found.end())
