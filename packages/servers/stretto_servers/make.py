@@ -206,15 +206,20 @@ _METHODS = [name for name, one in vars(Make).items() if inspect.isfunction(one) 
 
 
 def make_of(kind: str, http: JsonServer, load_seconds: float) -> Make:
-    """Make the client of a server of this kind. `load_seconds`: longest wait for a load."""
+    """Make the client of a server. `kind`: ``engine.kind``, a built-in name or a user's class. `http`: sends its
+    requests. `load_seconds`: longest wait for a load.
+
+    Raises:
+        RecipeError: there is no such class, or it does not take these arguments.
+    """
     make: Make = MAKES.load(kind)(http, load_seconds)
     return make
 
 
 def launch_of(config: EngineConfig, model: str, port: int, room: Room | None = None) -> Launch:
-    """Command and environment that start a server of `config.kind` on a port. `room`: its memory on the GPUs, passed by
-    flags from the class's `flags_of_room`, unless `engine.arguments` have these flags. Without it, and on a CPU, there
-    are no such flags."""
+    """Command and environment that start a server of `config.kind` on a port. `model`: model folder. `room`: its memory
+    on the GPUs, passed by flags from the class's `flags_of_room`, unless `engine.arguments` have these flags. None, or
+    a server on the CPU: there are no such flags."""
     make = MAKES.load(config.kind)
     launch: Launch = getattr(make, "launch")(config, model, port)  # noqa: B009  # of the class
     told = {word.partition("=")[0] for word in config.arguments}

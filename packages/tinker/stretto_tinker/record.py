@@ -225,8 +225,8 @@ class Record:
     # Sessions
 
     def open_session(self, id: str, owner: str, asked: str, body: bytes) -> str:
-        """Add a session of a client (`owner`); returns its id. `asked`: idempotency key; a repeated key returns the
-        first session's id."""
+        """Add a session of a client (`owner`) and return `id`; for a repeated idempotency key `asked` add nothing, and
+        return the first session's id."""
         with self.together():
             self._all(
                 "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, NULL, NULL)", id, owner, asked, now(), body

@@ -94,7 +94,8 @@ class RunningText:
         return rest
 
     def _rebase(self, first: int) -> None:
-        """Keep only the tokens from `first` on, enough to decode the next ones."""
+        """Drop the tokens before index `first`. The rest becomes the base, with which later tokens are decoded; its
+        text counts as sent, except for what is pending."""
         del self._tokens[:first]
         self._base = len(self._tokens)
         self._sent = len(self._detokenizer.decode(self._tokens)) - len(self.pending)

@@ -112,7 +112,8 @@ class Supervisor(Generic[T]):
         self._wanted, self._sleep = wanted, sleep
 
     async def begin(self) -> T:
-        """Start the role for the first time; a start that fails counts as a death.
+        """Start the role for the first time, and again while a start fails, which counts as a death. Returns the result
+        of `start`.
 
         Raises:
             RoleDied: more starts failed than the budget allows.
@@ -123,7 +124,8 @@ class Supervisor(Generic[T]):
             return await self.replace(death.how)
 
     async def replace(self, how: str, *, counted: bool = True) -> T:
-        """Start the role again. `how` says how it ended ("was killed by SIGKILL").
+        """Start the role again, until a start succeeds; returns the result of `start`. `how` says how the role ended
+        ("was killed by SIGKILL").
 
         Args:
             counted: False for an end that was not the role's own fault; failed starts afterwards count.

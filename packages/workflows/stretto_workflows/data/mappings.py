@@ -27,6 +27,7 @@ from stretto_workflows.data.jsonl import mistake, prompt, require, shown, text
 from stretto_workflows.data.rows import gold
 
 Values = Mapping[str, Any]
+#: By key of a mapped row ("prompt", "answer", "demonstration"): makes its value; raises DataError if it cannot.
 Parts = Mapping[str, Callable[[], Any]]
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9.]+|[a-zA-Z]))")
@@ -63,7 +64,7 @@ def mapped(name: str, row: Values, place: str) -> Values:
 
 
 def _gsm8k(row: Values, place: str) -> Parts:
-    """``answer`` is a worked solution whose last line is ``#### 72``."""
+    """Parts of a row of GSM8K: ``answer`` is a worked solution, with the gold answer in its last line, ``#### 72``."""
     require(row, ("question", "answer"), place)
     worked = _text(row, "answer", place)
 
@@ -79,7 +80,8 @@ def _gsm8k(row: Values, place: str) -> Parts:
 
 
 def _math(row: Values, place: str) -> Parts:
-    r"""The final answer is the column ``answer``, or without one the last ``\boxed{}`` of the solution."""
+    r"""Parts of a row of MATH: the gold answer is the column ``answer``, or without one the solution's last
+    ``\boxed{}``."""
     require(row, ("problem", "solution"), place)
     solution = _text(row, "solution", place)
 
@@ -101,7 +103,7 @@ def _deepscaler(row: Values, place: str) -> Parts:
 
 
 def _dapo(row: Values, place: str) -> Parts:
-    """verl's form: the prompt is a chat, the gold answer is in ``reward_model.ground_truth``."""
+    """Parts of a row in verl's form: the prompt is a chat, the gold answer is in ``reward_model.ground_truth``."""
     require(row, ("prompt", "reward_model"), place)
     model = row["reward_model"]
 
@@ -119,7 +121,8 @@ def _dapo(row: Values, place: str) -> Parts:
 
 
 def _aime(row: Values, place: str) -> Parts:
-    """Column names differ in case between copies of AIME; answers are whole numbers from 0 to 999."""
+    """Parts of a row of AIME: column names differ in case between its copies; gold answers are whole numbers from 0 to
+    999."""
 
     def final() -> str:
         answer = row[_either(row, ("answer", "Answer"), place)]
@@ -147,15 +150,15 @@ def _deepcoder(row: Values, place: str) -> Parts:
 
 
 def _livecodebench(row: Values, place: str) -> Parts:
-    """The gold answer holds the tests as they are, pickled or not; the reward `code` reads them without executing a
-    pickle."""
+    """Parts of a row of LiveCodeBench: the gold answer has the tests as they are, pickled or not; the reward `code`
+    reads them without executing a pickle."""
     require(row, ("question_content", "public_test_cases"), place)
     tests = {name: row[name] for name in ("public_test_cases", "private_test_cases", "metadata") if row.get(name)}
     return {"prompt": _with_starter(row, "question_content", place), "answer": partial(json.dumps, tests)}
 
 
 def _humaneval(row: Values, place: str) -> Parts:
-    """The prompt is the head of a function, which the completion continues."""
+    """Parts of a row of HumanEval: the prompt is the head of a function, which the completion continues."""
     require(row, ("prompt", "test", "entry_point"), place)
     tests = {name: row[name] for name in ("prompt", "test", "entry_point")}
     solution = {"demonstration": _text(row, "canonical_solution", place)} if row.get("canonical_solution") else {}

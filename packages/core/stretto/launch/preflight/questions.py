@@ -90,8 +90,8 @@ class Sifted:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings (empty if no question is left out): the number of questions left out, and the first of them with
-        file and line."""
+        """Warnings; empty if no question is left out. The first has the number of questions that are left out. Each
+        further one names a question, with file and line, and says why; at most twenty are named."""
         if not self.unreadable:
             return []
         count = len(self.unreadable)

@@ -97,8 +97,9 @@ async def unless_gone(
     alive: Callable[[], Coroutine[Any, Any, None]] | None = None,
     seconds: float | None = None,
 ) -> T | None:
-    """Result of `work`; None, with the work cancelled, if the client disconnects first. Until then `alive` is awaited
-    every `seconds`, to send a comment for example. No deadline of its own: that of the work or the client applies."""
+    """Result of `work`; None, with the work cancelled, if the client disconnects first. Until then `alive`, if given,
+    is awaited every `seconds`, to send a comment for example. No deadline of its own: that of the work or the client
+    applies."""
     working, gone = asyncio.create_task(work), asyncio.create_task(when_gone(receive, lambda: None))
     try:
         while not (await asyncio.wait((working, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:

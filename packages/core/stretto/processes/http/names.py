@@ -72,7 +72,7 @@ def own_address(scope: Scope) -> str:
 
 
 class OwnNames:
-    """ASGI middleware that refuses requests with a foreign Host."""
+    """ASGI middleware that refuses requests with a foreign Host, with status 403."""
 
     def __init__(self, inner: ASGIApp, names: HostNames) -> None:
         self._inner, self._names = inner, names

@@ -95,7 +95,7 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 def shares(lengths: Sequence[int], capacity: int, fewest: int, ranks: int) -> list[list[list[int]]]:
     """The micro-batches of each rank, as indices into `lengths`. Every rank gets the same number, because all ranks run
-    each forward pass together; some may be empty. `fewest`: least number per rank.
+    each forward pass together; some may be empty. `fewest`: least number per rank; `capacity`: as in `micro_batches`.
 
     >>> shares([5, 9, 3, 4], capacity=10, fewest=1, ranks=2)   # 9 | nothing and 5, 4 | 3
     [[[1], []], [[0, 3], [2]]]
@@ -148,9 +148,15 @@ def minibatch(
 ) -> Minibatch:
     """Pack this rank's share of the samples of one optimizer step.
 
-    `longest`: ``sampling.max_tokens``. `trajectories`: mean number of trajectories per minibatch of the batch; None if
-    these samples are the whole batch. The tokens' weights are computed over the samples of all ranks, so the ranks'
-    losses sum to the exact mean. A position with several targets counts as one token in the mean.
+    The tokens' weights are computed over the samples of all ranks, so the ranks' losses sum to the exact mean. A
+    position with several targets counts as one token in the mean.
+
+    Args:
+        samples: of all ranks.
+        aggregation: how the tokens' losses are averaged; "sum": they are added.
+        longest: ``sampling.max_tokens``.
+        device: of the tensors of the result.
+        trajectories: mean number of trajectories per minibatch of the batch; None: these samples are the whole batch.
     """
     lengths = [len(set(sample.loss_positions) if len(sample.targets) else sample.loss_positions) for sample in samples]
     own = iter(coefficients(aggregation, [n for n in lengths if n], trajectories or len(samples), longest))

@@ -38,8 +38,8 @@ def fixed_length(lengths: Sequence[int], trajectories: float, longest: int) -> l
 def coefficients(
     aggregation: Aggregation | Literal["sum"], lengths: Sequence[int], trajectories: float, longest: int
 ) -> list[float]:
-    """The coefficient of each trajectory. `lengths`: loss tokens of each trajectory; `trajectories`: mean number per
-    minibatch; `longest`: ``sampling.max_tokens``. "sum" gives coefficients of 1."""
+    """The factor of the token losses of each trajectory in the loss, a sum. `lengths`: loss tokens of each trajectory;
+    `trajectories`: mean number per minibatch; `longest`: ``sampling.max_tokens``. "sum" gives factors of 1."""
     match aggregation:
         case "token_mean":
             return token_mean(lengths) if lengths else []
