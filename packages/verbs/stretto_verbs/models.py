@@ -138,7 +138,7 @@ class PolicyWeights:
 
 
 def trainable(folder: Path, device: str) -> PreTrainedModel:
-    """Load a policy in float32 for training. Raises ModelFolderError: the folder cannot be loaded, or the packed path
+    """Load a policy in float32 for training. Raises ModelFolderError if the folder cannot be loaded, or the packed path
     does not compute what its family does."""
     check_family_of(folder)
     return load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=device)

@@ -40,8 +40,8 @@ def _of_trajectories(group: Group) -> Iterable[Sequence[float]]:
 
 
 def zero_variance(group: Group, compared: Compared = _of_trajectories) -> Mapping[str, str]:
-    """Refuse groups of which all `compared` rewards are equal: their advantages and gradient are zero (DAPO, arXiv
-    2503.14476, dynamic sampling)."""
+    """Refuse groups whose rewards are equal within each list that `compared` returns, by default the one of all
+    trajectories: their advantages and gradient are zero (DAPO, arXiv 2503.14476, dynamic sampling)."""
     if any(len(set(rewards)) > 1 for rewards in compared(group)):
         return {}
     return _all(group, f"all rewards are {group.trajectories[0].reward:g}")
@@ -49,7 +49,7 @@ def zero_variance(group: Group, compared: Compared = _of_trajectories) -> Mappin
 
 def filters(config: RolloutConfig, compared: Compared | None = None) -> tuple[Filter, ...]:
     """The filters of a recipe in their order: first those of single completions, then those of whole groups.
-    `compared`: the rewards that `zero_variance` looks at; None: those of the trajectories."""
+    `compared`: argument of `zero_variance`; None: its default."""
     chosen: list[Filter] = []
     if config.truncated == "filter":
         chosen.append(truncated)

@@ -81,7 +81,7 @@ class Parquet:
     """Writes records of the type `kind` to an open parquet file; needs pyarrow (``stretto[data]``)."""
 
     def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
-        """Raises UserError: pyarrow is missing."""
+        """Begin the file; `kind` gives its columns. Raises UserError if pyarrow is missing."""
         try:
             self._arrow = importlib.import_module(_PACKAGE)
             writer = importlib.import_module(f"{_PACKAGE}.parquet").ParquetWriter
@@ -95,7 +95,7 @@ class Parquet:
         self._bytes = 0
 
     def write(self, row: msgspec.Struct) -> None:
-        """Add a row; it is written together with others. Raises StoreError: a number has more than 64 bits."""
+        """Add a row; it is written together with others. Raises StoreError if a number has more than 64 bits."""
         self._rows.append(_plain(row))
         self._bytes += len(self._measure(row))
         if self._bytes >= _GROUP_BYTES:

@@ -136,7 +136,7 @@ def rises(steps: Steps, values: Numbers | None, until: int, later: int) -> tuple
 
 
 def newest_mean(values: Numbers) -> float:
-    """Mean of the newest measured window."""
+    """Mean of the newest window of measurements. `values` must have a measurement; others are NaN and left out."""
     return float(values[np.isfinite(values)][-WINDOW:].mean())
 
 

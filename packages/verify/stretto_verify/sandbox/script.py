@@ -108,8 +108,8 @@ def _status(code: object) -> int:
 
 
 def _reopen(name: str) -> None:
-    """Open new standard streams, without the guest's buffers. For a script (``__main__``), make /dev/stdin, /dev/stdout
-    and /dev/stderr work, which do not exist without /proc."""
+    """Open new standard streams, without the guest's buffers. If `name`, the program's module name, is ``__main__``,
+    make /dev/stdin, /dev/stdout and /dev/stderr work, which do not exist without /proc."""
     stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115

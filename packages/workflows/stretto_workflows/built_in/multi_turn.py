@@ -27,8 +27,9 @@ class MultiTurn(Workflow):
         return [self._feedback.replace("{prompt}", "")] if self._tries > 1 else []
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Run one trajectory; returns the reward of the last attempt, discounted if it is right. `by_turn`: that of
-        each attempt. `named`: number of "tries", and reward of the "first"."""
+        """Run one trajectory; returns the reward of the last attempt. If that is right, its reward is multiplied by
+        `discount` for each attempt before it. `by_turn`: reward of each attempt, the last one discounted in the same
+        way. `named`: "tries", the number of attempts, and "first", the reward of the first."""
         found: list[float] = []
         for attempt in range(self._tries):
             reply = await chat.generate()

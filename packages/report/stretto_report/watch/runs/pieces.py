@@ -29,7 +29,7 @@ _NUMBERS = "tokens are shown as their numbers"
 class Pieces:
     """Tokenizer of a run folder, loaded on first use. Without a tokenizer, a token is shown as its id.
 
-    `fault`: why an existing tokenizer cannot be used.
+    `fault`: why an existing tokenizer cannot be used; None if it can, or is not read yet.
     """
 
     def __init__(self, folder: Path) -> None:
