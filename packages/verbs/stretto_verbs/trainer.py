@@ -288,7 +288,9 @@ class LocalTrainer:
         }
         changed = {name: value for name, value in given.items() if value is not None}
         now = checked(self._settings.model_dump() | changed, "optim_step", OptimizerConfig)
-        numbers = replace(AdamNumbers.of(now), **({"max_grad_norm": math.inf} if unclipped else {}))
+        numbers = AdamNumbers.of(now)
+        if unclipped:
+            numbers = replace(numbers, max_grad_norm=math.inf)
         if all(one is None for one in self.gradient):
             raise DataError([Problem("optim_step", "there is no gradient", "call forward_backward before it")])
         step = self._learner.step(now.learning_rate, self.version, numbers)

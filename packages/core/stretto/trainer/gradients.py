@@ -36,8 +36,9 @@ def set_gradient(model: nn.Module, gradient: Gradient) -> None:
     parameter is copied: torch's fused AdamW goes through both by address, and would pair other numbers."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter, one in zip(trained, gradient, strict=True):
-        alike = one is None or one.shape != parameter.shape or one.stride() == parameter.stride()
-        parameter.grad = one if alike else torch.empty_like(parameter).copy_(one)
+        if one is not None and one.shape == parameter.shape and one.stride() != parameter.stride():
+            one = torch.empty_like(parameter).copy_(one)
+        parameter.grad = one
 
 
 @contextmanager

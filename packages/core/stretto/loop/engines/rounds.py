@@ -85,10 +85,10 @@ class _Portion:
         Which one that is depends on the questions and the weights alone, and so does what runs together."""
         try:
             async for completion in self._generate(*requests):
-                one = completion.request, completion.member
-                if one not in had and one[0] in self._queues:  # else its group ended before a loss, or was cancelled
-                    self._queues[one[0]].put_nowait(completion)
-                had.add(one)
+                place = completion.request, completion.member
+                if place not in had and place[0] in self._queues:  # else its group ended before, or was cancelled
+                    self._queues[place[0]].put_nowait(completion)
+                had.add(place)
         except RefusedRequest as refused:
             left = [one for one in requests if any((one.id, member) not in had for member in range(len(one.seeds)))]
             if len(left) > 1:

@@ -35,8 +35,6 @@ class TextCache:
         count = key.shape[2]
         end = self.tokens + count
         first = 0 if rule.window is None else max(0, self.tokens + 1 - rule.window)
-        seen = []
-        for cache, new in ((self._keys[layer], key), (self._values[layer], value)):
-            cache[:, :, self.tokens : end] = new
-            seen.append(cache[:, :, first:end])
-        return attend_last(query, *seen, rule)
+        keys, values = self._keys[layer], self._values[layer]
+        keys[:, :, self.tokens : end], values[:, :, self.tokens : end] = key, value
+        return attend_last(query, keys[:, :, first:end], values[:, :, first:end], rule)
