@@ -22,8 +22,8 @@ from pathlib import Path
 
 from benchmarks.peers.environment import Environment
 from benchmarks.report import Table, save
-from stretto.store.inspection import inspect_run
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "agents"

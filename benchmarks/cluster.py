@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import RESULTS, Table, save
-from stretto.store.inspection import inspect_run
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 from tests.launch import running
 from tests.launch.running import Command, Laboratory, said, steps_done
 

@@ -31,8 +31,8 @@ import uvloop
 from benchmarks.report import Table, save
 from benchmarks.simulated_run import Setting, SimulatedRun, simulated_run
 from stretto.core.tasks import cancel_and_wait, run_beside
-from stretto.store.inspection import inspect_run
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 
 _TICK_SECONDS = 0.01
 _PAGE = os.sysconf("SC_PAGE_SIZE")

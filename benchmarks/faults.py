@@ -43,8 +43,8 @@ from benchmarks.runs import RECIPE
 from benchmarks.tally import add, measured
 from stretto.core.machine import cache_folder
 from stretto.rewards.functions import final_answer
-from stretto.store.inspection import inspect_run
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 from tests.launch.running import MODULES, Command, Laboratory, said, steps_done, wait_until
 
 ROLES = ("trainer", "engine", "rewards", "fork server", "supervised")

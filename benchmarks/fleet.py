@@ -35,8 +35,7 @@ from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, Partials, Record, Segment, StopReason
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.wire import AbortRequest, PartialsRequest, UpdateRequest
-from stretto.processes.handshake import call
-from stretto.processes.wire import Wire, connect
+from stretto_cluster.handshake import call
 from stretto_cluster.messages import (
     TO_AGENT,
     Beat,
@@ -54,6 +53,7 @@ from stretto_cluster.messages import (
     StopRole,
     ToAgent,
 )
+from stretto_cluster.wire import Wire, connect
 
 _HOST = "127.0.0.1"
 _HANDSHAKE_SECONDS = 10.0

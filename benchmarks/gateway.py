@@ -39,9 +39,9 @@ from stretto.core.records import Completion, GenerateRequest, Segment, StopReaso
 from stretto.engine.http.connections import Connections
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import load_tokenizer
-from stretto.processes.http.server import serving_beside
 from stretto.processes.tree import cpu_ticks
 from stretto_app.extensions.commands.gateway import session_model
+from stretto_gateway.app import serving_beside
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import RecordedSessions, SessionTable
 from stretto_workflows.session import WholeTurns

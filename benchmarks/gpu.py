@@ -54,7 +54,7 @@ from benchmarks.gpu_parts import REHEARSED, Asked, Size
 from benchmarks.report import RESULTS, Table, save
 from stretto.processes.tree import kill_marked
 from stretto.store.files import write_atomically
-from stretto.store.provenance import machine
+from stretto.store.run_folder import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET = 25 * 60.0  # seconds of all parts

@@ -36,7 +36,7 @@ from benchmarks.runs import train
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
-from stretto.launch.preflight.estimates import rank_of
+from stretto.launch.preflight.devices import rank_of
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import character_tokenizer
 from stretto.model.hf.config import BuildConfig
@@ -44,7 +44,7 @@ from stretto.model.layout import pack
 from stretto.model.packed.attention import _flash, bucketed
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.trainer import Trainer
-from stretto_app.extensions.commands.paper import outline
+from stretto_app.extensions.preflight.paper import outline
 from stretto_kernels.gpu.attention import GRAIN, read_rows
 from stretto_kernels.gpu.tables import cut, slots_of
 from stretto_kernels.rule import Rule

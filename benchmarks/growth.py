@@ -33,12 +33,12 @@ import numpy as np
 
 from benchmarks.report import Table, save
 from stretto.processes.tree import descendants, own_resident_bytes
-from stretto.store.inspection import inspect_run
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import StepMetrics, read_metrics
 from stretto_report.audit.alarms import findings_of
 from stretto_report.audit.check import check_run
 from stretto_report.audit.evidence import Evidence
+from stretto_report.reading.inspection import inspect_run
 
 RECIPE = Path(__file__).resolve().parent.parent / "tests" / "launch" / "recipes" / "tiny.toml"
 _SETTINGS = (
@@ -55,7 +55,7 @@ _SETTINGS = (
 )
 #: Processes that no metric of a run has, by what their command line has.
 _WEIGHED = {
-    "fork server": "stretto.processes.fork_server_role",
+    "fork server": "stretto_app.forking.role",
     "weights server": "stretto_cluster.weights.server",
     "outlet": "stretto_report.outlets.role",
 }

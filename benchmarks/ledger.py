@@ -23,11 +23,11 @@ import pytest
 
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE
-from stretto.launch.commands.train import prepare
+from stretto.launch.train import prepare
 from stretto.loop.records.reporter import SilentReporter
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics
+from stretto_report.reading.inspection import inspect_run
 
 _METHODS = (
     *("issue", "journal", "buffer", "settle", "commit_batch", "record_update"),

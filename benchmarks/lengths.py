@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
-from stretto.store.export import read_trajectories
+from stretto_report.reading.export import read_trajectories
 
 FILE = Path(__file__).resolve().parent / "data" / "lengths.json"
 

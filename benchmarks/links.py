@@ -22,7 +22,7 @@ import msgspec
 
 from benchmarks.cluster import JOINED, Story, run_of
 from benchmarks.report import save
-from stretto.store.inspection import inspect_run
+from stretto_report.reading.inspection import inspect_run
 from tests.cluster.link import Conditions, Counts, link
 from tests.launch.running import Laboratory, said
 

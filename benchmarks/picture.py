@@ -17,12 +17,11 @@ from matplotlib.image import imread, imsave
 from stretto.core.events import Span
 from stretto.core.records import Record
 from stretto.store.files import write_atomically
-from stretto.store.provenance import Machine, library_versions, machine
-from stretto.store.run_folder import RunFolder
+from stretto.store.run_folder import Machine, RunFolder, library_versions, machine
 from stretto.store.series.metrics import EvaluationLine, StepMetrics, read_metrics
-from stretto.store.series.spans import read_spans
 from stretto_report.dashboard.plots import plot_accuracy
 from stretto_report.dashboard.timeline import STEPS_SHOWN, middle_window, plot_timeline
+from stretto_report.reading.series import read_spans
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 DATA = IMAGES / "run.json"

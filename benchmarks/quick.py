@@ -48,7 +48,7 @@ from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import inspect_model_folder, load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
-from stretto.store.provenance import machine
+from stretto.store.run_folder import machine
 from stretto.weights.folder import path_of
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_verify.sandbox.config import SandboxConfig

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from stretto.store.files import write_atomically
-from stretto.store.provenance import library_versions, machine
+from stretto.store.run_folder import library_versions, machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.store.inspection import Inspection, inspect_run
+from stretto.store.inspection import Inspection
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, StepMetrics, read_metrics
+from stretto_report.reading.inspection import inspect_run
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "arithmetic.toml"
 

@@ -37,10 +37,10 @@ from benchmarks.peers.environment import Environment
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE, train
 from stretto.processes.tree import children, descendants
-from stretto.store.inspection import inspect_run
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import read_metrics
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 
 HEADS = ("model.build.head_dim=32",)
 TOLERANCE = 1e-4  # nats

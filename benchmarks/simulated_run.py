@@ -27,9 +27,9 @@ from stretto.core.records import Batch, Outcome, Prompt, Sampling, Update, Verdi
 from stretto.core.tasks import cancel_and_wait
 from stretto.launch.assemble.roles import Roles
 from stretto.launch.assemble.specs import Endpoints
-from stretto.launch.commands.train import collected_seldom
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe, load_recipe, to_toml
+from stretto.launch.train import collected_seldom
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.engines.in_flight import InFlight
@@ -211,7 +211,7 @@ class SimulatedRun:
             self.folder, self.ledger, SilentReporter(), self.roles.work, recipe.rollout.staleness_bounds[1], past, clock
         )
         in_flight = InFlight(self.pool, self.ledger)
-        self.pool.keep_with(in_flight.keep)
+        self.pool.keep = in_flight.keep
         checkpoints = Checkpoints(self.folder.checkpoints, recipe.store.keep_checkpoints)
         keeping = (self.folder, checkpoints, recipe.trainer, trainer, controller, self.ledger, recipe.deadlines)
         return Conductor(
@@ -264,7 +264,7 @@ async def simulated_run(setting: Setting, path: Path) -> AsyncIterator[Simulated
         plan, endpoints = cast(Plan, _Plan(recipe)), Endpoints("simulated", Path(scratch), Path(scratch))
         cluster = Cluster(plan, folder, endpoints, pool, said.append, FRESH, identity_of(folder), next_tenure(None))
         roles = Roles(pool, cast(TrainerLink, _Trainer()), cast(RewardPool, _Rewards()), cluster)
-        pool.report_to(said.append)
+        pool.say = said.append
         await pool.start(0)
         address = await cluster.gate.open(recipe.cluster.listen)
         token = cluster.identity.token

@@ -51,7 +51,7 @@ from benchmarks.report import RESULTS, Table
 from benchmarks.runs import RECIPE
 from benchmarks.tally import Part, Tally, add, measured, read
 from stretto.core.machine import cache_folder
-from stretto.store.inspection import inspect_run
+from stretto_report.reading.inspection import inspect_run
 from tests.launch.running import Laboratory, said
 
 KILLS = ("conductor", "rewards", "engine", "trainer", "all")

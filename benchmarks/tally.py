@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from stretto.store.files import write_atomically
-from stretto.store.provenance import Machine, machine
+from stretto.store.run_folder import Machine, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -43,7 +43,7 @@ from benchmarks.runs import RECIPE
 from benchmarks.watch import PATIENCE_SECONDS, make_run, server, until
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import read_metrics
-from stretto.store.series.spans import read_spans
+from stretto_report.reading.series import read_spans
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _SETTLING_SECONDS = 1.5  # behind a change

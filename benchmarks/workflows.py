@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.report import Table, save
 from benchmarks.runs import train
-from stretto.store.inspection import inspect_run
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "retry.toml"
 

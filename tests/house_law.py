@@ -19,7 +19,7 @@ PACKAGE = "stretto"  # the core, which imports as this
 #: Packages whose folders are rooms; each other one, such as `stretto_gateway`, is one room, named `gateway`.
 OF_ROOMS = frozenset({PACKAGE, "stretto_app", "stretto_report", "stretto_foresight"})
 #: Packages with names of `import stretto`, which are loaded when they are asked for.
-ON_DEMAND = frozenset({"stretto_verbs", "stretto_workflows"})
+ON_DEMAND = frozenset({"stretto_app", "stretto_verbs", "stretto_workflows"})
 NAMES_OF_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"})
 HEAVY = ("torch", "transformers")
 CORE_MAY_IMPORT = frozenset({"msgspec", "numpy", "xxhash"})
@@ -36,12 +36,9 @@ WRITES_DATES = frozenset(
 #: The modules that may ask for what only Linux has, one for each ability; `verify` stands alone.
 OF_LINUX: Mapping[str, str] = {
     "core/machine": "sched_getaffinity",
-    "processes/kernel/command_line": "prctl",
-    "processes/kernel/ends": "pidfd_open pidfd_send_signal waitid",
-    "processes/kernel/event_loop": "uvloop",
-    "processes/kernel/memory": "mallopt memfd_create",
-    "processes/kernel/requests": "prctl",
-    "processes/kernel/silence": "TCP_KEEPIDLE TCP_USER_TIMEOUT",
+    "forking/command_line": "prctl",
+    "processes/event_loop": "uvloop",
+    "processes/kernel": "prctl pidfd_open pidfd_send_signal waitid mallopt memfd_create TCP_KEEPIDLE TCP_USER_TIMEOUT",
     "verify/sandbox/guest": "pidfd_open setresuid setresgid O_PATH",
     "verify/sandbox/kernel": "memfd_create O_PATH",
 }
@@ -325,11 +322,11 @@ def unlisted(package: Path, house: House) -> list[str]:
 
 
 def deferred(package: Path, house: House) -> list[str]:
-    """Imports inside functions, outside the roof."""
+    """Imports inside functions, outside the roof and the files that stand directly in a package, which are its door."""
     return [
         f"{found.place}: imports {found.names[0]} inside a function"
         for found in imports(package)
-        if found.deferred and found.room not in house.roof
+        if found.deferred and found.room and found.room not in house.roof
     ]
 
 
@@ -355,7 +352,7 @@ def busy_doors(package: Path) -> list[str]:
     return [
         f"{found.place}: an __init__.py imports nothing"
         for found in imports(package)
-        # A package's own door may: that of `stretto` names what `api` offers, and loads it when it is asked for.
+        # A package's own door may: that of `stretto` names what it offers, and loads it when it is asked for.
         if found.path.name == "__init__.py" and len(found.path.parts) > 1
     ]
 

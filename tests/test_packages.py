@@ -23,7 +23,7 @@ import stretto
 import stretto_servers
 from stretto.core.errors import UserError
 from stretto.doors import loading
-from stretto_app.extensions.commands.dry_run import check
+from stretto_app.extensions.preflight.dry_run import check
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted((ROOT / "packages").glob("*/pyproject.toml"))

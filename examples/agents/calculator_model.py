@@ -22,7 +22,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from stretto.launch.assemble.supervised import sft
+from stretto_app.extensions.commands.supervised import sft
 
 TEMPLATE = """\
 {%- if tools and messages[0].role != 'system' %}{{ '<|im_start|>system\\nTools:' }}\

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 
-from stretto.store.series.samples import SampledCompletion
+from stretto.store.series.metrics import SampledCompletion
 from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import About, Cursor, How
 from stretto_report.outlets.points import MetricsPoint

@@ -14,8 +14,7 @@ from typing import cast
 import pytest
 
 import stretto
-from stretto import sections
-from stretto.api import run
+from stretto import run, sections
 from stretto.launch.recipe.recipe import to_toml
 from stretto.model.hf.build import build_policy
 from tests.api.workshop_rewards import length

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 
 import stretto
 from stretto import sections
-from stretto.api.run import INSIDE, _MetricsReader
 from stretto.core.errors import StoreError
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy, save_policy, weights_dtype
+from stretto.run import INSIDE, _MetricsReader
 from stretto.store.series import lines as lines_module
 from tests.api.conftest import living, script, tiny_recipe
 from tests.api.workshop_rewards import length

@@ -17,11 +17,11 @@ from stretto.core.admission import BoundChange
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto_report.audit.bounds import RecordedChange
 from stretto_report.audit.check import check_run
 from stretto_report.audit.history import in_force
+from stretto_report.reading.inspection import inspect_run
 from tests.audit.runs import RECIPE, steps, train, trajectories
 from tests.store.make import ledger_at, prompts, sql
 

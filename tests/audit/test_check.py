@@ -14,7 +14,7 @@ import pytest
 
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Group
-from stretto.launch.commands.train import _MAY_CHANGE
+from stretto.launch.train import _MAY_CHANGE
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller
 from stretto.rollout.prompts import PromptStream

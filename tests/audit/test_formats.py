@@ -8,12 +8,12 @@ import pytest
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Prompt, Segment, StopReason
 from stretto.store.config import StoreConfig
-from stretto.store.export import export_run, read_trajectories
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto.store.totals import Membership
 from stretto_report.audit.check import check_run
+from stretto_report.reading.export import export_run, read_trajectories
+from stretto_report.reading.inspection import inspect_run
 from tests.audit.runs import RECIPE_OF_ONE, flip_a_bit
 from tests.audit.test_check import written
 from tests.store.conftest import as_format_2, as_format_3

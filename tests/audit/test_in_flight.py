@@ -13,8 +13,8 @@ from stretto.rollout.adaptive import AdaptiveInFlight, Pressure
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState, Ticket
 from stretto.rollout.prompts import PromptStream
-from stretto.store.inspection import inspect_run
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 from tests.audit.runs import RECIPE, train, trajectories
 from tests.audit.test_bounds import PROMPTS
 from tests.store.make import ledger_at, sql

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.simulated_run import Setting, simulated_run
 from stretto.core.tasks import run_beside
-from stretto.store.inspection import inspect_run
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 
 MACHINES, STEPS, BATCH, GROUP = 16, 3, 16, 4
 

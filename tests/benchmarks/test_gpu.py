@@ -22,8 +22,8 @@ from benchmarks.gpu_sides import LEARN
 from stretto.core.machine import Gpu
 from stretto.launch.preflight.devices import assumed_gpus, notes_of, seats_of
 from stretto.launch.recipe.recipe import load_recipe
-from stretto_app.extensions.commands import paper
-from stretto_app.extensions.commands.paper import outline
+from stretto_app.extensions.preflight import paper
+from stretto_app.extensions.preflight.paper import outline
 
 FOUND = {"decode": "rows", "training": "rows", "memory": "peak_of_estimate", "kernels": "reading", "vllm": "stretto"}
 FOUND |= {

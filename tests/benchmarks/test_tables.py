@@ -16,7 +16,7 @@ from benchmarks import report
 from benchmarks.generators import Prompts, timed
 from benchmarks.report import RESULTS, Table, save
 from benchmarks.serving import Answered, markdown, row
-from stretto.store.provenance import machine
+from stretto.store.run_folder import machine
 
 
 def test_columns_line_up_and_numbers_stand_to_the_right(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ class Run:
         self.pool = EnginePool([] if guest else [spec], Path("/dev/null"), DEADLINES, proving=Proving())
         self.proving = self.pool.proving
         self.proving.expect(self.said.append)
-        self.pool.report_to(self.said.append)
+        self.pool.say = self.said.append
         machine = Machine(random.Random(1), pull_seconds=0.0)
         self.client, self.version = Prover(NAME, machine), 0
         self.process = SimulatedProcess(machine, lambda: self.version, self.client)

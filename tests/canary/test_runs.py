@@ -22,9 +22,9 @@ import pytest
 
 from stretto.core.canary import CANARY, CanaryRecord
 from stretto.store.config import StoreConfig
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.ledger import Ledger
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 from tests.cluster.test_whole_runs import machine
 from tests.faults.test_company import end_well
 from tests.launch.running import Ended, Laboratory, exported, said, steps_done, wait_for_step, wait_until

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from stretto.launch.assemble.supervised import warm_start
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import Recipe, load_recipe
-from stretto.store.inspection import inspect_run
+from stretto_report.reading.inspection import inspect_run
 from tests.launch.running import ROOT, TINY, Ended, Laboratory
 
 Door = Callable[..., Ended]

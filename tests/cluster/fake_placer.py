@@ -6,9 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.processes.channel import RoleEnd
+from stretto.processes.channel import Failed, RoleEnd
 from stretto.processes.heartbeat import begin_role
-from stretto.processes.run_role import Failed
 from stretto_cluster.placing import TO_PLACER, AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
 
 

@@ -12,12 +12,13 @@ import torch
 
 from stretto import __version__
 from stretto.loop.records.totals import Tenure
-from stretto.processes.handshake import call, client_context
-from stretto.processes.wire import Wire, connect
+from stretto.processes.http.tls import client_context
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_cluster.gate import Doors, Gate
+from stretto_cluster.handshake import call
 from stretto_cluster.machine import JoinedMachine
 from stretto_cluster.messages import TO_AGENT, Join, MachineReady, RolePlace, RunTerms, ToAgent
+from stretto_cluster.wire import Wire, connect
 from tests.cluster.weights.serving import KEY, serving
 
 RUN, TOKEN, MAILBOX = "first-0a1b2c3d", "t" * 64, "run"

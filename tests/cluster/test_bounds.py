@@ -24,7 +24,7 @@ from stretto.engine.http.client import decoded
 from stretto.loop.engines.proving import _shortened
 from stretto.loop.records.totals import Tenure
 from stretto.rewards.service.wire import FromWorker, Verdicts
-from stretto.store.series.spans import SpanLog, read_spans
+from stretto.store.series.lines import SpanLog
 from stretto.store.totals import TOTALS, Totals
 from stretto_cluster.messages import (
     FROM_AGENT,
@@ -43,6 +43,7 @@ from stretto_cluster.messages import (
     RoleStarted,
     Scale,
 )
+from stretto_report.reading.series import read_spans
 from tests.store.make import RIGHT, ledger_at, sampled
 
 HEALTH = EngineHealth(7, 1, 2, 3, 4, 5, 6, 7, 8, 9, busy_seconds=3.5, unfinished=1, needed=0.5, checked=9, resident=8)

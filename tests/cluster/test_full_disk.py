@@ -8,7 +8,6 @@ import asyncio
 import errno
 import itertools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -39,8 +38,6 @@ class _Plan:
 
 class _NoEngines:
     names: tuple[str, ...] = ()
-
-    def announce_with(self, announce: Callable[[int], None]) -> None: ...
 
 
 class FullDisk:

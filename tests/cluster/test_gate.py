@@ -22,9 +22,8 @@ from stretto import __version__
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, RoleDied
 from stretto.core.frames import frame
 from stretto.core.records import Record
-from stretto.processes import wire as wire_module
-from stretto.processes.wire import Wire
 from stretto_cluster import machine as machine_module
+from stretto_cluster import wire as wire_module
 from stretto_cluster.machine import JoinedMachine
 from stretto_cluster.messages import (
     Beat,
@@ -40,6 +39,7 @@ from stretto_cluster.messages import (
     Scale,
     StartRole,
 )
+from stretto_cluster.wire import Wire
 from tests.cluster.hosting import TOKEN, hosted, introduction, joined, joined_by_hand, ready_at, until
 from tests.cluster.weights.serving import Road
 

@@ -27,10 +27,10 @@ from stretto.engine.http.server import run_server
 from stretto.engine.wire import EngineSpec, Refusal
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.build import build_policy
-from stretto.processes.handshake import client_context
-from stretto.processes.wire import Wire
+from stretto.processes.http.tls import client_context
 from stretto_cluster.guest import GuestEngine
 from stretto_cluster.messages import Beat, Mirrored, RunTerms, ToAgent
+from stretto_cluster.wire import Wire
 from tests.certificates import authority
 from tests.cluster.hosting import joined
 from tests.engine.answering import engine_of

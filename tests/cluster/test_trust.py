@@ -14,8 +14,8 @@ import pytest
 
 from stretto.core.errors import HandshakeRefused
 from stretto.core.records import Record
-from stretto.processes.handshake import call
 from stretto_cluster.agent import Offer, run_agent
+from stretto_cluster.handshake import call
 from stretto_cluster.messages import AGENTS_TLS
 from tests.certificates import authority
 from tests.cluster.hosting import TOKEN, hosted, introduction, joined_by_hand, until

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.store.series.spans import read_spans
+from stretto_report.reading.series import read_spans
 from tests.certificates import authority
 from tests.faults.test_company import end_well
 from tests.launch.running import Command, Laboratory, said, steps_done, wait_for_step, wait_until

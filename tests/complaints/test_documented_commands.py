@@ -28,7 +28,7 @@ import msgspec
 import polars
 import pytest
 
-from stretto.api import run as orders
+from stretto import run as orders
 from stretto_foresight.planner.machine import machine_of
 from stretto_verify.cli import main as verify
 from tests.api.conftest import warm_process

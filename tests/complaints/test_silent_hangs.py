@@ -22,8 +22,8 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.folder import load_policy
-from stretto.store.export import read_trajectories
 from stretto.store.series.metrics import read_metrics
+from stretto_report.reading.export import read_trajectories
 from tests.engine.serving import Mailbox, served
 from tests.launch.running import Laboratory, assert_the_law, wait_for_step, wait_for_words
 from tests.launch.test_workflows import recipe_of

@@ -18,8 +18,7 @@ from stretto.loop.records.evaluation import Evaluation
 from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches
-from stretto.store.series.metrics import read_metrics
-from stretto.store.series.samples import SampledCompletion
+from stretto.store.series.metrics import SampledCompletion, read_metrics
 from tests.loop.conducting import PROMPTS, Stage, ToyFleet, ToyTrainer, score
 
 STEPS = 24

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stretto.core.events import SupervisedProgress
-from stretto.store.inspection import CanaryProof, inspect_run
-from stretto.store.measures.selection import SELECTION, Bias, SelectionBias
+from stretto.store.inspection import CanaryProof
+from stretto.store.selection import SELECTION, Bias, SelectionBias
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import TOTALS, Totals
 from stretto_report.dashboard.terminal.progress import (
@@ -31,6 +31,7 @@ from stretto_report.dashboard.terminal.progress import (
 )
 from stretto_report.dashboard.terminal.snapshot import Snapshot
 from stretto_report.dashboard.terminal.summary import bar, print_inspection, print_summary
+from stretto_report.reading.inspection import inspect_run
 from tests.store.lines import evaluation_line, step_line
 from tests.store.make import run_at
 

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 from stretto.store.ending import ENDING, Ending
-from stretto.store.inspection import Inspection, inspect_run
+from stretto.store.inspection import Inspection
 from stretto.store.ledger.ledger import put_fact
 from stretto_report.audit.check import Findings, print_balance, print_findings
 from stretto_report.dashboard.prediction import PredictedRun, Term
 from stretto_report.dashboard.terminal.summary import comparison_lines, print_inspection, summary_table
+from stretto_report.reading.inspection import inspect_run
 
 DATA = Path(__file__).parents[1] / "data"
 HOSTILE = ["[/x]", "[red]", "[bold]b[/bold]", "[link=http://x]y", ":smile:", "a\x1b[2Jb\u202ec", "\\[", "[", "[/"]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RunFolderError
 from stretto.core.events import Span
+from stretto.store.series.lines import SpanLog
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
-from stretto.store.series.spans import SpanLog
 from stretto.store.totals import TOTALS, Totals
 from stretto_report.dashboard.plots import plot_run, smooth
 from stretto_report.dashboard.style import canvas

@@ -19,8 +19,7 @@ import pytest
 
 from stretto.core.errors import RunFolderError
 from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
-from stretto.store.measures.goodput import Category
-from stretto.store.totals import Totals
+from stretto.store.totals import Category, Totals
 from stretto_report.dashboard.prediction import (
     Term,
     compared,

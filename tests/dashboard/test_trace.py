@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.events import Span
+from stretto.store.series.lines import SpanLog
 from stretto.store.series.metrics import StepMetrics
-from stretto.store.series.spans import SpanLog
 from stretto.store.totals import ENGINES, Membership
 from stretto_report.dashboard.trace import export_trace
 from tests.store.lines import step_line, write_lines

@@ -5,10 +5,10 @@ import csv
 import re
 from pathlib import Path
 
-from stretto.launch.preflight.trial import try_parts
 from stretto.launch.recipe.recipe import DOORS, load_recipe
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import read_metrics
+from stretto_app.extensions.preflight.trial import try_parts
 from stretto_report.audit.check import check_run
 from stretto_servers.make import launch_of
 from tests.launch.running import ROOT, TINY, Laboratory

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto.store.export import read_trajectories
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.reading import read_unfinished
 from stretto_report.audit.check import check_run
+from stretto_report.reading.export import read_trajectories
+from stretto_report.reading.inspection import inspect_run
 from tests.launch.running import Command, Laboratory, assert_the_law, said, steps_done, wait_for_step, wait_until
 
 ENDLESS = ("trainer.steps=100000", "trainer.keep_versions=1", "trainer.checkpoint_every=50")

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from stretto.store.checkpoints import Checkpoints
-from stretto.store.series.spans import read_spans
+from stretto_report.reading.series import read_spans
 from tests.faults.test_company import end_well
 from tests.launch.running import (
     MODULES,

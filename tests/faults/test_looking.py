@@ -21,8 +21,6 @@ import pytest
 
 from stretto.core.errors import StoreError
 from stretto.store.config import StoreConfig
-from stretto.store.export import read_trajectories
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.ledger.schema import check_log
@@ -30,6 +28,8 @@ from stretto.store.lock import is_held
 from stretto.store.run_folder import RunFolder
 from stretto_report.audit.check import check_run
 from stretto_report.audit.diff import diff_runs
+from stretto_report.reading.export import read_trajectories
+from stretto_report.reading.inspection import inspect_run
 from tests.faults.one_step import RECIPE, one_step
 from tests.faults.test_files import ROOT
 from tests.verify.sandbox.other_users import ORDINARY, as_user

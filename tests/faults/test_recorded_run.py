@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stretto.store.inspection import inspect_run
 from stretto_app.extensions.commands.replay import replay
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 from tests.launch.running import Laboratory, exported
 from tests.launch.warm import session_server
 

@@ -21,7 +21,7 @@ from stretto.core.records import Sampling, Segment, StopReason
 from stretto.launch.recipe.extensions import GatewayConfig
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import Tokenizer
-from stretto.processes.http.names import LOOPBACK, HostNames
+from stretto.processes.http.asgi import LOOPBACK, HostNames
 from stretto.processes.http.server import HttpServer, settings_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import CallForms, SamplingRule

@@ -16,10 +16,10 @@ from stretto.core.errors import EngineLost, UserError
 from stretto.core.forest import Tokens
 from stretto.core.records import Outcome, Prompt, Trajectory, Verdict
 from stretto.launch.recipe.extensions import AgentConfig
-from stretto.processes.http.server import serving_beside
 from stretto_gateway.agents import groups
 from stretto_gateway.agents.environment import environment_of
 from stretto_gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
+from stretto_gateway.app import serving_beside
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import SessionTable
 from stretto_workflows.session import MemoryRecord, Session

@@ -19,10 +19,10 @@ from stretto.engine.native.engine import NativeEngine
 from stretto.launch.recipe.extensions import AgentConfig
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import load_tokenizer
-from stretto.processes.http.server import serving_beside
 from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto_gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
+from stretto_gateway.app import serving_beside
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import SamplingRule
 from stretto_gateway.sessions.app import GatewayApp

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from stretto.launch.preflight import plan
-from stretto.launch.preflight.trial import try_reward
 from stretto.model.hf.build import build_policy
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
 from stretto.rollout.questions import Question
+from stretto_app.extensions.preflight import notes
+from stretto_app.extensions.preflight.trial import try_reward
 from stretto_verify.math import reward as _read_by_workers  # noqa: F401 - which have it, as copies of this process
 from tests.launch.running import laboratory as laboratory
 from tests.launch.warm import KNOWN, fork_workers
@@ -39,4 +39,4 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
         known = not config.functions and config.function in {KNOWN, *BUILT_IN}
         return [] if known else try_reward(config, questions)
 
-    monkeypatch.setattr(plan, "try_reward", tried)
+    monkeypatch.setattr(notes, "try_reward", tried)

@@ -24,10 +24,11 @@ from typing import Any
 import pytest
 
 from stretto.launch.assemble.roles import mailbox_name
-from stretto.processes import fork_server_role
-from stretto.store.inspection import Inspection, inspect_run
+from stretto.store.inspection import Inspection
 from stretto.store.run_folder import RunFolder
 from stretto_app.cli.main import main
+from stretto_app.forking import role as fork_server_role
+from stretto_report.reading.inspection import inspect_run
 from stretto_workflows.pool import WorkflowPool
 from tests.launch.warm import MARK, WarmCommand, children_of, fork_workers, session_fork_server, session_server, spare
 
@@ -38,7 +39,7 @@ MODULES = {
     "engine": "stretto.engine.role",
     "trainer": "stretto.trainer.roles.trainer",
     "supervised": "stretto.trainer.roles.supervised",
-    "fork server": "stretto.processes.fork_server_role",
+    "fork server": "stretto_app.forking.role",
     "rewards": "stretto.rewards.service.worker",
     "workflow": "stretto_workflows.worker",
     "outlet": "stretto_report.outlets.role",

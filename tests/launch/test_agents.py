@@ -13,9 +13,9 @@ from stretto.core.errors import WorkflowError
 from stretto.launch.recipe.extensions import AgentConfig
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.tokenizer import load_tokenizer
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.reading import read_batches
 from stretto_gateway.checks import check_agent
+from stretto_report.reading.inspection import inspect_run
 from tests.gateway.serving import build_chat_model
 from tests.launch.running import ROOT, TINY, Laboratory, assert_the_law, wait_for_step, wait_until, with_sections
 

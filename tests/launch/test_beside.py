@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stretto.launch.commands.recorded import digests_of
 from stretto.launch.recipe.recipe import DOORS, load_recipe, parse_recipe
+from stretto.launch.recorded import digests_of
 from tests.launch.running import TINY
 
 WORLD = "class Game:\n    def reset(self, seed):\n        return str(seed)\n"

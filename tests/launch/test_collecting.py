@@ -4,7 +4,7 @@ before, which stays so."""
 import gc
 import weakref
 
-from stretto.launch.commands.train import collected_seldom
+from stretto.launch.train import collected_seldom
 
 
 class Cycle:

@@ -18,24 +18,24 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import DataError, RecipeError, RunFolderError, UserError
-from stretto.launch.commands.data_record import DATA, DataRecord
-from stretto.launch.commands.train import prepare
 from stretto.launch.preflight.paths import check_data_files, data_files
 from stretto.launch.preflight.plan import Plan, make_plan
-from stretto.launch.preflight.trial import try_reward
 from stretto.launch.recipe.overrides import Overrides, with_named_reward
 from stretto.launch.recipe.recipe import load_recipe, to_toml, validate
+from stretto.launch.recorded import DATA, DataRecord
+from stretto.launch.train import prepare
 from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rewards.service.wire import Row
 from stretto.rollout.prompts import PromptSource
 from stretto.rollout.questions import Question
 from stretto.store.config import StoreConfig
-from stretto.store.export import read_trajectories
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.ledger import Ledger
-from stretto.store.series.metrics import read_metrics, read_sets
+from stretto.store.series.metrics import SetEvaluationLine, read_evaluations, read_metrics
 from stretto_app.extensions.commands.plan import job_of
+from stretto_app.extensions.preflight.trial import try_reward
 from stretto_report.audit.check import check_run
+from stretto_report.reading.export import read_trajectories
+from stretto_report.reading.inspection import inspect_run
 from tests.launch.rewards_for_tests import length, slow
 from tests.launch.running import Laboratory
 
@@ -230,10 +230,9 @@ def test_a_run_has_its_data_and_their_order_on_record_and_each_reward_by_its_nam
         found = ledger.get(DATA, DataRecord)
     assert found == DataRecord.of(planned(rewarded, "trainer.steps=5"))
     assert check_run(run).kept
-    (lines,) = read_sets(run / "metrics.jsonl").values()
-    assert [(line.name, line.step, line.prompts, line.samples) for line in lines] == [
-        ("sums", step, 2, 6) for step in (0, 3, 5)
-    ]
+    lines = read_evaluations(run / "metrics.jsonl")["sums"]
+    assert all(isinstance(line, SetEvaluationLine) for line in lines)
+    assert [(line.step, line.prompts, line.samples) for line in lines] == [(step, 2, 6) for step in (0, 3, 5)]
     best = json.loads((run / "best.json").read_text())
     assert sealed(run / "policy" / "best") == sealed(run / "policy" / f"v{best['step']:06d}")
     sources = [row.source for row in read_trajectories(run) if row.group.startswith("0.")]

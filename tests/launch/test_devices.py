@@ -18,16 +18,14 @@ from stretto.core.machine import Gpu, unusable
 from stretto.launch.assemble.specs import Endpoints, engine_spec, engine_specs, trainer_spec
 from stretto.launch.preflight.devices import (
     assumed_gpus,
+    engine_parts,
     missing_interfaces,
     notes_of,
-    seat_alone,
     seat_of_supervised,
     seat_of_warm_start,
     seats_of,
-    unplaced,
     usable_gpus,
 )
-from stretto.launch.preflight.estimates import engine_parts, estimate_memory
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.engines.handle import EngineHandle
@@ -36,6 +34,9 @@ from stretto.loop.trainer_link import TrainerLink
 from stretto.processes.spawn import FreshSpawner, RunningProcess, Spawn
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.memory import collective_bytes
+from stretto_app.extensions.preflight.dry_run import unplaced
+from stretto_app.extensions.preflight.embedded import seat_alone
+from stretto_app.extensions.preflight.estimates import estimate_memory
 from tests.launch.running import TINY, Laboratory
 
 pytestmark = pytest.mark.usefixtures("untried")

@@ -6,7 +6,7 @@ begun it; one that speaks of thoughts, or whose template has ended them, leaves 
 
 import pytest
 
-from stretto.launch.preflight.encoding import encode_prompts
+from stretto.launch.preflight.questions import encode_prompts
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.rollout.questions import Question
 from tests.gateway.serving import tokenizer_of

@@ -9,13 +9,14 @@ import pytest
 
 from stretto.core.errors import RecipeError, UserError
 from stretto.launch.assemble.specs import Endpoints, engine_specs
-from stretto.launch.preflight import engines
-from stretto.launch.preflight.estimates import engine_parts, estimate_memory
+from stretto.launch.preflight.checks import check_engine_keys
+from stretto.launch.preflight.devices import engine_parts
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import Recipe, validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
-from stretto_servers import checks
+from stretto_app.extensions.preflight.estimates import estimate_memory
+from stretto_servers import checks, keys
 from tests.launch.vllm_server import replies_of, serving
 
 Tree = dict[str, Any]
@@ -136,7 +137,7 @@ def test_an_interpreter_that_is_no_program_or_never_ends_is_named(
 ) -> None:
     (told,) = refused(policy, {"kind": "vllm", "python": str(tmp_path / "nowhere")})
     assert f"{tmp_path}/nowhere is no program" in told
-    monkeypatch.setattr(engines, "_ASK_SECONDS", 0.1)
+    monkeypatch.setattr(keys, "_ASK_SECONDS", 0.1)
     path = tmp_path / "python"
     path.write_text("#!/bin/sh\nexec sleep 60\n")
     path.chmod(0o755)
@@ -242,4 +243,4 @@ def test_weights_by_broadcast_to_servers_on_gpus_that_stretto_starts_are_refused
     engine = {"kind": "sglang", "python": interpreter(tmp_path, "0.6.0"), "device": "cuda"}
     recipe = recipe_of(policy, engine, weights={"medium": "broadcast"})
     with pytest.raises(RecipeError, match=r'weights.medium: "broadcast" .* NCCL refuses two ranks, .*; "auto"'):
-        engines.check_engine_keys(recipe)
+        check_engine_keys(recipe)

@@ -11,10 +11,10 @@ import pytest
 from stretto.core.errors import UserError
 from stretto.core.records import Outcome
 from stretto.launch.assemble.evaluations import FINAL_ANSWERS
-from stretto.launch.commands.evaluate import Asked, DataChoice, _recipe, evaluate
 from stretto.launch.recipe.extensions import ClusterConfig
 from stretto.loop.records.evaluation import interval, majority, pass_at
 from stretto.rollout.tasks import DatasetTask
+from stretto_app.extensions.commands.evaluate import Asked, DataChoice, _recipe, evaluate
 from tests.launch.running import Laboratory
 
 

@@ -9,7 +9,7 @@ import resource
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -162,8 +162,6 @@ class TwoEngines:
     """Of the run's own, on this machine; they leave when they are told to, killed or not."""
 
     names: Sequence[str] = ("engine-0", "engine-1")
-
-    def announce_with(self, announce: Callable[[int], None]) -> None: ...
 
     async def drain(self, names: Sequence[str], why: str) -> None:
         self.names = [name for name in self.names if name not in names]

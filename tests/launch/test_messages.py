@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import DataError, ModelFolderError, RewardFunctionError, RunFolderError, UserError
-from stretto.launch.preflight.plan import make_plan, schedule_notes
+from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.inspection import POINTS, inspect_model_folder
 from stretto.rewards.service.judging import load_reward
 from stretto.store.run_folder import RunFolder
+from stretto_app.extensions.preflight.notes import schedule_notes
 from stretto_workflows.data.jsonl import read_rows, require
 from tests.launch.test_recipe import SMALL, message, write
 from tests.tiny_policy import TINY

@@ -9,11 +9,11 @@ import pytest
 
 from stretto.core.errors import RecipeError
 from stretto.engine.config import CAPABILITIES
-from stretto.launch.preflight.engines import check_model, check_window
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import Recipe, validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import inspect_model_folder
+from stretto_servers.keys import check_model, check_window
 from tests.tiny_policy import TINY, make_of_family
 
 #: What a family needs beside the shape of a small llama.

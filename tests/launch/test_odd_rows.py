@@ -2,8 +2,8 @@
 each kind with its count and its first place; nothing is said of questions that were made on the spot. Gold answers with
 digits of other scripts are told, with count, first place and code point."""
 
-from stretto.launch.preflight.questions import repeated, strange_digits
 from stretto.rollout.questions import Question, Questions
+from stretto_app.extensions.preflight.notes import repeated, strange_digits
 
 
 def row(line: int, text: str, answer: str = "1", messages: tuple[dict[str, str], ...] = ()) -> Question:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RecipeError
-from stretto.launch.preflight import trial
-from stretto.launch.preflight.trial import try_parts
 from stretto.launch.recipe.recipe import load_recipe
+from stretto_app.extensions.preflight import trial
+from stretto_app.extensions.preflight.trial import try_parts
 from stretto_report.audit.check import check_run
 from tests.launch.running import TINY, Laboratory
 

@@ -23,12 +23,12 @@ import yaml  # type: ignore[import-untyped]
 from benchmarks.lengths import batch
 from stretto.core.errors import RecipeError, UserError
 from stretto.core.frames import LARGEST_BATCH, frame
-from stretto.launch.commands.train import prepare
 from stretto.launch.recipe.recipe import load_recipe
+from stretto.launch.train import prepare
 from stretto.model.hf.build import build_policy
 from stretto_app.cli.main import app
-from stretto_app.extensions.commands.dry_run import check
-from stretto_app.extensions.commands.paper import is_on_paper, outline
+from stretto_app.extensions.preflight.dry_run import check
+from stretto_app.extensions.preflight.paper import is_on_paper, outline
 from tests.launch.running import TINY as RUN
 from tests.tiny_policy import TINY
 

@@ -21,12 +21,13 @@ from stretto.core.errors import UserError
 from stretto.core.machine import available_memory
 from stretto.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
 from stretto.launch.preflight.base import base_folder
-from stretto.launch.preflight.estimates import engine_parts, estimate_disk, estimate_memory, rank_of, warnings
+from stretto.launch.preflight.devices import engine_parts, rank_of
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe, validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto_app.extensions.preflight.estimates import estimate_disk, estimate_memory, warnings
 from tests.tiny_policy import SMALL
 
 pytestmark = pytest.mark.usefixtures("untried")
@@ -366,7 +367,7 @@ def test_what_a_resumed_run_has_written_needs_no_further_room(plan_for: Planner,
 
 def test_what_shrinks_a_rank_is_said_once(plan_for: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the memory; a warning has the sums, and what makes them smaller."""
-    monkeypatch.setattr("stretto.launch.preflight.estimates.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("stretto_app.extensions.preflight.estimates.available_memory", lambda: 1 << 20)
     memory = estimate_memory(plan := plan_for())
     assert memory.total > memory.available
     (said,) = [note for note in warnings(plan, NEW) if "may not fit into memory" in note]

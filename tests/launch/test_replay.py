@@ -16,19 +16,19 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from stretto.api.run import open_run
 from stretto.core.errors import RoleError, RunFolderError, StoreError
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.recovery import seal_start
+from stretto.run import open_run
 from stretto.store.config import StoreConfig
 from stretto.store.ending import condition
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.run_folder import Branch, RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog
 from stretto.store.totals import ENGINES, JUDGED, TOTALS, Judged, Membership, Totals
 from stretto_app.extensions.commands.replay import _record, _Repeated, replay
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 from tests.kills import killed_at_each_write
 from tests.launch import test_train
 from tests.launch.test_train import begin, flip_a_bit, record

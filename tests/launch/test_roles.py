@@ -29,7 +29,7 @@ from stretto.loop.engines.pool import EnginePool
 from stretto.loop.records.reporter import RunLog, SilentReporter
 from stretto.store import lock
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.spans import SpanLog
+from stretto.store.series.lines import SpanLog
 from stretto_app.extensions.machines import Cluster
 
 

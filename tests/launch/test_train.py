@@ -18,9 +18,9 @@ import pytest
 from stretto.core.errors import RecipeError, RunFolderError, StoreError
 from stretto.launch.assemble.run import StartState
 from stretto.launch.assemble.supervised import copy_policy
-from stretto.launch.commands.recorded import digests_of
-from stretto.launch.commands.train import Prepared, prepare
 from stretto.launch.recipe.recipe import load_recipe
+from stretto.launch.recorded import digests_of
+from stretto.launch.train import Prepared, prepare
 from stretto.loop.records.reporter import SilentReporter
 from stretto.loop.recovery import seal_start
 from stretto.model.hf.build import build_policy
@@ -31,14 +31,14 @@ from stretto.rollout.workflow import WorkflowConfig
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.config import StoreConfig
 from stretto.store.ending import ENDING, Ending, read_ending
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
-from stretto_app.extensions.commands.dry_run import check
+from stretto_app.extensions.preflight.dry_run import check
+from stretto_report.reading.inspection import inspect_run
 from tests.store.make import Make
 from tests.tiny_policy import SMALL
 from tests.watch.runs import step_line
@@ -372,7 +372,7 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused_with_both_num
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("stretto.launch.preflight.estimates.available_memory", lambda: 1 << 28)
+    monkeypatch.setattr("stretto_app.extensions.preflight.estimates.available_memory", lambda: 1 << 28)
     with pytest.raises(
         RecipeError,
         match=r"memory: the run needs .*all 1\.\d\d GiB; available 0\.25 GiB; each rank .*; a smaller model",

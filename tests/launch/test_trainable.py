@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from stretto.core.errors import RecipeError, RunFolderError
-from stretto.launch.preflight.trainable import check_checkpoint, check_trainable, router_notes, too_many_ranks
+from stretto.launch.preflight.checks import check_checkpoint, check_trainable, too_many_ranks
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
@@ -19,6 +19,7 @@ from stretto.trainer.adapters import adapt
 from stretto.trainer.config import LoraConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
+from stretto_app.extensions.preflight.notes import router_notes
 from tests.tiny_policy import SMALL
 
 PLAIN, LORA = TrainerConfig(), TrainerConfig(lora=LoraConfig(rank=2))

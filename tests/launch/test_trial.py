@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RewardFunctionError
-from stretto.launch.preflight.trial import try_reward
 from stretto.rewards.config import RewardsConfig
 from stretto.rollout.questions import Question
+from stretto_app.extensions.preflight.trial import try_reward
 
 QUESTIONS = [Question(id=str(at), text=f"{at}=", answer=str(at), place=f"rows.jsonl:{at}") for at in range(1, 7)]
 MODULE = """

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stretto.core.records import State
 from stretto.launch.recipe.recipe import load_recipe
-from stretto.store.measures.goodput import CATEGORIES
 from stretto.store.series.metrics import read_metrics
 from stretto.store.series.progress import LONGEST
 from stretto.store.series.tokens import TokenOutcome, read_tokens
+from stretto.store.totals import CATEGORIES
 from tests.launch.running import TINY, Laboratory, assert_the_law, exported, trained_ages
 from tests.store.test_inspection import FIELDS
 from tests.tolerances import EXACT

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import UserError, WorkflowError
-from stretto.launch.preflight.checks import check_workflow_fits
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rollout.workflow import WorkflowReady
 from stretto_workflows.loading import BUILT_IN, load_workflow, needs_of
+from stretto_workflows.run import check_workflow_fits
 from tests.gateway.serving import tokenizer_of
 from tests.tiny_policy import TINY
 

@@ -29,11 +29,6 @@ import msgspec
 import pytest
 
 from stretto.core.records import Record
-from stretto.launch.preflight import plan
-from stretto.launch.preflight.trial import try_reward
-from stretto.processes import fork_server_role
-from stretto.processes.fork_server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
-from stretto.processes.kernel import command_line
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import Spawn, Spawner
 from stretto.rewards.config import RewardsConfig
@@ -41,18 +36,23 @@ from stretto.rewards.service import process as rewards_process
 from stretto.rewards.service import worker as rewards_worker
 from stretto.rewards.service.wire import WorkerSettings
 from stretto.rollout.questions import Question
+from stretto_app.extensions.preflight import notes
+from stretto_app.extensions.preflight.trial import try_reward
+from stretto_app.forking import command_line
+from stretto_app.forking import role as fork_server_role
+from stretto_app.forking.server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
 from stretto_cluster import agent
 from stretto_report.dashboard import plots
 from tests.launch import poverty
 
 ROOT = Path(__file__).parents[2]
 MARK = "STRETTO_TEST_MARK"
-_COMMANDS: tuple[str, ...] = ("stretto.launch.commands.train", "stretto_report.dashboard.terminal.summary")
-_COMMANDS += ("stretto_report.dashboard.terminal.progress", "stretto.launch.commands.evaluate", "tests.launch.warm")
-_COMMANDS += ("stretto_app.cli.main", "tests.launch.heat", "stretto_cluster.ranks.rank")
+_COMMANDS: tuple[str, ...] = ("stretto.launch.train", "stretto_report.dashboard.terminal.summary")
+_COMMANDS += ("stretto_report.dashboard.terminal.progress", "stretto_app.extensions.commands.evaluate")
+_COMMANDS += ("tests.launch.warm", "stretto_app.cli.main", "tests.launch.heat", "stretto_cluster.ranks.rank")
 _COMMANDS += ("stretto_app.extensions.commands.join", "stretto_cluster.agent", "stretto_app.extensions.commands.replay")
 _COMMANDS += (
-    "stretto.api.run_process",
+    "stretto.run_process",
     "stretto_app.extensions.commands.serve",
     "stretto_app.extensions.commands.gateway",
     "stretto_workflows.worker",
@@ -205,7 +205,7 @@ def spare(patch: pytest.MonkeyPatch | None = None) -> None:
     tiny.toml: another process, of which nothing new is learnt."""
     patch = patch or pytest.MonkeyPatch()
     patch.setattr(plots, "plot_run", lambda path: ())
-    patch.setattr(plan, "try_reward", _tried)
+    patch.setattr(notes, "try_reward", _tried)
 
 
 def _tried(config: RewardsConfig, questions: Sequence[Question]) -> list[str]:

@@ -6,10 +6,11 @@ from stretto.core.records import Update
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import SilentReporter
 from stretto.loop.records.totals import RunClock, Work
-from stretto.store.inspection import Inspection, inspect_run
+from stretto.store.inspection import Inspection
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.run_folder import RunFolder
 from stretto.store.totals import Totals
+from stretto_report.reading.inspection import inspect_run
 from tests.store.make import PROMPT, Make, buffered
 
 UPDATE = Update(step=1, version=1, trained_tokens=2, masked_tokens=0, metrics={})

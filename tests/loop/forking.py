@@ -3,7 +3,7 @@
 import atexit
 from functools import cache
 
-from stretto.processes.fork_server import ForkServer
+from stretto_app.forking.server import ForkServer
 
 ENGINE, TRAINER = "tests.loop.toy_engine", "tests.loop.toy_trainer"
 

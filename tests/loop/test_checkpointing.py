@@ -29,9 +29,9 @@ from stretto.loop.records.totals import Work
 from stretto.loop.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller
 from stretto.store.checkpoints import Checkpoints
-from stretto.store.inspection import inspect_run
 from stretto.store.series.metrics import read_metrics
 from stretto.trainer.config import TrainerConfig
+from stretto_report.reading.inspection import inspect_run
 from tests.loop.desk import UPDATE, Desk
 
 

@@ -59,8 +59,7 @@ class Story:
         self.pool = EnginePool([], Path("/dev/null"), DEADLINES, lag=LAG)
         self.journal = Journal()
         self.in_flight = InFlight(self.pool, self.journal)
-        self.pool.keep_with(lambda: self.in_flight.keep(5.0))
-        self.pool.report_to(lambda text: None)
+        self.pool.keep = lambda: self.in_flight.keep(5.0)
         self.machines: dict[str, Machine] = {}
         self.published: list[tuple[float, int]] = []  # when, which
         self.admitted: dict[str, int] = {}

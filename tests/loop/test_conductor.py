@@ -32,10 +32,10 @@ from stretto.loop.evaluation import BestPolicy
 from stretto.loop.records.evaluation import Evaluation
 from stretto.rollout.controller import TooManyFailures
 from stretto.store.checkpoints import Checkpoints
-from stretto.store.inspection import inspect_run
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import read_metrics
-from stretto.store.series.spans import read_spans
+from stretto_report.reading.inspection import inspect_run
+from stretto_report.reading.series import read_spans
 from tests.loop.conducting import Stage, ToyFleet, ToyTrainer
 from tests.store.make import ledger_at
 

@@ -18,7 +18,7 @@ from stretto.core.errors import DeadlineExceeded, EngineLost
 from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, StopReason, Verdict
 from stretto.loop.evaluation import Evaluator
 from stretto.loop.records.evaluation import Evaluation, QuestionResult, interval, majority, pass_at, sizes
-from stretto.store.series.samples import SampledCompletion
+from stretto.store.series.metrics import SampledCompletion
 from tests.store.make import RIGHT, WRONG, completion, prompts
 
 PROMPTS = [msgspec.structs.replace(prompt, id=f"h{prompt.id}") for prompt in prompts(4)]

@@ -81,7 +81,7 @@ def played(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], Non
     async def main() -> T:
         settings = DeadlinesConfig.model_validate({"start": 20.0, "answer": 5.0} | deadlines)
         fleet = EnginePool(specs, folder, settings, role=ENGINE, spawner=server)
-        fleet.report_to(say)
+        fleet.say = say
         try:
             await fleet.start(0)
             return await run_beside(fleet.supervise(), work(fleet))
@@ -162,7 +162,7 @@ async def test_pieces_have_the_name_of_the_engine_that_tells_them(fleet: EngineP
 @in_fleet()
 async def test_a_published_version_reaches_every_engine(fleet: EnginePool) -> None:
     live: list[int] = []
-    fleet.listen(live.append)
+    fleet.on_load = live.append
     loading = asyncio.ensure_future(fleet.keep_loaded())
     fleet.publish(7)
     while fleet.live < 7:
@@ -180,7 +180,7 @@ async def test_when_the_engine_with_the_oldest_version_dies_the_others_are_live_
     newer, older = fleet._engines.values()
     await newer.reach(7)
     live: list[int] = []
-    fleet.listen(live.append)
+    fleet.on_load = live.append
     (folder / "newest").write_text("broken")  # no replacement comes up
     older.process.kill()
     while 7 not in live:
@@ -213,7 +213,7 @@ async def test_an_engine_that_comes_back_serves_what_was_published_while_it_star
     with pytest.raises(EngineLost):
         await answers(fleet, request("0", DIE))
     live: list[int] = []
-    fleet.listen(live.append)
+    fleet.on_load = live.append
     loading = asyncio.ensure_future(fleet.keep_loaded())
     fleet.publish(5)  # the replacement will have found version 0
     await joined(fleet, 2)

@@ -24,8 +24,8 @@ from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
 from stretto.store.inspection import Inspection
 from stretto.store.series.metrics import read_metrics
-from stretto.store.series.spans import read_spans
 from stretto.store.totals import Totals
+from stretto_report.reading.series import read_spans
 from tests.loop.desk import BATCH, PROMPT, UPDATE, Desk
 from tests.store.make import buffered, run_at
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from stretto.core.records import Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
 from stretto.loop.records.alarms import SlowReward, WatchedSamples, line
 from stretto.store.run_folder import RunFolder
+from stretto.store.series.metrics import SampledCompletion, rewind_samples
 from stretto.store.series.progress import LONGEST
-from stretto.store.series.samples import SampledCompletion, rewind_samples
 
 PROMPT = Prompt(id="17", token_ids=(5,), text="3+8=", answer="11")
 WRONG = Verdict(outcome=Outcome.WRONG, reward=0.0)

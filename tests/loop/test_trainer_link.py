@@ -21,10 +21,10 @@ from stretto.core.records import Batch, Sampling
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.recovery import Recovery
 from stretto.loop.trainer_link import TrainerLink
-from stretto.processes import fork_server
 from stretto.processes.spawn import Spawner
 from stretto.store.run_folder import RunFolder
 from stretto.trainer.messages import TrainerSpec
+from stretto_app.forking import server as fork_server
 from tests.asynchronous import Test, run_by
 from tests.launch.running import children, wait_until
 from tests.launch.warm import children_of
@@ -66,7 +66,7 @@ def played(
     async def main(run: RunFolder) -> T:
         settings = DeadlinesConfig.model_validate({"start": 20.0, "step": 20.0} | deadlines)
         link = TrainerLink(folder / "log.txt", settings, Recovery(run, 2), role=TRAINER, spawner=spawner or server)
-        link.report_to(say)
+        link.say = say
         try:
             await link.start(spec)
             return await work(link)

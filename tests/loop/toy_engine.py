@@ -23,8 +23,8 @@ from stretto.core.events import Span
 from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, Segment, StopReason
 from stretto.engine.wire import PartialsRequest, UpdateRequest
+from stretto.processes.channel import run_role
 from stretto.processes.heartbeat import begin_role
-from stretto.processes.run_role import run_role
 
 DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF, TURN_MUTE, LIE = 1, 2, 3, 4, 5, 6, 7
 UNFINISHED = 3  # tokens, it says, always

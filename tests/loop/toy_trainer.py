@@ -18,9 +18,8 @@ import msgspec
 
 from stretto.core.events import Span
 from stretto.core.records import Update
-from stretto.processes.channel import RoleEnd
+from stretto.processes.channel import Failed, RoleEnd
 from stretto.processes.heartbeat import begin_role
-from stretto.processes.run_role import Failed
 from stretto.trainer.messages import (
     TO_TRAINER,
     CheckpointFailed,

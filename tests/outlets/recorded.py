@@ -9,8 +9,7 @@ from typing import Any
 from stretto.core.records import Outcome
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineWriter
-from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
-from stretto.store.series.samples import SampledCompletion
+from stretto.store.series.metrics import EvaluationLine, MetricsLog, SampledCompletion, StepMetrics
 from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import Cursor, How, RunFollower, read_cursor
 from stretto_report.outlets.points import MetricsPoint

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.store.series.metrics import SetEvaluationLine, rewind_metrics
-from stretto.store.series.samples import rewind_samples
+from stretto.store.series.metrics import SetEvaluationLine, rewind_metrics, rewind_samples
 from stretto_report.outlets.follower import PORTION, ROW_STEPS, ROWS
 from stretto_report.outlets.points import flat_recipe, point_of
 from tests.outlets.recorded import Followed, collapsing, evaluation, sample, step

@@ -8,8 +8,9 @@ import pytest
 
 from stretto.core.errors import RecipeError
 from stretto.launch.preflight.checks import check_logging, is_installed
-from stretto.launch.recipe.extensions import OutletsConfig, destinations
+from stretto.launch.recipe.extensions import OutletsConfig
 from stretto.launch.recipe.recipe import load_recipe
+from stretto_report.outlets.supervision import destinations
 from tests.launch.running import TINY
 
 

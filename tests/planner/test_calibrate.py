@@ -24,7 +24,7 @@ from stretto.model.hf.shape import ModelShape
 from stretto.rollout.config import RolloutConfig
 from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.spans import SpanLog
+from stretto.store.series.lines import SpanLog
 from stretto.trainer.config import TrainerConfig
 from stretto.weights.mailbox import Gather, Publication, as_it_is
 from stretto.weights.shared_memory import SharedMemoryPublisher

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from stretto.core.errors import RunFolderError, UserError
-from stretto.launch.commands.recorded import record_recipe
 from stretto.launch.recipe.recipe import load_recipe, to_toml
+from stretto.launch.recorded import record_recipe
 from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.run_folder import RunFolder

@@ -11,9 +11,9 @@ import pytest
 
 from stretto.launch.preflight.questions import Sifted
 from stretto.launch.recipe.recipe import load_recipe
-from stretto_app.extensions.commands import paper
-from stretto_app.extensions.commands.dry_run import check
 from stretto_app.extensions.commands.plan import job_of
+from stretto_app.extensions.preflight import paper
+from stretto_app.extensions.preflight.dry_run import check
 from stretto_foresight.planner.costs import Costs, Layout
 from stretto_foresight.planner.layouts import own_layout
 from stretto_foresight.planner.machine import machine_of

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stretto.processes.fork_server import ForkServer
+from stretto_app.forking.server import ForkServer
 
 ROLE = "tests.processes.stubborn_role"
 

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
-from stretto.processes.handshake import Judge, admit, call
+from stretto_cluster.handshake import Judge, admit, call
 
 
 def call_from_thread(connection: socket.socket, key: str, ours: bytes, *, peer: str, seconds: float = 10) -> bytes:

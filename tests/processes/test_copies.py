@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from stretto.processes import fork_server
+from stretto_app.forking import server as fork_server
 
 ROOT = Path(__file__).parents[2]
 HERE = """
 import asyncio, os, sys
 from pathlib import Path
 from tests.processes import stubborn_role
-from stretto.processes.fork_server_role import fork_here
+from stretto_app.forking.role import fork_here
 from stretto.processes.role import RoleProcess
 
 held, other = os.pipe()
@@ -56,7 +56,7 @@ def test_a_role_can_fork_others_from_a_copy_of_itself_which_end_with_it(tmp_path
 COMMAND = """
 import asyncio, os, sys
 from pathlib import Path
-from stretto.processes import fork_server_role
+from stretto_app.forking import role as fork_server_role
 from stretto.processes.spawn import Spawn
 
 ROLE = "tests.processes.stubborn_role"
@@ -79,7 +79,7 @@ print(os.path.exists(server), flush=True)
 """
 ENDS = """
 import asyncio, atexit, sys
-from stretto.processes import fork_server_role
+from stretto_app.forking import role as fork_server_role
 from stretto.processes.spawn import Spawn
 
 ROLE = "tests.processes.stubborn_role"
@@ -96,8 +96,8 @@ with fork_server_role.fork_server() as spawner:
 
 COLLECTING = """
 import asyncio, gc, sys, types
-from stretto.processes.fork_server_role import fork_here
-from stretto.processes.imports import quick_imports
+from stretto_app.forking.role import fork_here
+from stretto_app.forking.imports import quick_imports
 from stretto.processes.spawn import Spawn
 
 role = sys.modules["collecting"] = types.ModuleType("collecting")

@@ -21,13 +21,13 @@ import msgspec
 import pytest
 
 from stretto.core.errors import RoleDied
-from stretto.processes import fork_server as module
-from stretto.processes import fork_server_role
 from stretto.processes.channel import ConductorEnd
-from stretto.processes.fork_server import ForkServer, accelerated
-from stretto.processes.fork_server_role import fork_server
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawn
+from stretto_app.forking import role as fork_server_role
+from stretto_app.forking import server as module
+from stretto_app.forking.role import fork_server
+from stretto_app.forking.server import ForkServer, accelerated
 from tests.asynchronous import run_by
 from tests.processes.conftest import ROLE
 from tests.processes.stubborn_role import StubbornSpec

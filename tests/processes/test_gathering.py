@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.processes.event_loop import run
 from stretto.processes.http.transport import Gathered, GatheringTransport
-from stretto.processes.kernel.event_loop import run
 
 
 async def ends() -> tuple[GatheringTransport, socket.socket]:

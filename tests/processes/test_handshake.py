@@ -18,8 +18,8 @@ import pytest
 
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused
 from stretto.core.frames import frame
-from stretto.processes import handshake
-from stretto.processes.handshake import call, new_key
+from stretto_cluster import handshake
+from stretto_cluster.handshake import call, new_key
 from tests.processes.greeting import admit_from_thread, call_from_thread
 
 KEY, OTHER = "0123456789abcdef", "another key"

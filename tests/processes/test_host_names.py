@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.responses import Response
 
-from stretto.processes.http.names import LOOPBACK, HostNames, OwnNames
+from stretto.processes.http.asgi import LOOPBACK, HostNames, OwnNames
 
 _OWN = re.compile(r"(?i)(localhost|ip6-localhost|127(\.(0|[1-9]\d{0,2})){3}|\[[0:]*:0*1\])(:\d{1,5})?", re.ASCII)
 _LOOPBACK_ADDRESSES = st.integers(0, 2**24 - 1).map(lambda n: f"127.{n >> 16}.{n >> 8 & 255}.{n & 255}")

@@ -16,9 +16,9 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from stretto.processes.handshake import client_context, server_context
 from stretto.processes.http.asgi import unless_gone
 from stretto.processes.http.server import HttpServer, admit, give_way, settings_of
+from stretto.processes.http.tls import client_context, server_context
 from tests.certificates import authority
 
 _MOST, _PATIENCE = 16, 0.5

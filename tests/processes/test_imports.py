@@ -14,7 +14,14 @@ from types import ModuleType
 import pytest
 import transformers
 
-from stretto.processes.imports import SCANS, SOURCES, distributions_by_package, imports_of_roles, name_lines, read_once
+from stretto_app.forking.imports import (
+    SCANS,
+    SOURCES,
+    distributions_by_package,
+    imports_of_roles,
+    name_lines,
+    read_once,
+)
 
 MODELS = Path(transformers.__file__).parent / "models"
 

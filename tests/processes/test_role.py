@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RoleDied
-from stretto.processes.fork_server import ForkServer
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, describe_exit, environment
+from stretto_app.forking.server import ForkServer
 from tests.asynchronous import Test, run_by
 from tests.processes.conftest import ROLE
 from tests.processes.stubborn_role import StubbornSpec

@@ -15,9 +15,9 @@ import pytest
 
 from stretto.core.errors import WireError
 from stretto.core.frames import frame
-from stretto.processes import wire as wire_module
-from stretto.processes.wire import Wire, join_ends
 from stretto.trainer.messages import TO_TRAINER, SavePolicy, Stop, ToTrainer
+from stretto_cluster import wire as wire_module
+from stretto_cluster.wire import Wire, join_ends
 
 T = TypeVar("T")
 

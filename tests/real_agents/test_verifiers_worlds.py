@@ -18,9 +18,9 @@ from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.tokenizer import load_tokenizer
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.reading import read_batches
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 from tests.engine.byte_policy import build_byte_policy, generated
 from tests.gateway.serve.serving import serve_cold
 from tests.gateway.serving import build_chat_model, served_gateway

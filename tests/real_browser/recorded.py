@@ -11,8 +11,8 @@ from pathlib import Path
 from stretto.core.events import Span
 from stretto.core.records import Segment, StopReason
 from stretto.store.run_folder import RunFolder
+from stretto.store.series.lines import SpanLog
 from stretto.store.series.metrics import MetricsLog
-from stretto.store.series.spans import SpanLog
 from tests.store.make import ledger_at
 from tests.watch.runs import completion, prompt, step_line, train, write_run
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stretto.store.inspection import inspect_run
+from stretto_report.reading.inspection import inspect_run
 from tests.launch.running import ROOT, Command, wait_until
 
 #: Else Ray keeps a token in the user's home for its first local cluster, and later heads ask all nodes for it.

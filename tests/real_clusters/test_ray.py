@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.store.inspection import inspect_run
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 from tests.launch.running import TINY, Laboratory, said, wait_for_step, wait_until
 from tests.real_clusters.nodes import ENDLESS, cluster, engines_join
 

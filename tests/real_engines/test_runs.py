@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from stretto.model.hf.build import build_policy
-from stretto.store.inspection import inspect_run
 from stretto_report.audit.check import check_run
+from stretto_report.reading.inspection import inspect_run
 from tests.launch.running import (
     TINY,
     Command,

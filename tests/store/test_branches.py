@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from stretto.core.errors import StoreError
 from stretto.core.records import NOTHING, Group, Outcome, Segment, State, Trajectory, Verdict
-from stretto.store.export import export_run
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto.store.ledger.rows import encode_payload
 from stretto.store.ledger.seals import batch_seal, seal
 from stretto.store.run_folder import RunFolder
 from stretto_report.audit.checksums import broken_checksums
+from stretto_report.reading.export import export_run
 from tests.store.make import Make, buffered, run_at, sampled, sql
 
 

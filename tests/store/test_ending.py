@@ -11,8 +11,8 @@ import pytest
 from stretto.core.errors import StoreError
 from stretto.store import lock
 from stretto.store.ending import ENDING, Condition, Ending, branch_of, condition, read_ending
-from stretto.store.inspection import inspect_run
 from stretto.store.run_folder import ORIGIN, Branch
+from stretto_report.reading.inspection import inspect_run
 from tests.store.make import run_at
 
 BEGUN = "2026-11-22 03:08:40  starts at version 0\n"

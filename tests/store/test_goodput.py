@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 from stretto.core.records import Prompt, State
 from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from stretto.store.measures.goodput import (
-    CATEGORIES,
-    Clock,
-    OnRecord,
-    Produced,
-    goodput,
-    role_times,
-    tokens_by_category,
-)
+from stretto.store.totals import CATEGORIES, OnRecord, Totals, goodput, tokens_by_category
+from stretto_report.reading.inspection import role_times
 from tests.store.make import Make
 
 COUNT = st.integers(0, 10**6)
@@ -35,7 +28,8 @@ def test_every_token_of_a_run_worked_by_hand_has_its_category() -> None:
     on_record = OnRecord(
         trained=40, masked=10, buffered=8, filtered=7, expired=6, failed=4, expired_unjudged=8, failed_unjudged=2
     )
-    assert tokens_by_category(Produced(generated=100, aborted=20, recomputed=30, evaluated=11), on_record) == {
+    totals = Totals(max_staleness=None, generated=100, stopped=20, recomputed=30, evaluated=11)
+    assert tokens_by_category(totals, on_record) == {
         "trained": 40,
         "generated_and_waiting": 8 + 5,
         "masked": 10,
@@ -50,15 +44,22 @@ def test_every_token_of_a_run_worked_by_hand_has_its_category() -> None:
 def test_every_second_of_a_run_worked_by_hand_has_its_category_and_idleness_its_reason() -> None:
     """A run of 100 s: 20 s until the first prompt, 70 s of training, 10 s after it."""
     found = goodput(
-        Produced(generated=80, aborted=0, recomputed=5, evaluated=20),
+        Totals(
+            max_staleness=None,
+            generated=80,
+            recomputed=5,
+            evaluated=20,
+            generated_by={"engine-0": 80},
+            wall_seconds=100.0,
+            starting_seconds=20.0,
+            rl_seconds=70.0,
+            busy={"engine-0": 60.0, "trainer": 40.0, "rewards": 8.0},
+            activities={
+                "engine-0": {"generate": 100.0, "recompute": 10.0, "load": 10.0},  # twice what was work: they overlap
+                "trainer": {"proximal": 4.0, "update": 24.0, "again": 6.0, "publish": 5.0, "checkpoint": 1.0},
+            },
+        ),
         OnRecord(trained=60, masked=20),
-        Clock(wall=100.0, starting=20.0, rl=70.0),
-        busy={"engine-0": 60.0, "trainer": 40.0, "rewards": 8.0},
-        activities={
-            "engine-0": {"generate": 100.0, "recompute": 10.0, "load": 10.0},  # twice what was work: they overlap
-            "trainer": {"proximal": 4.0, "update": 24.0, "again": 6.0, "publish": 5.0, "checkpoint": 1.0},
-        },
-        engines=frozenset({"engine-0"}),
     )
     engine, trainer, rewards = (found.roles[role] for role in ("engine-0", "trainer", "rewards"))
     # 50 s of steps without a recomputed completion: a fifth of the tokens were for evaluations, 40 s were for training
@@ -75,32 +76,45 @@ def test_every_second_of_a_run_worked_by_hand_has_its_category_and_idleness_its_
 
 
 @given(
-    produced=st.builds(Produced, COUNT, COUNT, COUNT, COUNT),
+    produced=st.tuples(COUNT, COUNT, COUNT, COUNT),
     on_record=st.builds(OnRecord, COUNT, COUNT, COUNT, COUNT, COUNT, COUNT, st.integers(0, 99), st.integers(0, 99)),
     wall=st.tuples(SECONDS, SECONDS, SECONDS),
     busy=st.dictionaries(st.sampled_from(["engine-0", "engine-1", "trainer", "rewards", "conductor"]), SECONDS),
     activities=st.dictionaries(st.sampled_from(["engine-0", "trainer"]), st.dictionaries(SPANS, SECONDS)),
 )
 def test_every_budget_adds_up(
-    produced: Produced,
+    produced: tuple[int, int, int, int],
     on_record: OnRecord,
     wall: tuple[float, float, float],
     busy: dict[str, float],
     activities: dict[str, dict[str, float]],
 ) -> None:
     starting, rl, ending = wall
-    clock = Clock(wall=starting + rl + ending, starting=starting, rl=rl)
-    found = goodput(produced, on_record, clock, busy, activities, frozenset({"engine-0", "engine-1"}))
+    generated, stopped, recomputed, evaluated = produced
+    totals = Totals(
+        max_staleness=None,
+        generated=generated,
+        stopped=stopped,
+        recomputed=recomputed,
+        evaluated=evaluated,
+        generated_by={"engine-0": 0, "engine-1": 0},
+        wall_seconds=starting + rl + ending,
+        starting_seconds=starting,
+        rl_seconds=rl,
+        busy=busy,
+        activities=activities,
+    )
+    found = goodput(totals, on_record)
     assert tuple(found.budget) == CATEGORIES
     tokens = [category.tokens for category in found.budget.values()]
     assert min(tokens) >= 0
-    assert sum(tokens) == max(produced.generated, on_record.tokens) + produced.recomputed
+    assert sum(tokens) == max(generated, on_record.tokens) + recomputed
     for role in busy:
         assert min(found.roles[role].values()) >= 0
-        assert sum(found.roles[role].values()) == pytest.approx(clock.wall)
+        assert sum(found.roles[role].values()) == pytest.approx(totals.wall_seconds)
         assert found.roles[role]["idle"] == pytest.approx(sum(found.idle[role].values()))
     total = sum(category.seconds for category in found.budget.values())
-    assert total == pytest.approx(clock.wall * len(busy))
+    assert total == pytest.approx(totals.wall_seconds * len(busy))
 
 
 def test_the_ledger_counts_tokens_as_its_file_does_also_after_a_restart(tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Outcome, Segment, State, StopReason, Trajectory, Verdict
-from stretto.store.export import export_run, read_trajectories
-from stretto.store.inspection import WeightsSummary, inspect_run
+from stretto.store.inspection import WeightsSummary
 from stretto.store.ledger.reading import read_batches
-from stretto.store.measures.goodput import CATEGORIES
 from stretto.store.run_folder import RunFolder
-from stretto.store.totals import ENGINES, TOTALS, Carried, Membership, Totals
+from stretto.store.totals import CATEGORIES, ENGINES, TOTALS, Carried, Membership, Totals
+from stretto_report.reading.export import export_run, read_trajectories
+from stretto_report.reading.inspection import inspect_run
 from tests.store.make import Make, buffered, ledger_at, run_at, sql
 from tests.store.make import trained as train
 

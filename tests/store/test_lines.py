@@ -13,9 +13,9 @@ import pytest
 
 from stretto.core.errors import StoreError
 from stretto.core.events import Span
-from stretto.store.series.lines import LineWriter
+from stretto.store.series.lines import LineWriter, SpanLog
 from stretto.store.series.metrics import MetricsLog, StepMetrics, read_metrics, rewind_metrics
-from stretto.store.series.spans import SpanLog, read_spans
+from stretto_report.reading.series import read_spans
 from tests.store.lines import evaluation_line, step_line
 
 

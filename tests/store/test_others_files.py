@@ -16,14 +16,14 @@ from stretto.core.errors import RunFolderError, StoreError, UserError
 from stretto.core.machine import cache_folder
 from stretto.core.records import Group
 from stretto.store import lock
-from stretto.store.export import export_run, read_trajectories
 from stretto.store.files import RECORDS, users_file
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.reading import last_step
 from stretto.store.ledger.schema import log_of, open_copy
 from stretto.store.run_folder import ORIGIN, RunFolder
 from stretto.store.series.lines import LineFollower
 from stretto.store.series.metrics import iterate_metrics
+from stretto_report.reading.export import export_run, read_trajectories
+from stretto_report.reading.inspection import inspect_run
 from tests.store.make import buffered, judged, ledger_at, prompts
 
 
@@ -144,8 +144,8 @@ _READS = """
 import os, sys
 sys.path[:] = sys.argv[2].split(os.pathsep)
 from stretto.store.ending import condition
-from stretto.store.export import read_trajectories
-from stretto.store.inspection import inspect_run
+from stretto_report.reading.export import read_trajectories
+from stretto_report.reading.inspection import inspect_run
 from stretto_report.audit.check import check_run
 if os.getuid() == 0:
     os.setgid(12345)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.store.checkpoints import same_weights, why_incomparable
+from stretto_report.reading.policies import same_weights, why_incomparable
 
 ONE = {"model.safetensors": b"weights"}
 TWO = {"model-00001-of-00002.safetensors": b"wei", "model-00002-of-00002.safetensors": b"ghts"}

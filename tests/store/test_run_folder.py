@@ -16,8 +16,7 @@ import pytest
 from stretto.core.errors import RunFolderError
 from stretto.store import lock
 from stretto.store.checkpoints import Checkpoints
-from stretto.store.provenance import library_versions, machine
-from stretto.store.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder, library_versions, machine
 from tests.store.make import run_at
 
 _HOLDER = """

@@ -13,7 +13,7 @@ import pytest
 
 from stretto.core.records import State, Trajectory
 from stretto.rollout.config import BeyondBound, RolloutConfig
-from stretto.store.measures.selection import (
+from stretto.store.selection import (
     MEASURES,
     WINDOW,
     Bias,
@@ -24,10 +24,10 @@ from stretto.store.measures.selection import (
     biases,
     compare,
     masked_groups,
-    report,
 )
 from stretto_foresight.simulator.accounts import Accounts
 from stretto_foresight.simulator.run import SimulatedRun, Workload
+from stretto_report.reading.inspection import report
 from tests.store.make import Make
 
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from stretto.core.errors import HandshakeRefused
-from stretto.processes.handshake import call
 from stretto.trainer.messages import Ready
+from stretto_cluster.handshake import call
 from stretto_cluster.ranks.collectives import LOOPBACK, open_store
 from stretto_cluster.ranks.rank_group import RankGroup, RankIntroduction
 from tests.certificates import authority

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stretto.processes.http.names import HostNames
+from stretto.processes.http.asgi import HostNames
 from stretto.processes.http.server import HttpServer, settings_of
 from stretto_report.watch.runs.catalog import Catalog
 from stretto_report.watch.web.app import Dashboard

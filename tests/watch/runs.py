@@ -10,8 +10,8 @@ from stretto.core.events import Span
 from stretto.core.records import Batch, Group, Prompt, Segment, State, StopReason, Trajectory
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.run_folder import RunFolder
+from stretto.store.series.lines import SpanLog
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
-from stretto.store.series.spans import SpanLog
 from stretto.store.series.tokens import SampledTokens, TokenFiles
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from tests.store import lines

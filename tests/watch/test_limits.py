@@ -25,7 +25,7 @@ import pytest
 from starlette.responses import Response
 
 from stretto.core.errors import StrettoError
-from stretto.processes.http.names import HostNames
+from stretto.processes.http.asgi import HostNames
 from stretto.processes.http.server import HttpServer, settings_of
 from stretto.store import lock
 from stretto_report.watch.index import trajectories as trajectories_module

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.core.events import Span
-from stretto.store.series.spans import SpanLog
+from stretto.store.series.lines import SpanLog
 from stretto_report.watch.index.columns import Cache
 from stretto_report.watch.index.timeline import Spans, lanes
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.processes.kernel.lease import end_lease, take_lease
+from stretto.processes.kernel import end_lease, take_lease
 from stretto.weights.folder import SHARED, path_of
 from stretto.weights.manifest import verify
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber

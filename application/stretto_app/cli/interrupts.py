@@ -44,7 +44,7 @@ def importing() -> Iterator[None]:
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
     try:
-        from stretto.processes.imports import quick_imports
+        from stretto_app.forking.imports import quick_imports
 
         with quick_imports():
             yield
@@ -58,7 +58,7 @@ def forking(modules: Sequence[str] = ()) -> Iterator[Spawner]:
     and `modules`."""
     with ExitStack() as ends:
         with importing():
-            from stretto.processes.fork_server_role import fork_server
+            from stretto_app.forking.role import fork_server
 
             spawner = ends.enter_context(fork_server(modules))
         yield spawner

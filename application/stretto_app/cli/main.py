@@ -110,12 +110,12 @@ def train(
         modules = refuse_resumed(recipe, overrides or [])
     if dry_run:
         with importing():
-            from stretto_app.extensions.commands.dry_run import check
+            from stretto_app.extensions.preflight.dry_run import check
         check(recipe, overrides or [], resume, run_dir)
         return
     with forking(modules) as spawner:
         with importing():
-            from stretto.launch.commands.train import prepare
+            from stretto.launch.train import prepare
         prepared = prepare(recipe, overrides or [], run_dir, resume)
         from stretto_report.audit.alarms import AlarmWatch
         from stretto_report.dashboard.terminal.progress import open_display
@@ -150,7 +150,7 @@ def sft(
     """Train on the recipe's demonstrations (its [warm_start]), and write a Hugging Face folder."""
     with forking(refuse_recipe(recipe, overrides or [])) as spawner:
         with importing():
-            from stretto.launch.assemble.supervised import sft
+            from stretto_app.extensions.commands.supervised import sft
             from stretto_report.dashboard.terminal.progress import open_display
 
         with open_display(0) as display:
@@ -212,7 +212,7 @@ def evaluate(
     refuse_model(model)
     with forking() as spawner:
         with importing():
-            from stretto.launch.commands.evaluate import Asked, DataChoice, evaluate
+            from stretto_app.extensions.commands.evaluate import Asked, DataChoice, evaluate
 
         asked = task if task is not None else DataChoice(tuple(data or ()), mapping)
         evaluation = evaluate(

@@ -45,7 +45,7 @@ def refuse_recipe(recipe: Path, overrides: Sequence[str], *, paths: bool = True)
         ModelFolderError: with `paths`: the model folder is missing or has no config.json.
         DataError: with `paths`: a data file is missing.
     """
-    from stretto.processes.imports import imports_of_roles
+    from stretto_app.forking.imports import imports_of_roles
 
     refuse_file(recipe)
     with importing(), imports_of_roles():
@@ -65,7 +65,7 @@ def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...
     Raises:
         RecipeError: every mistake found.
     """
-    from stretto.processes.imports import imports_of_roles
+    from stretto_app.forking.imports import imports_of_roles
 
     refuse_file(recipe)
     with importing(), imports_of_roles():

@@ -29,8 +29,8 @@ def export(
 ) -> None:
     """Write every trajectory of a run, one per row: tokens, log-probabilities, versions, verdict and final state. With
     --trace, write its timeline instead."""
-    from stretto.store.export import export_run, format_of, write_trajectories
     from stretto_report.dashboard.trace import export_trace
+    from stretto_report.reading.export import export_run, format_of, write_trajectories
 
     if trace and format is not None:
         raise typer.BadParameter("--trace writes the timeline as JSON: leave --format out")

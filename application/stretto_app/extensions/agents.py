@@ -18,11 +18,11 @@ from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.extensions import AgentConfig
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.tokenizer import Tokenizer
-from stretto.processes.http.names import HostNames, is_loopback
-from stretto.processes.http.server import serving_beside
+from stretto.processes.http.asgi import HostNames, is_loopback
 from stretto.rollout.single_turn import Score
 from stretto.store.run_folder import RunFolder
 from stretto_gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
+from stretto_gateway.app import serving_beside
 from stretto_gateway.checks import KEY, check_agent, check_reach
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import SamplingRule

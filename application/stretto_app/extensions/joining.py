@@ -6,8 +6,8 @@ import ipaddress
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.launch.recipe.recipe import Recipe
-from stretto.processes.handshake import server_context
 from stretto.processes.http.reach import unreachable
+from stretto.processes.http.tls import server_context
 from stretto_cluster.address import bound
 from stretto_cluster.placing import NO_RAY, PlaceAgents, RayPlacerSpec, has_ray, look
 

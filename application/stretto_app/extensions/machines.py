@@ -18,7 +18,7 @@ import msgspec
 from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, described
 from stretto.core.events import Span
 from stretto.core.tasks import NamedTasks, each_to_the_end, first_of
-from stretto.launch.assemble.machines import MachineParts, Machines
+from stretto.launch.assemble.beside import MachineParts, Machines
 from stretto.launch.assemble.specs import CONTROL, WEIGHTS_KEY, Endpoints, engine_spec, own_address
 from stretto.launch.preflight.checks import medium_of
 from stretto.launch.preflight.descriptors import no_room_for
@@ -27,7 +27,7 @@ from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.records.totals import Tenure
-from stretto.processes.handshake import client_context, new_key
+from stretto.processes.http.tls import client_context
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import TOKEN, Spawner
 from stretto.processes.supervisor import RestartBudget, Supervisor
@@ -39,6 +39,7 @@ from stretto_app.extensions.remote_ranks import RemoteRanks
 from stretto_cluster.address import JOIN, PATIENCE_SECONDS, JoinFile, bound, recorded_join_file
 from stretto_cluster.gate import Doors, Gate
 from stretto_cluster.guest import guest
+from stretto_cluster.handshake import new_key
 from stretto_cluster.machine import JoinedMachine
 from stretto_cluster.messages import AGENTS_TLS, Join, RunTerms
 from stretto_cluster.placing import RayPlacerSpec
@@ -91,7 +92,7 @@ class Cluster(Machines):
             refuses=lambda join: _why_not(self.plan.recipe, join),
         )
         self.gate = Gate(self.identity.run, self.identity.token, doors)
-        self.engines.announce_with(self.gate.publish)
+        self.engines.announce = self.gate.publish
 
     async def open(self) -> None:
         """Listen for commands, and for machines if the recipe has an address or Ray starts the agents. Writes

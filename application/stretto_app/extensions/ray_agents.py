@@ -14,9 +14,8 @@ import msgspec
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, RoleFailed
 from stretto.loop.config import DeadlinesConfig
-from stretto.processes.channel import ConductorEnd
+from stretto.processes.channel import ConductorEnd, Failed
 from stretto.processes.role import RoleProcess
-from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, TOKEN
 from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto_cluster.placing import FROM_PLACER, RAY_PLACER, FromPlacer, NotPlaced, PlaceAgents, RayPlacerSpec

@@ -26,13 +26,12 @@ from stretto.processes.heartbeat import die_with_parent
 from stretto.processes.spawn import describe_exit
 from stretto.processes.stopping import StopSignal
 from stretto.store.ending import condition, read_ending
-from stretto.store.inspection import inspect_run
-from stretto.store.provenance import machine
-from stretto.store.run_folder import RunFolder
+from stretto.store.run_folder import RunFolder, machine
 from stretto.store.series.metrics import read_metrics
 from stretto_app.study.definition import PlannedRun, Study
 from stretto_app.study.folder import StudyFolder
 from stretto_app.study.statistics import Evaluated
+from stretto_report.reading.inspection import inspect_run
 
 
 class RunOutcome(Record, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from stretto.core.records import Record
-from stretto.store.provenance import Machine, library_versions, machine
+from stretto.store.run_folder import Machine, library_versions, machine
 from stretto_app.study.conduct import RunOutcome, StudyProgress
 from stretto_app.study.definition import Study
 from stretto_app.study.statistics import CurvePoint, Interval, accuracy_at, by_clock, by_step, interval

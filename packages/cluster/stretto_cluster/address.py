@@ -20,7 +20,7 @@ from stretto.core.errors import (
     RunFolderError,
 )
 from stretto.core.records import Record
-from stretto.processes.wire import connect
+from stretto_cluster.wire import connect
 
 JOIN = "join.json"  #: name of the join file in a run folder
 PATIENCE_SECONDS = 120.0

@@ -39,11 +39,11 @@ from stretto.core.errors import (
     WireError,
 )
 from stretto.core.tasks import NamedTasks, cancel_and_wait, to_the_end
-from stretto.processes.handshake import call, client_context
+from stretto.processes.http.tls import client_context
 from stretto.processes.role import RoleProcess
-from stretto.processes.wire import Wire, connect
 from stretto.weights.folder import release
 from stretto_cluster.address import speaks_tls
+from stretto_cluster.handshake import call
 from stretto_cluster.messages import (
     AGENTS_TLS,
     LARGEST_WORDS,
@@ -69,6 +69,7 @@ from stretto_cluster.messages import (
 )
 from stretto_cluster.scratch import neighbours, own_folder, own_memory, sweeper
 from stretto_cluster.weights.mirror import Mirror
+from stretto_cluster.wire import Wire, connect
 
 _HANDSHAKE_SECONDS = 10.0
 _RETRY_SECONDS = 1.0

@@ -24,8 +24,7 @@ from stretto.core.errors import UNREADABLE, DeadlineExceeded, HandshakeBroken, H
 from stretto.core.frames import frame
 from stretto.core.tasks import cancel_and_wait, first_of
 from stretto.loop.records.totals import Tenure
-from stretto.processes.handshake import server_context
-from stretto.processes.wire import Reception, Wire
+from stretto.processes.http.tls import server_context
 from stretto_cluster.address import bound
 from stretto_cluster.machine import JoinedMachine
 from stretto_cluster.messages import (
@@ -40,6 +39,7 @@ from stretto_cluster.messages import (
     RunTerms,
     Scale,
 )
+from stretto_cluster.wire import Reception, Wire
 
 _LEAVE_SECONDS = 5.0
 _BACKLOG = 4096

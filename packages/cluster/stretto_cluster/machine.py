@@ -14,7 +14,6 @@ from stretto.core.deadlines import deadline, standstill
 from stretto.core.errors import UNREADABLE, DeadlineExceeded, MachineLost, RoleDied, WireError
 from stretto.core.events import Span
 from stretto.core.tasks import first_of
-from stretto.processes.wire import Wire
 from stretto_cluster.messages import (
     Beat,
     Dismissed,
@@ -33,6 +32,7 @@ from stretto_cluster.messages import (
     StartRole,
     StopRole,
 )
+from stretto_cluster.wire import Wire
 
 SILENT_SECONDS = 4.0  #: seconds without a message (several heartbeats) after which a machine counts as silent
 _START_SECONDS = 30.0

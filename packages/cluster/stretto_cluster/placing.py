@@ -10,7 +10,7 @@ import msgspec
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.core.records import Record
-from stretto.processes.run_role import Failed
+from stretto.processes.channel import Failed
 
 RAY_PLACER = "stretto_cluster.ray_placer"
 NO_RAY = Problem(

@@ -20,9 +20,8 @@ from typing import Any, Protocol
 import msgspec
 
 from stretto.core.errors import Problem, RecipeError, RoleFailed
-from stretto.processes.channel import RoleEnd
+from stretto.processes.channel import RoleEnd, run_role
 from stretto.processes.heartbeat import PARENT, begin_role
-from stretto.processes.run_role import run_role
 from stretto.processes.spawn import TOKEN
 from stretto_cluster.placing import NO_RAY, START_RAY, TO_PLACER, AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
 

@@ -27,10 +27,11 @@ from stretto.core.errors import (
     WireError,
 )
 from stretto.loop.records.totals import Tenure
-from stretto.processes.handshake import call, client_context
-from stretto.processes.wire import Wire, connect
+from stretto.processes.http.tls import client_context
 from stretto_cluster.address import JOIN, JoinFile, recorded_join_file
+from stretto_cluster.handshake import call
 from stretto_cluster.messages import TENURE, Look
+from stretto_cluster.wire import Wire, connect
 
 UNIX = "unix:"  #: prefix of an address on this machine
 _SECONDS = 5.0

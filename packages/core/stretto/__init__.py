@@ -12,9 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stretto.api import sections
-    from stretto.api.run import Run, open_run
-    from stretto.api.training import evaluate, train
+    from stretto import sections
     from stretto.core.errors import (
         DataError,
         ModelFolderError,
@@ -32,7 +30,9 @@ if TYPE_CHECKING:
     from stretto.launch.recipe.recipe import Recipe
     from stretto.loop.records.evaluation import Evaluation
     from stretto.rollout.controller import Ticket
+    from stretto.run import Run, open_run, train
     from stretto.store.series.metrics import EvaluationLine, StepMetrics
+    from stretto_app.extensions.evaluation import evaluate
     from stretto_verbs.completion import TextCompletion
     from stretto_verbs.datum import Datum, Forward
     from stretto_verbs.engine import LocalEngine as Engine
@@ -107,7 +107,7 @@ _ORIGINS = {
     "RewardFunctionError": _ERRORS,
     "RoleDied": _ERRORS,
     "RoleError": _ERRORS,
-    "Run": "stretto.api.run",
+    "Run": "stretto.run",
     "RunFolderError": _ERRORS,
     "Scheduler": "stretto_verbs.scheduler:GroupScheduler",
     "SharedModel": "stretto_verbs.models",
@@ -124,10 +124,10 @@ _ORIGINS = {
     "WorkflowError": _ERRORS,
     "WorkflowTask": _TASK,
     "build_model": "stretto_verbs.small_model",
-    "evaluate": "stretto.api.training",
-    "open_run": "stretto.api.run",
-    "sections": "stretto.api.sections:",
-    "train": "stretto.api.training",
+    "evaluate": "stretto_app.extensions.evaluation",
+    "open_run": "stretto.run",
+    "sections": "stretto.sections:",
+    "train": "stretto.run",
 }
 
 
@@ -137,7 +137,8 @@ def __getattr__(name: str) -> object:
     module, colon, inner = _ORIGINS[name].partition(":")
     package = module.partition(".")[0]
     if package != __name__ and not find_spec(package):
-        raise ImportError(f"stretto.{name} is part of {package.replace('_', '-')}; install it: pip install stretto")
+        of = package.removesuffix("_app").replace("_", "-")
+        raise ImportError(f"stretto.{name} is part of {of}; install it: pip install stretto")
     found = import_module(module)
     return getattr(found, inner or name) if inner or not colon else found
 

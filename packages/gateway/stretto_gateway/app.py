@@ -3,21 +3,33 @@ in every dialect."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
 import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
-from stretto.processes.http.asgi import WRITE_NOW, Header, header, read_body, reply, unless_gone
-from stretto.processes.http.names import HostNames, foreign_host
+from stretto.processes.http.asgi import (
+    WRITE_NOW,
+    Header,
+    HostNames,
+    foreign_host,
+    header,
+    read_body,
+    reply,
+    unless_gone,
+)
+from stretto.processes.http.server import HttpServer, settings_of
 from stretto_gateway.dialects.dialect import Dialect, TokenCount, refusal
 from stretto_gateway.dialects.openai import ChoiceDialect
 from stretto_gateway.model import ServedModel
@@ -26,6 +38,9 @@ from stretto_workflows.chat.messages import ChatRequest, SampledTurn
 
 _KEEP_ALIVE_SECONDS = 15.0  # usual idle timeouts of proxies and load balancers are 30 s or more
 _BODY_SECONDS = 60.0
+_BACKLOG = 4096
+_SHUTDOWN_SECONDS = 1
+_IDLE_SECONDS = 120  # of a connection
 _MODELS = "/v1/models"
 _JSON = "application/json"
 _STREAMED = [
@@ -327,3 +342,22 @@ def sent_key(scope: Scope) -> str:
         scheme, _, value = (header(scope, b"authorization") or b"").partition(b" ")
         value = value if scheme.lower() == b"bearer" else b""
     return value.decode("latin-1").strip()
+
+
+@contextlib.asynccontextmanager
+async def serving_beside(app: ASGIApp, bound: socket.socket) -> AsyncIterator[str]:
+    """Context manager: serve an application on a bound socket, as a task of this event loop; yields the address as
+    ``http://host:port``. On leaving, the server stops and the socket is closed."""
+    settings = settings_of(
+        app, backlog=_BACKLOG, timeout_keep_alive=_IDLE_SECONDS, timeout_graceful_shutdown=_SHUTDOWN_SECONDS
+    )
+    server = HttpServer(settings, patience=_IDLE_SECONDS, signals=False)
+    bound.listen(_BACKLOG)
+    host, port = bound.getsockname()[:2]
+    serving = asyncio.create_task(server.serve([bound]))
+    try:
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        await serving  # it has a deadline of its own for open requests
+        bound.close()

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 
-from stretto.processes.kernel.ends import end_of
+from stretto.processes.kernel import end_of
 
 _GRACE_SECONDS = 2.0
 

@@ -25,9 +25,9 @@ from stretto.engine.text import StopTexts
 from stretto.engine.wire import ENGINE_KEY, EngineSpec
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes import event_loop
+from stretto.processes.channel import run_role
 from stretto.processes.heartbeat import begin_role
-from stretto.processes.kernel import event_loop
-from stretto.processes.run_role import run_role
 from stretto.processes.tree import open_descriptors
 from stretto.weights.shared_memory import SharedMemorySubscriber
 from stretto_servers.broadcast import SglangByBroadcast
@@ -43,7 +43,7 @@ _SPARE_DESCRIPTORS = 64  # for logs, weights, and orders to the server
 
 
 def main(arguments: list[str]) -> int:
-    """Run the role until the conductor ends it; returns the exit code (see `processes.run_role`). After an error, its
+    """Run the role until the conductor ends it; returns the exit code (see `channel.run_role`). After an error, its
     message is the last line of the log."""
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()

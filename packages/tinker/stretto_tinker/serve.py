@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from stretto.core.errors import Problem, RunFolderError
-from stretto.processes.http.names import HostNames
+from stretto.processes.http.asgi import HostNames
 from stretto.store import lock
 from stretto_tinker.checkpoints import Place, Weights
 from stretto_tinker.compute.base import LocalBackend

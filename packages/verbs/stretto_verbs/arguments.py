@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest
 from stretto.core.records import Sampling
-from stretto.doors.mistakes import checked
+from stretto.doors.mistakes import problems_of
 from stretto.trainer.config import OptimizerConfig
 
 #: A text, or token ids: a list, a tuple, or an array of numpy or torch.
@@ -20,6 +22,21 @@ _PROMPT = "a prompt is a text, or a list of token ids; `chat` takes messages"
 MOST_COMPLETIONS = 65_536
 #: Tokens of a completion at most, where a caller says nothing.
 MOST_TOKENS = 256
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def checked(settings: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
+    """Validate settings and return them as a model of this kind. `place`: where they were given, for messages.
+
+    Raises:
+        RecipeError: has one problem for each wrong key.
+    """
+    try:
+        return kind.model_validate(settings, strict=True, context=place)
+    except ValidationError as error:
+        raise RecipeError(problems_of(place, error.errors(), kind)) from None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest, nearest
 from stretto.core.records import Completion, GenerateRequest, Sampling, derive_seed
-from stretto.doors.mistakes import checked
 from stretto.engine.config import EngineConfig, capabilities_of
 from stretto.engine.native.engine import NativeEngine
 from stretto.loop.config import DeadlinesConfig
@@ -36,6 +35,7 @@ from stretto_verbs.arguments import (
     ArgumentKind,
     Asked,
     check,
+    checked,
     instance,
     prompt_of,
     prompts_of,

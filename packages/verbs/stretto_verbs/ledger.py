@@ -19,7 +19,6 @@ import msgspec
 
 from stretto.core.errors import DataError, Problem, RefusedRequest, RunFolderError, StoreError
 from stretto.core.records import Batch, Completion, GenerateRequest, Segment, State, derive_seed, trajectory_id
-from stretto.doors.mistakes import checked
 from stretto.loop.engines.in_flight import Engines, InFlight, progress_of
 from stretto.rollout.controller import Ticket
 from stretto.store import lock
@@ -27,7 +26,7 @@ from stretto.store.config import StoreConfig
 from stretto.store.ending import ENDING, Ending
 from stretto.store.ledger.ledger import Ledger, Value
 from stretto.store.ledger.reading import UnfinishedGroup, read_batches, read_unfinished
-from stretto_verbs.arguments import FOLDER, check
+from stretto_verbs.arguments import FOLDER, check, checked
 from stretto_workflows.session import Session
 from stretto_workflows.sessions import TrajectorySessions, unfinished_sessions
 

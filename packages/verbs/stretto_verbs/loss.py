@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from stretto.core.errors import Problem, RecipeError
-from stretto.doors.mistakes import checked
 from stretto.trainer.batch.minibatch import Minibatch
 from stretto.trainer.batch.samples import Sample, scored_of
 from stretto.trainer.objective.aggregation import Aggregation
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.optimizer import Learner
-from stretto_verbs.arguments import plain
+from stretto_verbs.arguments import checked, plain
 
 #: Maximum likelihood: needs only tokens and their weights.
 CROSS_ENTROPY = "cross_entropy"

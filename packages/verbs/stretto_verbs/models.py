@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.errors import DataError, Problem, RecipeError, StoreError, TornPublication
-from stretto.doors.mistakes import checked
 from stretto.model.families import check_family_of
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.inspection import weight_files
@@ -29,7 +28,7 @@ from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.adapters import adapt
 from stretto.trainer.config import LoraConfig
 from stretto.weights.mailbox import LORA_A, LORA_B
-from stretto_verbs.arguments import FOLDER, ArgumentKind, check
+from stretto_verbs.arguments import FOLDER, ArgumentKind, check, checked
 
 _MARKED = 64  # numbers of a weight that are hashed
 _BASE = "base.json"  # file of a checkpoint of adapters

@@ -26,12 +26,23 @@ from stretto.core.records import (
     trajectory_id,
 )
 from stretto.core.states import why_no_reward
-from stretto.doors.mistakes import checked
 from stretto.rollout.config import RolloutConfig, contradictions
 from stretto.rollout.controller import CONTROLLER, Controller, ControllerState, Ticket
 from stretto.rollout.pacing import pacing_of
 from stretto.rollout.prompts import PromptStream
-from stretto_verbs.arguments import LIST, PROMPTS, TOKENIZER, VERSION, WHOLE, Asked, check, instance, plain, prompt_of
+from stretto_verbs.arguments import (
+    LIST,
+    PROMPTS,
+    TOKENIZER,
+    VERSION,
+    WHOLE,
+    Asked,
+    check,
+    checked,
+    instance,
+    plain,
+    prompt_of,
+)
 from stretto_verbs.completion import AS_RETURNED, TextCompletion, check_numbers, mark_of, marked
 from stretto_verbs.ledger import FolderLedger
 

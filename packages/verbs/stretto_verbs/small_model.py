@@ -14,11 +14,10 @@ from safetensors import SafetensorError
 
 from stretto.core.errors import UNREADABLE, ModelFolderError, Problem, described
 from stretto.core.records import Record
-from stretto.doors.mistakes import checked
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import check_replaceable
-from stretto_verbs.arguments import FOLDER, WHOLE, check
+from stretto_verbs.arguments import FOLDER, WHOLE, check, checked
 
 #: File of a written folder. No policy that is saved with this folder's tokenizer gets a copy of an ``*.index.json``.
 _INDEX = "stretto.index.json"

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from stretto.core.errors import DataError, Problem, RecipeError, RunFolderError, described
 from stretto.core.records import Batch
-from stretto.doors.mistakes import checked
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.folder import save_policy, saved_dtype, whole_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
@@ -33,7 +32,7 @@ from stretto.trainer.optimizer import AdamNumbers, Learner, OptimizerStep
 from stretto.trainer.ranks import ALONE
 from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters
 from stretto_verbs import models
-from stretto_verbs.arguments import FOLDER, ArgumentKind, check, instance, optimizer_of, sampling_of
+from stretto_verbs.arguments import FOLDER, ArgumentKind, check, checked, instance, optimizer_of, sampling_of
 from stretto_verbs.completion import mark_of
 from stretto_verbs.datum import (
     Data,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from stretto.core.errors import DataError, Problem, RoleError, WorkflowError
 from stretto.core.forest import Tokens
 from stretto.core.records import Verdict
 from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
+from stretto.model.hf.tokenizer import Tokenizer
 from stretto.rollout.single_turn import Score
-from stretto.rollout.workflow import WorkflowConfig
+from stretto.rollout.workflow import PLACE, WorkflowConfig, WorkflowReady
 from stretto.store.run_folder import RunFolder
 from stretto_workflows.exchange import Services
-from stretto_workflows.pool import WorkflowGroups, WorkflowPool
+from stretto_workflows.pool import WorkflowGroups, WorkflowPool, check_workflow
 from stretto_workflows.rendering import PlainRendering, TemplateRendering
 from stretto_workflows.session import Session
 
@@ -52,3 +56,50 @@ class RunWorkflows(WorkflowPool):
             self.config,
         )
         return WorkflowGroups(self, open_session, plan.details, services)
+
+
+def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
+    """Check that the workflow can be loaded, in a process that can be killed; returns its requirements.
+
+    Raises:
+        WorkflowError: it cannot be loaded.
+    """
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        log = Path(folder) / "workflow.txt"
+        try:
+            return asyncio.run(check_workflow(config, log))
+        except RoleError as error:
+            if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
+                raise
+            said = log.read_text(errors="replace")[-300:].strip() if log.exists() else ""
+            found = str(error).partition(";")[0] + (f": {said}" if said else "")
+            raise WorkflowError([Problem(PLACE, found, "its module must be importable")]) from None
+
+
+def check_workflow_fits(name: str, needs: WorkflowReady, tokenizer: Tokenizer, plain: str | None) -> None:
+    """Check that tokenizer and prompts fulfil the requirements of a workflow.
+
+    Args:
+        name: of the workflow, for messages.
+        needs: its requirements.
+        plain: place of a prompt that is no chat; None: all are chats.
+
+    Raises:
+        WorkflowError: it needs a chat template, and the tokenizer has none or a prompt is plain text; or it has words
+            that the tokenizer cannot encode.
+    """
+    problems, why = [], needs.needs_chat_template
+    if why and not tokenizer.has_chat_template:
+        found = f"{name!r} {why}, and the tokenizer in {tokenizer.place} has none"
+        problems.append(Problem(PLACE, found, "choose a model whose tokenizer has one, or another workflow"))
+    elif why and plain is not None:
+        found = f"{name!r} {why}, and the prompt at {plain} is plain text"
+        problems.append(Problem(PLACE, found, 'set task.chat_template = "auto", or give the prompts as messages'))
+    for text in needs.words:
+        try:
+            tokenizer.encode(text, special_tokens=False)
+        except DataError as error:
+            found = f"{name!r} says {text[:80]!r}, which the tokenizer cannot encode: {error.problems[0].found}"
+            problems.append(Problem(PLACE, found, "give other words in [workflow.settings], or another model"))
+    if problems:
+        raise WorkflowError(problems)

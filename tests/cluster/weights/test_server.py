@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RefusedRequest, SourceLost, TornPublication, WireError
-from stretto.processes.kernel.lease import take_lease
+from stretto.processes.kernel import take_lease
 from stretto.weights.folder import path_of
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_cluster.weights.mirror import Mirror

@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.skeleton import skeleton
 from stretto.model.packed.attention import PACKED_ATTENTION
-from stretto.processes.kernel.memory import set_memory
+from stretto.processes.kernel import set_memory
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import TrainerConfig

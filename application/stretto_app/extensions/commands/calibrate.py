@@ -16,14 +16,15 @@ import msgspec
 
 from stretto.core.errors import RoleDied
 from stretto.store.files import write_atomically
-from stretto.store.inspection import Inspection, inspect_run
+from stretto.store.inspection import Inspection
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.spans import iterate_spans
 from stretto_app.extensions.commands.plan import job_of
 from stretto_foresight.planner.fit import RunPair, RunSample, fit_runs
 from stretto_foresight.planner.machine import MachineProfile
 from stretto_foresight.planner.measure import calibrate
 from stretto_report.dashboard.prediction import terms_of_run
+from stretto_report.reading.inspection import inspect_run
+from stretto_report.reading.series import iterate_spans
 
 _PATIENCE = 300.0
 _WIDTHS = (64, 128)  # hidden sizes of the models in the runs

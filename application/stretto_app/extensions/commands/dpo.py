@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from stretto.core.machine import gpus
-from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_process, train_into
+from stretto.launch.assemble.supervised import OnLearning, train_in_process
 from stretto.launch.preflight.base import base_folder
 from stretto.launch.preflight.checks import check_devices, check_kind, check_vocabulary
 from stretto.launch.preflight.devices import seat_of_supervised
-from stretto.launch.preflight.encoding import encode_preferences
 from stretto.launch.preflight.paths import check_data_files
+from stretto.launch.preflight.questions import encode_demonstrations
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
-from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.rollout.questions import Pair
 from stretto.trainer.config import PreferenceConfig
-from stretto.trainer.messages import Preferences
+from stretto.trainer.messages import Preference, Preferences
 from stretto_app.extensions.commands.preferences import PreferenceRecipe, load_preferences
+from stretto_app.extensions.commands.supervised import refuse_old, train_into
 from stretto_workflows.data.dataset import Fields, read_pairs
 
 
@@ -86,3 +89,19 @@ def _found(recipe: PreferenceRecipe) -> tuple[ModelFolder, ModelFolder, Preferen
     pairs = read_pairs(Path(config.file), Fields(config.prompt_field, config.chosen_field, config.rejected_field))
     encoded = encode_preferences(pairs, tokenizer, base.context_length)
     return base, reference, Preferences(encoded, asked or str(base.path))
+
+
+def encode_preferences(pairs: Sequence[Pair], tokenizer: Tokenizer, context: int) -> tuple[Preference, ...]:
+    """Encode preference pairs. A prompt with either completion may have at most `context` tokens.
+
+    Raises:
+        DataError: a prompt is empty, a pair has more than `context` tokens, or has characters that the tokenizer does
+            not know; names every such pair.
+        ModelFolderError: there are chats, and the tokenizer has no chat template.
+    """
+    shown = [replace(p.question, demonstration=answer) for p in pairs for answer in (p.question.answer, p.rejected)]
+    both = encode_demonstrations(shown, tokenizer, context)
+    return tuple(
+        Preference(chosen.prompt_ids, chosen.completion_ids, rejected.completion_ids)
+        for chosen, rejected in zip(both[::2], both[1::2], strict=True)
+    )

@@ -17,17 +17,17 @@ from stretto.engine.config import EngineConfig, capabilities_of
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.native.scheduler import longest_row_of
 from stretto.engine.wire import socket_folder
-from stretto.launch.assemble.specs import engines_of_folder
-from stretto.launch.preflight.engines import check_engine_keys, check_model, check_servers, check_window
+from stretto.launch.preflight.checks import check_engine_keys, check_of_servers
 from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.inspection import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
-from stretto.processes.http.names import HostNames, is_loopback
-from stretto.processes.kernel import event_loop
+from stretto.processes import event_loop
+from stretto.processes.http.asgi import HostNames, is_loopback
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.store import lock
+from stretto_app.extensions.commands.evaluate import engines_of_folder
 from stretto_app.extensions.commands.serve import (
     PATIENCE_SECONDS,
     allow_many_connections,
@@ -154,13 +154,14 @@ def gateway(
     check_engine_keys(recipe)
     base, as_tokens = inspect_model_folder(model.resolve()), recipe.model.special_tokens_in_messages
     tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens, kept=PIECES)
-    check_model(recipe, base)
+    check_of_servers("check_model", recipe, base)
     context = context_of(longest_row_of(base, recipe.engine), recipe.engine)
-    check_window(recipe, base, context)
+    check_of_servers("check_window", recipe, base, context)
     unserved = _without_grammars(recipe.engine, base, tokenizer)
     chosen = _choices(recipe.engine)
     served = session_model(name or base.path.name, tokenizer, context, grammars=not unserved, chosen=chosen)
-    check_servers(recipe, base, tokenizer, [tokenizer.encode_chat(_PROBE)] if recipe.engine.addresses else [])
+    probe = [tokenizer.encode_chat(_PROBE)] if recipe.engine.addresses else []
+    check_of_servers("check_servers", recipe, base, tokenizer, probe)
     bound = bind(host, port, "--port")
     check_reach(bound, api_key, "--host")
     folder.mkdir(parents=True, exist_ok=True)
@@ -197,7 +198,7 @@ async def _serve(
 ) -> None:
     stopped, sockets = StopSignal(), socket_folder()
     engines = engines_in(sockets)
-    engines.report_to(say)
+    engines.say = say
     turns = Turns(engines)
     try:
         recorded = RecordedSessions(folder, model, turns.sampler)

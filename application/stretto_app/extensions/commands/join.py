@@ -13,13 +13,13 @@ import msgspec
 from stretto import __version__
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, Problem, RecipeError, RunFolderError
 from stretto.core.machine import VISIBLE, gpus, on_gpus
-from stretto.processes.handshake import call
 from stretto.processes.heartbeat import PARENT, die_with_parent
 from stretto.processes.spawn import TOKEN
-from stretto.processes.wire import Wire, connect
 from stretto_cluster.address import JoinFile, read_join_file
 from stretto_cluster.agent import Offer, run_agent
+from stretto_cluster.handshake import call
 from stretto_cluster.messages import ANSWER, Answer, Scale
+from stretto_cluster.wire import Wire, connect
 
 _HANDSHAKE_SECONDS = 10.0
 

@@ -11,9 +11,9 @@ from statistics import fmean
 import msgspec
 
 from stretto.core.errors import Problem, RunFolderError
-from stretto.launch.preflight.encoding import encode_demonstrations
-from stretto.launch.preflight.estimates import reference_of
+from stretto.launch.preflight.devices import reference_of
 from stretto.launch.preflight.plan import Outline
+from stretto.launch.preflight.questions import encode_demonstrations
 from stretto.launch.recipe.recipe import load_recipe, to_toml
 from stretto.model.hf.shape import shape_of_model
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -21,7 +21,7 @@ from stretto.rollout.questions import Question
 from stretto.store.files import write_atomically
 from stretto.store.run_folder import RunFolder
 from stretto_app.extensions.commands.machine_choice import PlanChoice, machine_chosen
-from stretto_app.extensions.commands.paper import outline
+from stretto_app.extensions.preflight.paper import outline
 from stretto_foresight.planner.costs import Costs, Job
 from stretto_foresight.planner.layouts import own_layout
 from stretto_foresight.planner.lengths import Lengths, LogNormalLengths, alone, lengths_of

@@ -30,25 +30,25 @@ from safetensors import safe_open
 
 from stretto.core.errors import CheckpointLost, Problem, RoleError, RunFolderError, StoreError
 from stretto.core.records import Update
-from stretto.launch.commands.recorded import RECIPE, recorded_recipe
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
+from stretto.launch.recorded import RECIPE, recorded_recipe
 from stretto.loop.records.totals import SPAN_AXIS
 from stretto.loop.recovery import START, Recovery, check_start
 from stretto.loop.trainer_link import TrainerLink
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.store.checkpoints import same_weights, weight_files, why_incomparable
 from stretto.store.files import sync, write_atomically
 from stretto.store.inspection import CHANGED
 from stretto.store.ledger.reading import last_step, read_batches, read_fact
 from stretto.store.ledger.rows import update_columns
 from stretto.store.ledger.schema import open_for_reading
 from stretto.store.ledger.seals import seal
-from stretto.store.measures.selection import SELECTION
 from stretto.store.run_folder import BRANCHES, CHANGEABLE, ORIGIN, Branch, RunFolder
+from stretto.store.selection import SELECTION
 from stretto.store.series.metrics import MetricsLog, StepMetrics, read_metrics
 from stretto.store.totals import JUDGED, TOTALS, Totals
 from stretto.trainer.messages import TrainerSpec
+from stretto_report.reading.policies import same_weights, weight_files, why_incomparable
 
 _STOP_GRACE = 1.0
 

@@ -19,15 +19,15 @@ from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.http.server import EngineApp
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import SharedGeneration
-from stretto.launch.preflight.devices import seat_alone, usable_gpus
-from stretto.launch.preflight.engines import check_embedded
+from stretto.launch.preflight.devices import usable_gpus
 from stretto.launch.recipe.recipe import Recipe, override, validate
 from stretto.model.device import take_share
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.inspection import ModelFolder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
-from stretto.processes.http.names import HostNames, is_loopback
-from stretto.processes.kernel import event_loop
+from stretto.processes import event_loop
+from stretto.processes.http.asgi import HostNames, is_loopback
+from stretto_app.extensions.preflight.embedded import check_embedded, seat_alone
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import DISTRIBUTION, CallForms, SamplingRule
 from stretto_gateway.serve.app import ServeApp

@@ -24,20 +24,20 @@ from stretto.core.errors import StrettoError
 from stretto.core.frames import LARGEST_BATCH
 from stretto.core.machine import VISIBLE
 from stretto.doors.loading import look_in
-from stretto.processes.channel import ConductorGone
-from stretto.processes.handshake import call, client_context
+from stretto.processes.channel import ConductorGone, Failed, run_role
 from stretto.processes.heartbeat import begin_role
-from stretto.processes.run_role import Failed, run_role
-from stretto.processes.wire import Stream, Wire, connect, join_ends
+from stretto.processes.http.tls import client_context
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import CheckpointFailed, Stop, TrainerSpec
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.ranks import EXIT_CODE
 from stretto.trainer.roles.trainer import Notice, TrainerRole, published_dtype
 from stretto.weights.mailbox import Gather, Publication, as_it_is, stored
+from stretto_cluster.handshake import call
 from stretto_cluster.ranks.collectives import LOOPBACK, join, reach_store
 from stretto_cluster.ranks.messages import RANK_KEY, TO_RANK, RankSpec, RankStart, ToRank
 from stretto_cluster.ranks.rank_group import RankIntroduction
+from stretto_cluster.wire import Stream, Wire, connect, join_ends
 
 _JOIN_SECONDS = 30.0
 _PARTING_SECONDS = 2.0
@@ -186,7 +186,7 @@ def _tell(orders: RankOrders, message: Notice) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the process of a rank; returns its exit code (`processes.run_role`). `arguments`: a `RankSpec` as JSON."""
+    """Run the process of a rank; returns its exit code (`channel.run_role`). `arguments`: a `RankSpec` as JSON."""
     spec = msgspec.json.decode(arguments[0], type=RankSpec)
     key = os.environ.pop(RANK_KEY, "")
     begin_role()

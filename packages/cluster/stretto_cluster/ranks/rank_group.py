@@ -4,7 +4,7 @@
         ▲                   │                             │ die, hang, go silent, or report an error
         └──── RankLost ─────┴──── a watching thread ◄─────┘
 
-Every rank connects to an address of rank 0 and proves that it has a key made for this trainer (`processes.handshake`),
+Every rank connects to an address of rank 0 and proves that it has a key made for this trainer (`handshake`),
 inside TLS if the run uses TLS. torch's store has no key, so it listens on loopback only; ranks on other machines reach
 it through further connections of this kind. Rank 0 starts the ranks of its own machine; the conductor has the others
 started.
@@ -34,16 +34,17 @@ from stretto import __version__
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, RoleDied
 from stretto.core.frames import frame
 from stretto.core.records import Record
-from stretto.processes.handshake import new_key, server_context
+from stretto.processes.channel import Failed
+from stretto.processes.http.tls import server_context
 from stretto.processes.role import RoleProcess
-from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.processes.wire import Reception, Wire, join_ends
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import RankLost, RanksAwaited, Stop, ToTrainer, TrainerSpec
 from stretto.trainer.ranks import EXIT_CODE, OtherRanks, Ranks
+from stretto_cluster.handshake import new_key
 from stretto_cluster.ranks.collectives import LOOPBACK, join, open_store
 from stretto_cluster.ranks.messages import RANK_KEY, RANK_ROLE, RankSpec, RankStart
+from stretto_cluster.wire import Reception, Wire, join_ends
 
 _NOTICE_SECONDS = 2.0
 _STUCK_SECONDS = 1.0

@@ -36,11 +36,11 @@ from starlette.types import Message, Receive, Scope, Send
 from stretto.core.deadlines import deadline
 from stretto.core.errors import TornPublication
 from stretto.core.records import Record
+from stretto.processes import event_loop
+from stretto.processes.channel import run_role
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.http.server import HttpServer, admit, settings_of
 from stretto.processes.http.transport import ZERO_COPY
-from stretto.processes.kernel import event_loop
-from stretto.processes.run_role import run_role
 from stretto.weights.folder import path_of, versions
 from stretto_cluster.weights.delta import Deltas, NoDelta
 from stretto_cluster.weights.wire import FORM, NEWEST, READ, RUN, ModelFile, digest_of, manifest_of

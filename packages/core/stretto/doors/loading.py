@@ -62,6 +62,12 @@ def from_package(name: str, place: str, *needed: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def of_application(name: str, without: Any) -> Any:
+    """Import the object `name` of the application, as ``module:name``; `without` if the application is not
+    installed."""
+    return from_package(f"{_APPLICATION}.{name}", _CORE) if is_there(_APPLICATION) else without
+
+
 def _distribution(package: str) -> str:
     return _CORE if package == _APPLICATION else package.replace("_", "-")
 

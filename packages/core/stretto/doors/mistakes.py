@@ -5,19 +5,17 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.core.errors import Problem, nearest
 from stretto.doors.door import Door
 from stretto.doors.loading import is_own, with_colon
-
-Kind = TypeVar("Kind", bound=BaseModel)
 
 _HINT = "; did you mean "
 #: Sections whose keys are suggested first.
@@ -43,18 +41,6 @@ _OTHER_NAMES = {
     "loss=sft": 'demonstrations are learnt by `stretto sft`; from Python by "cross_entropy" of a stretto.Trainer',
     "loss=grpo": 'GRPO is loss = "ppo" with advantages = "group"',
 }
-
-
-def checked(settings: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
-    """Validate settings and return them as a model of this kind. `place`: where they were given, for messages.
-
-    Raises:
-        RecipeError: has one problem for each wrong key.
-    """
-    try:
-        return kind.model_validate(settings, strict=True, context=place)
-    except ValidationError as error:
-        raise RecipeError(problems_of(place, error.errors(), kind)) from None
 
 
 def problems_of(place: str, errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> Iterator[Problem]:

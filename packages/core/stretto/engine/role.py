@@ -21,14 +21,14 @@ from stretto.model.hf.folder import load_policy
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.kernels import choose, use_onednn
+from stretto.processes.channel import run_role
 from stretto.processes.heartbeat import begin_role
-from stretto.processes.run_role import run_role
 from stretto.weights.shared_memory import SharedMemorySubscriber
 from stretto_kernels.gpu.attention import FILE
 
 
 def main(arguments: list[str]) -> int:
-    """Run the engine process until the conductor ends it (`processes.run_role`); returns its exit code. `arguments`:
+    """Run the engine process until the conductor ends it (`channel.run_role`); returns its exit code. `arguments`:
     one `EngineSpec` as JSON. The message of an error becomes the last line of the process's log."""
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()

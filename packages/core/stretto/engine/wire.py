@@ -41,7 +41,7 @@ class EngineSpec(Record, frozen=True):
     running vLLM or SGLang server. `scratch`: a folder for this engine alone. `token_seconds`, `load_seconds`,
     `start_seconds`: timeouts of such a server for the next tokens, for loading a version, and for being ready.
     `broadcast`: the server receives versions by a collective (`stretto_servers.broadcast`) instead of a folder. `tls`:
-    folder of certificates (`processes.handshake`), for an engine on another machine. `path`: folder searched first for
+    folder of certificates (`http.tls`), for an engine on another machine. `path`: folder searched first for
     the module of `engine.kind`. `gpus`: ids of the GPUs that the engine sees; empty: all GPUs that the conductor sees.
     `share`: part of their memory that its tensors may take; `memory`: bytes of the smallest of these GPUs, 0 if
     unknown; `planned`: bytes of weights and cache on each GPU.

@@ -77,7 +77,7 @@ class Conductor:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._announcing: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the newest version
         self._announcing.set_result(None)
-        self.engines.listen(self._live_changed)
+        self.engines.on_load = self._live_changed
 
     @property
     def stopping(self) -> bool:

@@ -36,8 +36,7 @@ from stretto.loop.records.evaluation import Evaluation, QuestionResult, asked_of
 from stretto.loop.records.recorder import Recorder
 from stretto.rollout.single_turn import Detokenize, Score, judge
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.metrics import EvaluationLine
-from stretto.store.series.samples import SampledCompletion
+from stretto.store.series.metrics import EvaluationLine, SampledCompletion
 from stretto_verify.thoughts import with_opening
 
 BEST, _CANDIDATE = "best", "candidate"

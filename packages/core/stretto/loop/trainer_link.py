@@ -22,12 +22,11 @@ from stretto.core.machine import on_gpus
 from stretto.core.records import Batch, Update
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.trainer_replies import TrainerReplies
-from stretto.processes.channel import ConductorEnd
+from stretto.processes.channel import ConductorEnd, Failed
 from stretto.processes.role import RoleProcess
-from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.supervisor import RestartBudget, Supervisor
-from stretto.store.measures.goodput import AGAIN
+from stretto.store.totals import AGAIN
 from stretto.trainer.messages import (
     FROM_TRAINER,
     Copied,
@@ -94,7 +93,7 @@ class TrainerLink:
             "trainer",
             self._begin_anew,
             restarts,
-            lambda told: self._say(f"{told} at version {self._version}"),
+            lambda told: self.say(f"{told} at version {self._version}"),
             str(log),
             wanted=lambda: self._recovery is not None and not self._retired,
         )
@@ -107,9 +106,12 @@ class TrainerLink:
         self._spanned = 0.0  # seconds
         self._began: float | None = None  # `time.monotonic` when the current order was given
         self._turn = asyncio.Lock()
-        self._say: Callable[[str], None] = lambda text: None
-        self._canary_published: Callable[[Canary | None], None] = lambda canary: None
-        self._canary_agreed: Callable[[Sequence[Agreement]], None] = lambda agreement: None
+        #: Gets a log line for every replaced trainer.
+        self.say: Callable[[str], None] = lambda text: None
+        #: Called with the canary of each published version (None: it has none); after a replacement once more.
+        self.canary_published: Callable[[Canary | None], None] = lambda canary: None
+        #: Called after each step with the comparisons of recomputed and sampled log-probabilities by engine.
+        self.canary_agreed: Callable[[Sequence[Agreement]], None] = lambda agreement: None
         self.replayed: list[Update] = []  # updates of the steps that were trained again at the start
         self._new_process()
 
@@ -118,22 +120,6 @@ class TrainerLink:
         self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(self._log))
         self._replies: TrainerReplies | None = None  # None before the start
         self._abandoned = False  # a caller was cancelled before the reply to its order
-
-    def report_to(self, say: Callable[[str], None]) -> None:
-        """Set `say`: gets a log line for every replaced trainer."""
-        self._say = say
-
-    def tell_canaries(
-        self, published: Callable[[Canary | None], None], agreed: Callable[[Sequence[Agreement]], None]
-    ) -> None:
-        """Set two callbacks.
-
-        Args:
-            published: called with the canary of each published version (None: it has none); after a replacement of the
-                trainer once more.
-            agreed: called after each step with the comparisons of recomputed and sampled log-probabilities by engine.
-        """
-        self._canary_published, self._canary_agreed = published, agreed
 
     async def start(self, spec: TrainerSpec, version: int = 0, *, publish: bool = True) -> None:
         """Start the trainer and bring it to `version`, from the last checkpoint and the later batches. Returns when
@@ -167,7 +153,7 @@ class TrainerLink:
     def _noted(self, published: Published) -> None:
         """Handle the trainer's notice that a version can be loaded. The canary is passed on first, since engines that
         load the version are checked with it."""
-        self._canary_published(published.canary)
+        self.canary_published(published.canary)
         if published.span is not None:
             self._spans.append(published.span)  # not in its busy seconds: the writing overlaps with orders
         self._published = published.version
@@ -235,7 +221,7 @@ class TrainerLink:
                 Train(batch=batch, publish=publish), Trained, f"to finish step {batch.step}", self._deadlines.step
             )
             self._keep(trained.spans)
-            self._canary_agreed(trained.agreement)
+            self.canary_agreed(trained.agreement)
             self._version = trained.update.version
             self._supervisor.restarts.progressed()
         return trained.update

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from stretto.processes.kernel.requests import signal_with_parent
+from stretto.processes.kernel import signal_with_parent
 
 #: Environment variables of a role: the process that it ends with, and the descriptor that takes its heartbeats.
 PARENT, HEARTBEAT = "STRETTO_PARENT", "STRETTO_HEARTBEAT"

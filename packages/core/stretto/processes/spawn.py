@@ -1,4 +1,5 @@
-"""Starting a role's process: as a fresh interpreter (here), or forked (`processes.fork_server`)."""
+"""Starting a role's process: as a fresh interpreter (here), or forked
+(`stretto_app.forking`)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from msgspec import field
 
 from stretto.core.records import Record
 from stretto.processes.heartbeat import PARENT
-from stretto.processes.kernel.memory import set_memory
+from stretto.processes.kernel import set_memory
 
 TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
 #: Memory settings of glibc's allocator (other C libraries ignore them). Tensors are allocated and freed in every step:
@@ -126,7 +127,7 @@ def environment(threads: int) -> dict[str, str]:
 
 def keep_memory() -> None:
     """Apply the memory settings of `environment` by `mallopt`, for a process that was started without them. The user's
-    own tunables win. Large pages are left to torch (`processes.imports`)."""
+    own tunables win. Large pages are left to torch (`stretto_app.forking.imports`)."""
     if _TUNABLES not in os.environ:
         set_memory({_OPTIONS[name]: value for name, value in _MEMORY.items()})
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, each of which is complete or absent, and the comparison of the weights in two policy folders.
+"""Checkpoints on disk, each of which is complete or absent.
 
 .step-000040.part/   written by the trainer ─► manifest.json (sizes, checksums) ─► synced to disk
     │ rename: from this moment on, step-000040/ exists
@@ -12,7 +12,6 @@ used.
 
 from __future__ import annotations
 
-import filecmp
 import os
 import re
 import shutil
@@ -28,33 +27,6 @@ from stretto.core.errors import Problem, RunFolderError, StoreError
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.files import is_lacking, sweep, sync
-
-
-def same_weights(first: Path, second: Path) -> bool | None:
-    """Whether two policy folders hold the same weights. None if they cannot be compared: a folder has no weights, or
-    their weight files have different names.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    ours, theirs = weight_files(first), weight_files(second)
-    if not ours or [path.name for path in ours] != [path.name for path in theirs]:
-        return None
-    return all(filecmp.cmp(*pair, shallow=False) for pair in zip(ours, theirs, strict=True))
-
-
-def why_incomparable(first: Path, second: Path) -> str:
-    """Why `same_weights` returns None for these two folders, in words for a message."""
-    for policy in (first, second):
-        if not weight_files(policy):
-            return f"{policy} has no weights" if policy.is_dir() else f"{policy} is not there"
-    return f"{first} and {second} are divided into files in different ways"
-
-
-def weight_files(policy: Path) -> list[Path]:
-    """List the weight files of a policy folder: one file, or several for a large model."""
-    return sorted(policy.glob("model*.safetensors"))
-
 
 _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"

@@ -24,11 +24,14 @@ import contextlib
 import difflib
 import errno
 import os
+import platform
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Self
 
 from stretto.core.errors import Problem, RunFolderError, folder_fault
+from stretto.core.machine import cores, gpus, processor
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.files import identity, sweep, write_atomically
@@ -50,6 +53,16 @@ class Branch(Record, frozen=True):
 
     def __str__(self) -> str:
         return f"a replay of {self.run} from step {self.first_step}"
+
+
+class ExportedQuestion(Record, frozen=True):
+    """One line of ``questions.jsonl``: a prompt and its gold answer."""
+
+    id: str
+    prompt: str
+    answer: str
+    row: str | None = None
+    source: str = ""
 
 
 _INNER = ("logs", "policy", "checkpoints", "plots")
@@ -218,3 +231,42 @@ def _runs_beside(folder: Path) -> str:
     near = difflib.get_close_matches(folder.name, sorted(runs), n=1)
     newest = max(runs.values(), key=lambda path: (path / "ledger.sqlite").stat().st_mtime)
     return f"did you mean {str(runs[near[0]])!r}?" if near else f"give a run folder, such as {newest}"
+
+
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "numpy", "pydantic", "uvicorn")
+
+
+class Machine(Record, frozen=True):
+    """Hardware and system of a machine. Example: ``Machine(system="Linux 6.1", processor="AMD EPYC 9B14", cores=2,
+    memory_gib=24.0, accelerators=())``"""
+
+    system: str
+    processor: str
+    cores: int
+    memory_gib: float
+    accelerators: tuple[str, ...]
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of Python, of stretto and of the libraries that influence its numbers, by name. Libraries
+    that are not installed are left out."""
+    versions = {"python": platform.python_version()}
+    for name in ("stretto", *_LIBRARIES):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def machine() -> Machine:
+    """Describe this machine. `cores` counts those that this process may use; `accelerators` are the visible NVIDIA
+    GPUs."""
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return Machine(
+        system=f"{platform.system()} {platform.release()}",
+        processor=processor(),
+        cores=cores(),
+        memory_gib=round(pages * page / 2**30, 1),
+        accelerators=tuple(f"{gpu.name}, {gpu.memory >> 20} MiB" for gpu in gpus()),
+    )

@@ -1,12 +1,17 @@
-"""Facts about a run that only its conductor knows. It writes them to the ledger: totals, judged completions,
-engines."""
+"""What the work of a run came to. Its conductor writes totals, judged completions and engines to the ledger; from these
+follows the goodput budget, which puts each token and each second of a run into exactly one category
+(docs/reference/metrics.md).
+
+Tokens are counted: the sum over all categories is the number of tokens that engines have sampled or recomputed. Seconds
+are measured for each role, and their sum is the role's wall time. Seconds of work are divided among the categories in
+proportion to the tokens that the work was for; the other seconds are idle, each with a reason.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from stretto.core.records import Record
-from stretto.store.measures.goodput import Clock, Goodput, OnRecord, Produced, goodput
 
 
 class Carried(Record, frozen=True):
@@ -88,13 +93,159 @@ class Membership(Record, frozen=True):
 ENGINES = "engines"
 
 
-def budget(totals: Totals, on_record: OnRecord) -> Goodput:
-    """Compute the goodput budget of a run from its totals and the tokens in its ledger."""
-    return goodput(
-        Produced(totals.generated, totals.stopped, totals.recomputed, totals.evaluated),
-        on_record,
-        Clock(totals.wall_seconds, totals.starting_seconds, totals.rl_seconds),
-        totals.busy,
-        totals.activities,
-        engines=frozenset(totals.generated_by),
-    )
+TRAINED, WAITING, MASKED, EXPIRED, FILTERED, RECOMPUTED, FAILED, IDLE = CATEGORIES = (
+    "trained",
+    "generated_and_waiting",
+    "masked",
+    "expired",
+    "filtered",
+    "recomputed",
+    "failed",
+    "idle",
+)
+
+_REST = {"trainer": "batch", "rewards": "completions", "conductor": "events"}  # role: what it waits for while idle
+_OF_ENGINES = "admission"
+#: Spans of work on no token: name of the span: reason for which the role counts as idle.
+_PAUSES = {"load": "loading", "prove": "proving", "publish": "publishing", "checkpoint": "checkpointing"}
+AGAIN = "again"  #: name of a trainer's spans while it repeats a step of an earlier process
+#: Names of spans that count as work of their role. `map` does not: it runs while the engine steps.
+WORK = frozenset({"generate", "recompute", "proximal", "update", AGAIN, *_PAUSES})
+
+
+class OnRecord(Record, frozen=True):
+    """Number of sampled tokens in the ledger, by the state of their trajectory. Tokens of a trained batch are either
+    `trained` or `masked` (too old for the loss).
+
+    `expired_unjudged` and `failed_unjudged` count trajectories, not tokens: those that were aborted, so that no tokens
+    are recorded.
+    """
+
+    trained: int = 0
+    masked: int = 0
+    buffered: int = 0
+    filtered: int = 0
+    expired: int = 0
+    failed: int = 0
+    expired_unjudged: int = 0
+    failed_unjudged: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Sum over all trajectories."""
+        return self.trained + self.masked + self.buffered + self.filtered + self.expired + self.failed
+
+
+class Category(Record, frozen=True):
+    """One category of the budget: seconds of all roles together, and tokens."""
+
+    seconds: float
+    tokens: int
+
+
+class Goodput(Record, frozen=True):
+    """The budget. `budget`: by category; `roles`: role: category: seconds; `idle`: role: reason: seconds.
+
+    Example: ``Goodput(budget={"trained": Category(81.2, 52_310), ...}, roles={"trainer": {"trained": 40.3, ...}, ...},
+    idle={"trainer": {"batch": 12.5, "starting": 3.1, ...}, ...})``
+    """
+
+    budget: Mapping[str, Category] = {}
+    roles: Mapping[str, Mapping[str, float]] = {}
+    idle: Mapping[str, Mapping[str, float]] = {}
+
+
+def tokens_by_category(totals: Totals, on_record: OnRecord) -> dict[str, int]:
+    """Count the tokens of each category.
+
+    Sampled tokens that are not in the ledger belong to completions in flight or to aborted ones. Tokens of aborted
+    completions are divided between expired and failed in proportion to the numbers of unjudged trajectories. If engines
+    were killed, they may have counted fewer tokens than the ledger has; then only the ledger's count.
+
+    >>> totals = Totals(max_staleness=4, generated=30, stopped=4, recomputed=7)
+    >>> found = tokens_by_category(totals, OnRecord(trained=20, buffered=5))
+    >>> {name: tokens for name, tokens in found.items() if tokens}
+    {'trained': 20, 'generated_and_waiting': 6, 'recomputed': 7, 'failed': 4}
+    """
+    unrecorded = max(0, totals.generated - on_record.tokens)
+    aborted = min(totals.stopped, unrecorded)
+    ended = on_record.expired_unjudged + on_record.failed_unjudged
+    expired = aborted * on_record.expired_unjudged // ended if ended else 0
+    return {
+        TRAINED: on_record.trained,
+        WAITING: on_record.buffered + unrecorded - aborted,
+        MASKED: on_record.masked,
+        EXPIRED: on_record.expired + expired,
+        FILTERED: on_record.filtered,
+        RECOMPUTED: totals.recomputed,
+        FAILED: on_record.failed + aborted - expired,
+        IDLE: 0,
+    }
+
+
+def goodput(totals: Totals, on_record: OnRecord) -> Goodput:
+    """Compute the budget of a run from its totals and the tokens in its ledger.
+
+    The seconds of a role's work are divided by its `activities`; a role without any has done a single kind of
+    work.
+    """
+    tokens, rl = tokens_by_category(totals, on_record), totals.rl_seconds
+    ending = totals.wall_seconds - totals.starting_seconds - rl
+    roles: dict[str, dict[str, float]] = {}
+    idle: dict[str, dict[str, float]] = {}
+    for role, seconds in sorted(totals.busy.items()):
+        worked = min(max(seconds, 0.0), rl)
+        spent = parts_of_work(totals.activities.get(role, {}), worked)
+        if role in totals.generated_by:
+            roles[role], reasons = _generation(spent, tokens, totals)
+        elif role == "trainer":
+            roles[role], reasons = _training(spent, tokens)
+        else:
+            roles[role], reasons = _shared(worked, _sampled(tokens)), {}
+        reasons |= {"starting": totals.starting_seconds, "ending": ending}
+        reasons[_OF_ENGINES if role in totals.generated_by else _REST.get(role, "events")] = rl - worked
+        idle[role] = {reason: spell for reason, spell in sorted(reasons.items()) if spell > 0}
+        roles[role] = {name: roles[role].get(name, 0.0) for name in CATEGORIES} | {IDLE: sum(idle[role].values())}
+    budget = {name: Category(sum(role[name] for role in roles.values()), tokens[name]) for name in CATEGORIES}
+    return Goodput(budget, roles, idle)
+
+
+def parts_of_work(spans: Mapping[str, float], worked: float) -> dict[str, float]:
+    """Divide `worked` seconds in proportion to the seconds of each span name; spans may overlap or have gaps. Without
+    spans, all seconds have the name ""."""
+    whole = sum(spans.values())
+    return {name: seconds * worked / whole for name, seconds in spans.items()} if whole > 0 else {"": worked}
+
+
+def _generation(
+    spent: Mapping[str, float], tokens: Mapping[str, int], totals: Totals
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Divide an engine's working seconds `spent` (by span name); returns (seconds by category, seconds that count as
+    idle by reason). Loading, proving and evaluation count as idle. Recomputing is a category of its own. The rest is
+    divided in proportion to the sampled `tokens` (by category)."""
+    reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
+    again = spent.get("recompute", 0.0)
+    stepping = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, "recompute"})
+    sampled = totals.generated + totals.evaluated
+    reasons["evaluation"] = stepping * totals.evaluated / sampled if sampled else 0.0
+    return _shared(stepping - reasons["evaluation"], _sampled(tokens)) | {RECOMPUTED: again}, reasons
+
+
+def _training(spent: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[dict[str, float], dict[str, float]]:
+    """Divide the trainer's working seconds `spent` (by span name); returns (seconds by category, seconds that count as
+    idle by reason). Publishing and checkpoints count as idle, repeated steps as recomputed. The rest is divided between
+    trained and masked in proportion to their `tokens` (by category)."""
+    reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
+    updating = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, AGAIN})
+    parts = {name: tokens[name] for name in (TRAINED, MASKED)}
+    return _shared(updating, parts) | {RECOMPUTED: spent.get(AGAIN, 0.0)}, reasons
+
+
+def _sampled(tokens: Mapping[str, int]) -> dict[str, int]:
+    return {name: count for name, count in tokens.items() if name not in (RECOMPUTED, IDLE)}
+
+
+def _shared(seconds: float, parts: Mapping[str, int]) -> dict[str, float]:
+    """Divide seconds among categories in proportion to their tokens; without any tokens, all count as waiting."""
+    whole = sum(parts.values())
+    return {name: seconds * count / whole for name, count in parts.items()} if whole else {WAITING: seconds}

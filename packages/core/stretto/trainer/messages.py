@@ -12,7 +12,7 @@ import msgspec
 from stretto.core.canary import Agreement, Canary
 from stretto.core.events import Span, SupervisedProgress
 from stretto.core.records import Batch, Record, Sampling, Update
-from stretto.processes.run_role import Failed
+from stretto.processes.channel import Failed
 
 #: The sampled tokens that show which weights an engine has, since their version alone has computed their context: every
 #: token; those of completions that no update has interrupted (the native engine with ``engine.on_update = "keep"``); or
@@ -54,7 +54,7 @@ class TrainerSpec(Record, frozen=True):
     rank_host: str = ""  # address of this machine at which other ranks join; "": loopback
     collective: float = 1800.0  # most seconds that ranks wait for each other
     assembly: float = 90.0  # seconds for ranks on other machines to join
-    tls: str = ""  # folder of certificates (`processes.handshake`) for connections between ranks; "": no TLS
+    tls: str = ""  # folder of certificates (`http.tls`) for connections between ranks; "": no TLS
     tokens: TokensSpec | None = None  # None: no per-token results
     path: str = ""  # folder searched first for the user's modules
     canary: tuple[int, ...] = ()  # the text by which engines prove each version (`core.canary`)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from stretto.model.layout import DivideRow
-from stretto.processes.run_role import Failed
+from stretto.processes.channel import Failed
 from stretto.trainer.messages import RankLost, RanksAwaited, ToTrainer
 
 

@@ -24,7 +24,7 @@ from io import FileIO
 from pathlib import Path
 
 from stretto.core.errors import TornPublication, naming
-from stretto.processes.kernel.lease import end_lease, take_lease
+from stretto.processes.kernel import end_lease, take_lease
 
 SHARED = Path("/dev/shm")
 KEPT = 2  #: number of newest versions that are kept in a folder

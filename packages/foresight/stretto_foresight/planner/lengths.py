@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from stretto.core.errors import DataError, Problem
-from stretto.store.export import read_trajectories
+from stretto.doors.loading import from_package
 
 _FORM = "a FILE of lengths (one a line, or a JSON list), a RUN_DIR, lognormal:mean=M,sigma=S or constant:tokens=N"
 _MOST_SIGMA = 5.0
@@ -148,7 +148,7 @@ def _of_run(path: Path, max_tokens: int) -> Lengths:
     groups: dict[str, list[int]] = {}
     prompts: list[int] = []
     trained = 0
-    for trajectory in read_trajectories(path):
+    for trajectory in from_package("stretto_report.reading.export:read_trajectories", "--lengths")(path):
         trained += trajectory.trained_step is not None
         if trajectory.trained_step is not None and trajectory.token_ids:  # they may not have been kept
             groups.setdefault(trajectory.group, []).append(min(max_tokens, len(trajectory.token_ids)))

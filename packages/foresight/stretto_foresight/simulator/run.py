@@ -22,7 +22,7 @@ from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.pacing import Pacing
 from stretto.rollout.prompts import PromptStream
-from stretto.store.measures.selection import SelectionWatch
+from stretto.store.selection import SelectionWatch
 from stretto_foresight.simulator.accounts import Accounts, SimulationReport
 from stretto_foresight.simulator.engines import Durations, EngineLimits, Flight, SimulatedEngine, VirtualClock
 

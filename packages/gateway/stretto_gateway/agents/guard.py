@@ -17,7 +17,7 @@ import time
 from types import FrameType
 from typing import NoReturn
 
-from stretto.processes.kernel.requests import adopt_descendants, signal_with_parent
+from stretto.processes.kernel import adopt_descendants, signal_with_parent
 from stretto.processes.tree import descendants
 
 _ROUNDS, _PAUSE = 200, 0.01

@@ -25,8 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stretto.core.engine import EngineHealth, NewToken
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, derive_seed
-from stretto.processes.http.asgi import header
-from stretto.processes.http.names import HostNames
+from stretto.processes.http.asgi import HostNames, header
 from stretto.processes.http.prometheus import CONTENT_TYPE
 from stretto.processes.http.server import admit
 from stretto_gateway.app import ChatExchange, ChatServer, Handler, unknown_key

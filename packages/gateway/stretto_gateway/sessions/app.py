@@ -26,8 +26,7 @@ from msgspec import UNSET, Meta
 from starlette.types import Scope
 
 from stretto.core.errors import RefusedRequest
-from stretto.processes.http.asgi import header, parse_record
-from stretto.processes.http.names import LOOPBACK, HostNames, own_address
+from stretto.processes.http.asgi import LOOPBACK, HostNames, header, own_address, parse_record
 from stretto.processes.http.server import admit
 from stretto_gateway.app import ChatExchange, ChatServer, Handler, sent_key, unknown_key
 from stretto_gateway.dialects.chat import ChatDialect

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.records import Batch, Record, Trajectory
-from stretto.store.checkpoints import same_weights
 from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.ledger.schema import reading
 from stretto.store.run_folder import RunFolder
+from stretto_report.reading.policies import same_weights
 
 _TIMES = "seconds"  # prefix of measured times, which differ between any two runs
 

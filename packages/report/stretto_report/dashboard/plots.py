@@ -12,10 +12,9 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from stretto.store.inspection import StalenessSummary, inspect_run
+from stretto.store.inspection import StalenessSummary
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, StepMetrics, alike, read_metrics
-from stretto.store.series.spans import read_spans
 from stretto_report.dashboard.style import (
     BLUE,
     GREEN,
@@ -29,6 +28,8 @@ from stretto_report.dashboard.style import (
     titled,
 )
 from stretto_report.dashboard.timeline import plot_timeline
+from stretto_report.reading.inspection import inspect_run
+from stretto_report.reading.series import read_spans
 
 Series = npt.NDArray[np.float64]
 

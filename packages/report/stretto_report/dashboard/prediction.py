@@ -14,13 +14,12 @@ import msgspec
 
 from stretto.core.errors import UNREADABLE, Problem, RunFolderError
 from stretto.core.records import Record
-from stretto.store.inspection import Inspection, inspection_of
+from stretto.store.inspection import Inspection
 from stretto.store.ledger.reading import fact
 from stretto.store.ledger.schema import reading
-from stretto.store.measures.goodput import parts_of_work
-from stretto.store.provenance import Machine
-from stretto.store.run_folder import RunFolder
-from stretto.store.totals import TOTALS, Totals
+from stretto.store.run_folder import Machine, RunFolder
+from stretto.store.totals import TOTALS, Totals, parts_of_work
+from stretto_report.reading.inspection import inspection_of
 
 RECIPE = "recipe"  #: the name of the resolved recipe in the ledger
 #: Sections that do not affect a step, or that describe machines; a resume may change them.

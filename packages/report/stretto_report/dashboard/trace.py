@@ -21,9 +21,9 @@ from stretto.store.files import users_file
 from stretto.store.ledger.reading import read_fact
 from stretto.store.ledger.schema import reading
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.metrics import StepMetrics, iterate_steps
-from stretto.store.series.spans import iterate_spans, role_rank
+from stretto.store.series.metrics import StepMetrics, iterate_metrics
 from stretto.store.totals import ENGINES, Membership
+from stretto_report.reading.series import iterate_spans, role_rank
 
 _RUN = 0  # process id for the run's events and counters
 _NANO = 1e9
@@ -79,8 +79,8 @@ def _collect(folder: RunFolder, table: sqlite3.Connection) -> None:
     taken = {step: at for step, at, _ in table.execute(_BATCH_TAKEN)}
     moments = (
         (taken[line.step], name, "C", msgspec.json.encode(values).decode())
-        for line in iterate_steps(folder.metrics)
-        if line.step in taken
+        for line in iterate_metrics(folder.metrics)
+        if isinstance(line, StepMetrics) and line.step in taken
         for name, values in _counters(line).items()
         if values
     )

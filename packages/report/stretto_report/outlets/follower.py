@@ -23,8 +23,7 @@ from stretto.core.records import Record
 from stretto.store.files import write_atomically
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineFollower
-from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
-from stretto.store.series.samples import SampledCompletion
+from stretto.store.series.metrics import EvaluationLine, MetricsLine, SampledCompletion, StepMetrics
 from stretto_report.audit.alarms import AlarmWatch
 from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.points import MetricsPoint, Value, point_of

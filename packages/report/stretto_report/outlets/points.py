@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from stretto.core.records import Record
-from stretto.store.series.metrics import MetricsLine, SetEvaluationLine, StepMetrics
-from stretto.store.series.samples import SampledCompletion
+from stretto.store.series.metrics import MetricsLine, SampledCompletion, SetEvaluationLine, StepMetrics
 
 Value = str | int | float | bool
 
@@ -115,3 +114,12 @@ def row_of(sample: SampledCompletion) -> list[int | float | str | None]:
     """Cells of a completion in the order of `COLUMNS`; versions as ``6, 7``."""
     texts = (sample.prompt, sample.completion, sample.answer, sample.outcome.value)
     return [sample.version, *texts, sample.reward, sample.reason, ", ".join(map(str, sample.versions))]
+
+
+def stem(tool: str) -> str:
+    """Return the name of a tool for its files and its process: without a colon.
+
+    >>> stem("my_tools:Tool")
+    'my_tools.Tool'
+    """
+    return tool.replace(":", ".")

@@ -17,12 +17,12 @@ import msgspec
 from stretto.core.errors import StoreError
 from stretto.core.records import Record
 from stretto.doors.loading import look_in
-from stretto.launch.recipe.extensions import OUTLETS, PROMETHEUS, stem
+from stretto.launch.recipe.extensions import OUTLETS, PROMETHEUS
 from stretto.processes.heartbeat import end_with_conductor, own_heartbeat
 from stretto.store.ending import read_ending
 from stretto.store.run_folder import RunFolder
 from stretto_report.outlets.follower import About, Cursor, How, Outlet, RunFollower, read_cursor
-from stretto_report.outlets.points import flat_recipe
+from stretto_report.outlets.points import flat_recipe, stem
 from stretto_report.outlets.tools.prometheus_page import PrometheusPage
 
 MODULE = "stretto_report.outlets.role"

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,11 +18,13 @@ import msgspec
 from stretto.core.deadlines import waiting
 from stretto.core.errors import UNREADABLE, DeadlineExceeded, RoleDied, described
 from stretto.core.tasks import cancel_and_wait
-from stretto.launch.recipe.extensions import OutletsConfig, stem
+from stretto.doors.loading import is_own
+from stretto.launch.recipe.extensions import OutletsConfig
 from stretto.processes.role import RoleProcess
 from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.store.run_folder import RunFolder
 from stretto_report.outlets.follower import Cursor
+from stretto_report.outlets.points import stem
 from stretto_report.outlets.role import MODULE, FollowerSpec
 
 HUNG_SECONDS = 120.0  #: seconds without a reply after which a tool counts as hung
@@ -199,3 +201,35 @@ def _last_words(log: Path) -> str:
         return described(error)
     said = [line.strip() for line in lines if line.strip()]
     return said[-1][:_LAST_WORDS] if said else "it has said nothing"
+
+
+def destinations(config: OutletsConfig, run: Path, environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each tool that says where the run in the folder `run` is shown. `environment`: environment
+    variables, in which tools have their settings.
+
+    >>> destinations(OutletsConfig(to="tensorboard", prometheus_port=9400), Path("runs/first"), {})
+    ['shown in tensorboard: files in runs/first/tensorboard; tensorboard --logdir runs', \
+'shown in prometheus: http://127.0.0.1:9400/metrics']
+    """
+    return [f"shown in {tool}: {_destination(tool, config, run, environment)}" for tool in config.tools]
+
+
+def _destination(tool: str, config: OutletsConfig, run: Path, environment: Mapping[str, str]) -> str:
+    match tool:
+        case "wandb" if environment.get("WANDB_MODE") in ("offline", "dryrun"):
+            return f"files in {run}/wandb; wandb sync {run}/wandb/offline-run-*"
+        case "wandb":
+            return f"project {config.project} at {environment.get('WANDB_BASE_URL', 'the address of its own settings')}"
+        case "tensorboard":
+            return f"files in {run}/tensorboard; tensorboard --logdir {run.parent}"
+        case "mlflow":
+            where = environment.get("MLFLOW_TRACKING_URI", f"a database in {Path.cwd()}")
+            return f"experiment {config.project} at {where}"
+        case "trackio":
+            names = ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID", "TRACKIO_DIR")
+            where = next((environment[name] for name in names if environment.get(name)), "its own folder")
+            return f"project {config.project} at {where}"
+        case _ if is_own(tool):
+            return f"as {tool} does, project {config.project}"
+    host = f"[{config.prometheus_host}]" if ":" in config.prometheus_host else config.prometheus_host
+    return f"http://{host}:{config.prometheus_port}/metrics"

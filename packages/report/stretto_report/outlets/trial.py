@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stretto.core.records import Outcome
 from stretto.launch.recipe.extensions import OUTLETS, OutletsConfig
-from stretto.store.series.samples import SampledCompletion
+from stretto.store.series.metrics import SampledCompletion
 from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import About, Cursor, Outlet
 from stretto_report.outlets.points import MetricsPoint

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from stretto.core.errors import Problem, RunFolderError
-from stretto.processes.http.names import HostNames
+from stretto.processes.http.asgi import HostNames
 from stretto.processes.http.server import HttpServer, settings_of
 from stretto.store.run_folder import why_no_folder
 from stretto_report.watch.runs.catalog import Catalog, is_run

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from stretto.core.errors import DeadlineExceeded, RefusedRequest
-from stretto.processes.http.names import HostNames, foreign_host
+from stretto.processes.http.asgi import HostNames, foreign_host
 from stretto.processes.http.server import admit
 from stretto_tinker.http.archive import Archive
 from stretto_tinker.http.exchange import Call, Handler, NotServed, told

@@ -20,7 +20,7 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import EngineLost, WireError
 from stretto.core.frames import LARGEST_FRAME
 from stretto.engine.wire import MSGPACK, split_address
-from stretto.processes.kernel.silence import notice_silence
+from stretto.processes.kernel import notice_silence
 
 _CONNECT_SECONDS = 10.0
 _SILENT_SECONDS = 60  # without a sign of the other machine's kernel, which is then unreachable or was restarted

@@ -13,8 +13,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from stretto.core.errors import Problem, RecipeError
-from stretto.processes.handshake import server_context
 from stretto.processes.http.server import STRANGERS, HttpServer, settings_of
+from stretto.processes.http.tls import server_context
 
 _SHUTDOWN_SECONDS = 1
 _CLIENT_IDLE_SECONDS = 24 * 3600  # an idle client stays connected; a client that ends closes its socket
@@ -24,7 +24,7 @@ _BACKLOG = 4096  # connections that may wait to be accepted while a step runs
 
 def server_of(app: ASGIApp, unix_path: str | None = None, tls: str = "", *, has_key: bool = False) -> HttpServer:
     """Create an HTTP server that ends at once on a signal. `unix_path`: socket to listen at; None: sockets are given
-    later. `tls`: folder of certificates (`processes.handshake`); RecipeError if they cannot be used. `has_key`: clients
+    later. `tls`: folder of certificates (`http.tls`); RecipeError if they cannot be used. `has_key`: clients
     must send a key, so only a few connections without a valid key are allowed."""
     config = _config(app, _CLIENT_IDLE_SECONDS, unix_path)
     config.load()

@@ -39,10 +39,19 @@ from stretto.engine.wire import (
     UpdateRequest,
     split_address,
 )
-from stretto.processes.http.asgi import LARGEST_BODY, header, read_body, refusal_of, reply, when_gone
-from stretto.processes.http.names import HostNames, OwnNames, is_loopback
+from stretto.processes import event_loop
+from stretto.processes.http.asgi import (
+    LARGEST_BODY,
+    HostNames,
+    OwnNames,
+    header,
+    is_loopback,
+    read_body,
+    refusal_of,
+    reply,
+    when_gone,
+)
 from stretto.processes.http.server import admit
-from stretto.processes.kernel import event_loop
 from stretto.processes.tree import resident_bytes
 from stretto.weights.mailbox import Subscriber
 
@@ -176,7 +185,7 @@ def serve(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = 
     Args:
         listen: ``unix:/path/to.sock`` or ``host:port``.
         key: secret that clients must send; "" for none.
-        tls: folder of certificates (`processes.handshake`), "" for none.
+        tls: folder of certificates (`http.tls`), "" for none.
 
     Raises:
         RecipeError: the port is in use.

@@ -21,9 +21,8 @@ from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.engine.wire import socket_folder
-from stretto.launch.assemble.machines import MachineParts, Machines, machines_of
+from stretto.launch.assemble.beside import Conversing, MachineParts, Machines, machines_of, workflow_pool
 from stretto.launch.assemble.specs import CONTROL, WEIGHTS_KEY, Endpoints, engine_specs, trainer_spec
-from stretto.launch.assemble.workflows import Conversing, workflow_pool
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
@@ -178,9 +177,8 @@ async def running_roles(
         rewards = _reward_pool(plan, folder, report)
         workflows = workflow_pool(plan, folder.role_log("workflow"), report, folder)
         asked = (rewards.start,) if workflows is None else (rewards.start, workflows.start)
-        trainer.report_to(report)
-        engines.report_to(report)
-        trainer.tell_canaries(proving.published, proving.agreed)
+        trainer.say = engines.say = report
+        trainer.canary_published, trainer.canary_agreed = proving.published, proving.agreed
         proving.expect(report)
         # If the trainer repeats steps, engines start after it: an engine may not wait that long for its first weights.
         train = partial(trainer.start, trainer_spec(plan, model, endpoints, folder.tokens), version)

@@ -15,10 +15,10 @@ from functools import partial
 from stretto.core.records import Update
 from stretto.core.tasks import run_beside
 from stretto.doors.loading import from_package
+from stretto.launch.assemble.beside import Conversing, conversing, workflow_groups
 from stretto.launch.assemble.evaluations import evaluations
 from stretto.launch.assemble.roles import Roles, kept_proving, running_roles
 from stretto.launch.assemble.supervised import copy_policy, warm_start
-from stretto.launch.assemble.workflows import Conversing, conversing, workflow_groups
 from stretto.launch.preflight.checks import medium_of
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
@@ -44,11 +44,10 @@ from stretto.store.checkpoints import Checkpoints
 from stretto.store.ending import ENDING, Ending, record_end
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import UnfinishedGroup, last_step, read_batches, read_unfinished
-from stretto.store.measures.selection import SELECTION, SelectionBias, SelectionWatch
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.metrics import rewind_metrics
+from stretto.store.selection import SELECTION, SelectionBias, SelectionWatch
+from stretto.store.series.metrics import rewind_metrics, rewind_samples
 from stretto.store.series.progress import LEGEND
-from stretto.store.series.samples import rewind_samples
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto.trainer.batch.credit import rewards_compared
 
@@ -287,7 +286,7 @@ async def _train(
         else _conversations(context, roles, roles.workflows, unfinished)
     )
     selection.ask(in_flight.sampled)
-    roles.engines.keep_with(lambda: in_flight.keep(_DRAIN_SECONDS))
+    roles.engines.keep = lambda: in_flight.keep(_DRAIN_SECONDS)
     conductor = Conductor(
         controller=controller,
         workflow=workflow,

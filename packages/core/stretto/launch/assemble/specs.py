@@ -10,13 +10,10 @@ from stretto.core.canary import text as canary_text
 from stretto.core.machine import Seat
 from stretto.engine.config import EngineConfig
 from stretto.engine.wire import EngineSpec
-from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.devices import seat_of_engine
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
-from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.inspection import inspect_model_folder
-from stretto.processes.spawn import Spawner
 from stretto.store.config import TokensConfig
 from stretto.trainer.messages import Evidence, TokensSpec, TrainerSpec
 
@@ -85,22 +82,6 @@ def _share(config: EngineConfig, seat: Seat | None) -> float:
     if seat is None:
         return 1.0
     return seat.share if config.kind == "native" else seat.room
-
-
-def engines_of_folder(
-    recipe: Recipe, model: Path, folder: Path, logs: Path, spawner: Spawner, seats: tuple[Seat, ...] = ()
-) -> EnginePool:
-    """Create a pool of engines that serve a model folder without a trainer; they are not started yet.
-
-    Args:
-        model: model folder.
-        folder: for the sockets (`engine.wire.socket_folder`).
-        logs: folder for the logs.
-        seats: assignment of engines to GPUs.
-    """
-    endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder, seats=seats)  # no weights
-    specs = engine_specs(recipe, model, endpoints, published=False)
-    return EnginePool(specs, logs, recipe.deadlines, recipe.engine.role, spawner=spawner)
 
 
 def _evidence(recipe: Recipe) -> Evidence:

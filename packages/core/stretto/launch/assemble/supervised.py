@@ -6,31 +6,22 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import xxhash
 
 from stretto import __version__
 from stretto.core.deadlines import deadline
-from stretto.core.errors import Problem, RecipeError, RoleDied, RoleFailed, RunFolderError, naming
+from stretto.core.errors import RoleDied, RoleFailed, naming
 from stretto.core.events import SupervisedProgress
 from stretto.core.machine import Seat, cache_folder, on_gpus
-from stretto.engine.config import EngineConfig
 from stretto.launch.preflight.base import check_cache, digest
-from stretto.launch.preflight.devices import seat_of_warm_start, usable_gpus
-from stretto.launch.preflight.plan import Plan, make_plan
-from stretto.launch.recipe.extensions import ClusterConfig
-from stretto.launch.recipe.recipe import load_recipe
-from stretto.processes.channel import ConductorEnd
+from stretto.launch.preflight.plan import Plan
+from stretto.processes.channel import ConductorEnd, Failed
 from stretto.processes.role import RoleProcess
-from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.messages import (
     FROM_SUPERVISED,
@@ -40,7 +31,6 @@ from stretto.trainer.messages import (
     SupervisedDone,
     SupervisedSpec,
 )
-from stretto.weights.config import WeightsConfig
 
 _LESS = "a smaller micro_batch_tokens of its section, or activation_checkpointing = true there, needs less"
 
@@ -137,39 +127,6 @@ async def _follow(
                     raise RoleFailed(channel.role, f"{message.problem}{less}", message.exit_code)
 
 
-def refuse_old(out: Path) -> None:
-    """Check that the output folder of a command does not exist.
-
-    Raises:
-        RunFolderError: it exists.
-    """
-    if out.exists():
-        raise RunFolderError([Problem(str(out), "exists already", "give a new folder")])
-
-
-def train_into(out: Path, training: Callable[[Path], Coroutine[Any, Any, None]]) -> None:
-    """Run a training that writes the folder `out`, until it is done or a signal stops it.
-
-    `training`: takes the path of the log file and returns the coroutine to run.
-
-    Raises:
-        RunFolderError: the folder cannot be written.
-        SystemExit: a signal stopped the training; `out` does not exist.
-    """
-
-    async def until_stopped() -> None:
-        stopped = StopSignal()
-        await stopped.unless(training(out.with_name(f"{out.name}.log")))
-        if stopped.requested:
-            sys.exit(stopped.exit_code)
-
-    try:
-        until_cut_short(until_stopped())
-    except OSError as error:
-        place = str(error.filename or out)
-        raise RunFolderError([Problem(place, f"cannot be written: {error.strerror}", "give another folder")]) from error
-
-
 async def warm_start(
     plan: Plan,
     log: Path,
@@ -244,26 +201,6 @@ async def fine_tune_to(
         say=say,
         seat=plan.warm_seat,
     )
-
-
-def sft(
-    recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning, spawner: Spawner = FRESH
-) -> None:
-    """Run the recipe's warm start alone and write the policy to `out` (`stretto sft`).
-
-    Raises:
-        UserError: the recipe has no warm start, or has a mistake; or `out` exists.
-        RoleError: the training failed.
-        SystemExit: a signal stopped the training; `out` does not exist.
-    """
-    recipe = load_recipe(recipe_path, overrides)
-    if recipe.warm_start is None:
-        raise RecipeError([Problem(f"{recipe_path}: warm_start", "missing", "`stretto sft` runs this section")])
-    refuse_old(out)
-    alone = {"engine": EngineConfig(), "weights": WeightsConfig(), "cluster": ClusterConfig()}  # nothing is generated
-    plan = make_plan(recipe.model_copy(update=alone))
-    plan = replace(plan, warm_seat=seat_of_warm_start(plan, usable_gpus(plan.recipe)))
-    train_into(out, lambda log: fine_tune_to(plan, out, log, on_learning, spawner))
 
 
 def copy_policy(source: Path, target: Path, copied: Callable[[Path], None] = lambda part: None) -> None:

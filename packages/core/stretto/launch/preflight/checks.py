@@ -1,4 +1,4 @@
-"""Checks before any process starts: lengths, models, devices, ports, the reward."""
+"""Checks before any process starts: lengths, models, ranks, adapters, checkpoints, devices, ports, the reward."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ import asyncio
 import importlib.util
 import os
 import socket
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from stretto.core.errors import (
-    DataError,
     ModelFolderError,
     Problem,
     RecipeError,
     RewardFunctionError,
     RoleError,
-    WorkflowError,
+    RunFolderError,
+    StoreError,
     nearest,
 )
 from stretto.core.machine import gpus, unusable
 from stretto.doors.loading import check_packages, from_package, is_own
-from stretto.engine.config import EngineConfig
+from stretto.engine.config import MAKES, EngineConfig
 from stretto.engine.http.lifecycle import bind
 from stretto.engine.native.generation import MOST_WAITING
 from stretto.engine.native.scheduler import longest_row_of
@@ -33,7 +32,8 @@ from stretto.launch.recipe.recipe import Recipe
 from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
 from stretto.model.families import check_family
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
-from stretto.model.hf.skeleton import check_fit
+from stretto.model.hf.layers import linear_layers
+from stretto.model.hf.skeleton import check_fit, skeleton
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes.http.reach import unreachable
 from stretto.rewards.built_in import BUILT_IN
@@ -41,9 +41,9 @@ from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.judging import PLACE, load_reward
 from stretto.rewards.service.pool import check_reward
 from stretto.rollout.config import RolloutConfig
-from stretto.rollout.workflow import PLACE as WORKFLOW
-from stretto.rollout.workflow import WorkflowConfig, WorkflowReady
-from stretto.trainer.config import OptimizerConfig
+from stretto.trainer import checkpoint
+from stretto.trainer.adapters import adapt
+from stretto.trainer.config import OptimizerConfig, TrainerConfig
 from stretto.weights.config import ChosenMedium, Route, choose
 
 #: Environment variable with GPUs for `--dry-run` to assume, as COUNTxGIB or COUNTxGIB@DRIVER: "8x80", "2x80,1x24".
@@ -67,6 +67,34 @@ def longest_prompt_allowed(recipe: Recipe, base: ModelFolder) -> int:
         found = f"{recipe.engine.cache_gib:g} holds {longest} tokens, and sampling.max_tokens = {completion}"
         raise RecipeError([Problem("engine.cache_gib", found, "choose fewer tokens, or more memory for the KV cache")])
     return min(base.context_length, longest) - completion
+
+
+def given_to_servers(config: EngineConfig) -> list[str]:
+    """Names of the given keys that only servers such as vLLM have."""
+    return [key for key in ("python", "arguments", "addresses") if getattr(config, key)]
+
+
+def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
+    """Check that the recipe's make of engine (`engine.kind`) supports all of its settings. `here`: also check that the
+    interpreter `engine.python` has the make installed, in a supported version.
+
+    Raises:
+        RecipeError: a check fails; names every problem.
+    """
+    if recipe.engine.kind == "native" and (given := given_to_servers(recipe.engine)):
+        remedy = 'only engine.kind = "vllm" or "sglang" has it'
+        raise RecipeError(Problem(f"engine.{key}", 'is given, and engine.kind is "native"', remedy) for key in given)
+    check_of_servers("check_keys", recipe, here)
+
+
+def check_of_servers(name: str, recipe: Recipe, *arguments: object) -> None:
+    """Call the check `name` of `stretto_servers.keys`; does nothing for native engines.
+
+    Raises:
+        RecipeError: the check fails, or the package is missing.
+    """
+    if recipe.engine.kind != "native":
+        from_package(f"stretto_servers.keys:{name}", MAKES.key)(recipe, *arguments)
 
 
 def check_top_k(recipe: Recipe, base: ModelFolder) -> None:
@@ -126,56 +154,6 @@ def check_reward_addresses(config: RewardsConfig) -> None:
             Problem(f"rewards.{name}.address: {address!r}", f"nothing answers: {fault}", remedy)
             for name, (address, fault) in dead.items()
         )
-
-
-def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
-    """Check that the workflow can be loaded, in a process that can be killed; returns its requirements.
-
-    Raises:
-        WorkflowError: it cannot be loaded.
-        RecipeError: the package of workflows is missing.
-    """
-    check_workflow = from_package("stretto_workflows.pool:check_workflow", WORKFLOW)
-    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
-        log = Path(folder) / "workflow.txt"
-        try:
-            needs: WorkflowReady = asyncio.run(check_workflow(config, log))
-            return needs
-        except RoleError as error:
-            if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
-                raise
-            said = log.read_text(errors="replace")[-300:].strip() if log.exists() else ""
-            found = str(error).partition(";")[0] + (f": {said}" if said else "")
-            raise WorkflowError([Problem(WORKFLOW, found, "its module must be importable")]) from None
-
-
-def check_workflow_fits(name: str, needs: WorkflowReady, tokenizer: Tokenizer, plain: str | None) -> None:
-    """Check that tokenizer and prompts fulfil the requirements of a workflow.
-
-    Args:
-        name: of the workflow, for messages.
-        needs: its requirements.
-        plain: place of a prompt that is no chat; None: all are chats.
-
-    Raises:
-        WorkflowError: it needs a chat template, and the tokenizer has none or a prompt is plain text; or it has words
-            that the tokenizer cannot encode.
-    """
-    problems, why = [], needs.needs_chat_template
-    if why and not tokenizer.has_chat_template:
-        found = f"{name!r} {why}, and the tokenizer in {tokenizer.place} has none"
-        problems.append(Problem(WORKFLOW, found, "choose a model whose tokenizer has one, or another workflow"))
-    elif why and plain is not None:
-        found = f"{name!r} {why}, and the prompt at {plain} is plain text"
-        problems.append(Problem(WORKFLOW, found, 'set task.chat_template = "auto", or give the prompts as messages'))
-    for text in needs.words:
-        try:
-            tokenizer.encode(text, special_tokens=False)
-        except DataError as error:
-            found = f"{name!r} says {text[:80]!r}, which the tokenizer cannot encode: {error.problems[0].found}"
-            problems.append(Problem(WORKFLOW, found, "give other words in [workflow.settings], or another model"))
-    if problems:
-        raise WorkflowError(problems)
 
 
 def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
@@ -343,3 +321,72 @@ def medium_of(recipe: Recipe) -> ChosenMedium:
     """
     elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
     return choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))
+
+
+def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
+    """Check ranks and adapters of the trainer. `gpus`: number of GPUs of this machine; 0: do not compare.
+
+    Raises:
+        RecipeError: there are more ranks than GPUs, the ranks cannot divide the model, or adapters name layers that the
+            model does not have.
+    """
+    if config.ranks > 1:
+        check_packages("trainer.ranks", "stretto_cluster")
+    if problems := list(too_many_ranks(config, gpus)):
+        raise RecipeError(problems)
+    check_dividable(config, model)
+    if config.lora is None or not config.lora.target_modules:
+        return
+    there = {name.rsplit(".", 1)[-1] for name in linear_layers(skeleton(model))}
+    missing = [name for name in config.lora.target_modules if name not in there]
+    if missing:
+        place = "trainer.lora.target_modules"
+        raise RecipeError(
+            Problem(place, f"{name!r} is no linear layer of the model's decoder", nearest(name, there))
+            for name in missing
+        )
+
+
+def check_dividable(config: TrainerConfig, model: Path, key: str = "") -> None:
+    """Check that the ranks can divide the matrices and heads of a model; does nothing if the recipe divides neither.
+    `key`: recipe key that names its folder, for messages; "" for the policy.
+
+    Raises:
+        RecipeError: they cannot.
+    """
+    if config.shares == config.ranks:
+        return
+    refuse_undividable = from_package("stretto_cluster.ranks.matrices:refuse_undividable", "trainer.ranks")
+    try:
+        refuse_undividable(skeleton(model), config.tensor_parallel, config.context_parallel)
+    except RecipeError as error:
+        of = f" of {key}" if key else ""
+        raise RecipeError(Problem(one.place, one.found + of, one.remedy) for one in error.problems) from None
+
+
+def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
+    """Yield a problem if there are more local ranks than GPUs. `there`: number of GPUs; 0: none known, no problem."""
+    if config.device != "cpu" and 0 < there < config.local_ranks:
+        here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
+        found = f"{config.ranks}{here}, and the machine has {there} GPUs, one for each rank"
+        most = there // config.together * config.together  # ranks that divide a share are of one machine
+        fewer = f"trainer.remote_ranks = {config.ranks - most}" if config.remote_ranks else f"at most {most}"
+        if not most:
+            fewer = f"trainer.tensor_parallel * trainer.context_parallel of at most {there}"
+        yield Problem("trainer.ranks", found, f'{fewer}, or trainer.device = "cpu"')
+
+
+def check_checkpoint(folder: Path, config: TrainerConfig, model: Path) -> None:
+    """Check that a trainer of this model can resume from the checkpoint in `folder`.
+
+    Raises:
+        RunFolderError: the checkpoint belongs to another model, or to other adapters.
+    """
+    policy = skeleton(model)
+    if config.lora is not None:
+        adapt(policy, config.lora)
+    try:
+        checkpoint.check(folder, policy)
+    except StoreError as error:
+        remedy = "resume with the model and the adapters that it was written with"
+        raise RunFolderError([Problem(str(folder), str(error), remedy)]) from error

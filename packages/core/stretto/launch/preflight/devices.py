@@ -1,4 +1,5 @@
-"""Assignment of this machine's GPUs to the roles of a run: memory needs, checks, and the GPUs that torch can use.
+"""Assignment of this machine's GPUs to the roles of a run: memory of ranks and engines, checks, and the GPUs that torch
+can use.
 
 A *seat* is the assignment of one role to one or several GPUs (`core.machine`). A role without a seat runs on the CPU.
 """
@@ -17,15 +18,13 @@ import torch
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.core.machine import VISIBLE, Gpu, Need, Seat, gib, gpus, place, too_old, unusable, visible
 from stretto.engine.config import EngineConfig
-from stretto.launch.preflight.checks import ASSUMED
-from stretto.launch.preflight.estimates import engine_parts, rank_of
+from stretto.launch.preflight.checks import ASSUMED, too_many_ranks
 from stretto.launch.preflight.plan import Outline, Plan
-from stretto.launch.preflight.trainable import too_many_ranks
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.inspection import ModelFolder
-from stretto.model.hf.shape import BYTES, shape_of_model
+from stretto.model.hf.shape import BYTES, ModelShape, shape_of_model
 from stretto.trainer.config import OptimizerConfig, TrainerConfig
-from stretto.trainer.memory import collective_bytes, rank_memory
+from stretto.trainer.memory import RankMemory, collective_bytes, rank_memory
 
 _ASSUMED_CUDA = "12.8"  # CUDA version of torch for assumed GPUs, if this machine's torch has no CUDA
 _KIND = re.compile(r"\s*(\d{1,4})\s*x\s*(\d{1,5})\s*(?:@\s*([\d.]+))?\s*")
@@ -36,6 +35,49 @@ _SMALLER = {
     "cache": "a smaller engine.cache_gib or engine.slots",
     "step": "a smaller engine.slots or engine.max_prefill_tokens",
 }
+
+
+def rank_of(plan: Outline) -> RankMemory:
+    """Estimate the memory of one rank."""
+    recipe = plan.recipe
+    return rank_memory(
+        shape_of_model(plan.base),
+        recipe.trainer,
+        recipe.trainer.ranks,
+        plan.longest_sequence,
+        reference=reference_of(plan),
+        critic=recipe.algorithm.critic is not None,
+    )
+
+
+def reference_of(plan: Outline) -> ModelShape | None:
+    """Shape of the reference policy, if the trainer holds it as a second model; else None."""
+    return shape_of_model(plan.reference or plan.base) if plan.recipe.has_reference_model else None
+
+
+def engine_parts(plan: Outline) -> dict[str, int]:
+    """Estimate the bytes of one engine by part: weights, KV cache and, for a native engine, its largest step.
+
+    The KV cache is that of all slots at full length, at most `engine.cache_gib`; a server on GPUs takes all of
+    `engine.cache_gib` at its start.
+    """
+    recipe, base = plan.recipe, plan.base
+    item = BYTES[recipe.engine.dtype]
+    full = recipe.engine.slots * plan.longest_sequence * base.layers * 2 * base.kv_heads * base.head_dim * item
+    if recipe.engine.kind != "native" and not recipe.engine.on_cpu:
+        return {"weights of the engine": base.parameters * item, "cache": recipe.engine.cache_bytes}
+    parts = {"weights of the engine": base.parameters * item, "cache": min(full, recipe.engine.cache_bytes)}
+    return parts | (
+        {"step": engine_step(shape_of_model(base), recipe.engine)} if recipe.engine.kind == "native" else {}
+    )
+
+
+def engine_step(shape: ModelShape, config: EngineConfig) -> int:
+    """Estimate the bytes of a native engine's largest step: the logits of all slots (in the engine's dtype and in
+    float32), and the activations of a prefill in one layer."""
+    item = BYTES[config.dtype]
+    prefill = config.max_prefill_tokens * (3 * shape.inner + 3 * shape.hidden_size + shape.width + 2 * shape.kv_width)
+    return config.slots * shape.vocab_size * (4 + item) + prefill * item
 
 
 def needs_of(plan: Outline, *, ranks: bool = True) -> list[Need]:
@@ -76,19 +118,6 @@ def seats_of(plan: Outline, there: Sequence[Gpu], *, ranks: bool = True) -> tupl
     return seats
 
 
-def seat_alone(config: EngineConfig, base: ModelFolder, there: Sequence[Gpu]) -> Seat | None:
-    """Return the seat of an engine without a run, on the GPU, of those `there`, with the most free memory; None: the
-    CPU.
-
-    Raises:
-        RecipeError: the engine needs more than 1.5 times the free memory.
-    """
-    if config.device == "cpu" or not there:
-        return None
-    parts = {"weights of the engine": base.parameters * BYTES[config.dtype], "cache": config.cache_bytes}
-    return _alone(Need("engine", parts), there)
-
-
 def seat_of_supervised(
     role: str,
     config: OptimizerConfig,
@@ -115,7 +144,7 @@ def seat_of_supervised(
     frozen = shape_of_model(reference) if reference is not None else None
     told = rank_memory(shape_of_model(base), TrainerConfig(**named), 1, longest, reference=frozen)
     smaller = {part: _in_section(role.replace(" ", "_"), words) for part, words in told.smaller.items()}
-    return _alone(Need(role, told.parts, smaller=smaller), there)
+    return alone(Need(role, told.parts, smaller=smaller), there)
 
 
 def _in_section(section: str, words: str) -> str:
@@ -135,7 +164,7 @@ def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
     return seat_of_supervised("warm start", config, plan.base, longest, there)
 
 
-def _alone(need: Need, there: Sequence[Gpu]) -> Seat:
+def alone(need: Need, there: Sequence[Gpu]) -> Seat:
     """Assign a need to the GPU with the most free memory. Raises RecipeError if it is more than 1.5 times that."""
     seats = place(there, [need])
     if problems := [problem for problem, factor in _overfull(seats) if factor > _HOPELESS]:
@@ -193,18 +222,6 @@ def placed(plan: Outline, seats: Sequence[Seat]) -> tuple[str, ...]:
     """Return lines for the log: each role on a GPU, and notes about them; empty if no role is on a GPU."""
     first = (str(plan.warm_seat),) if isinstance(plan, Plan) and plan.warm_seat is not None else ()
     return (*first, *map(str, seats), *notes_of(seats), *_slow(plan.recipe, seats))
-
-
-def unplaced(recipe: Recipe) -> str:
-    """Return the line for a machine without GPUs: that roles run on the CPU, or which keys ask for a GPU."""
-    sections = {"trainer": recipe.trainer} | ({"engine": recipe.engine} if recipe.local_engines else {})
-    wanted = [f"{name}.device" for name, section in sections.items() if section.device == "cuda"]
-    if not wanted:
-        return "every role of this machine runs on the processor"
-    asks = "asks" if len(wanted) == 1 else "ask"
-    return (
-        f"{' and '.join(wanted)} {asks} for a GPU, and this machine shows none; {ASSUMED}=8x80 assumes eight of 80 GiB"
-    )
 
 
 def _slow(recipe: Recipe, seats: Sequence[Seat]) -> Iterator[str]:

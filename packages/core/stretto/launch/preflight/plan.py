@@ -11,38 +11,37 @@ import torch
 from stretto.core.errors import DataError, Mistakes, Problem, UserError
 from stretto.core.machine import Seat
 from stretto.core.records import Prompt, Sampling
-from stretto.doors.loading import from_package
+from stretto.doors.loading import from_package, of_application
 from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
     check_cluster,
+    check_dividable,
+    check_engine_keys,
     check_in_flight,
     check_kind,
     check_machine,
+    check_of_servers,
     check_ray,
     check_reward_addresses,
     check_reward_function,
     check_reward_sources,
     check_top_k,
+    check_trainable,
     check_vocabulary,
-    check_workflow_class,
-    check_workflow_fits,
     longest_prompt_allowed,
     medium_of,
 )
 from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
-from stretto.launch.preflight.encoding import (
+from stretto.launch.preflight.paths import check_data_files, data_files
+from stretto.launch.preflight.questions import (
     Within,
     encode_demonstrations,
     encode_prompts,
     encode_within,
     place_of,
     refuse,
+    sift,
 )
-from stretto.launch.preflight.engines import check_engine_keys, check_model, check_servers, check_window
-from stretto.launch.preflight.paths import check_data_files, data_files
-from stretto.launch.preflight.questions import repeated, sift, strange_digits
-from stretto.launch.preflight.trainable import check_dividable, check_trainable, router_notes
-from stretto.launch.preflight.trial import try_parts, try_reward
 from stretto.launch.recipe.extensions import AgentConfig
 from stretto.launch.recipe.recipe import Recipe
 from stretto.launch.recipe.sections import EvaluationSet
@@ -50,10 +49,10 @@ from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.service.wire import Row
-from stretto.rollout.config import RolloutConfig
 from stretto.rollout.prompts import PromptSource
 from stretto.rollout.questions import Question, Questions, with_own_ids
 from stretto.rollout.tasks import DatasetTask
+from stretto.rollout.workflow import PLACE as WORKFLOW
 from stretto.rollout.workflow import QuestionDetails, WorkflowConfig, WorkflowReady
 from stretto.trainer.messages import Demonstration
 from stretto_verify.thoughts import PIECES
@@ -118,6 +117,7 @@ class Plan(Outline):
     warm_seat: Seat | None = None  # GPU of the warm start, which runs before the roles
 
 
+_WORKFLOWS = "stretto_workflows.run"
 _NO_DEMONSTRATIONS = Problem(
     "[warm_start]", "the task has no demonstrations", "add them to the data, or remove the section"
 )
@@ -156,7 +156,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     mistakes.done()
     rows = (*training.questions, *held_out.questions, *asked)
     if isinstance(recipe.workflow, WorkflowConfig):
-        check_workflow_fits(recipe.workflow.function, needs, tokenizer, _plain(rows))
+        check_fits = from_package(f"{_WORKFLOWS}:check_workflow_fits", WORKFLOW)
+        check_fits(recipe.workflow.function, needs, tokenizer, _plain(rows))
     _check_engines(recipe, base, tokenizer, (*training.prompts, *held_out.prompts, *further(sets)))
     return Plan(
         recipe=recipe,
@@ -177,13 +178,18 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
         notes=(
             *told,
             *filter(None, (*questions.notes, training.note, held_out.note)),
-            *_unused_template(questions.training, tokenizer),
-            *_workflow_notes(recipe, tokenizer),
+            *advice("notes:first_notes", recipe, questions, tokenizer),
             *sifted.warnings,
-            *strange_digits(questions),
-            *_closing_notes(recipe, questions, asked, tried=has_policy),
+            *advice("notes:last_notes", recipe, questions, asked, tried=has_policy),
         ),
     )
+
+
+def advice(name: str, *arguments: object, **settings: object) -> list[str]:
+    """Return the warnings of a function of `stretto_app.extensions.preflight`, given as ``module:name``; none if the
+    application is not installed. The function may refuse the recipe with a UserError."""
+    found: list[str] = of_application(f"extensions.preflight.{name}", lambda *_, **__: [])(*arguments, **settings)
+    return found
 
 
 def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str], WorkflowReady]:
@@ -191,7 +197,7 @@ def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str],
     those of outlets); returns warnings, and the requirements of the workflow."""
     told, needs = list[str](), WorkflowReady()
     with mistakes:
-        told = try_parts(recipe, outlets=dry)
+        told = advice("trial:try_parts", recipe, outlets=dry)
     with mistakes:
         check_engine_keys(recipe, here=recipe.cluster.placer == "local")
     with mistakes:
@@ -202,7 +208,7 @@ def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str],
         check_reward_addresses(recipe.rewards)
     with mistakes:
         if isinstance(recipe.workflow, WorkflowConfig):
-            needs = check_workflow_class(recipe.workflow)
+            needs = from_package(f"{_WORKFLOWS}:check_workflow_class", WORKFLOW)(recipe.workflow)
     with mistakes:
         check_machine(recipe, dry=dry)
     with mistakes:
@@ -218,7 +224,7 @@ def _model(recipe: Recipe) -> tuple[ModelFolder, Tokenizer, int, ModelFolder | N
     base, mistakes = inspect_model_folder(base_folder(recipe.model, recipe.seed)), Mistakes(UserError)
     check_kind(base)
     with mistakes:
-        check_model(recipe, base)
+        check_of_servers("check_model", recipe, base)
     with mistakes:
         check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
     with mistakes:
@@ -235,30 +241,9 @@ def _model(recipe: Recipe) -> tuple[ModelFolder, Tokenizer, int, ModelFolder | N
 
 def _check_engines(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
     """Check servers and Ray against the encoded prompts, training and held-out ones. Raises RecipeError."""
-    check_window(recipe, base, longest_sequence(recipe, base, longest_of(prompts)))
-    check_servers(recipe, base, tokenizer, [one.token_ids for one in prompts])
+    check_of_servers("check_window", recipe, base, longest_sequence(recipe, base, longest_of(prompts)))
+    check_of_servers("check_servers", recipe, base, tokenizer, [one.token_ids for one in prompts])
     check_ray(recipe)
-
-
-def _closing_notes(recipe: Recipe, questions: Questions, sets: Sequence[Question], *, tried: bool) -> Iterator[str]:
-    """Yield warnings about schedule, experts, repeated rows and the reward. `sets`: questions of all further sets.
-    `tried`: the reward was tried when the run began, so it is not tried again."""
-    yield from schedule_notes(recipe)
-    yield from router_notes(base_folder(recipe.model, recipe.seed))
-    yield from repeated(questions, sets)
-    if not tried:
-        yield from try_reward(recipe.rewards, questions.training)
-
-
-def schedule_notes(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each learning-rate warm-up that is longer than its training."""
-    for name, section in (("trainer", recipe.trainer), ("warm_start", recipe.warm_start)):
-        if section is not None and section.warmup_steps > section.steps:
-            reached = section.learning_rate * section.steps / section.warmup_steps
-            yield (
-                f"{name}.warmup_steps = {section.warmup_steps} of {name}.steps = {section.steps}: the learning rate "
-                f"reaches only {reached:.3g}, not {section.learning_rate:g}"
-            )
 
 
 def _reference(recipe: Recipe, tokenizer: Tokenizer) -> ModelFolder | None:
@@ -404,33 +389,3 @@ def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer
 def _plain(questions: Sequence[Question]) -> str | None:
     """Return the place of the first prompt that is no chat; None if all are chats."""
     return next((row.place or "[task]" for row in questions if not (row.messages or row.as_chat)), None)
-
-
-def _workflow_notes(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
-    workflow = recipe.workflow
-    if workflow is None:
-        return []
-    agents, waiting = isinstance(workflow, AgentConfig), _waiting_workflows(recipe.rollout, workflow)
-    if not (agents or workflow.function == "tools") or "tools" in tokenizer.chat_template:
-        return waiting
-    return [*waiting, "the chat template knows no tools: they are described to the model in the system message"]
-
-
-def _waiting_workflows(rollout: RolloutConfig, workflow: WorkflowConfig | AgentConfig) -> list[str]:
-    agents = isinstance(workflow, AgentConfig)
-    room = workflow.parallel if isinstance(workflow, AgentConfig) else workflow.workers * workflow.concurrency
-    wanted, key = rollout.in_flight_bounds[1] * rollout.group_size, "parallel" if agents else "workers * concurrency"
-    groups = "max_in_flight_max" if rollout.max_in_flight == "auto" else "max_in_flight"
-    if wanted <= room:
-        return []
-    return [
-        f"rollout.{groups} * group_size is {wanted} trajectories, and {'agents' if agents else 'workflows'} run "
-        f"{room} at a time (workflow.{key}); others wait"
-    ]
-
-
-def _unused_template(questions: Sequence[Question], tokenizer: Tokenizer) -> list[str]:
-    plain = [row for row in questions if row.place and not row.messages and not row.as_chat]
-    if not plain or not tokenizer.has_chat_template:
-        return []
-    return ['the tokenizer has a chat template, which is applied to plain texts only with task.chat_template="auto"']

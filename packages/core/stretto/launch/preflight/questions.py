@@ -1,82 +1,30 @@
-"""Checks of the questions before the run: those whose gold answers the reward cannot read are left out; repeated ones
-and digits of another script are warnings.
-"""
+"""Questions before the run: those whose gold answers the reward cannot read are left out, the others are encoded to
+token ids. Every question that cannot be encoded is reported with file and line."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
 
 from stretto.core.errors import DataError, Problem, RewardFunctionError, RoleError
 from stretto.core.machine import cores
-from stretto.core.records import Outcome
-from stretto.launch.preflight.encoding import place_of
+from stretto.core.records import Outcome, Prompt
+from stretto.model.hf.tokenizer import Tokenizer
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.judging import PLACE
 from stretto.rewards.service.pool import DIED, TIMED_OUT, RewardPool
 from stretto.rewards.service.wire import ScoreItem
 from stretto.rollout.questions import Question, Questions
+from stretto.trainer.messages import Demonstration
+from stretto_verify.thoughts import opened
 
-
-def repeated(questions: Questions, sets: Sequence[Question] = ()) -> list[str]:
-    """Return warnings about questions that are both trained on and held out, or of one of the further `sets`, and about
-    questions that a later row repeats, with another answer or with the same. Generated questions are exempt."""
-    training = [row for row in questions.training if row.place]
-    both = {row.place for row in training}  # one file may be given for both
-    held_out, further = (
-        [row for row in rows if row.place and row.place not in both] for rows in (questions.held_out, sets)
-    )
-    first = {_asked(row): row for row in reversed(training)}
-    leaked, known = (
-        [(row, first[_asked(row)]) for row in rows if _asked(row) in first] for rows in (held_out, further)
-    )
-    again = [*_again(training), *_again(held_out)]
-    contrary = [(row, other) for row, other in (*leaked, *again) if row.answer != other.answer]
-    same = [(row, other) for row, other in again if row.answer == other.answer]
-    return [
-        *_warning(leaked, "held-out questions that are also trained on, which biases the held-out accuracy"),
-        *_warning(known, "questions of [[evaluation.sets]] that are also trained on, which biases their accuracy"),
-        *_warning(contrary, "questions that an earlier row has with another answer"),
-        *_warning(same, "questions that an earlier row has with the same answer"),
-    ]
-
-
-def _again(rows: Sequence[Question]) -> list[tuple[Question, Question]]:
-    first = {_asked(row): row for row in reversed(rows)}
-    return [(row, first[_asked(row)]) for row in rows if first[_asked(row)] is not row]
-
-
-def _asked(row: Question) -> object:
-    return row.text, tuple(tuple(sorted(message.items())) for message in row.messages)
-
-
-def _warning(pairs: Sequence[tuple[Question, Question]], what: str) -> list[str]:
-    if not pairs:
-        return []
-    row, other = pairs[0]
-    return [f"{what}: {len(pairs):,}; the first is {row.place}, as in {other.place}"]
-
-
-def strange_digits(questions: Questions) -> list[str]:
-    """Return a warning if gold answers have digits such as ``１２`` (full width): no completion in plain digits equals
-    them."""
-    found = [(row, strange) for row in (*questions.training, *questions.held_out) if (strange := _strange(row))]
-    if not found:
-        return []
-    row, strange = found[0]
-    return [
-        f"gold answers with digits other than 0 to 9, which completions in plain digits do not equal: {len(found):,}; "
-        f"the first is {place_of(row)}: {strange!r} (U+{ord(strange):04X})"
-    ]
-
-
-def _strange(row: Question) -> str:
-    return next((letter for letter in row.answer if not letter.isascii() and letter.isdecimal()), "")
-
-
-_SHOWN = 20
+_SHOWN = 20  # most problems in one message
 _PORTION = 64  # number of gold answers that a worker reads within one deadline
 _READING_SECONDS = 60.0  # far more than any readable gold answer takes
 
@@ -169,3 +117,130 @@ async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: floa
             pairs = zip(portion, verdicts, strict=True)
             reasons |= {gold: verdict.reason for gold, verdict in pairs if verdict.outcome is Outcome.UNDECIDED}
     return reasons
+
+
+_LAST = 64  # number of last tokens of a prompt that are searched for an opening mark of reasoning
+
+
+def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest: int) -> tuple[Prompt, ...]:
+    """Encode the prompts of questions; chats are rendered by the chat template.
+
+    Raises:
+        DataError: a prompt is empty, has more than `longest` tokens, or has characters that the tokenizer does not
+            know; names every such question.
+        ModelFolderError: there are chats, and the tokenizer has no chat template.
+    """
+    prompts: list[Prompt] = []
+    problems: list[Problem] = []
+    for question in questions:
+        try:
+            ids = _encoded(question, tokenizer)
+        except DataError as error:
+            problems += (Problem(place_of(question), problem.found, problem.remedy) for problem in error.problems)
+            continue
+        if 0 < len(ids) <= longest:
+            opens = opened(tokenizer.spell(ids[-_LAST:]))
+            prompts.append(Prompt(question.id, ids, question.text, question.answer, opens))
+            continue
+        remedy = f"at most {longest} fit (the context, or the engine's KV cache, less sampling.max_tokens)"
+        problem = Problem(place_of(question), f"a prompt of {len(ids)} tokens", remedy if ids else "1 is needed")
+        problems.append(problem)
+    refuse(problems)
+    return tuple(prompts)
+
+
+@dataclass(frozen=True)
+class Within:
+    """Questions with their encoded prompts, none longer than a limit. `note`: a warning if prompts were left out or
+    truncated for it; else empty."""
+
+    questions: tuple[Question, ...]
+    prompts: tuple[Prompt, ...]
+    note: str = ""
+
+
+def encode_within(
+    questions: Sequence[Question],
+    tokenizer: Tokenizer,
+    longest: int,
+    long_prompts: Literal["drop", "truncate"],
+    which: str,
+) -> Within:
+    """Encode the prompts of questions, and leave out or truncate those with more than `longest` tokens.
+
+    Args:
+        long_prompts: "drop": leave out long prompts; "truncate": cut off their first tokens.
+        which: names the questions in the note: "held out".
+
+    Raises:
+        DataError: a prompt is empty, or has characters that the tokenizer does not know; or all prompts are dropped.
+        ModelFolderError: there are chats, and the tokenizer has no chat template.
+    """
+    whole = encode_prompts(questions, tokenizer, sys.maxsize)
+    long = [prompt.id for prompt in whole if len(prompt.token_ids) > longest]
+    if not long:
+        return Within(tuple(questions), whole)
+    first = place_of(next(question for question in questions if question.id == long[0]))
+    note = (
+        f"{len(long):,} of {len(whole):,} prompts ({which}) are longer than {longest:,} tokens; the first is {first}: "
+    )
+    if long_prompts == "truncate":
+        cut = tuple(msgspec.structs.replace(prompt, token_ids=prompt.token_ids[-longest:]) for prompt in whole)
+        return Within(tuple(questions), cut, f"{note}their first tokens are cut off")
+    pairs = [pair for pair in zip(questions, whole, strict=True) if len(pair[1].token_ids) <= longest]
+    if not pairs:
+        raise DataError([Problem("[task]", f"{note}none is left", "allow more tokens, or truncate them")])
+    kept, prompts = zip(*pairs, strict=True)
+    return Within(kept, prompts, f"{note}they are left out")
+
+
+def encode_demonstrations(
+    questions: Sequence[Question], tokenizer: Tokenizer, context: int
+) -> tuple[Demonstration, ...]:
+    """Encode prompts with their demonstrations, to which the end-of-sequence token is added. Prompt and demonstration
+    may have at most `context` tokens together.
+
+    Raises:
+        DataError: a prompt is empty, a question has more than `context` tokens, or has characters that the tokenizer
+            does not know; names every such question.
+        ModelFolderError: there are chats, and the tokenizer has no chat template.
+    """
+    prompts = encode_prompts(questions, tokenizer, context)
+    end = tokenizer.eos_token_ids[:1]
+    shown: list[Demonstration] = []
+    problems: list[Problem] = []
+    for prompt, question in zip(prompts, questions, strict=True):
+        try:
+            answer = tokenizer.encode(question.demonstration or "", special_tokens=False) + end
+        except DataError as error:
+            problems += (Problem(place_of(question), problem.found, problem.remedy) for problem in error.problems)
+            continue
+        if (length := len(prompt.token_ids) + len(answer)) > context:
+            problems.append(
+                Problem(place_of(question), f"prompt and demonstration of {length} tokens", f"{context} fit")
+            )
+        shown.append(Demonstration(prompt_ids=prompt.token_ids, completion_ids=answer))
+    refuse(problems)
+    return tuple(shown)
+
+
+def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[int, ...]:
+    messages = question.messages or (question.as_chat if tokenizer.has_chat_template else ())
+    if not messages:
+        return tokenizer.encode(question.text)
+    return tokenizer.encode_chat(messages, **dict(question.template_arguments))
+
+
+def place_of(question: Question) -> str:
+    """Return the place of a question for messages: FILE:LINE, or its id if it is from no file."""
+    return question.place or f"question {question.id}"
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raise DataError if there are problems: with the first ones, and the number of the others."""
+    problems = list(dict.fromkeys(problems))  # one file may hold training and held-out questions
+    if len(problems) > _SHOWN:
+        more = Problem("the task", f"{len(problems) - _SHOWN} more questions like these")
+        raise DataError([*problems[:_SHOWN], more])
+    if problems:
+        raise DataError(problems)

@@ -4,8 +4,6 @@ with ``kind = "agent"``, and the outlets of ``[logging]``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
@@ -180,44 +178,3 @@ class OutletsConfig(BaseModel, extra="forbid", frozen=True):
     def tools(self) -> tuple[str, ...]:
         """Names of all tools that follow the run, Prometheus included."""
         return (*self.to, *((PROMETHEUS,) if self.prometheus_port is not None else ()))
-
-
-def stem(tool: str) -> str:
-    """Return the name of a tool for its files and its process: without a colon.
-
-    >>> stem("my_tools:Tool")
-    'my_tools.Tool'
-    """
-    return tool.replace(":", ".")
-
-
-def destinations(config: OutletsConfig, run: Path, environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each tool that says where the run in the folder `run` is shown. `environment`: environment
-    variables, in which tools have their settings.
-
-    >>> destinations(OutletsConfig(to="tensorboard", prometheus_port=9400), Path("runs/first"), {})
-    ['shown in tensorboard: files in runs/first/tensorboard; tensorboard --logdir runs', \
-'shown in prometheus: http://127.0.0.1:9400/metrics']
-    """
-    return [f"shown in {tool}: {_destination(tool, config, run, environment)}" for tool in config.tools]
-
-
-def _destination(tool: str, config: OutletsConfig, run: Path, environment: Mapping[str, str]) -> str:
-    match tool:
-        case "wandb" if environment.get("WANDB_MODE") in ("offline", "dryrun"):
-            return f"files in {run}/wandb; wandb sync {run}/wandb/offline-run-*"
-        case "wandb":
-            return f"project {config.project} at {environment.get('WANDB_BASE_URL', 'the address of its own settings')}"
-        case "tensorboard":
-            return f"files in {run}/tensorboard; tensorboard --logdir {run.parent}"
-        case "mlflow":
-            where = environment.get("MLFLOW_TRACKING_URI", f"a database in {Path.cwd()}")
-            return f"experiment {config.project} at {where}"
-        case "trackio":
-            names = ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID", "TRACKIO_DIR")
-            where = next((environment[name] for name in names if environment.get(name)), "its own folder")
-            return f"project {config.project} at {where}"
-        case _ if is_own(tool):
-            return f"as {tool} does, project {config.project}"
-    host = f"[{config.prometheus_host}]" if ":" in config.prometheus_host else config.prometheus_host
-    return f"http://{host}:{config.prometheus_port}/metrics"

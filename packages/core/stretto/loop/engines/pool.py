@@ -31,7 +31,7 @@ from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.proving import Proving
 from stretto.loop.engines.roster import EngineState, Roster
 from stretto.loop.engines.router import Router
-from stretto.processes.run_role import users_mistake
+from stretto.processes.channel import users_mistake
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.rollout.adaptive import Pressure
 
@@ -80,31 +80,19 @@ class EnginePool:
         self._versions: Counter[int] = Counter()  # number of those engines by version
         self._deadlines, self._lag, self._patience = deadlines, lag, patience
         self.published = -1  # newest version in the mailbox
-        self._on_load: Callable[[int], None] = lambda version: None
-        self._keep: Callable[[], Awaitable[None]] = _nothing
-        self._announce: Callable[[int], None] = lambda version: None
-        self._say: Callable[[str], None] = lambda text: None
+        #: Called with the oldest version that an engine serves, whenever that may have changed.
+        self.on_load: Callable[[int], None] = lambda version: None
+        #: Journals the tokens in flight; called before an engine leaves.
+        self.keep: Callable[[], Awaitable[None]] = _nothing
+        #: Called with each published version, to tell other machines.
+        self.announce: Callable[[int], None] = lambda version: None
+        #: Gets a log line for every engine that is replaced, joins or leaves.
+        self.say: Callable[[str], None] = lambda text: None
         self._preempted = 0.0  # completions preempted until the last call of `pressure`
         self._router = router or Router()
         self._kind, self.roster = kind, Roster()
         self._free, self._supervised, self._loading = asyncio.Event(), NamedTasks(), NamedTasks()
         self._loads = self._stopped = False  # `keep_loaded` runs
-
-    def listen(self, on_load: Callable[[int], None]) -> None:
-        """Set `on_load`: called with the oldest version that an engine serves, whenever that may have changed."""
-        self._on_load = on_load
-
-    def report_to(self, say: Callable[[str], None]) -> None:
-        """Set `say`: gets a log line for every engine that is replaced, joins or leaves."""
-        self._say = say
-
-    def keep_with(self, keep: Callable[[], Awaitable[None]]) -> None:
-        """Set `keep`: journals the tokens in flight; called before an engine leaves."""
-        self._keep = keep
-
-    def announce_with(self, announce: Callable[[int], None]) -> None:
-        """Set `announce`: called with each published version, to tell other machines."""
-        self._announce = announce
 
     @property
     def names(self) -> list[str]:
@@ -131,10 +119,10 @@ class EnginePool:
         elif engine.state is EngineState.DOWN:
             self.roster.left(engine.name, engine.how)
         self._free.set()
-        self._on_load(self.live)  # also grows when the engine with the oldest version dies
+        self.on_load(self.live)  # also grows when the engine with the oldest version dies
 
     def _distrust(self, doubt: UnprovenWeights, final: bool) -> None:
-        self._say(f"{doubt.role} {doubt.problem}" + ("" if final else ": it is replaced"))
+        self.say(f"{doubt.role} {doubt.problem}" + ("" if final else ": it is replaced"))
         if (engine := self._engines.get(doubt.role)) is not None:
             engine.end_for(doubt, final)
 
@@ -170,7 +158,7 @@ class EnginePool:
                 return
             if not engine.process.killed:
                 raise users_mistake(death) or death from None
-            await engine.replace(death.how, self._say, engine.spec.publication_seconds)
+            await engine.replace(death.how, self.say, engine.spec.publication_seconds)
 
     async def until_up(self, seconds: float) -> None:
         """Wait until an engine takes requests.
@@ -192,10 +180,10 @@ class EnginePool:
 
     async def _host(self, engine: EngineHandle) -> None:
         await engine.start(self._deadlines.longest_pull)
-        self._say(f"{engine.name} has joined, at version {engine.version}")
+        self.say(f"{engine.name} has joined, at version {engine.version}")
         if self._loads and engine.name not in self._loading.names:
             self._loading.add(engine.name, self._guarded(engine, engine.keep_loaded()))
-        await engine.supervise(self._say)
+        await engine.supervise(self.say)
 
     async def _guarded(self, engine: EngineHandle, work: Coroutine[Any, Any, None]) -> None:
         """Await `work` for an engine. If it fails, a guest leaves the pool; for one of the run's own engines the error
@@ -214,7 +202,7 @@ class EnginePool:
         for engine in engines:
             engine.begin_leaving()
         if engines:
-            await self._keep()
+            await self.keep()
             await gather_to_the_end(*(self._let_go(engine, why) for engine in engines))
 
     async def _let_go(self, engine: EngineHandle, why: str) -> None:
@@ -229,7 +217,7 @@ class EnginePool:
             return
         self._left[name] = engine
         engine.mark_gone(why)
-        self._say(f"{name} has left: {why}")
+        self.say(f"{name} has left: {why}")
         for tasks in (self._supervised, self._loading):
             tasks.drop(name)
         await engine.stop(_LEAVE_SECONDS)
@@ -242,7 +230,7 @@ class EnginePool:
             UnprovenWeights: an engine failed the proof of its weights again after it was replaced.
         """
         for name in self._engines.keys() - self._supervised.names:
-            self._supervised.add(name, self._engines[name].supervise(self._say))
+            self._supervised.add(name, self._engines[name].supervise(self.say))
         try:
             await self._supervised.watch()
         finally:
@@ -289,7 +277,7 @@ class EnginePool:
             raise
         except EngineLied as lie:  # a machine with broken memory, say, would go on answering
             if engine.condemn():
-                self._say(f"{lie}: it is replaced")
+                self.say(f"{lie}: it is replaced")
             raise
         except EngineLost as loss:
             if engine.leaving:
@@ -378,7 +366,7 @@ class EnginePool:
     def publish(self, version: int) -> None:
         """Note that `version` is the newest in the mailbox now: every engine loads it as soon as it can."""
         self.published = self.roster.step = version
-        self._announce(version)
+        self.announce(version)
         for engine in self._engines.values():
             engine.publish(version)
 
@@ -411,7 +399,7 @@ class EnginePool:
         seconds keeps its last counters. None: it has `deadlines.answer`, and its counters are of no earlier moment than
         this call."""
         for engine in self._engines.values():
-            engine.notice_lag(self._lag, self._say)
+            engine.notice_lag(self._lag, self.say)
         if polls := [
             engine.poll(anew=patience is None) for engine in self._engines.values() if engine.state is EngineState.UP
         ]:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from stretto.core.records import Outcome, Prompt, Trajectory
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineWriter
+from stretto.store.series.metrics import SampledCompletion
 from stretto.store.series.progress import LONGEST
-from stretto.store.series.samples import SampledCompletion
 
 _ALARM_GROUPS = 32  # groups without a right completion before the first alarm; doubles each time
 _KINDS = 20  # most kinds of undecided verdicts that are reported

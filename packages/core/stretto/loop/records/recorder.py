@@ -28,8 +28,9 @@ from stretto.loop.records.totals import (
     with_activities,
     with_transfers,
 )
-from stretto.store.measures.selection import SelectionWatch
 from stretto.store.run_folder import RunFolder
+from stretto.store.selection import SelectionWatch
+from stretto.store.series.lines import SpanLog
 from stretto.store.series.metrics import (
     EvaluationLine,
     MetricsLog,
@@ -38,8 +39,7 @@ from stretto.store.series.metrics import (
     alike,
     read_evaluations,
 )
-from stretto.store.series.spans import SpanLog
-from stretto.store.totals import JUDGED, TOTALS, Carried, Judged, Totals, budget
+from stretto.store.totals import JUDGED, TOTALS, Carried, Judged, Totals, goodput
 
 if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
     from stretto.store.ledger.ledger import Ledger
@@ -223,7 +223,7 @@ class Recorder:
             canary=self._canary(),
             slower_than_generation=self._slow_reward.found if self._slow_reward is not None else "",
             rewards=self._rewards,
-            goodput=budget(totals, self._ledger.on_record).budget,
+            goodput=goodput(totals, self._ledger.on_record).budget,
             truncated=sum(one.stop_reason is StopReason.LENGTH for one in trajectories) / len(trajectories),
             selection_bias=self._selection.known.newest if self._selection is not None else {},
             undecided=judged.undecided / (decided + judged.undecided) if decided + judged.undecided else None,

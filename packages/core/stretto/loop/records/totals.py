@@ -15,8 +15,7 @@ import msgspec
 from stretto.core.events import Span
 from stretto.core.frames import Name, Whole
 from stretto.core.records import Record
-from stretto.store.measures.goodput import WORK
-from stretto.store.totals import NEWEST_TRANSFERS, Carried, Totals
+from stretto.store.totals import NEWEST_TRANSFERS, WORK, Carried, Totals
 
 
 class Tenure(Record, frozen=True, order=True):

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,9 +32,6 @@ from stretto.processes.http.transport import Gathered, GatheringTransport, zero_
 
 STRANGERS = 256
 PATIENCE_SECONDS = 10.0
-_BACKLOG = 4096
-_SHUTDOWN_SECONDS = 1
-_KEEP_ALIVE_SECONDS = 120
 _LOOK_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
 _AT_ONCE = 128  # callers accepted in a row before other tasks run
@@ -345,22 +342,3 @@ def _send_at_once(connection: socket.socket) -> None:
     if connection.family != socket.AF_UNIX:
         with contextlib.suppress(OSError):  # the caller has closed it already
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-@contextlib.asynccontextmanager
-async def serving_beside(app: ASGIApp, bound: socket.socket) -> AsyncIterator[str]:
-    """Context manager: serve an application on a bound socket, as a task of this event loop; yields the address as
-    ``http://host:port``. On leaving, the server stops and the socket is closed."""
-    settings = settings_of(
-        app, backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=_SHUTDOWN_SECONDS
-    )
-    server = HttpServer(settings, patience=_KEEP_ALIVE_SECONDS, signals=False)
-    bound.listen(_BACKLOG)
-    host, port = bound.getsockname()[:2]
-    serving = asyncio.create_task(server.serve([bound]))
-    try:
-        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    finally:
-        server.should_exit = True
-        await serving  # it has a deadline of its own for open requests
-        bound.close()

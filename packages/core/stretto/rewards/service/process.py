@@ -20,7 +20,7 @@ import msgspec
 from stretto.core.deadlines import deadline
 from stretto.core.errors import UNREADABLE, Problem, RewardFunctionError, RoleDied, WireError
 from stretto.core.frames import Unframer, frame
-from stretto.processes.kernel.ends import has_exited
+from stretto.processes.kernel import has_exited
 from stretto.processes.tree import cpu_ticks, descendants, kill_marked
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.judging import PLACE

@@ -19,7 +19,7 @@ import msgspec
 
 from stretto.core.frames import Count, Moment
 from stretto.core.records import Outcome, Record, Verdict
-from stretto.processes.kernel.memory import memory_file
+from stretto.processes.kernel import memory_file
 
 
 class Facts:

@@ -56,7 +56,7 @@ from stretto.store.ledger.schema import (
     open_for_writing,
 )
 from stretto.store.ledger.seals import META, fact_text, find_fact, seal
-from stretto.store.measures.goodput import OnRecord
+from stretto.store.totals import OnRecord
 
 Value = TypeVar("Value")
 

@@ -16,7 +16,7 @@ from stretto.store.ledger.partials import UnfinishedMember, read_member
 from stretto.store.ledger.rows import BatchMember, decode_payload
 from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import META, Value, batch_seal, check, find_fact, format_of_step, seal
-from stretto.store.measures.goodput import OnRecord
+from stretto.store.totals import OnRecord
 
 _STEPS = "SELECT step, version, oldest_trainable, batch, seal FROM steps WHERE step > ? AND step <= ? ORDER BY step"
 _GROUP = "SELECT key, members, prompt_id, admitted_version, prompt_token_ids FROM groups WHERE id = ?"

@@ -17,7 +17,7 @@ from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Record, Segment, State, StopReason, Trajectory, Update
 from stretto.core.states import ALLOWED
 from stretto.store.ledger.seals import SIZE, batch_seal, check, find_fact, seal
-from stretto.store.measures.goodput import OnRecord
+from stretto.store.totals import OnRecord
 
 _Old = tuple[
     tuple[int, ...],

@@ -16,6 +16,7 @@ from typing import BinaryIO, Generic, TypeVar
 import msgspec
 
 from stretto.core.errors import UNREADABLE, StoreError
+from stretto.core.events import Span
 from stretto.core.frames import encoded
 from stretto.store.files import identity, sync, whole_file
 
@@ -77,6 +78,10 @@ class LineWriter(Generic[Line]):
         whole = _complete_bytes(self.path)
         if whole < self.path.stat().st_size:
             os.truncate(self.path, whole)
+
+
+#: Appends to ``spans.jsonl``: time spans of every role's work, for the timeline plot.
+SpanLog = LineWriter[Span]
 
 
 def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:

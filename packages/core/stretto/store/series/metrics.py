@@ -1,17 +1,18 @@
-"""``metrics.jsonl``: one line per training step and one per evaluation."""
+"""``metrics.jsonl``: one line per training step and one per evaluation. ``samples.jsonl`` and ``held_out.jsonl``:
+sampled completions as text, with prompt and verdict."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 
-from stretto.core.records import Record
-from stretto.store.measures.goodput import Category
-from stretto.store.measures.selection import Bias
+from stretto.core.records import Outcome, Prompt, Record, Verdict
+from stretto.store.selection import Bias
 from stretto.store.series.lines import LineWriter, iterate_lines, keep_lines
+from stretto.store.totals import Category
 
 Line = TypeVar("Line", bound="EvaluationLine")
 
@@ -115,7 +116,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-    """Read (steps, evaluations) of a run, each in order. Evaluations of further sets are left out: see `read_sets`.
+    """Read (steps, evaluations) of a run, each in order. Evaluations of further sets are left out.
 
     Raises:
         StoreError: a complete line cannot be read.
@@ -138,15 +139,6 @@ def iterate_metrics(path: Path) -> Iterator[StepMetrics | EvaluationLine]:
     return (line for line in iterate_lines(path, _DECODER) if not isinstance(line, SetEvaluationLine))
 
 
-def iterate_steps(path: Path) -> Iterator[StepMetrics]:
-    """Read the steps of a run, in order, one at a time.
-
-    Raises:
-        StoreError: a complete line cannot be read.
-    """
-    return (line for line in iterate_lines(path, _DECODER) if isinstance(line, StepMetrics))
-
-
 def read_evaluations(path: Path) -> dict[str, list[EvaluationLine]]:
     """Read all evaluations of a run, in order, by the name of their set of questions; "" is the main set.
 
@@ -160,20 +152,51 @@ def read_evaluations(path: Path) -> dict[str, list[EvaluationLine]]:
     return found
 
 
-def read_sets(path: Path) -> dict[str, list[SetEvaluationLine]]:
-    """Read the evaluations of each further set of questions, in order, by the name of the set.
-
-    Raises:
-        StoreError: a complete line cannot be read.
-    """
-    found: dict[str, list[SetEvaluationLine]] = {}
-    for line in iterate_lines(path, _DECODER):
-        if isinstance(line, SetEvaluationLine):
-            found.setdefault(line.name, []).append(line)
-    return found
-
-
 def rewind_metrics(path: Path, step: int) -> None:
     """Remove the lines of later steps than `step`: the run is resumed after it, and will write them again. Does nothing
     without a file."""
     keep_lines(path, _DECODER, lambda line: line.step <= step)
+
+
+class SampledCompletion(Record, frozen=True):
+    """One judged completion. `versions`: versions that sampled its tokens. `version`: the newest of them; for a
+    completion of an evaluation, the newest of the whole evaluation.
+
+    Example: ``SampledCompletion(prompt_id="17", prompt="3+8=", answer="11", completion="3+8=11", ...)``
+    """
+
+    version: int
+    prompt_id: str
+    prompt: str
+    answer: str  # the gold answer
+    completion: str
+    outcome: Outcome
+    reward: float | None  # None: undecided
+    reason: str
+    versions: tuple[int, ...]
+    rewards: Mapping[str, float] = {}  # with several rewards: the value of each, by name, before its weight
+
+    @classmethod
+    def of(cls, prompt: Prompt, versions: tuple[int, ...], text: str, verdict: Verdict) -> Self:
+        versions = tuple(sorted(set(versions))) or (0,)  # sorted: with parallel turns, versions may fall
+        return cls(
+            version=versions[-1],
+            prompt_id=prompt.id,
+            prompt=prompt.text,
+            answer=prompt.answer,
+            completion=text,
+            outcome=verdict.outcome,
+            reward=verdict.reward,
+            reason=verdict.reason,
+            versions=versions,
+            rewards=verdict.rewards,
+        )
+
+
+_SAMPLES = msgspec.json.Decoder(SampledCompletion)
+
+
+def rewind_samples(path: Path, version: int) -> None:
+    """Remove completions of later versions than `version`: the run is resumed there, and will sample them again. Does
+    nothing without a file."""
+    keep_lines(path, _SAMPLES, lambda sample: sample.version <= version)

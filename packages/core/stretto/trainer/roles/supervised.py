@@ -26,9 +26,8 @@ from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
 from stretto.model.hf.layers import linear_layers
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens
-from stretto.processes.channel import RoleEnd
+from stretto.processes.channel import RoleEnd, run_role
 from stretto.processes.heartbeat import begin_role
-from stretto.processes.run_role import run_role
 from stretto.trainer.batch.minibatch import micro_batches
 from stretto.trainer.config import OptimizerConfig, SupervisedConfig
 from stretto.trainer.messages import Demonstration, Demonstrations, Examples, Stop, SupervisedDone, SupervisedSpec
@@ -146,7 +145,7 @@ def _load(folder: str, config: OptimizerConfig) -> PreTrainedModel:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the process; returns its exit code (`processes.run_role`). `arguments`: a `SupervisedSpec` as JSON."""
+    """Run the process; returns its exit code (`channel.run_role`). `arguments`: a `SupervisedSpec` as JSON."""
     spec = msgspec.json.decode(arguments[0], type=SupervisedSpec)
     begin_role()
     torch.set_num_threads(spec.threads)

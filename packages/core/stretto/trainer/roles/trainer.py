@@ -24,16 +24,14 @@ from transformers import PreTrainedModel
 from stretto.core.canary import Canary
 from stretto.core.errors import RoleFailed, StoreError, StrettoError, described
 from stretto.core.events import Span
-from stretto.doors.loading import from_package, look_in
+from stretto.doors.loading import from_package, look_in, of_application
 from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
 from stretto.model.hf.skeleton import skeleton
 from stretto.model.kernels import TRAINING, choose, unrecorded, use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
-from stretto.processes.channel import ConductorGone, RoleEnd
-from stretto.processes.fork_server_role import fork_here
+from stretto.processes.channel import ConductorGone, Failed, RoleEnd, run_role
 from stretto.processes.heartbeat import begin_role
-from stretto.processes.run_role import Failed, run_role
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.adapters import adapt, gather_adapters
 from stretto.trainer.config import TrainerConfig
@@ -269,10 +267,12 @@ def _other_ranks(spec: TrainerSpec, spawner: Spawner) -> OtherRanks:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the process; returns its exit code (`processes.run_role`). `arguments`: a `TrainerSpec` as JSON."""
+    """Run the process; returns its exit code (`channel.run_role`). `arguments`: a `TrainerSpec` as JSON."""
     spec = msgspec.json.decode(arguments[0], type=TrainerSpec)
     several = TrainerConfig.model_validate_json(spec.trainer).local_ranks > 1
-    spawner = fork_here() if several else FRESH  # a rank need not import torch again
+    spawner: Spawner = FRESH
+    if several:  # forks need not import torch again
+        spawner = of_application("forking.role:fork_here", lambda: FRESH)()
     begin_role()
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[ToTrainer] = RoleEnd(spec.descriptor, TO_TRAINER)

@@ -12,11 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.core.errors import RunFolderError
-from stretto.store.inspection import CanaryProof, EngineRecord, Inspection, WeightsSummary, inspect_run
-from stretto.store.measures.goodput import EXPIRED, IDLE, MASKED, RECOMPUTED, role_times
-from stretto.store.measures.selection import SIGNIFICANT
+from stretto.store.inspection import CanaryProof, EngineRecord, Inspection, WeightsSummary
+from stretto.store.selection import SIGNIFICANT
+from stretto.store.totals import EXPIRED, IDLE, MASKED, RECOMPUTED
 from stretto_report.dashboard.prediction import PredictedRun, predicted_beside_measured
 from stretto_report.dashboard.terminal.characters import cell, words
+from stretto_report.reading.inspection import inspect_run, role_times
 
 _BAR_WIDTH = 24
 _CHANGES = 3  # newest changes of bounds that are shown

@@ -12,7 +12,7 @@ from socket import getaddrinfo
 from typing import Any
 
 from stretto.processes.http.prometheus import CONTENT_TYPE, Labels, Metric, page_of
-from stretto.store.series.samples import SampledCompletion
+from stretto.store.series.metrics import SampledCompletion
 from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import About, How
 from stretto_report.outlets.points import MetricsPoint

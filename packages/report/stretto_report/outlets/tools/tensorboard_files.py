@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.store.series.samples import SampledCompletion
+from stretto.store.series.metrics import SampledCompletion
 from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import About, Cursor, How
 from stretto_report.outlets.points import MetricsPoint, newest_steps

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.store.series.samples import SampledCompletion
+from stretto.store.series.metrics import SampledCompletion
 from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import About, Cursor, How
 from stretto_report.outlets.points import COLUMNS, MetricsPoint, newest_steps, row_of

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.store.series.samples import SampledCompletion
+from stretto.store.series.metrics import SampledCompletion
 from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.follower import About, Cursor, How
 from stretto_report.outlets.points import COLUMNS, MetricsPoint, row_of

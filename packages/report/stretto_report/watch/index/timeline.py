@@ -12,7 +12,7 @@ import numpy as np
 from stretto.core.events import Span
 from stretto.core.records import Record
 from stretto.store.series.lines import LineFollower
-from stretto.store.series.spans import role_rank
+from stretto_report.reading.series import role_rank
 from stretto_report.watch.index.columns import Cache, Column, GrowingColumns
 from stretto_report.watch.index.trajectories import WordCodes
 

@@ -13,7 +13,7 @@ from stretto.core.errors import StoreError
 from stretto.core.records import Record, State, trajectory_id
 from stretto.store.inspection import CanaryProof, Inspection
 from stretto.store.ledger.rows import decode_payload
-from stretto.store.measures.goodput import RoleTime, role_times
+from stretto_report.reading.inspection import RoleTime, role_times
 from stretto_report.watch.index.columns import Column
 from stretto_report.watch.index.files import read_ledger
 from stretto_report.watch.index.trajectories import NONE, Trajectories

@@ -15,7 +15,7 @@ import numpy as np
 
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Record
-from stretto.store.export import ExportedQuestion
+from stretto.store.run_folder import ExportedQuestion
 from stretto.store.series.lines import open_plain
 
 _BLOCK = 1 << 20

@@ -13,13 +13,14 @@ import numpy as np
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.records import Record, State
 from stretto.store.ending import ENDING, Condition, Ending, branch_of
-from stretto.store.inspection import Inspection, inspection_of, of_branch
+from stretto.store.inspection import Inspection
 from stretto.store.ledger.reading import fact
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto_report.audit.alarms import AlarmReport, disk_of, evidence_of, findings_of, last_step_of
 from stretto_report.audit.evidence import Alarm, Evidence
+from stretto_report.reading.inspection import inspection_of, of_branch
 from stretto_report.watch.index.columns import Cache
 from stretto_report.watch.index.files import LEDGER, NewestLines, read_ledger, refuse_strange_files
 from stretto_report.watch.index.steps import Steps

@@ -17,8 +17,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.core.errors import RefusedRequest
-from stretto.processes.http.asgi import header, read_body, reply, unless_gone
-from stretto.processes.http.names import HostNames
+from stretto.processes.http.asgi import HostNames, header, read_body, reply, unless_gone
 from stretto.processes.http.server import admit, give_way
 
 _POLICY = (

@@ -1,0 +1,144 @@
+"""Records of a run's recipe, of its questions, and of the source files of user-defined parts; a resumed run is compared
+with them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.records import Record
+from stretto.doors.loading import is_own
+from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe, load_recipe, named_in_doors, named_in_section, to_toml, validate
+from stretto.rollout.prompts import PromptSource
+from stretto.rollout.tasks import DatasetTask
+from stretto.store.inspection import CHANGED
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.run_folder import ExportedQuestion, RunFolder
+
+RECIPE = "recipe"  #: name of the ledger's fact with the recipe as TOML
+
+
+def record_recipe(ledger: Ledger, recipe: Recipe) -> None:
+    """Store the recipe, with the values of all keys, in the ledger."""
+    ledger.put(RECIPE, to_toml(recipe))
+
+
+def recorded_recipe(folder: RunFolder, text: str | None) -> Recipe:
+    """Parse the recorded `text` of a run's recipe. None (an older format): read ``recipe.toml`` of the run folder.
+
+    Raises:
+        RecipeError: this version of stretto does not accept the recipe.
+    """
+    return load_recipe(folder.recipe) if text is None else validate(tomllib.loads(text), f"{folder.ledger}: {RECIPE}")
+
+
+SOURCES = "sources"  #: name of the ledger's fact with the digests, by name of the part
+
+
+def digests_of(recipe: Recipe) -> dict[str, str]:
+    """Compute a digest of the file of each user-defined part (``package.module:name``), by its name; of several files,
+    if sections with folders of their own have one name. Parts whose file is not found are left out; files that they
+    import are not covered."""
+    files = dict[str, dict[Path, None]]()
+    for name, folder in _own_parts(recipe):
+        file = _file_of(name.partition(":")[0], folder)
+        if file is not None and file.is_file():
+            files.setdefault(name, {})[file] = None
+    return {name: _digest(*found) for name, found in files.items()}
+
+
+def changed_sources(ledger: Ledger, recipe: Recipe) -> tuple[str, ...]:
+    """Return a tuple with one sentence, which names the parts whose file has changed since the run was started the last
+    time; an empty one if there are none, or no digests are on record."""
+    known, found = ledger.get(SOURCES, dict[str, str]) or {}, digests_of(recipe)
+    changed = [name for name, digest in found.items() if known.get(name, digest) != digest]
+    if not changed:
+        return ()
+    told = ", ".join(f"{name} ({known[name][:8]} to {found[name][:8]})" for name in changed)
+    return (f"the source has changed since the run was started the last time: {told}; the run uses the new one",)
+
+
+def record_sources(ledger: Ledger, recipe: Recipe, changed: Sequence[str] = ()) -> None:
+    """Store the digests in the ledger, and each sentence of `changed` as an event."""
+    for sentence in changed:
+        ledger.event(CHANGED, sentence)
+    ledger.put(SOURCES, digests_of(recipe))
+
+
+def _own_parts(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
+    """Yield name and folder of each user-defined part. The folder is searched first for its module; None: none is."""
+    tree = recipe.model_dump(mode="python")
+    named = [(name, recipe.path) for name in named_in_doors(tree)]
+    for section in (tree["rewards"], tree["workflow"] or {}):
+        named += [(name, section.get("path")) for name in named_in_section(section)]
+    for name, folder in named:
+        if isinstance(name, str) and is_own(name):
+            yield name, folder
+
+
+def _file_of(module: str, folder: str | None) -> Path | None:
+    """Return the source file of a module, found as an import would in `folder` (None: not), the working folder and
+    `sys.path`, but without running any code; None if not found."""
+    places: Sequence[str] | None = [*([folder] if folder else []), os.getcwd(), *sys.path]
+    file: str | None = None
+    for name in module.split("."):  # by its own name alone: a package without __init__.py is looked up in its parent
+        spec = PathFinder.find_spec(name, places)
+        if spec is None:
+            return None
+        places, file = spec.submodule_search_locations, spec.origin
+    return Path(file) if file is not None else None
+
+
+def _digest(*files: Path) -> str:
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+
+
+DATA = "data"  #: name of the ledger's fact with the `DataRecord`
+
+
+class DataRecord(Record, frozen=True):
+    """Digest of a run's questions, and the settings that determine their order.
+
+    `digest`: over id, prompt and gold answer of each line of ``questions.jsonl``. `seed` and `sources` determine the
+    order of each epoch, together with `easy` and `hard`, the success rates of prompts that the curriculum skips (None:
+    no curriculum).
+    """
+
+    digest: str
+    seed: int
+    sources: tuple[PromptSource, ...]
+    easy: float | None = None
+    hard: float | None = None
+
+    @classmethod
+    def of(cls, plan: Plan) -> DataRecord:
+        whole = hashlib.blake2b(digest_size=16)
+        for prompt in plan.training:
+            for text in (prompt.id, prompt.text, prompt.answer):
+                whole.update(f"{len(text)}:{text}".encode())
+        task = plan.recipe.task
+        rests = task.curriculum if isinstance(task, DatasetTask) else None
+        return cls(
+            digest=whole.hexdigest(),
+            seed=plan.recipe.seed,
+            sources=plan.sources,
+            easy=rests.easy if rests is not None else None,
+            hard=rests.hard if rests is not None else None,
+        )
+
+
+def write_questions(folder: RunFolder, plan: Plan) -> None:
+    """Write ``questions.jsonl``: the training prompts, each with its gold answer and source."""
+    asked = [
+        ExportedQuestion(prompt.id, prompt.text, prompt.answer, place or None, source)
+        for prompt, (place, source) in zip(plan.training, plan.origins, strict=True)
+    ]
+    folder.write("questions.jsonl", "".join(f"{msgspec.json.encode(question).decode()}\n" for question in asked))

@@ -1,0 +1,366 @@
+"""`stretto train`: checks a recipe, creates or resumes its run folder, and trains."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import Problem, RunFolderError, StoreError, described
+from stretto.doors.loading import from_package, of_application
+from stretto.launch.assemble.run import StartState, run
+from stretto.launch.preflight.base import digest
+from stretto.launch.preflight.checks import check_checkpoint
+from stretto.launch.preflight.devices import placed, seat_of_warm_start, seats_of, usable_gpus
+from stretto.launch.preflight.plan import Plan, advice, make_plan
+from stretto.launch.recipe.extensions import OUTLETS, OutletsConfig
+from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
+from stretto.launch.recorded import (
+    DATA,
+    RECIPE,
+    DataRecord,
+    changed_sources,
+    record_recipe,
+    record_sources,
+    recorded_recipe,
+    write_questions,
+)
+from stretto.loop.records.reporter import Reporter, RunLog
+from stretto.model.hf.inspection import read_weights
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.processes.stopping import until_cut_short
+from stretto.store.checkpoints import Checkpoints
+from stretto.store.ending import ENDING, Ending, read_ending, record_end
+from stretto.store.ledger.ledger import Ledger, put_fact
+from stretto.store.run_folder import RunFolder, library_versions, machine
+from stretto.store.series.metrics import EvaluationLine, StepMetrics, iterate_metrics
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.optimizer import learning_rate
+
+#: Settings that may change when a run is resumed.
+_MAY_CHANGE = (
+    "trainer.steps",
+    "trainer.ranks",
+    "trainer.remote_ranks",
+    "trainer.tensor_parallel",
+    "trainer.context_parallel",
+    "trainer.keep_versions",
+    "trainer.checkpoint_every",
+    "evaluation",
+    "deadlines",
+    "store",
+    "cluster",
+    "logging",
+)
+
+_JOIN = "join.json"  # file of a run that other machines could join; another conductor may have a copy of the folder
+#: Names of the ledger's facts with digests of the training questions, the held-out questions and the model.
+_QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
+_FOLDERS = ("rewards.path", "workflow.path")  # of modules
+_RECORDED = ("id", "token_ids", "text", "answer")  # fields of a prompt in the digest of the questions
+_CONTAINERS = 1_000_000  # allocations between two garbage collections
+
+
+@contextmanager
+def collected_seldom() -> Iterator[None]:
+    """Context manager: make garbage collection rare within the block. Existing objects are exempt, and a collection
+    starts only after a million further allocations.
+
+    Records have no reference cycles. With the usual settings, collection would take a third of the time of a conductor
+    with hundreds of engines (docs/how_to/cluster.md). After the block the settings are restored. Objects are unfrozen
+    only if none were frozen before: earlier ones are shared with another process, or large.
+    """
+    (first, *others), frozen = gc.get_threshold(), gc.get_freeze_count()
+    gc.freeze()
+    gc.set_threshold(_CONTAINERS, *others)
+    try:
+        yield
+    finally:
+        gc.set_threshold(first, *others)
+        if not frozen:
+            gc.unfreeze()
+
+
+def prepare(
+    recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, write: bool = True
+) -> Prepared:
+    """Check everything, and create or open the run folder and lock it; nothing is started.
+
+    Args:
+        recipe_path: recipe file; with `resume`, also the folder of a run with its own recipe.
+        run_dir: run folder; None: ``runs/RECIPE-DATE``, or the folder given as `recipe_path`.
+        resume: continue a run.
+        write: replace the recipe in the folder and ledger of a resumed run; False for a dry run.
+
+    Raises:
+        UserError: has every mistake.
+        StoreError: the ledger of a resumed run is damaged, or has another format.
+    """
+    if resume and os.path.isdir(recipe_path):
+        if run_dir is not None and run_dir.resolve() != recipe_path.resolve():
+            found = f"{recipe_path} is to be resumed, and --run-dir is {run_dir}"
+            raise RunFolderError([Problem("--resume", found, "name the run once: stretto train --resume RUN_DIR")])
+        recipe_path, run_dir = RunFolder.open(recipe_path).recipe, recipe_path
+    if resume and run_dir is None:
+        remedy = "name the run to resume: stretto train --resume RUN_DIR"
+        raise RunFolderError([Problem("--resume", "without --run-dir", remedy)])
+    recipe = load_recipe(recipe_path, overrides)
+    path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    has_policy = resume and os.path.exists(RunFolder(path).policy(0))
+    plan = fitting(make_plan(recipe, has_policy=has_policy, dry=not write), dry=not write)
+    if not resume:
+        return Prepared(plan, _new(path, plan), StartState())
+    folder = RunFolder.resume(path)
+    try:
+        _assert_alone(path, recipe)
+        # One ledger for all: to open it, all trajectories of the run are counted.
+        with closing(Ledger(folder.ledger, recipe.store)) as ledger:
+            prepared = Prepared(plan, folder, _where_it_ended(folder, plan, ledger))
+            if write and not prepared.beginning.done:
+                record_recipe(ledger, recipe)
+                record_sources(ledger, recipe, prepared.beginning.changed)
+        if write and not prepared.beginning.done:
+            folder.write("recipe.toml", to_toml(recipe))
+            if not folder.questions.exists():  # the run was killed before it had written them
+                write_questions(folder, plan)
+    except BaseException:
+        folder.release()
+        raise
+    return prepared
+
+
+def _assert_alone(path: Path, recipe: Recipe) -> None:
+    """Raise RunFolderError if another conductor of this run is alive, on another copy of its folder."""
+    if (path / _JOIN).exists():
+        alone = from_package("stretto_cluster.succession:assert_alone", f"{path / _JOIN}")
+        asyncio.run(alone(path, recipe.cluster.tls or ""))
+
+
+def fitting(plan: Plan, *, dry: bool = False) -> Plan:
+    """Return the plan with GPUs assigned to its roles. `dry`: with the GPUs that the environment lets it assume
+    (`usable_gpus`). Raises RecipeError if the run needs more than twice the available memory, or if `seats_of` refuses
+    the GPUs."""
+    there = usable_gpus(plan.recipe, dry=dry)
+    plan = replace(plan, seats=seats_of(plan, there), warm_seat=seat_of_warm_start(plan, there))
+    advice("estimates:check_memory", plan)
+    return plan
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked run that is ready to train: its plan, the locked run folder, and the starting point."""
+
+    plan: Plan
+    folder: RunFolder
+    beginning: StartState
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def steps(self) -> int:
+        return self.plan.recipe.trainer.steps
+
+    def recall(self, step: Callable[[StepMetrics], None], evaluated: Callable[[EvaluationLine], None]) -> None:
+        """Call `step` and `evaluated` with the recorded measurements of a resumed run, without those of steps that will
+        be repeated.
+
+        Raises:
+            StoreError: a line of the metrics cannot be read.
+        """
+        evaluations = list[EvaluationLine]()
+        for line in iterate_metrics(self.folder.metrics):  # one at a time: a long run has hundreds of thousands
+            if line.step > self.beginning.version:
+                continue
+            if isinstance(line, StepMetrics):
+                step(line)
+            else:
+                evaluations.append(line)
+        for evaluation in evaluations:
+            evaluated(evaluation)
+
+    def train(self, reporter: Reporter, spawner: Spawner = FRESH) -> int:
+        """Train; returns the exit code: 0, or 128 + the signal that stopped the run. At the end the folder is unlocked,
+        and the ending is in the ledger. A run without anything left to do says so, and nothing is started or written.
+
+        Raises:
+            StrettoError: the run failed; it can be resumed from its last checkpoint.
+        """
+        with self.folder:
+            if self.beginning.done:
+                for sentence in self.beginning.sentences():
+                    reporter.say(sentence)
+                return 0
+            self._record(Ending("running"))
+            logbook = RunLog(self.folder.log, reporter, self.steps)
+            logbook.note(f"starts at version {self.beginning.version}")
+            for sentence in _destinations(self.plan.recipe.logging, self.path):
+                logbook.say(sentence)
+            for sentence in placed(self.plan, self.plan.seats):
+                logbook.say(sentence)
+            warnings = of_application("extensions.preflight.estimates:warnings", lambda plan, folder: plan.notes)
+            for warning in warnings(self.plan, self.path):
+                logbook.say(f"warning: {warning}")
+            try:
+                with collected_seldom():
+                    code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook, spawner))
+            except SystemExit as end:
+                code = int(end.code or 0)  # the run can be resumed from the last checkpoint
+            except Exception as error:  # an error of stretto, or a bug: both end the run and are recorded
+                told = described(error) if isinstance(error, OSError) else str(error)
+                logbook.ends()
+                logbook.note(f"failed: {told}")
+                with suppress(StoreError, OSError):  # the ledger may have ended the run: report that error
+                    self._record(Ending.of_error(error, told))
+                raise
+            logbook.ends()
+            logbook.note(f"ends with exit code {code}")
+            with closing(Ledger(self.folder.ledger, self.plan.recipe.store)) as ledger:
+                record_end(ledger, code)
+            return code
+
+    def _record(self, ending: Ending) -> None:
+        put_fact(self.folder.ledger, ENDING, ending)
+
+
+def _destinations(config: OutletsConfig, folder: Path) -> list[str]:
+    """Return a sentence for each tool that says where it shows the run."""
+    if not config.tools:
+        return []
+    told: list[str] = from_package("stretto_report.outlets.supervision:destinations", OUTLETS.key)(
+        config, folder, os.environ
+    )
+    return told
+
+
+def _new(path: Path, plan: Plan) -> RunFolder:
+    folder = RunFolder.create(path)
+    folder.write("recipe.toml", to_toml(plan.recipe))
+    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:  # from now on the run can be resumed
+        ledger.put(_QUESTIONS, _fingerprints(plan)[0])
+        ledger.put(_HELD_OUT, plan.kept_apart_digest)
+        record_recipe(ledger, plan.recipe)
+        record_sources(ledger, plan.recipe)
+        ledger.put(_MODEL, _model_fingerprint(plan))
+        ledger.put(DATA, DataRecord.of(plan))
+    write_questions(folder, plan)
+    folder.write("versions.json", _json(library_versions()))
+    folder.write("machine.json", _json(machine()))
+    return folder
+
+
+def _fingerprints(plan: Plan) -> tuple[str, str]:
+    """Compute two digests of the training prompts: the one to record, and the one that some versions of stretto
+    recorded.
+
+    The first covers the four fields that `Prompt` had at first; later fields follow from the tokens. The second also
+    covers `Prompt.opens`.
+    """
+    recorded = [{name: getattr(prompt, name) for name in _RECORDED} for prompt in plan.training]
+    return digest(msgspec.json.encode(recorded)), digest(msgspec.json.encode(plan.training))
+
+
+def _check_moved(folder: RunFolder, before: Recipe, plan: Plan, ledger: Ledger) -> tuple[str, ...]:
+    """Return the keys of paths that a resume may change because the contents are compared: of the model in this
+    function, of the data by the digest of the questions, of modules by `changed_sources`. Raises RunFolderError for
+    another model."""
+    known = ledger.get(_MODEL, str)
+    moved = before.model.path != plan.recipe.model.path
+    if moved and known is not None and known != _model_fingerprint(plan):
+        found = f"was {before.model.path!r}, and {str(plan.base.path)!r} holds another model"
+        raise RunFolderError([Problem(f"{folder.path}: model.path", found, "give the new path of the same model")])
+    files = {"jsonl": ("task.file", "task.held_out_file"), "dataset": ("task.sources", "task.held_out_sources")}
+    return (*files.get(before.task.kind, ()), *_FOLDERS, *(("model.path",) if known is not None else ()))
+
+
+def _model_fingerprint(plan: Plan) -> str:
+    """Compute a digest of the model's config, its tokenizer, and the names, dtypes and shapes of its weights. The
+    values are not read: the run has its own copy."""
+    tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_weights(plan.base.path).items())
+    texts = [(plan.base.path / name).read_text() for name in ("config.json", "tokenizer.json")]
+    return digest(*texts, tensors)
+
+
+def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
+    """Raise RunFolderError if the questions of a resumed run, or their order, have changed: the run continues at a
+    position in the training questions. A digest that is not on record is recorded."""
+    for kind, key, found in (
+        ("training", _QUESTIONS, _fingerprints(plan)),
+        ("held-out", _HELD_OUT, (plan.kept_apart_digest,)),
+    ):
+        known = ledger.get(key, str)
+        if known is None:  # the run was killed before it was recorded, or began with an earlier version of stretto
+            ledger.put(key, found[0])
+        if known is not None and known not in found:
+            changed = (
+                f"the {kind} questions are not those of the run (the data or the tokenizer has changed: their digest "
+                f"is {found[0]}, on record is {known})"
+            )
+            raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
+    order, found_order = ledger.get(DATA, DataRecord), DataRecord.of(plan)
+    if order is None:
+        ledger.put(DATA, found_order)
+    elif order != found_order:
+        changed = "the sources, their weights or the curriculum are not those of the run; they determine the order"
+        raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
+
+
+def _where_it_ended(folder: RunFolder, plan: Plan, ledger: Ledger) -> StartState:
+    recipe, before = plan.recipe, recorded_recipe(folder, ledger.get(RECIPE, str))
+    changed = changed_sources(ledger, recipe)
+    moved = _check_moved(folder, before, plan, ledger)
+    changes = differences(before, recipe, (*_MAY_CHANGE, *moved))
+    if changes:
+        remedy = f"a resumed run may change only {', '.join(_MAY_CHANGE)}"
+        raise RunFolderError(Problem(f"{folder.path}: {key}", found, remedy) for key, found in changes)
+    _check_questions(folder, plan, ledger)
+    beginning = StartState.of(folder, recipe.store.keep_checkpoints)
+    if beginning.saved_step:
+        check_checkpoint(Checkpoints(folder.checkpoints).path(beginning.saved_step), recipe.trainer, folder.policy(0))
+    if beginning.version > recipe.trainer.steps:
+        found = f"{recipe.trainer.steps}, and the run has done {beginning.version} steps"
+        raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, "ask for more steps")])
+    _check_rates(folder, before.trainer, recipe.trainer, beginning)
+    ending = _end_of(folder, beginning.version) if before.evaluation == recipe.evaluation else None
+    early = ending.reason if ending is not None else ""
+    done = ending is not None and (bool(early) or beginning.version >= recipe.trainer.steps)
+    return replace(beginning, changed=changed, done=done, early=early)
+
+
+def _end_of(folder: RunFolder, version: int) -> Ending | None:
+    """How the run has ended; None if it has not finished, or the last version is not evaluated. Raises StoreError for a
+    line of the metrics that cannot be read."""
+    ending = read_ending(folder.ledger)
+    if ending is None or ending.how != "finished" or not folder.metrics.exists():
+        return None
+    evaluated = {line.step for line in iterate_metrics(folder.metrics) if isinstance(line, EvaluationLine)}
+    return ending if version in evaluated else None
+
+
+def _check_rates(folder: RunFolder, before: TrainerConfig, after: TrainerConfig, beginning: StartState) -> None:
+    """Raise RunFolderError if the steps to repeat after the last checkpoint would get other learning rates than before,
+    since `trainer.steps` was changed."""
+    again = range(beginning.saved_step, beginning.version)  # versions before the repeated steps
+    if all(learning_rate(before, at, before.steps) == learning_rate(after, at, after.steps) for at in again):
+        return
+    found = (
+        f"was {before.steps} and is {after.steps}; steps {again.start + 1} to {again.stop}, which are repeated after "
+        f'the last checkpoint, would get other learning rates by trainer.schedule = "{after.schedule}"'
+    )
+    remedy = (
+        f"resume with trainer.steps={before.steps}: once the run ends, or is stopped by Ctrl-C, it has a checkpoint of "
+        "its last step, and the number of steps can be changed"
+    )
+    raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, remedy)])
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode() + "\n"

@@ -1,0 +1,40 @@
+"""Time spans of a run's roles, read from ``spans.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.events import Span
+from stretto.store.series.lines import iterate_lines, read_lines
+
+_SPANS = msgspec.json.Decoder(Span)
+
+
+def read_spans(path: Path) -> list[Span]:
+    """Read all spans of a run, in the order in which they were written.
+
+    Raises:
+        StoreError: a complete line cannot be read.
+    """
+    return read_lines(path, _SPANS)
+
+
+def iterate_spans(path: Path) -> Iterator[Span]:
+    """Read the spans of a run one at a time, in the order in which they were written.
+
+    Raises (while it is iterated):
+        StoreError: a complete line cannot be read.
+    """
+    return iterate_lines(path, _SPANS)
+
+
+def role_rank(role: str) -> tuple[int, str, int]:
+    """Sort key for the name of a role: conductor, trainer, engines, rewards, then others; engine-10 after engine-9."""
+    kind, _, number = role.rpartition("-")
+    if not number.isdecimal():
+        kind, number = role, "0"
+    place = {"conductor": 0, "trainer": 1, "engine": 2, "rewards": 3}.get(kind, 4)
+    return place, kind, int(number)
