@@ -300,7 +300,7 @@ class LocalTrainer:
 
     def weights(self) -> PolicyWeights:
         """Copy the current weights, for `Engine.update`; with `lora`, the adapters only."""
-        self._settle()
+        self._published, self._stepped = self.version, False
         model = self._learner.model
         named = adapters.adapter_parameters(model) if self._adapted else model.named_parameters()
         tensors = {name: adapters.scaled(self._adapted, name, one.detach()).clone() for name, one in named}
@@ -317,7 +317,7 @@ class LocalTrainer:
             StoreError: the checkpoint cannot be written: the disk is full.
         """
         check("save", folder=(folder, FOLDER))
-        self._settle()
+        self._published, self._stepped = self.version, False
         place = Path(folder).expanduser() / _CHECKPOINTS
         self._hold(place)
         saved, state = Checkpoints(place), checkpoint.TrainerState.of(self._learner, self._published)
@@ -400,9 +400,6 @@ class LocalTrainer:
         if layer is None or not name.endswith(".weight"):
             return parameter.detach()
         return adapters.merged(layer, parameter.detach(), ALONE)
-
-    def _settle(self) -> None:
-        self._published, self._stepped = self.version, False
 
     def _hold(self, folder: Path) -> None:
         key = Path(os.path.realpath(folder))
