@@ -23,6 +23,7 @@ from stretto_cluster.address import JOIN, JoinFile, read_join_file
 from stretto_cluster.agent import Offer, run_agent
 from stretto_cluster.messages import Dismissed, RunTerms
 from stretto_cluster.succession import RunSuperseded, assert_alone, tell
+from tests.certificates import authority
 from tests.cluster.hosting import FIRST, RUN, TOKEN, hosted, introduction, joined_by_hand, until
 from tests.faults.test_company import end_well
 from tests.launch.running import Laboratory, said, steps_done, wait_for_step, wait_until
@@ -99,6 +100,23 @@ async def test_the_conductor_before_is_told_when_it_can_be_reached_and_not_befor
         assert host.superseded == [(2, "here:7420")]
     with pytest.raises(DeadlineExceeded, match=rf"waited 0\.1 s for the one at {address}, to tell it"):
         await tell(KNOWN, address, SECOND, "", 0.1)
+
+
+async def test_certificates_that_are_renewed_meanwhile_end_no_run(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for a day, and each time the files are read again."""
+    monkeypatch.setattr(succession, "_PAUSE_SECONDS", 0.05)
+    theirs = str(authority(tmp_path / "theirs"))
+    ours = Path(shutil.copytree(theirs, tmp_path / "ours"))
+    async with hosted(home, tls=theirs) as older:
+        (ours / "cert.pem").rename(ours / "old.pem")
+        telling = asyncio.create_task(tell(KNOWN, older.address, SECOND, str(ours), 20))
+        await asyncio.sleep(0.3)
+        assert not telling.done()
+        (ours / "old.pem").rename(ours / "cert.pem")
+        assert "was told to end" in await telling
+        assert older.superseded == [(2, "here:7420")]
 
 
 async def test_who_tells_a_newer_one_gives_way_itself_and_who_meets_itself_does_not(home: Path) -> None:

@@ -22,6 +22,7 @@ from stretto.core.errors import (
     HandshakeRefused,
     MachineLost,
     Problem,
+    RecipeError,
     RunFolderError,
     StrettoError,
     WireError,
@@ -98,6 +99,10 @@ async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str, seconds: 
         except MachineLost:
             if before.startswith(UNIX):  # even a suspended process on this machine would accept the connection
                 return ""
+            theirs = None
+        except (
+            RecipeError
+        ):  # our certificates cannot be read now: they are being renewed, say, in a run that goes on well
             theirs = None
         except HandshakeRefused as other:
             return f"nobody at {before} can be told that this conductor has the run now: {other}"
