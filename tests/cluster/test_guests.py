@@ -8,6 +8,7 @@
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.core.canary import Loaded
 from stretto.core.columns import pack, stamps_of
@@ -28,6 +31,7 @@ from stretto.engine.wire import EngineSpec, Refusal
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.build import build_policy
 from stretto.processes.http.tls import client_context
+from stretto_cluster import guest as guest_module
 from stretto_cluster.guest import GuestEngine
 from stretto_cluster.messages import Beat, Mirrored, RunTerms, ToAgent
 from stretto_cluster.wire import Wire
@@ -45,7 +49,7 @@ async def guest_at(address: str, folder: Path, answer: float = 0.3) -> AsyncIter
     """The client of an engine at an address, and the agent of its machine."""
     async with joined(folder, address=address) as (_, machine, wire):
         spec = EngineSpec("engine-3", address, "", "", "", "{}", 1, 0.0)
-        guest = GuestEngine(spec, machine, DeadlinesConfig(answer=answer, load=0.3), "key", None, lambda: 7)
+        guest = GuestEngine(spec, machine, DeadlinesConfig(answer=answer, load=0.3), "key", None, lambda: 7, 50)
         try:
             yield guest, wire
         finally:
@@ -240,6 +244,8 @@ async def test_honest_completions_pass(tmp_path: Path) -> None:
             "10 tokens of '0.0.0', of which 9",
         ),
         (ended(1), "twice"),
+        *((ended(token_ids=(3, 4, wrong)), "that the model does not have") for wrong in (50, 2**31 - 1, -1)),
+        *((ended(logprobs=(-0.1, -0.2, odd)), "with no log-probabilities") for odd in (math.nan, math.inf, 0.5, -1e30)),
     ],
 )
 async def test_a_completion_that_cannot_be_is_the_loss_of_the_engine(
@@ -266,11 +272,28 @@ async def test_what_is_no_message_is_the_loss_of_the_engine(tmp_path: Path) -> N
         {"0.9.0": {0: Segment.of((1,), (-0.1,), (5,))}},
         {"0.0.0": {2: Segment.of((1,), (-0.1,), (5,))}},
         {"0.0.0": {0: Segment.of((1,), (-0.1,), (NEWEST + 1,))}},
+        {"0.0.0": {0: Segment.of((1, 50), (-0.1, -0.1), (5, 5))}},
+        {"0.0.0": {1: Segment.of((1,), (math.nan,), (5,))}},
     ],
 )
 async def test_tokens_so_far_that_cannot_be_are_refused(tmp_path: Path, pieces: dict[str, dict[int, Segment]]) -> None:
-    with pytest.raises(WireError, match=r"was not asked for|are not published"):
+    with pytest.raises(WireError, match=r"was not asked for|are not published|does not have"):
         await heard(tmp_path, msgspec.msgpack.encode(pieces), lambda guest: guest.partials({"0.0.0": [2, 2]}))
+
+
+@given(
+    ids=st.lists(st.sampled_from([0, 1, 7, 49, 50, 51, 2**31 - 1, -1, -(2**31)]), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_tokens_pass_where_the_model_has_them_and_each_has_a_log_probability(
+    ids: list[int], data: st.DataObject
+) -> None:
+    """Alike whether they are packed in 32 or in 64 bits."""
+    numbers = st.floats(-100, 0) | st.floats() | st.sampled_from([0.0, 5e-4, -9999.0, -20_000.0])
+    logprobs = data.draw(st.lists(numbers, min_size=len(ids), max_size=len(ids)))
+    passes = all(0 <= id < 50 for id in ids) and all(-1e4 <= number <= 1e-3 for number in logprobs)  # NaN is none
+    segment = Segment.of(tuple(ids), tuple(logprobs), (5,) * len(ids))
+    assert guest_module._are_possible(segment, 50) == passes
 
 
 @pytest.mark.parametrize(("known", "length"), [(0, 9), (4, 5), (8, 1)])

@@ -312,7 +312,7 @@ class Cluster(Machines):
         role, interval = recipe.engine.role, recipe.engine.load_interval
         self._hosts[spec.name] = machine
         pool, deadlines = self.engines, recipe.deadlines
-        told = pool.proving, interval, self._context, lambda: pool.published
+        told = pool.proving, interval, self._context, lambda: pool.published, plan.base.vocab_size
         pool.join(guest(spec, number, machine, role, deadlines, changed, *told))
         return spec.name
 

@@ -8,7 +8,9 @@ import secrets
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from stretto.core.canary import Ask, Loaded
+import numpy as np
+
+from stretto.core.canary import FARTHEST, Ask, Loaded
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import (
     DeadlineExceeded,
@@ -29,6 +31,8 @@ from stretto.processes.supervisor import RestartBudget
 from stretto_cluster.machine import SILENT_SECONDS, JoinedMachine
 
 _NEWS_SECONDS = 0.5
+_ROUNDING = 1e-3  # largest accepted log-probability; rounding in half precision may give more than 0
+_ID = 4  # bytes of a token id (`core.columns`)
 
 
 class GuestEngine(HttpEngine):
@@ -43,9 +47,11 @@ class GuestEngine(HttpEngine):
         key: str,
         context: ssl.SSLContext | None,
         newest: Callable[[], int],
+        vocabulary: int,
     ) -> None:
         """Create the client of the engine `spec` on `machine`. `newest` returns the newest published version; an engine
-        that claims a newer one is refused. `key`: the engine's API key; `context`: for TLS, None without."""
+        that claims a newer one is refused. `key`: the engine's API key; `context`: for TLS, None without. `vocabulary`:
+        number of the model's token ids."""
         super().__init__(
             spec.name,
             spec.address,
@@ -55,7 +61,7 @@ class GuestEngine(HttpEngine):
             key=key,
             context=context,
         )
-        self._machine, self._newest = machine, newest
+        self._machine, self._newest, self._vocabulary = machine, newest, vocabulary
         self._pull_seconds, self._pulls = deadlines.longest_pull, False
         self._asked: dict[str, GenerateRequest] = {}  # open requests
 
@@ -65,7 +71,8 @@ class GuestEngine(HttpEngine):
 
         Raises:
             EngineLied: it sent a completion that was not requested, twice, that is longer than requested, that does not
-                begin with the tokens of its request, or whose versions are missing, fall or are not published.
+                begin with the tokens of its request, with tokens that the model does not have, or whose versions are
+                missing, fall or are not published.
             EngineLeft: its machine is lost.
             EngineLost: the engine is lost, or does not reply in time.
             RefusedRequest: the engine refused a request.
@@ -89,8 +96,8 @@ class GuestEngine(HttpEngine):
                 self._asked.pop(id, None)
 
     def _check(self, completion: Completion, request: GenerateRequest | None) -> None:
-        """Raise EngineLied if a completion was not requested (`request` None), is longer than requested, does not begin
-        with the tokens of its request, or has tokens whose versions are missing, fall or are not published."""
+        """Raise EngineLied if a completion was not requested (`request` None), does not begin with the tokens of its
+        request, or has tokens that `_check_segment` refuses."""
         if request is None or not 0 <= completion.member < len(request.seeds):
             raise EngineLied(self.name, f"sent a completion of {completion.request!r} that it was not asked for")
         prefix = request.prefixes[completion.member] if request.prefixes else Segment()
@@ -103,6 +110,13 @@ class GuestEngine(HttpEngine):
             raise EngineLied(self.name, str(lie)) from None
 
     def _check_segment(self, segment: Segment, request: str, most: float) -> None:
+        """Check tokens of a request: their number, at most `most`, ids, log-probabilities and versions. Once they are
+        in a batch nobody can drop them, and a token that the model does not have would end every trainer that is given
+        the batch.
+
+        Raises:
+            WireError: names what is wrong.
+        """
         if segment.length > most:
             raise WireError(f"sent {segment.length:,} tokens of {request!r}, of which {most:,} are left to sample")
         if segment.length and not segment.sampled:
@@ -112,6 +126,8 @@ class GuestEngine(HttpEngine):
             raise WireError(f"sent tokens of {request!r} whose versions fall")
         if stamps and not 0 <= stamps[0] <= stamps[-1] <= self._newest():
             raise WireError(f"sent tokens of {request!r} with versions that are not published")
+        if stamps and not _are_possible(segment, self._vocabulary):
+            raise WireError(f"sent tokens of {request!r} that the model does not have, or with no log-probabilities")
 
     def _published(self, version: int) -> int:
         if version > self._newest():
@@ -133,7 +149,7 @@ class GuestEngine(HttpEngine):
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         """Ask for the new tokens of unfinished completions, by request and member. `known`: number of tokens of each
         member that the caller has, by request. Raises WireError for completions that were not requested, and for tokens
-        whose versions are missing, fall or are not published."""
+        that `_check_segment` refuses."""
         found = await super().partials(known)
         for request, pieces in found.items():
             if any(member not in range(len(known.get(request, ()))) for member in pieces):
@@ -179,6 +195,15 @@ class GuestEngine(HttpEngine):
         return self._machine.moved if waits else await super().moved()
 
 
+def _are_possible(segment: Segment, vocabulary: int) -> bool:
+    """Whether all tokens of a sampled segment, at least one, are of the vocabulary, each with a finite log-probability
+    of 0 at most."""
+    ids = np.frombuffer(segment.columns, np.uint32, segment.length)  # a negative id is a large one
+    width = len(segment.columns) // segment.length - _ID
+    logprobs = np.frombuffer(segment.columns, f"<f{width}", segment.length, _ID * segment.length)
+    return bool(ids.max() < vocabulary and logprobs.min() >= -FARTHEST and logprobs.max() <= _ROUNDING)  # NaN is none
+
+
 def guest(
     spec: EngineSpec,
     place: int,
@@ -190,6 +215,7 @@ def guest(
     load_interval: float,
     context: ssl.SSLContext | None,
     newest: Callable[[], int],
+    vocabulary: int,
 ) -> EngineHandle:
     """Create the handle of an engine in a place of a machine; it is not started yet.
 
@@ -201,9 +227,10 @@ def guest(
         load_interval: least seconds between two loads.
         context: TLS of the connection to the machine; None: no TLS.
         newest: returns the newest published version.
+        vocabulary: number of the model's token ids.
     """
     key = secrets.token_hex(32)
     process = machine.role(place, spec.name, role, {ENGINE_KEY: key})
-    client = GuestEngine(spec, machine, deadlines, key, context, newest)
+    client = GuestEngine(spec, machine, deadlines, key, context, newest, vocabulary)
     restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
     return EngineHandle(spec, process, client, deadlines, restarts, changed, proving, load_interval, machine.host)
