@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import RefusedRequest, StoreError
 from stretto_tinker.compute.files import POLICY, Shape
 from stretto_tinker.compute.learner import Learner
 from stretto_tinker.wire.bodies import Adam, Lora
@@ -64,6 +64,16 @@ def test_files_of_a_mixture_with_another_number_of_experts_are_refused(tmp_path:
     next((folder / POLICY).glob("*.safetensors")).write_bytes(b"not tensors")
     with pytest.raises(StoreError, match="is not whole"):
         backend.create(Shape(None)).load(folder, optimizer=False)
+
+
+def test_that_no_adapter_trains_the_experts_of_a_mixture_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = backend_of(build_of_family(tmp_path / "base", "qwen3_moe", EXPERTS))
+    assert "no adapter trains the MLP of base, which has no linear layers" in caplog.text
+    backend.check(Shape(Lora(4)))
+    with pytest.raises(RefusedRequest, match="nothing is trained; one of train_attn, train_unembed"):
+        backend.check(Shape(Lora(4, train_attn=False, train_unembed=False)))
 
 
 @pytest.mark.parametrize("shape", [Shape(None), Shape(Lora(4))], ids=["whole", "adapters"])

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -73,6 +74,8 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([SAMPLED], "poo", {}, r"forward_backward: loss: kind 'poo' is unknown.*did you mean 'ppo'\?"),
         ([SAMPLED], "ppo", {"agregation": "sum"}, r"forward_backward: agregation: unknown key; did you mean 'agg"),
         ([SAMPLED], "ppo", {"advantages": "group"}, r"advantages: is for a batch of groups, .*; leave it out"),
+        ([replace(SAMPLED, logprobs=(0.5,) * 3)], "ppo", {}, r"data\[0\].logprobs: 0.5; give a logarithm of a prob"),
+        ([replace(SAMPLED, staleness=(-1,) * 3)], "ppo", {}, r"data\[0\].staleness: -1; give a number of versions"),
         ([SAMPLED], "ppo", {"reference": {"into": "reward"}}, r'reference: is for a batch .*; .* give into = "loss"'),
         ([TOLD], lambda logprobs, data: logprobs[0].sum(), {"correction": "truncate"}, "correction: is no part of"),
         ([TOLD], lambda logprobs, data: logprobs[0].sum(), {"aggregation": "fixed_length"}, "aggregation: is no part"),
@@ -84,7 +87,7 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([TOLD], lambda *_: torch.zeros((), requires_grad=True) * 2, {}, "computed from the log-probabilities"),
         ([TOLD], lambda logprobs, data: torch.zeros(()), {}, r"returned tensor\(0.\); .*from the log-probabilities"),
     ],
-    ids=range(26),
+    ids=range(28),
 )
 def test_data_and_losses(
     trainer: stretto.Trainer, data: Any, loss: Any, settings: dict[str, Any], message: str

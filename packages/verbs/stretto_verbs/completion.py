@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the import loads transformers, which a scheduler of token i
     from stretto.model.hf.tokenizer import Tokenizer
 
 AS_RETURNED = "give the completion as the engine returned it"  #: remedy for a completion with impossible numbers
-_LARGEST_LOGPROB = 1e-3  # 0, plus a rounding error
+LARGEST_LOGPROB = 1e-3  #: 0, plus a rounding error
 
 
 class TextCompletion(Record, frozen=True):
@@ -78,7 +78,7 @@ def check_numbers(turn: TextCompletion, mark: str, place: str) -> None:
         DataError: a log-probability is above 0 or NaN, a token id or version is negative, or the tokenizer is another
             one.
     """
-    if odd := [one for one in turn.logprobs if not one <= _LARGEST_LOGPROB]:  # also finds NaN
+    if odd := [one for one in turn.logprobs if not one <= LARGEST_LOGPROB]:  # also finds NaN
         raise DataError([Problem(place, f"a log-probability of {odd[0]}", AS_RETURNED)])
     if min(turn.token_ids, default=0) < 0 or min(turn.versions, default=0) < 0:
         raise DataError([Problem(place, "a negative token or version", AS_RETURNED)])

@@ -14,7 +14,7 @@ from stretto.core.errors import DataError, Problem
 from stretto.core.records import Batch
 from stretto.trainer.batch.samples import Sample
 from stretto_verbs.arguments import plain
-from stretto_verbs.completion import mark_on
+from stretto_verbs.completion import LARGEST_LOGPROB, mark_on
 
 #: A number for each of the T positions, or a row of K numbers: one for each target of the position.
 Targets = tuple[int, ...] | tuple[tuple[int, ...], ...]
@@ -219,10 +219,11 @@ def check_data(data: Sequence[Datum], vocabulary: int, longest: int, place: str)
 
 def check_sampled(data: Sequence[Datum], loss: str, place: str) -> None:
     """Check that the data have log-probabilities, advantages and one target per position, as a loss over sampled tokens
-    needs. `loss`: its name, for messages.
+    needs, and that the tokens in the loss have possible log-probabilities and staleness. `loss`: its name, for
+    messages.
 
     Raises:
-        DataError: names every datum that lacks something.
+        DataError: names every datum that lacks something, or has an impossible number.
     """
     needed = {"logprobs": "those that the engine gave with the tokens", "advantages": "a number for each token"}
     problems = [
@@ -236,6 +237,12 @@ def check_sampled(data: Sequence[Datum], loss: str, place: str) -> None:
         for at, one in enumerate(data)
         if one.width != 1
     ]
+    for at, one in enumerate(data):
+        for name, least, most in (("logprobs", -math.inf, LARGEST_LOGPROB), ("staleness", 0, math.inf)):
+            column = getattr(one, name)
+            if odd := [column[n] for n in one.trained if column and not least <= column[n] <= most]:
+                told = {"logprobs": "a logarithm of a probability, at most 0", "staleness": "a number of versions"}
+                problems.append(Problem(f"{place}: data[{at}].{name}", f"{odd[0]}", f"give {told[name]}"))
     if problems:
         raise DataError(problems)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,10 @@ from stretto_tinker.compute.sampler import Sampler
 from stretto_tinker.wire.bodies import Lora
 from stretto_verbs.models import SharedModel
 
+log = logging.getLogger(__name__)
+
 _MOST_RANK = 1_024
+_NOTHING = ("none",)  # names of no layer; no name would mean all layers
 #: Float32 numbers of a trained weight: itself, two moments, the accumulated gradient, and that of the present request.
 _COPIES, _FLOAT = 5, 4
 #: Float32 numbers of a sampler's weight: the engine's, a copy in a kernel's layout, and that of the scoring model.
@@ -90,6 +94,9 @@ class LocalBackend:
             last = layer.rsplit(".", 1)[-1]
             self._attends[last] = "attn" in layer
             self._sizes[last] += module.in_features + module.out_features
+        for part, attends in (("attention", True), ("MLP", False)):
+            if attends not in self._attends.values():  # experts, or layers of another kind
+                log.warning("no adapter trains the %s of %s, which has no linear layers", part, name)
         self._head: int = sum(plain.get_output_embeddings().weight.shape)
         free = spare(plain.device, 0)
         beside = (available_memory() if free is None else free) - self.cache_bytes
@@ -105,8 +112,9 @@ class LocalBackend:
         lora = shape.lora
         if lora is not None and not 1 <= lora.rank <= _MOST_RANK:
             raise RefusedRequest("lora_config.rank", str(lora.rank), f"1 to {_MOST_RANK:,}")
-        if lora is not None and not (lora.train_attn or lora.train_mlp or lora.train_unembed):
-            raise RefusedRequest("lora_config", "nothing is trained", "one of train_attn, train_mlp, train_unembed")
+        if lora is not None and not lora.train_unembed and self._targets(lora) == _NOTHING:
+            known = [f"train_{part}" for part in ("attn", "mlp") if (part == "attn") in self._attends.values()]
+            raise RefusedRequest("lora_config", "nothing is trained", f"one of {', '.join((*known, 'train_unembed'))}")
         if (needed := self.memory_of(shape)) > self.models_bytes:
             told = f"such a model needs {needed / 2**20:,.1f} MiB of memory for its training"
             allowed = f"at most {self.models_bytes / 2**20:,.1f} MiB (--models-gib of the server)"
@@ -157,7 +165,7 @@ class LocalBackend:
     def _targets(self, lora: Lora) -> tuple[str, ...]:
         """Last name parts of the layers that get adapters, as ``q_proj``. ("none",) if no layer does."""
         chosen = [last for last, attends in self._attends.items() if (lora.train_attn if attends else lora.train_mlp)]
-        return tuple(sorted(chosen)) or ("none",)  # an empty tuple would mean all layers
+        return tuple(sorted(chosen)) or _NOTHING
 
     def shape_of(self, folder: Path) -> Shape:
         """Read the shape of a model that `Learner.save` wrote.
