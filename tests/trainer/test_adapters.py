@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Sampling
 from stretto.engine.native.parameters import Parameters
+from stretto.model.hf.layers import linear_layers
 from stretto.model.packed.logprobs import pack_tokens
-from stretto.trainer.adapters import adapt, gather_adapters
+from stretto.trainer.adapters import adapt, adapted_layers, gather_adapters, plain_parameters
 from stretto.trainer.config import LoraConfig, TrainerConfig
 from stretto.trainer.messages import SavePolicy, TrainerSpec
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
@@ -172,3 +174,27 @@ def test_without_names_every_linear_layer_of_the_decoder_gets_one() -> None:
     adapt(model, LoraConfig(rank=1))
     trained = {name.split(".")[-4] for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("family", ["dots1", "qwen3_moe"])
+def test_the_dense_and_shared_layers_of_a_mixture_get_adapters_and_its_experts_none(family: str) -> None:
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 48}
+    special = {"dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}}
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=13,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        **{"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0, **experts},
+        **special.get(family, {"num_experts": 4, "mlp_only_layers": [0]}),
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    linear, plain = sorted(linear_layers(model)), sorted(name for name, _ in model.named_parameters())
+    adapt(model, LORA.model_copy(update={"target_modules": ()}))
+    assert any(name.endswith("mlp.gate_proj") for name in linear)
+    assert sorted(adapted_layers(model)) == linear
+    assert sorted(name for name, _ in plain_parameters(model)) == plain
+    assert {name for name, one in model.named_parameters() if one.requires_grad} == {
+        f"{name}.lora_{kind}.default.weight" for name in linear for kind in "AB"
+    }

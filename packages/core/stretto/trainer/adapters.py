@@ -102,7 +102,16 @@ def adapt(model: PreTrainedModel, config: LoraConfig, *, seed: int = SEED, head:
         # An embedding tied to the output matrix gets no adapter: only the output matrix does.
         warnings.filterwarnings("ignore", message=".*ensure_weight_tying")
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(_peft_config(config, wanted), model)
+        peft.inject_adapter_in_model(_peft_config(config, [f"model.{name}" for name in wanted]), _Unnamed(model))
+
+
+class _Unnamed(nn.Module):
+    """A model without its config. By the family in it peft takes the dense and shared layers of some mixtures of
+    experts for the experts, and adapts these in their place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
 
 def gather_adapters(
