@@ -95,10 +95,10 @@ class _Portion:
                 for half in (left[: len(left) // 2], left[len(left) // 2 :]):
                     await self._divided(half, had)
                 return
-            for one in left or requests[:1]:
-                self._requests[one.id] = None
-                if one.id in self._queues:
-                    self._queues[one.id].put_nowait(refused)
+            for request in left or requests[:1]:
+                self._requests[request.id] = None
+                if request.id in self._queues:
+                    self._queues[request.id].put_nowait(refused)
 
 
 class Rounds:
