@@ -118,7 +118,9 @@ async def play(text: str) -> None:
     socket = spec.address.removeprefix("unix:")
     newest = Path(spec.model)
     if (words := newest.read_text().split())[0] in ("killed", "hangs"):
-        newest.write_text(words[1])
+        whole = newest.with_name("whole")
+        whole.write_text(words[1])
+        whole.replace(newest)  # at once: another engine may read it meanwhile
         os.kill(os.getpid(), signal.SIGKILL if words[0] == "killed" else signal.SIGSTOP)
     if words[0] == "mistaken":
         sys.exit(run_role(lambda: mistaken(newest), lambda failed: print(f"{spec.name}: {failed.problem}", flush=True)))

@@ -54,7 +54,7 @@ async def test_completions_are_the_servers_tokens_with_the_loaded_version() -> N
     for completion in found:
         assert_law(prompt_of("ab"), completion)
         assert set(completion.versions) == {3}
-    assert [asked.seed for asked in server.asked] == [50, 50, 51]  # halves, since servers take 63 bits
+    assert [asked.seed for asked in server.asked] == [100, 101, 102]
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
@@ -156,7 +156,7 @@ async def test_another_engine_goes_on_behind_what_is_told() -> None:
     assert found[1].versions == (2,) * 9
     for completion in found:
         assert_law(prompt_of("ab"), completion)
-    assert len({asked.seed for asked in (*server.asked, *other.asked)}) == 2  # 100 and 101 halved; one behind four
+    assert len({asked.seed for asked in (*server.asked, *other.asked)}) == 3  # 100 and 101; one behind four
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
