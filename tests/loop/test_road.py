@@ -40,7 +40,7 @@ class OneEngine(EnginePool):
     asked: tuple[str, ...] = ()
 
     def publish(self, version: int) -> None:
-        self._on_load(version)
+        self.on_load(version)
 
     def up(self) -> None:
         (engine,) = self._engines.values()
