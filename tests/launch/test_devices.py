@@ -279,7 +279,7 @@ class Environments(FreshSpawner):
         return await super().start(spawn)
 
 
-async def test_a_process_sees_its_gpus_alone(plan_for: PlanFor, tmp_path: Path) -> None:
+def test_a_process_sees_its_gpus_alone(plan_for: PlanFor, tmp_path: Path) -> None:
     """In place of a role a module that ends at once."""
     plan, spawner = plan_for("engine.slots=1", "engine.max_prefill_tokens=1"), Environments()
     plan = replace(plan, seats=seats_of(plan, assumed_gpus("2x80")))
@@ -288,9 +288,13 @@ async def test_a_process_sees_its_gpus_alone(plan_for: PlanFor, tmp_path: Path) 
     deadlines = plan.recipe.deadlines.model_copy(update={"trainer_restarts": 0})
     engine = EngineHandle.on_this_machine(spec, tmp_path, deadlines, "platform", spawner, print, Proving(), 0.0)
     trainer = TrainerLink(tmp_path / "trainer.txt", deadlines, role="platform", spawner=spawner)
-    with pytest.raises(RoleDied):
-        await engine.start()
-    with pytest.raises(RoleDied):
-        await trainer.start(trainer_spec(plan, plan.base.path, endpoints, tmp_path))
-    await asyncio.gather(engine.stop(0.0), trainer.stop(0.0))
+
+    async def start_both() -> None:
+        with pytest.raises(RoleDied):
+            await engine.start()
+        with pytest.raises(RoleDied):
+            await trainer.start(trainer_spec(plan, plan.base.path, endpoints, tmp_path))
+        await asyncio.gather(engine.stop(0.0), trainer.stop(0.0))
+
+    asyncio.run(start_both())
     assert [seen["CUDA_VISIBLE_DEVICES"] for seen in spawner.seen] == ["1", "0"]
