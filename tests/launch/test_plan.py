@@ -318,10 +318,12 @@ def test_an_engine_waits_for_its_first_weights_as_long_as_the_trainer_may_start_
         assert spec.publication_seconds == seconds
 
 
-def test_more_completions_in_flight_than_an_engine_queues(plan_for: Planner) -> None:
-    plan_for(rollout={"batch_size": 2, "group_size": 8, "max_in_flight": 8192})  # 65,536 completions
-    assert message(plan_for, rollout={"batch_size": 2, "group_size": 8, "max_in_flight": 8193}) == (
-        "rollout.max_in_flight: 8,193 groups of 8 (group_size) are 65,544 completions; an engine queues at most 65,536"
+@pytest.mark.parametrize("key", ["max_in_flight", "max_in_flight_max"])
+def test_more_completions_in_flight_than_an_engine_queues(plan_for: Planner, key: str) -> None:
+    rollout = {"batch_size": 2, "group_size": 8, "max_in_flight": "auto"}
+    plan_for(rollout=rollout | {key: 8192})  # 65,536 completions
+    assert message(plan_for, rollout=rollout | {key: 8193}) == (
+        f"rollout.{key}: 8,193 groups of 8 (group_size) are 65,544 completions; an engine queues at most 65,536"
     )
 
 

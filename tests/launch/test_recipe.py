@@ -72,6 +72,16 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
     ),
     ("no staleness", "[rollout]\nmax_staleness = nan", ["rollout.max_staleness: nan"]),
     (
+        "groups in flight between bounds in the wrong order",
+        '[rollout]\nmax_in_flight = "auto"\nmax_in_flight_min = 300',
+        ["rollout: max_in_flight_min = 300 is more than max_in_flight_max = 256", "lower the first"],
+    ),
+    (
+        "groups in flight by themselves in a run that can be repeated",
+        '[rollout]\nmax_in_flight = "auto"\nmax_staleness = 0',
+        ['rollout.max_in_flight = "auto" follows what the engines tell', "give a number"],
+    ),
+    (
         "an unknown word",
         '[rollout]\nbeyond_bound = "drop"',
         ["beyond_bound: 'drop'", "'train', 'wait', 'mask' or 'expire'"],
