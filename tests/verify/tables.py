@@ -2,6 +2,9 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
+
+DATA = Path(__file__).parents[1] / "data"
 
 
 def cases(table: str) -> list[tuple[str, str, bool]]:
@@ -22,3 +25,9 @@ def _cases(table: str) -> Iterator[tuple[str, str, bool]]:
         for mark, found in zip(told[::2], told[1::2], strict=True):
             text = found.replace("·", " ")
             yield expected, rf"\boxed{{{text}}}" if mark in "☑☒" else text, mark in "✓☑"
+
+
+def sections(name: str) -> dict[str, str]:
+    """The texts of a file of tests/data, each by the name that stands before it in a line behind ``== ``."""
+    _, *parts = re.split(r"^== (.*)\n", (DATA / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {name: text.removesuffix("\n") for name, text in zip(parts[::2], parts[1::2], strict=True)}

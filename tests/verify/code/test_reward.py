@@ -27,6 +27,7 @@ from stretto_verify.sandbox.probe import Report, probe
 from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
 from stretto_verify.sandbox.walls import Level, Walls
 from tests.verify.sandbox.other_users import ORDINARY, as_user, delegated_groups
+from tests.verify.tables import sections
 
 ANY = "any problem"
 CONFIG = SandboxConfig(seconds=0.2, completion_seconds=0.8)
@@ -109,63 +110,11 @@ def test_programs_by_calls(judge: CodeReward, answer: str, expected: Judgement |
     assert expected.problem in (ANY, found.problem)
 
 
-EQUALS_ALL = "class Same(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\n"
-FORGERIES: list[Any] = [
-    pytest.param(EQUALS_ALL + "def f(n): return Same()", id="an object that equals everything"),
-    pytest.param(
-        "class L(list):\n    def __eq__(self, other): return True\n    def __len__(self): return 2\n"
-        "def f(n): return L()",
-        id="a list that equals everything",
-    ),
-    pytest.param("import sys\ndef f(n): sys.exit(0)\nsys.exit(0)", id="leave with success"),
-    pytest.param("exit()\ndef f(n): quit()", id="leave as in a session"),
-    pytest.param("import os\nos._exit(0)", id="leave at once"),
-    pytest.param("def f(n): raise SystemExit(0)\nif __name__ == '__main__': raise SystemExit", id="leave in the call"),
-    pytest.param("import atexit, os\natexit.register(os._exit, 0)\ndef f(n): return 1 / 0", id="leave at the end"),
-    pytest.param("import sys, os\nsys.excepthook = lambda *a: os._exit(0)\ndef f(n): pass\n1 / 0", id="an excepthook"),
-    pytest.param(
-        "import gc, sys\n"
-        "def look():\n"
-        "    frame = sys._getframe()\n"
-        "    while frame:\n"
-        "        for name, value in {**frame.f_locals, **frame.f_globals}.items():\n"
-        "            if name in ('expected', 'accepted', 'tests', 'stdout'): return value\n"
-        "        frame = frame.f_back\n"
-        "    return [x for x in gc.get_objects() if isinstance(x, dict) and ('accepted' in x or 'expected' in x)]\n"
-        "def f(n): return look()\n"
-        "if __name__ == '__main__': print(look())",
-        id="look for what is expected",
-    ),
-    pytest.param(
-        "import os, signal\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\n"
-        "signal.setitimer(signal.ITIMER_REAL, 0.05)\nwhile True: pass",
-        id="a timer that leaves",
-    ),
-    pytest.param("for word in ('PASSED', 'OK', '1.0', '{}'): print(word)\ndef f(n): pass", id="markers"),
-    pytest.param(
-        "import os\n"
-        "for number in range(16):\n"
-        '    try: os.write(number, b\'{"value": true}\\n{"value": true}\\n{"value": true}\\n\')\n'
-        "    except OSError: pass\n"
-        "os._exit(0)",
-        id="write where results go",
-    ),
-    pytest.param(
-        "import builtins, sys\n"
-        "guest = sys.modules['__main__']\n"
-        "for name in ('plain', 'encoded', '_call_all', '_found'):\n"
-        "    if hasattr(guest, name): setattr(guest, name, lambda *a: 'true')\n"
-        "def f(n): return 1",
-        id="replace the guest's functions",
-    ),
-    pytest.param(
-        "import os, time\nif os.fork() == 0:\n    time.sleep(0.1)\n    print(49)\n    os._exit(0)\nos._exit(0)",
-        id="leave the work to a child",
-    ),
-]
+#: By name; as functions that are called, and as whole programs.
+FORGERIES = sections("forgeries.txt")
 
 
-@pytest.mark.parametrize("forgery", FORGERIES)
+@pytest.mark.parametrize("forgery", FORGERIES.values(), ids=FORGERIES)
 def test_no_forgery_passes(judge: CodeReward, forgery: str) -> None:
     for tests in (BY_INPUT, BY_CALL):
         found = judge.judge(forgery, tests)
@@ -177,8 +126,8 @@ def test_no_forgery_passes_where_an_ordinary_user_judges() -> None:
     def passed() -> str:
         with contextlib.closing(CodeReward(CONFIG, *probe(CONFIG, []))) as judge:
             honest = judge.judge("def f(n): return [n * n, str(n)]", BY_CALL)
-            asked = [(param.id, param.values[0], tests) for param in FORGERIES for tests in (BY_INPUT, BY_CALL)]
-            forged = [name for name, forgery, tests in asked if judge.judge(str(forgery), tests).right]
+            asked = [(name, forgery, tests) for name, forgery in FORGERIES.items() for tests in (BY_INPUT, BY_CALL)]
+            forged = [name for name, forgery, tests in asked if judge.judge(forgery, tests).right]
             return f"honest {honest.passed} of {honest.total}, forged {forged}"
 
     with delegated_groups(ORDINARY) as groups:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stretto_verify.math.reward import math
 from tests.verify.math.judged import boxed, right
-from tests.verify.tables import cases
+from tests.verify.tables import cases, sections
 
 numbers = st.integers(1, 999_999)
 small = st.integers(-40, 40)
@@ -25,47 +25,7 @@ few = settings(max_examples=6)
 
 #: In the form of `tables.cases`: «a» to «d» are different numbers, «n» is a negative one, «a2» has two digits at least,
 #: and «h» is an hour of a clock.
-FAMILIES = {
-    "amounts of two units": r"""
-«a» hours «b» minutes ☑ «a»\text{ hours }«b»\text{ minutes} ✗ «a» hours «c» minutes ☒ «b» minutes ☒ «a» hours
-«b» ✗ It takes «a» hours «b» minutes.
-""",
-    "an amount has its own unit or none": r"""
-«a» m ☑ «a» ☒ «a» cm ☒ «a»00 m ¦ «a» ☑ «a» m ☑ «a» kg ☑ «a» m^2 ☑ «a» dollars ¦ «a» kg ☑ «a» ☒ «a» grams ☒ «a»000 kg
-«a» m^2 ☑ «a» ☒ «a» cm^2 ☒ «a»0000 m^2 ¦ «a» dollars ☑ «a» ☒ «a» cents ☒ «a»00 dollars
-""",
-    "sums of money": r"""
-«a»0«b2».«c2» ☑ \$«a»,0«b2».«c2» ☒ \$«a»0«b2».«d2» ¦ \$«a».«b2» ✓ It costs $«a».«b2».
-""",
-    "times of day": r"""
-«h»:«b2» a.m. ☑ «h»\!:\!«b2»\text{ AM} ✓ The train leaves at «h»:«b2» AM. ☒ «h»:«b2» pm ☒ «h»:«c2» am
-«h»:«b2» p.m. ☑ «h»\!:\!«b2»\text{ PM} ✓ The train leaves at «h»:«b2» PM. ☒ «h»:«b2» am ☒ «h»:«c2» pm
-""",
-    "dates": r"""
-May «a» ☑ \text{May «a»} ✓ The answer is May «a». ☒ \text{May «b»} ☒ \text{July «a»} ☒ «a»
-October «a» ☑ \text{October «a»} ✓ The answer is October «a». ☒ \text{October «b»} ☒ \text{July «a»} ☒ «a»
-""",
-    "ratios": r"""
-«a»:«b» ☑ «a» : «b» ☑ \frac{«a»}{«b»} ☒ «b»:«a» ¦ 1:1«a2»:«b» ☑ 10:1«a2»0:«b»0 ☒ 10:1«a2»0:«b»1
-""",
-    "periodic solutions have a parameter without a name": r"""
-$x=\frac{«a»\pi}{29}+k\pi, k \in \mathbb{Z}$ ☑ x=\frac{«a»\pi}{29}+n\pi,\ n\in\mathbb{Z}
-☑ \frac{«a»\pi}{29}+m\pi \text{ for all integers } m ☒ \frac{«b»\pi}{29}+k\pi ☒ \frac{«a»\pi}{29}+2k\pi
-☒ \frac{«a»\pi}{29}
-""",
-    "a system of equations names its values": r"""
-$(«n», «b»)$ ☑ \begin{cases} x = «n» \\ y = «b» \end{cases} ✓ We find $x = «n»$ and $y = «b»$. ☒ x=«n», y=«c»
-x=«n», y=«b» ☑ \begin{cases} x = «n» \\ y = «b» \end{cases} ✓ We find $x = «n»$ and $y = «b»$. ☒ x=«n», y=«c» ☒ «b», «n»
-$(x,y)=(«n»,«b»)$ ☑ \begin{cases} x = «n» \\ y = «b» \end{cases} ✓ We find $x = «n»$ and $y = «b»$. ☒ x=«n», y=«c»
-""",
-    "both signs are two answers": r"""
-$«n» \pm \sqrt{«b»}$ ☑ «n»-\sqrt{«b»}, «n»+\sqrt{«b»} ✓ x = «n» + √«b» or x = «n» - √«b» ☒ «n»+\sqrt{«b»}
-☒ «n» \pm \sqrt{«c»}
-""",
-    "complex numbers": r"""
-$\frac{«n»+«b»i}{«d»}$ ☑ \frac{«b»}{«d»}i + \frac{«n»}{«d»} ☒ \frac{«n»-«b»i}{«d»} ☒ \frac{«b»+«n»i}{«d»}
-""",
-}
+FAMILIES = sections("math_families.txt")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,118 +11,11 @@ from typing import NamedTuple
 import pytest
 
 from tests.verify.math.judged import verdict
+from tests.verify.tables import sections
 
-#: A form in a line: for which of two answers it is right (- for neither), and the form.
-DENIALS = r"""
-- The answer is not «a».
-- The answer isn't «a».
-- It is not «a».
-- It isn't «a»
-- It cannot be «a».
-- The answer can't be «a».
-- The answer is never «a».
-- The answer is definitely not «a».
-- The answer is anything but «a».
-- I doubt that the answer is «a».
-- «a» is not the answer.
-- «a» is wrong.
-- «a» is incorrect.
-- «a» does not work.
-- not «a»
-- <answer>not «a»</answer>
-- neither «a» nor «b»
-- The answer is neither «a» nor «b».
-- La respuesta no es «a».
-- La réponse n'est pas «a».
-- Die Antwort ist nicht «a».
-- A resposta não é «a».
-- Ответ не «a».
-- 答案不是«a»。
-- «a»不是答案。
-- 答えは«a»ではありません。
-- not «[a]»
-- It is not $«[a]»$.
-- «[a]» is wrong.
-- $«[a]»$ is not the answer.
-- The answer cannot be «[a]».
-b The answer is «b», not «a».
-b The answer is not «a» but «b».
-b The answer is not «a». The answer is «b».
-b «a» is wrong. The answer is «b».
-b It is not «a». The answer is «b».
-b I thought that it is «a». No, the answer is «b».
-b not «[a]» but «[b]»
-b «[a]» is wrong, so «[b]».
-b It is $«[b]»$, not «a».
-b 答案不是«a»，答案是«b»。
-b La respuesta es «b», no «a».
-b La réponse est «b», pas «a».
-b Die Antwort ist «b», nicht «a».
-"""
-BOXES = r"""
-a «[a]»
-a $«[a]»$.
-a $$«[a]»$$
-a **«[a]»**
-a So the answer is $«[a]»$, as wanted.
-a <answer>«[a]»</answer>
-a \boxed{«[a]»}
-a \boxed{\boxed{«[a]»}}
-a \boxed{} «[a]»
-a Put it into \boxed{}: «[a]»
-a «[a]» \boxed{}
-a $\boxed{\text{The answer is }«m»}$
-a \boxed{\text{Answer: }«m»}
-a $\boxed{ «m» }$
-a \fbox{«m»}
-a \boxed {«m»}
-a «[a]», «[a]»
-a First «b», finally «[a]».
-a «[b]» Wait, «[a]».
-a Is it $«[b]»$? No, $«[a]»$.
-a «[b]»⏎⏎Correction: «[a]»
-a «[b]» was my first guess. Actually «[a]».
-a The final answer is: $«[a]»$
-- «[a]» or «[b]»
-- «[a]» and «[b]»
-- «[a]», «[b]»
-- «[a]»«[b]»
-- «[a]» «[b]»
-- \boxed{«m»\text{ or }«w»}
-- \boxed{«m»\quad «w»}
-- \boxed{«m»; «w»}
-- \boxed{«[a]»«[b]»}
-- \boxed{«[a]»\text{ or }«[b]»}
-- \boxed{\text{not }«m»}
-- \boxed{\text{not }«[a]»}
-- \boxed{\text{either }«m»\text{ or }«w»}
-- \boxed{\text{The answer is not }«m»}
-- \boxed{\neq «m»}
-- \boxed{}
-"""
-#: Right for the gold answer "«s» is «a»" (S), for "«a»" too (s), for neither (-); «o» is another name.
-SUBJECTS = r"""
-S «s» is «a»
-S «s» is «a».
-S So «s» is «a».
-S <answer>«s» is «a»</answer>
-S The answer is: «s» is «a».
-S \boxed{\text{«s» is «a»}}
-- «o» is «a»
-- «o» is «a».
-- So «o» is «a».
-- <answer>«o» is «a»</answer>
-- The answer is: «o» is «a».
-- \boxed{\text{«o» is «a»}}
-- «o»: «a»
-- «o» = «a»
-- «s» is «b».
-- «s» is not «a».
-- <answer>«s» is «b»</answer>
-- \boxed{\text{«s» is «b»}}
-- \boxed{\text{«s» is not «a»}}
-- «s» is «a» or «b».
-"""
+#: Denials and boxes: before each form, for which of two answers, «a» and «b», it is right (- for neither).
+#: Subjects: right for the gold answer "«s» is «a»" (S), for "«a»" too (s), for neither (-); «o» is another name.
+FORMS = sections("math_forms.txt")
 NAMES = ["Ann", "Ben", "Tom", "Maria", "Alice", "Bob", "Carlos", "Mei", "Omar", "Priya"]
 WORDS = [
     "green",
@@ -199,7 +92,7 @@ def cases(table: str, seed: int, wanted: int) -> Iterator[Case]:
 
 def of_subjects(seed: int, wanted: int) -> Iterator[Case]:
     """Yield cases of statements about one of two subjects."""
-    chance, forms = random.Random(seed), _lines(SUBJECTS)
+    chance, forms = random.Random(seed), _lines(FORMS["subjects"])
     for number in range(wanted):
         mark, form = forms[number % len(forms)]
         kind = chance.choice(["number", "word"])
@@ -228,12 +121,12 @@ def _faults(found: Iterator[Case]) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("seed", "wanted"), SEEDS)
 def test_what_is_denied_is_wrong_and_what_is_given_in_its_place_is_right(seed: int, wanted: int) -> None:
-    assert _faults(cases(DENIALS, seed, wanted)) == []
+    assert _faults(cases(FORMS["denials"], seed, wanted)) == []
 
 
 @pytest.mark.parametrize(("seed", "wanted"), SEEDS)
 def test_of_several_boxes_one_counts_or_none(seed: int, wanted: int) -> None:
-    assert _faults(cases(BOXES, seed, wanted)) == []
+    assert _faults(cases(FORMS["boxes"], seed, wanted)) == []
 
 
 @pytest.mark.parametrize(("seed", "wanted"), SEEDS)

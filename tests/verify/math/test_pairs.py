@@ -10,21 +10,17 @@ is wrong, and never undecided.
 """
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
 from stretto_verify.math.reward import gold
 from stretto_verify.verdicts import Undecided
 from tests.verify.math.judged import boxed, right, verdict
-from tests.verify.tables import cases
+from tests.verify.tables import DATA, cases, sections
 
-DATA = Path(__file__).parents[2] / "data"
 PAIRS = [json.loads(line) for line in (DATA / "math_pairs.jsonl").read_text(encoding="utf-8").splitlines()]
 ADVERSARY = cases((DATA / "math_adversary.txt").read_text(encoding="utf-8"))
-_, *_KINDS = re.split(r"^# (.*)\n", (DATA / "math_kinds.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
-KINDS = {title: table for title, table in zip(_KINDS[::2], _KINDS[1::2], strict=True) if table}
+KINDS = sections("math_kinds.txt")
 #: Not computed, since it may grow without bound: only what is written alike is right for it.
 UNCHECKED = r"\sum_{i=1}^{n} a_i b_i"
 
