@@ -10,67 +10,7 @@ import pytest
 from benchmarks import report, summary
 from benchmarks.gpu_rows import PARTS, SECTION, lacking
 
-GPU: dict[str, Any] = {
-    "decode": {
-        "copy_gb_per_second": 3000.0,
-        "exactness": [{"tokens": 256, "off_from_float32": 0.01, "transformers_off_from_float32": 0.02}],
-        "rows": [
-            {
-                "sequences": 32,
-                "context": 1024,
-                "engine_tokens_per_second": 5000.0,
-                "engine_ms": 6.4,
-                "floor_ms": 1.6,
-                "engine_of_floor": 0.25,
-            },
-            {"sequences": 256, "context": 8192, "skipped": "needs about 300 of 80 GiB"},
-        ],
-    },
-    "beside": {
-        "prompt_tokens": 512,
-        "answer_tokens": 64,
-        "rows": [
-            {"sequences": 1, "stretto_tokens_per_second": 200.0, "generate_tokens_per_second": 40.0},
-            {"sequences": 32, "stretto_tokens_per_second": 5000.0, "generate_tokens_per_second": 1000.0},
-        ],
-        "training": {
-            "tokens": 8192,
-            "sequences": 16,
-            "stretto_tokens_per_second": 30000.0,
-            "stretto_peak_gib": 20.0,
-            "padded_tokens_per_second": 20000.0,
-            "padded_peak_gib": 40.0,
-        },
-    },
-    "compiled": {"rows": [{"sequences": 32, "generate_compiled_tokens_per_second": 2500.0}]},
-    "continuous": {"skipped": "takes about 25 s, and 3 s were left"},
-    "training": {
-        "peak_tflops": 989.0,
-        "rows": [{"tokens": 8192, "sequences": 16, "tokens_per_second": 30000.0, "mfu": 0.11, "peak_gib": 20.0}],
-    },
-    "run": {
-        "generated_per_second": 9000.0,
-        "trained_per_second_of_training": 25000.0,
-        "staleness_mean": 1.25,
-        "mfu_of_training": 0.1,
-        "weights": {"bytes": 1_200_000_000, "seconds_pause_median": 0.05, "seconds_pull_median": 0.4},
-    },
-    "learn": {"accuracy": [[0, 0.0, 0.42], [100, 20.0, 0.8], [200, 40.0, 0.91]]},
-    "kernels": {
-        "reading": [{"rows": 32, "context": 1024, "fused_ms": 0.1, "plain_ms": 0.5}],
-        "packed": {"tokens": 8192, "flash_ms": 2.0, "bucketed_ms": 3.0},
-    },
-    "drawing": {
-        "vocabulary": 151_936,
-        "plain": [{"rows": 32, "fused_ms": 0.2, "plain_ms": 0.6}],
-        "filtered": [{"rows": 32, "fused_ms": 0.5, "plain_ms": 1.0}],
-    },
-    "memory": {"tokens": 16_384, "estimated_gib": 50.0, "peak_gib": 49.0, "peak_of_estimate": 0.98},
-    "publication": {"step_alone": [0.3], "step_beside": [0.31, 0.33], "copy": [0.01], "write": [0.4]},
-    "profile": {"failed": "ended with exit code 1"},
-    "tests": {"told": "40 passed in 20.00s"},
-    "ranks": {"ranks": "one GPU"},
-}
+GPU: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/gpu.json").read_text(encoding="utf-8"))
 MACHINE = {"processor": "a processor", "cores": 16, "memory_gib": 125.0, "accelerators": ["H100 80GB, 81559 MiB"]}
 
 
