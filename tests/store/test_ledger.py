@@ -6,7 +6,6 @@ A kill at any moment leaves a file that keeps these promises: `tests/faults/test
 of it again and again is found by key, and what is forgotten on the way is what is forgotten at once.
 """
 
-import json
 import sqlite3
 import tempfile
 from collections import Counter
@@ -19,15 +18,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from stretto.core.errors import BoundViolated, StoreError
-from stretto.core.records import Outcome, Segment, State, Verdict
+from stretto.core.records import Outcome, State, Verdict
 from stretto.store.config import StoreConfig
 from stretto.store.ledger import reading, schema
 from stretto.store.ledger.ledger import Ledger, put_fact
-from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import read_batches, read_fact, read_unfinished
 from stretto.store.ledger.rows import Balance
 from stretto.store.ledger.schema import FORMAT
-from tests.store.make import Make, buffered, ledger_at, sampled, sql, trained
+from tests.store.make import Make, buffered, ledger_at, sql, trained
 
 
 def states(path: Path) -> dict[str, int]:
@@ -49,15 +47,6 @@ def test_the_story_of_a_group_of_three(path: Path, make: Make) -> None:
     assert ledger.balance() == Balance(trained=2, failed=1)
     assert ledger.balance().issued == 3
     ledger.close()
-
-
-def test_a_batch_counts_staleness_over_the_tokens_that_are_trained(path: Path, make: Make) -> None:
-    with ledger_at(path, flush_seconds=0) as ledger:
-        group = make.group("0.1.0", make.trajectory("0.1.0", 0, versions=(3, 3, 5, 6)), admitted_version=3)
-        trained(ledger, make.batch(8, group, version=7, oldest_trainable=5))
-        [(staleness, *tokens)] = sql(path, "SELECT staleness, trained_tokens, masked_tokens FROM steps")
-    assert json.loads(str(staleness)) == {"1": 1, "2": 1}
-    assert tokens == [2, 2]
 
 
 def test_a_token_from_the_future_is_refused(path: Path, make: Make) -> None:
@@ -130,28 +119,6 @@ def test_payloads_are_kept_as_the_recipe_says(path: Path, make: Make, keep: str,
         kept = sql(path, "SELECT id FROM groups WHERE prompt_token_ids IS NOT NULL ORDER BY key")
         assert kept == [("0.1.0",), ("0.2.0",), ("0.3.0",)][3 - len(kept) :]
         assert len(kept) == (2 if keep == "none" else 3)
-
-
-def test_an_answer_in_flight_is_on_record_as_far_as_it_has_come(path: Path, make: Make) -> None:
-    first = Segment.of((4, 5), (-0.5, -0.25), (0, 0))
-    second = Segment.of((6,), (-0.125,), (1,), interrupted=1)
-    end = sampled((1,), tokens=(2,))
-    with ledger_at(path, flush_seconds=60) as ledger:
-        ledger.issue("0.1.0", make.prompt, 3, 0)
-        ledger.journal("0.1.0/1", first)
-        ledger.journal("0.1.0/2", end)
-    with ledger_at(path, flush_seconds=60) as ledger:
-        ledger.journal("0.1.0/1", second)
-        ledger.flush()
-        (group,) = read_unfinished(path)
-        so_far = Segment.of((4, 5, 6), (-0.5, -0.25, -0.125), (0, 0, 1), 1)
-        assert group.members == {1: UnfinishedMember((so_far,)), 2: UnfinishedMember((end,))}
-        ledger.buffer(make.group("0.1.0", *(make.trajectory("0.1.0", member) for member in range(3))))
-        ledger.flush()
-        (group,) = read_unfinished(path)
-        assert group.members == {}
-        assert group.trajectories == tuple(make.trajectory("0.1.0", member) for member in range(3))
-    assert sql(path, "SELECT count(*) FROM partials") == [(0,)]
 
 
 def test_batches_are_read_back_as_they_were_trained_on(path: Path, make: Make) -> None:

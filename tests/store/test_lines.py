@@ -41,16 +41,6 @@ def test_a_measurement_that_is_no_number_is_null(tmp_path: Path) -> None:
     assert step.trainer == {"kl": None, "ratio": None, "loss": 1.0}
 
 
-def test_a_rewound_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
-    for step in (1, 2, 3):
-        log.append(metrics(step))
-    rewind_metrics(path, 2)
-    MetricsLog(path).append(metrics(3))
-    assert [step.step for step in read_metrics(path)[0]] == [1, 2, 3]
-
-
 def test_a_file_from_which_nothing_goes_is_not_written_anew(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2):

@@ -64,41 +64,11 @@ def test_what_is_taken_back_of_a_segment_is_gone_and_what_other_segments_have_st
         assert member(path).segments == (sampled(2, 3, 6), sampled(parent=0))
 
 
-def test_a_turn_that_has_begun_and_has_no_tokens_keeps_its_place(path: Path) -> None:
-    with closing(ledger_in(path)) as ledger:
-        ledger.journal(ID, sampled(4, end=StopReason.STOP))
-        ledger.journal(ID, Segment.of(parent=PROMPT, cause="subagent"), node=1)
-        ledger.journal(ID, Segment.of((9,), parent=0), node=3)
-    first, second, unknown, last = member(path).segments
-    assert (first.token_ids, last) == ((4,), Segment.of((9,), parent=0))
-    assert second == Segment.of(parent=PROMPT, cause="subagent")
-    assert unknown == Segment.of(parent=NOTHING), "nothing of the third was on record"
-
-
 def test_a_single_turn_is_written_without_a_place(path: Path) -> None:
     with closing(ledger_in(path)) as ledger:
         ledger.journal(ID, sampled(4, 5))
     [(begin, piece)] = sql(path, "SELECT begin, payload FROM partials")
     assert (begin, piece[8:9]) == (0, b"\x9a"), "a segment of ten fields"
-
-
-def test_a_durable_call_is_in_the_file_when_it_begins_and_when_it_ends(path: Path) -> None:
-    ledger = ledger_in(path)
-    ledger.begin_call(ID, 0, b"send the letter", durable=True)
-    assert member(path).calls == (RecordedCall(0, b"send the letter"),)
-    ledger.begin_call(ID, 1, b"2 + 2", durable=False)
-    ledger.end_call(ID, 0, b"sent")
-    assert member(path).calls == (RecordedCall(0, b"send the letter", b"sent"), RecordedCall(1, b"2 + 2"))
-    ledger.end_call(ID, 1, b"4")
-    crash(ledger)
-    assert member(path).calls == (RecordedCall(0, b"send the letter", b"sent"), RecordedCall(1, b"2 + 2")), (
-        "nothing was promised"
-    )
-    with ledger_at(path, flush_seconds=60) as ledger:
-        ledger.end_call(ID, 1, b"4")
-        ledger.begin_call(ID, 2, b"", durable=False)
-        ledger.end_call(ID, 2, b"")
-    assert member(path).calls[1:] == (RecordedCall(1, b"2 + 2", b"4"), RecordedCall(2, b"", b""))
 
 
 def test_a_call_begins_once_and_ends_once(path: Path) -> None:

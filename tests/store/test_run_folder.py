@@ -57,11 +57,6 @@ def test_its_checkpoints_may_be_in_another_place_from_the_start(tmp_path: Path) 
         assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000005"]
 
 
-def test_a_run_that_never_began_leaves_the_folder_free(tmp_path: Path) -> None:
-    RunFolder.create(tmp_path / "run").release()
-    RunFolder.create(tmp_path / "run").release()
-
-
 def test_a_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path), pytest.raises(RunFolderError) as refused:
         RunFolder.create(tmp_path)
