@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stretto.core.records import Prompt, State
@@ -75,6 +75,9 @@ def test_every_second_of_a_run_worked_by_hand_has_its_category_and_idleness_its_
     assert found.budget["trained"].seconds == pytest.approx(30.0 + 21.0 + 6.0)
 
 
+@example(  # a share of all, whose product and quotient are rounded
+    (0, 0, 0, 109), OnRecord(), (0.0, 1.0, 0.0), {"engine-0": 1.0}, {"engine-0": {"generate": 1.0, "recompute": 7.5}}
+)
 @given(
     produced=st.tuples(COUNT, COUNT, COUNT, COUNT),
     on_record=st.builds(OnRecord, COUNT, COUNT, COUNT, COUNT, COUNT, COUNT, st.integers(0, 99), st.integers(0, 99)),

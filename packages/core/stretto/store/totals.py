@@ -227,7 +227,8 @@ def _generation(
     again = spent.get("recompute", 0.0)
     stepping = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, "recompute"})
     sampled = totals.generated + totals.evaluated
-    reasons["evaluation"] = stepping * totals.evaluated / sampled if sampled else 0.0
+    # The quotient first: it is at most 1, and so the rest is not negative by rounding.
+    reasons["evaluation"] = stepping * (totals.evaluated / sampled) if sampled else 0.0
     return _shared(stepping - reasons["evaluation"], _sampled(tokens)) | {RECOMPUTED: again}, reasons
 
 
