@@ -200,7 +200,7 @@ class ChatServer(ABC):
 
     @abstractmethod
     async def count(self, count: TokenCount, call: ChatExchange) -> None:
-        """Count the tokens of a request's prompt, and send the reply."""
+        """Read a request of the kind `count`, and reply with the number of tokens of its prompt."""
 
     async def health(self, call: ChatExchange) -> None:
         """Reply to ``GET /health`` with the status "ok" and the name of the model."""

@@ -253,7 +253,8 @@ def check_batch(batch: Batch, version: int, vocabulary: int, mark: str, place: s
     Args:
         version: the trainer's version; the batch must not be of a later one.
         vocabulary: number of the model's tokens.
-        mark: mark of the trainer's tokenizer, which must be that of the batch; "": not known.
+        mark: mark of the trainer's tokenizer, which must be that of the batch; not checked if it is "" (not known) or
+            the batch has none.
         place: name of the called method, for messages.
 
     Raises:

@@ -58,7 +58,8 @@ def router_notes(model: Path) -> Iterator[str]:
 
 def repeated(questions: Questions, sets: Sequence[Question] = ()) -> list[str]:
     """Return warnings about questions that are both trained on and held out, or of one of the further `sets`, and about
-    questions that a later row repeats, with another answer or with the same. Generated questions are exempt."""
+    questions that a later row repeats, with another answer or with the same. Generated questions are exempt, and
+    so are held-out questions and sets that are rows of the training file itself."""
     training = [row for row in questions.training if row.place]
     both = {row.place for row in training}  # one file may be given for both
     held_out, further = (

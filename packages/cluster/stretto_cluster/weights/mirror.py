@@ -208,9 +208,9 @@ class Mirror:
         return Pulled(version, transfer.received, seconds, form.startswith(_DELTA), said)
 
     def _bring(self, version: int, transfer: Transfer, base: Path | None) -> str:
-        """Transfer, verify and switch in a version, as a delta from `base` if that is not None. Return the form of the
-        transfer, "" if the version was already here. Raises TornPublication if the file is damaged or is not what the
-        server announced."""
+        """Transfer, verify and switch in a version. `base`: file of another version, from which the server may send a
+        delta; None: none. Return the form of the transfer, which begins with "delta" or "in full"; "" if the version
+        was already here. Raises TornPublication if the file is damaged or is not what the server announced."""
         path = path_of(self._run, self.folder, version)
         came, made = (path.with_suffix(f".{part}.{os.getpid()}.partial") for part in ("came", "made"))
         try:

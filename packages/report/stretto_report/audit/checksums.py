@@ -82,7 +82,8 @@ _TRAINED_TRAJECTORIES = """
 
 
 def broken_checksums(connection: sqlite3.Connection, number: int) -> Iterator[str]:
-    """Yield a sentence for each checksum that does not match, in a ledger of format `number`.
+    """Yield a sentence for each checksum that does not match, in a ledger of format `number`, and for each buffered
+    trajectory without tokens.
 
     The checksum of a step covers the tokens that it trained on; without them (`store.keep_payloads`) it is not checked.
     """

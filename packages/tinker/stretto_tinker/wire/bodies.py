@@ -217,7 +217,7 @@ class JoinSampler(msgspec.Struct, frozen=True):
 
 
 class TextChunk(msgspec.Struct, frozen=True):
-    """A part of a prompt. Chunks of other types than "encoded_text" (images, say) are refused."""
+    """A part of a prompt. Any `type` is decoded; `PromptTokens.token_ids` refuses all but "encoded_text"."""
 
     type: str = "encoded_text"
     tokens: tuple[int, ...] = ()

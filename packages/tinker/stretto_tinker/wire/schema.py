@@ -95,7 +95,7 @@ def new(name: str) -> Any:
 
 
 def parse(name: str, raw: bytes) -> Any:
-    """Decode a message of the type `name`.
+    """Decode a protobuf message of the type `name` (of `_MESSAGES`); returns the message.
 
     Raises:
         RefusedRequest: the bytes are not such a message.

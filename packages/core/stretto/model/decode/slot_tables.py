@@ -101,7 +101,7 @@ class TableSteps:
 
     def _expect(self, step: DecodeStep, rows: int) -> None:
         """Prepare the next step, in which all rows have one token more if none enters or leaves. The device computes
-        meanwhile."""
+        meanwhile. `rows`: their number with padding, as in `_arrays`."""
         positions = _padded(step.positions + 1, step.rows, rows)
         self._coming = positions, self._numbers(positions)
 

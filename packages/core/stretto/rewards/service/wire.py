@@ -38,7 +38,7 @@ class Facts:
         self.known: dict[str, str] = {}
 
     def hear(self, worker: str, found: Mapping[str, str]) -> list[str]:
-        """Add a worker's facts, by name; returns a sentence for each that differs from all known ones."""
+        """Add a worker's facts, by name; returns a sentence for each that is new, except for the first worker's."""
         if not self.known:
             self.known = dict(found)
         news = {name: fact for name, fact in found.items() if fact not in self.known.values()}

@@ -241,6 +241,6 @@ def as_named(given: Node) -> dict[str, Node] | None:
 
 
 def has_one_name(listing: Listing) -> bool:
-    """Whether all items give values to the same name: ``x = 1, x = 2``."""
+    """Whether all items, two or more, give values to the same name: ``x = 1, x = 2``."""
     found = {name(item.sides[0]) if isinstance(item, Relation) and is_naming(item) else None for item in listing.items}
     return len(listing.items) > len(found) == 1 and None not in found
