@@ -135,6 +135,7 @@ class _Rewards:
 @dataclass(frozen=True)
 class _Base:
     parameters: int = 1
+    vocab_size: int = 1 << 20  # more than any token of a simulated machine
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ CONSTANTS = {
     ("succession.py", "_SEARCH_SECONDS"): "the search for an earlier conductor, beside the run",
     ("engine/http/lifecycle.py", "_CLIENT_IDLE_SECONDS"): "an idle connection; its client closes it",
     ("engine/http/lifecycle.py", "_IDLE_SECONDS"): "an idle connection of an arbitrary client",
-    ("processes/http/server.py", "_KEEP_ALIVE_SECONDS"): "an idle connection",
+    ("app.py", "_IDLE_SECONDS"): "an idle connection",
     ("sessions/sessions.py", "_IDLE_SECONDS"): "a session that gives way to a new one, where no room is left",
     ("extensions/commands/calibrate.py", "_PATIENCE"): "a measurement of a small model, which is no run",
     ("outlets/supervision.py", "HUNG_SECONDS"): "a tool that runs are shown in; the run does not wait for it",
