@@ -34,10 +34,14 @@ class Background:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        open_tasks = asyncio.all_tasks(self.loop)
+        for task in open_tasks:
+            task.cancel()  # Python complains of tasks that still wait when it takes their loop down
+        self.loop.run_until_complete(asyncio.gather(*open_tasks, return_exceptions=True))
 
     def _end(self) -> None:
-        """Stop the loop and wait up to five seconds for the step in progress: an interpreter that exits while torch
-        computes may crash."""
+        """Stop the loop, cancel its tasks and wait up to five seconds for the step in progress: an interpreter that
+        exits while torch computes may crash."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_END_SECONDS)
 

@@ -1,0 +1,28 @@
+"""The thread that engines of one's own loops sample in.
+
+- When its process ends, nothing in it still waits: every coroutine is cancelled, and runs to its end.
+"""
+
+import asyncio
+import threading
+
+from stretto_verbs.background import Background
+
+
+def test_at_the_end_each_coroutine_is_cancelled_and_runs_to_its_end() -> None:
+    thread, ended, waiting = Background(), list[int](), threading.Semaphore(0)
+
+    async def wait(number: int) -> None:
+        waiting.release()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(number)
+
+    futures = [thread.start(wait(number)) for number in range(3)]
+    for _ in futures:
+        assert waiting.acquire(timeout=10)
+    thread._end()
+    assert sorted(ended) == [0, 1, 2]
+    assert asyncio.all_tasks(thread.loop) == set()
