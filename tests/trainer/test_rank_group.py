@@ -46,7 +46,7 @@ from stretto.trainer.messages import (
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
-from stretto_cluster.ranks.messages import RANK_ROLE, RankSpec, secrets
+from stretto_cluster.ranks.messages import RANK_ROLE, RankSpec, environment_of
 from stretto_cluster.ranks.rank import _as_here
 from tests.tiny_policy import TINY
 from tests.tolerances import after_adam, operations_of
@@ -119,7 +119,7 @@ class Agent:
         rank = RoleProcess("rank 1", RANK_ROLE, self._site.there / "rank.txt", spawner=self._site.far.spawner)
         self.ranks.append(rank)
         told = RankSpec.of(awaited, 1, spec, model=str(self._site.there / "model"))
-        await rank.start(told, 1, environment=secrets(awaited))
+        await rank.start(told, 1, environment=environment_of(awaited))
 
 
 def test_a_lost_rank_begins_the_group_anew_from_checkpoint_and_batches(site: Site) -> None:

@@ -31,8 +31,7 @@ from stretto.trainer.messages import (
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.weights.folder import remove
-from stretto_cluster.ranks.messages import RANK_ROLE, RankSpec
-from stretto_cluster.ranks.messages import secrets as secrets_of
+from stretto_cluster.ranks.messages import RANK_ROLE, RankSpec, environment_of
 from tests.certificates import authority
 from tests.launch.warm import session_fork_server
 from tests.tiny_policy import TINY
@@ -98,7 +97,7 @@ class Running:
         """Start rank 1 on the other machine, as an agent does."""
         tls = str(self.site.there / "tls") if self.spec.tls else ""
         spec = RankSpec.of(self.awaited, 1, self.spec, model=str(self.site.there / "model"), tls=tls)
-        secrets = {name: wrong.pop("key", key) for name, key in secrets_of(self.awaited).items()}
+        secrets = {name: wrong.pop("key", key) for name, key in environment_of(self.awaited).items()}
         await self.rank.start(msgspec.structs.replace(spec, **wrong), 1, environment=secrets)
 
     async def reply(self, kind: type[T]) -> T:

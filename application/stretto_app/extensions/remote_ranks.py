@@ -12,7 +12,7 @@ from stretto.core.tasks import gather_or_cancel, gather_to_the_end
 from stretto.trainer.messages import RanksAwaited, TrainerSpec
 from stretto_cluster.machine import JoinedMachine, RemoteProcess
 from stretto_cluster.messages import AGENTS_TLS
-from stretto_cluster.ranks.messages import RANK_ROLE, RankSpec, secrets
+from stretto_cluster.ranks.messages import RANK_ROLE, RankSpec, environment_of
 
 
 def neighbours(hosts: Sequence[str], together: int) -> list[int]:
@@ -56,7 +56,7 @@ class RemoteRanks:
         places = await self._places(len(awaited.ranks))
         starts = []
         for number, (machine, place) in zip(awaited.ranks, places, strict=False):
-            rank = machine.role(place, f"trainer-rank-{number}", RANK_ROLE, secrets(awaited))
+            rank = machine.role(place, f"trainer-rank-{number}", RANK_ROLE, environment_of(awaited))
             self._ranks.append(rank)
             tls = AGENTS_TLS if spec.tls else ""
             told = RankSpec.of(awaited, number, spec, model=machine.model, reference=machine.reference, tls=tls)

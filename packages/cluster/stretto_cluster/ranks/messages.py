@@ -32,13 +32,13 @@ class RankSpec(Record, frozen=True):
 
     @classmethod
     def of(cls, awaited: RanksAwaited, rank: int, trainer: TrainerSpec, **there: Any) -> Self:
-        """The spec of an awaited rank, to be started as the role `RANK_ROLE` with the environment `secrets`.
+        """The spec of an awaited rank, to be started as the role `RANK_ROLE` with the environment `environment_of`.
         `trainer`: spec of rank 0. `there`: further fields, of the rank's machine."""
         assert rank in awaited.ranks, f"rank {rank} is not awaited"
         return cls(rank, awaited.host, awaited.port, trainer.threads, trainer.hung, **there)
 
 
-def secrets(awaited: RanksAwaited) -> dict[str, str]:
+def environment_of(awaited: RanksAwaited) -> dict[str, str]:
     """Environment variables that awaited ranks need."""
     return {RANK_KEY: awaited.key}
 

@@ -310,5 +310,5 @@ class OwnNames:
 
 
 def foreign_host(host: str) -> str:
-    """Error message for a foreign Host."""
+    """Sentence for a caller whose Host header, `host`, is no name of this server: what it may be instead."""
     return f"host: {host!r} is no name of this server; ask it by its address, or by localhost on its own machine"
