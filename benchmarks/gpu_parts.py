@@ -141,6 +141,7 @@ def tests(asked: Asked) -> dict[str, Any]:
     """Run pytest over the files whose tests need a GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-o", "cache_dir=.cache/pytest/gpu", *TESTED, *asked.size.tests]
     environment = os.environ | ({"STRETTO_TEST_GPU": "1"} if asked.device.type == "cuda" else {})
+    environment.pop("PYTEST_ADDOPTS", None)  # the caller's may hide the last line
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     last = (ended.stdout.strip().splitlines() or [""])[-1]
     return {"told": last} | ({} if ended.returncode == 0 else {"failed": last, "output": ended.stdout[-4000:]})

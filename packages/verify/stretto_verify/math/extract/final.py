@@ -220,7 +220,10 @@ def in_prose(text: str) -> FinalAnswer | None:
     told = _DOLLAR.sub(r"\\$", " ".join(_IN_WORDS.sub(r" \1 ", text).split()))
     if r"\text" not in text or _WORDS_AND_NUMBERS.fullmatch(told) is None:
         return None
-    return final_answer(told, is_all=True) if all(map(str.isdigit, candidates(told))) else None
+    found = candidates(told)
+    if len(found) > 1 and _ASIDE.search(told) is not None:
+        return None  # "41 not 37": a box has one value
+    return final_answer(told, is_all=True) if all(map(str.isdigit, found)) else None
 
 
 def _untagged(inner: str) -> FinalAnswer:
