@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -63,13 +64,8 @@ def needs_of(workflow: Workflow) -> WorkflowReady:
 
 def _made(name: str, kind: type[Workflow], settings: dict[str, object]) -> Workflow:
     try:
-        parameters = inspect.signature(kind).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if unknown := [key for key in settings if key not in parameters and not takes_all]:
-            problem = Problem(f"workflow.settings.{unknown[0]}", f"{name!r} has no such setting")
-            raise WorkflowError(
-                [Problem(problem.place, problem.found, nearest(unknown[0], parameters) or "it has none")]
-            )
+        if problems := list(_misfits(name, inspect.signature(kind).parameters, settings)):
+            raise WorkflowError(problems)
         return kind(**settings)
     except WorkflowError:
         raise
@@ -77,6 +73,22 @@ def _made(name: str, kind: type[Workflow], settings: dict[str, object]) -> Workf
     except (Exception, SystemExit) as error:
         found = f"{name!r} cannot be made: {type(error).__name__}: {error}"
         raise WorkflowError([Problem("workflow.settings", found, "they are the arguments of its class")]) from error
+
+
+def _misfits(
+    name: str, parameters: Mapping[str, inspect.Parameter], settings: Mapping[str, object]
+) -> Iterator[Problem]:
+    """Yield a problem for each setting that the class of the workflow `name` does not have, and for each that it needs
+    and was not given. `parameters`: those of its constructor."""
+    named = {key: one for key, one in parameters.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    for key in settings:
+        if key not in named and not takes_all:
+            remedy = nearest(key, named) or "it has none"
+            yield Problem(f"workflow.settings.{key}", f"{name!r} has no such setting", remedy)
+    for key, one in named.items():
+        if one.default is one.empty and key not in settings:
+            yield Problem(f"workflow.settings.{key}", "missing", f"{name!r} needs it")
 
 
 def _refused(found: str, remedy: str) -> WorkflowError:

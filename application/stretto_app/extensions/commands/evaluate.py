@@ -28,9 +28,11 @@ from stretto.launch.preflight.paths import check_data_files
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.overrides import Overrides
 from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, validate
+from stretto.launch.recipe.sections import SamplingConfig
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluator
 from stretto.loop.records.evaluation import Evaluation, QuestionResult
+from stretto.model.hf.inspection import inspect_model_folder
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.rewards.service.pool import RewardPool
@@ -161,6 +163,8 @@ def _recipe(model: Path, task: Path | DataChoice, overrides: Overrides, samples:
     else:
         tree, place = parse_recipe(task, overrides), str(task)
     tree["model"] = {"path": str(model.expanduser())}
+    if isinstance(task, DataChoice) or task.suffix == ".jsonl":
+        _leave_room(tree, model)
     tree.pop("warm_start", None)
     if isinstance(cluster := tree.pop("cluster", None), dict) and "trusted_network" in cluster:
         tree["cluster"] = {"trusted_network": cluster["trusted_network"]}  # engines of this machine answer
@@ -171,6 +175,15 @@ def _recipe(model: Path, task: Path | DataChoice, overrides: Overrides, samples:
         chosen = {"samples": samples} if samples is not None else {}
         tree["evaluation"] = {**tree.get("evaluation", {}), "sets": [], "best_of": "", **chosen}
     return validate(tree, place, overrides)
+
+
+def _leave_room(tree: dict[str, Any], model: Path) -> None:
+    """Limit completions to half of the model's context if no override says how long they may be and the default is
+    longer."""
+    sampling = tree.setdefault("sampling", {})
+    if isinstance(sampling, dict) and "max_tokens" not in sampling:
+        half = inspect_model_folder(model.expanduser()).context_length // 2
+        sampling["max_tokens"] = max(1, min(half, SamplingConfig().max_tokens))
 
 
 def _files(task: Path | DataChoice) -> Iterator[tuple[str, str]]:

@@ -171,10 +171,16 @@ def _imported(place: str, module: str) -> object:
 def _attribute(place: str, module: str, attribute: str, found: object) -> object:
     for part in attribute.split("."):
         if not hasattr(found, part):
-            public = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
-            raise RecipeError([Problem(place, f"{module!r} has no {attribute!r}", nearest(part, public))])
+            raise RecipeError([Problem(place, f"{module!r} has no {attribute!r}", nearest(part, _defined(found)))])
         found = getattr(found, part)
     return found
+
+
+def _defined(found: object) -> list[str]:
+    """List the names of functions and classes that a module or class defines itself; imported ones are left out."""
+    home = getattr(found, "__name__" if inspect.ismodule(found) else "__module__", None)
+    items = getattr(found, "__dict__", {}).items()
+    return [name for name, one in items if name[0] != "_" and getattr(one, "__module__", None) == home]
 
 
 def _way_out(module: str, error: BaseException) -> str:

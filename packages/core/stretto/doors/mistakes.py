@@ -37,6 +37,7 @@ _OTHER_NAMES = {
     "kl_coef": "algorithm.reference.weight",
     "max_steps": "trainer.steps",
     "gradient_checkpointing": "trainer.activation_checkpointing",
+    "section=preferences": "a recipe with preferences is one of `stretto dpo`",
     "loss=dpo": "DPO learns from pairs, by `stretto dpo`; from Python by a function, as in examples/own_loss.py",
     "loss=sft": 'demonstrations are learnt by `stretto sft`; from Python by "cross_entropy" of a stretto.Trainer',
     "loss=grpo": 'GRPO is loss = "ppo" with advantages = "group"',
@@ -70,7 +71,10 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
             return Problem(
                 where,
                 "unknown key",
-                _alias(keys, beside) or _elsewhere(keys, details["input"], kind) or nearest(keys[-1], beside),
+                _OTHER_NAMES.get(f"section={keys[-1]}")
+                or _alias(keys, beside)
+                or _elsewhere(keys, details["input"], kind)
+                or nearest(keys[-1], beside),
             )
         case "missing":
             return Problem(where, "missing")
