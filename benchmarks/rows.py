@@ -82,7 +82,8 @@ def trl(results: dict[str, Any]) -> list[Row]:
     best = max(peer.get("trajectories_per_second", 0.0) for peer in results["trl"])
     ours = results["stretto"]["trained_per_second"]
     peer = f"trl's `GRPOTrainer`, the best of {len(results['trl'])} settings: {best:,.0f}"
-    mine = f"the best of {len(results['stretto_settings'])} settings: {ours:,.0f}"
+    settings = results.get("stretto_settings", ())  # older results have one
+    mine = f"the best of {len(settings)} settings: {ours:,.0f}" if settings else f"{ours:,.0f}"
     return [Row("trained trajectories per second", mine, peer, f"× {results['ratio_to_best']:.1f}")]
 
 

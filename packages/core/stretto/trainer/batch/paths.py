@@ -171,6 +171,8 @@ def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
     Raises:
         OverflowError: a Python integer is beyond the range.
     """
+    if isinstance(values, np.ndarray) and values.dtype == kind:
+        return values
     with np.errstate(over="ignore"):
         return np.asarray(values, kind)
 
