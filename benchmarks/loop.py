@@ -209,20 +209,21 @@ def trl(steps: int) -> dict[str, Any]:
     ours: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
         for name, (groups, setting) in BESIDE_TRL.items():
-            kept, batch = Path(folder) / name, (f"rollout.batch_size={groups}", f"trainer.steps={steps * 8 // groups}")
-            run = train(["rollout.filter=none", f"evaluation.every={steps}", *batch, *setting], keep=kept)
+            batch = (f"rollout.batch_size={groups}", f"trainer.steps={steps * 8 // groups}")
+            words = ("rollout.filter=none", f"evaluation.every={steps}", *batch, *setting)
+            run = train(words, keep=Path(folder) / name)
             length = round(statistics.mean(step.length_mean for step in run.steps), 2)
             ours.append({"setting": name, "groups": groups} | facts(run) | {"mean_tokens": length})
             table.add("stretto", groups, name, ours[-1]["trained_per_second"], length)
-        model = RunFolder.open(kept).policy(0)
+        model = RunFolder.open(Path(folder) / "as in the recipe").policy(0)
         prompts = Path(folder) / "prompts.jsonl"
         questions = recipe.task.questions(recipe.seed).training[:4096]
         prompts.write_text("".join(json.dumps({"prompt": q.text, "answer": q.answer}) + "\n" for q in questions))
-        words = ["--group-size", recipe.rollout.group_size, "--answer-marker", "="]
-        words += ["--minibatches", recipe.trainer.minibatches, "--max-tokens", recipe.sampling.max_tokens]
-        words += ["--learning-rate", recipe.trainer.learning_rate]
+        same = ["--group-size", recipe.rollout.group_size, "--answer-marker", "="]
+        same += ["--minibatches", recipe.trainer.minibatches, "--max-tokens", recipe.sampling.max_tokens]
+        same += ["--learning-rate", recipe.trainer.learning_rate]
         settings = [(groups, threads) for groups in (recipe.rollout.batch_size, 32) for threads in (2, 1)]
-        peers = [_peer(model, prompts, [str(word) for word in words], *setting) for setting in settings]
+        peers = [_peer(model, prompts, [str(word) for word in same], *setting) for setting in settings]
     for peer in peers:
         rate = peer.get("trajectories_per_second", peer.get("failed"))
         table.add("trl", peer["groups"], f"{peer['threads']} threads", rate, peer.get("mean_tokens", ""))

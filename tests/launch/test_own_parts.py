@@ -237,6 +237,7 @@ NAMED = [
     ("algorithm.loss", "broken:kind", "'kind' has a name that a section uses itself"),
     ("algorithm.loss", "broken:anchor", "'anchor' has a name that a section uses itself"),
     ("algorithm.loss", "broken:anchored", "a tuple of some of recomputed, interpolated, behavior is needed"),
+    ("algorithm.loss", "broken:declared", "has no 'declared'; allowed: "),
     ("algorithm.correction", "broken:bear", "'broken' has no 'bear'; did you mean 'bare'?"),
     ("algorithm.advantages", "broken.short", "one of your own is written 'broken:short'"),
     ("rollout.filter", "broken.keeps", "one of your own is written 'broken:keeps'"),

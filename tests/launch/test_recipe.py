@@ -33,6 +33,7 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
     ("an unknown section", "[trainor]\nsteps = 3", ["trainor: unknown key", "did you mean 'trainer'?"]),
     ("a key by another name", "[trainer]\nlr = 1e-4", ["trainer.lr: unknown key", "did you mean 'learning_rate'?"]),
     ("one of its section", "[rollout]\nnum_generations = 4", ["unknown key; did you mean 'group_size'?"]),
+    ("a recipe of another command", "[preferences]\nbeta = 1", ["a recipe with preferences is one of `stretto dpo`"]),
     ("one of another section", "[algorithm]\nbeta = 0.1", ["did you mean 'algorithm.reference.weight'?"]),
     (
         "an algorithm for a loss",

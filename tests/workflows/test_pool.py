@@ -290,6 +290,7 @@ def test_a_run_in_which_most_trajectories_fail_stops_with_the_reason(bench: Call
         ("multi_turns", {}, "no built-in workflow is called 'multi_turns'; did you mean 'multi_turn'?"),
         ("Askz", {}, "has no 'Askz'; did you mean 'Asks'?"),
         ("Asks", {"turn": 3}, "workflow.settings.turn: .* has no such setting; did you mean 'turns'?"),
+        ("environment", {"turn": 3}, "(?s)no such setting; did you mean 'turns'.*workflow.settings.make: missing; "),
         ("multi_turn", {"tries": 0}, "cannot be made: ValueError: tries is 0"),
         ("Path", {}, "is <class 'pathlib.*Path'>; a workflow is a class with 'async def run"),
     ],

@@ -245,8 +245,7 @@ class Run:
         return evaluations[-1].accuracy if evaluations else None
 
     def summary(self) -> Inspection:
-        """Summarise the run in numbers, as ``stretto inspect`` does. Raises StoreError if its ledger cannot be read, and
-        RecipeError if the package stretto-report is not installed."""
+        """Summarise the run in numbers, as ``stretto inspect`` does. Raises StoreError if its ledger cannot be read."""
         found: Inspection = from_package(f"{_READING}.inspection:inspect_run", "Run.summary")(self.folder)
         return found
 

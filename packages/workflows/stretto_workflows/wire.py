@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stretto.core.errors import Problem
 from stretto.core.records import Record
 from stretto.rollout.workflow import WorkflowReady
 from stretto_workflows.task import TurnReply, WorkflowTask
@@ -87,11 +88,9 @@ ToWorker = Begin | OrderDone | OrderRefused | RunCall | GiveUp
 
 
 class WorkflowRefused(Record, frozen=True, tag=True):
-    """Message that the workflow cannot be used, with the fields of a `Problem`; the process ends."""
+    """Message that the workflow cannot be used, with every reason; the process ends."""
 
-    place: str
-    found: str
-    remedy: str
+    problems: tuple[Problem, ...]
 
 
 class TurnOrder(Record, frozen=True, tag=True):

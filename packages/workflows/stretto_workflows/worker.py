@@ -183,8 +183,7 @@ def main(arguments: list[str]) -> int:
             workflow = load_workflow(spec.function, spec.settings)
             ready = needs_of(workflow)
         except WorkflowError as error:
-            problem = error.problems[0]
-            end.send(WorkflowRefused(problem.place, problem.found, problem.remedy))
+            end.send(WorkflowRefused(tuple(error.problems)))
             return error.exit_code
         end.send(ready)
         serve(workflow, end)

@@ -18,7 +18,6 @@ from stretto.core.errors import (
     CallInterrupted,
     DataError,
     DeadlineExceeded,
-    Problem,
     RefusedRequest,
     RoleDied,
     WireError,
@@ -206,7 +205,7 @@ class WorkflowProcess:
         await self._channel.open(self._process.ended)
         said = await self._channel.receive(f"to import {self._config.function}", self._config.start_timeout)
         if isinstance(said, WorkflowRefused):
-            raise WorkflowError([Problem(said.place, said.found, said.remedy)])
+            raise WorkflowError(said.problems)
         if not isinstance(said, WorkflowReady):
             raise RoleDied(self.name, "sent another message before it was ready", str(self._log))
         self.ready = said
