@@ -191,11 +191,13 @@ def _pause(results: list[dict[str, Any]]) -> list[Row]:
 
 
 _PARTS = {"products": "matmuls"}
+_LEAST_SHARE = 0.05
 
 
 def _decode_step(results: dict[str, Any]) -> list[Row]:
     def shares(row: dict[str, Any]) -> str:
-        return ", ".join(f"{_PARTS.get(part, part)} {share:.0%}" for part, share in row["share"].items())
+        named = ((_PARTS.get(part, part), share) for part, share in row["share"].items())
+        return ", ".join(f"{part} {share:.0%}" for part, share in named if share >= _LEAST_SHARE)
 
     what = f"a decode step of {results['answers']} sequences"
     return [
