@@ -23,6 +23,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from stretto.engine.config import EngineConfig
@@ -45,7 +46,7 @@ class Job:
     rollout: RolloutConfig
     engine: EngineConfig
     trainer: TrainerConfig
-    longest: int  # tokens of the longest prompt plus the longest completion
+    longest: int
     recomputes: bool = False
     converses: bool = False
     reference: ModelShape | None = None
@@ -137,6 +138,13 @@ class TrainingSeconds(NamedTuple):
     publish: float
 
 
+def forward_flops(shape: ModelShape, lengths: Sequence[float], sampled: float) -> float:
+    """Return the FLOPs of a forward pass over sequences of these lengths in tokens. Only `sampled` of the tokens go
+    through the output matrix."""
+    attention = 2.0 * sum(length * length for length in lengths) * shape.width * shape.layers
+    return 2.0 * (shape.body * sum(lengths) + shape.embedding * sampled) + attention
+
+
 @dataclass(frozen=True)
 class Costs:
     """Implements the simulator's `Durations` with the formulas of this module and the machine's record.
@@ -163,7 +171,7 @@ class Costs:
     def prefill(self, contexts: Sequence[float]) -> float:
         machine, shape, tensor = self.machine, self.job.shape, self.layout.tensor
         tokens = sum(contexts)
-        products = self._forward(tokens, len(contexts), sum(context * context for context in contexts))
+        products = forward_flops(shape, contexts, len(contexts))
         passes = math.ceil(tokens / self.job.engine.max_prefill_tokens)
         fixed = passes * (machine.prefill_seconds + shape.layers * machine.layer_seconds)
         own = tokens * machine.prefill_token_seconds
@@ -193,9 +201,9 @@ class Costs:
         minibatches = job.trainer.minibatches
         # A sequence is not split over ranks: in each minibatch, the ranks wait for the one with the longest sequence.
         longest = heapq.nlargest(minibatches, sequences)
-        alone = self._forward(sum(longest), sum(longest), sum(length * length for length in longest))
+        alone = forward_flops(shape, longest, sum(longest))
         together = job.trainer.together
-        shared = self._forward(tokens, tokens, squares) / ranks
+        shared = forward_flops(shape, sequences, tokens) / ranks
         products = forwards * max(shared, alone / together) / machine.train_flops
         passes = minibatches * math.ceil(tokens / minibatches / (ranks / together) / job.trainer.micro_batch_tokens)
         whole = max(products, self._gathered(passes)) + self._inside(tokens * together / ranks, passes)
@@ -208,13 +216,6 @@ class Costs:
         update = own + minibatches * adam + (1 - job.proximal / forwards) * whole + beside
         conduct = len(sequences) * machine.batch_seconds
         return TrainingSeconds(*(self.slower_training * part for part in (conduct, proximal, update, adam)))
-
-    def _forward(self, tokens: float, sampled: float, squares: float) -> float:
-        """FLOPs of a forward pass over `tokens` tokens. Only `sampled` tokens go through the output matrix. `squares`:
-        sum of the squared sequence lengths."""
-        shape = self.job.shape
-        attention = 2.0 * squares * shape.width * shape.layers
-        return 2.0 * (shape.body * tokens + shape.embedding * sampled) + attention
 
     def _gathered(self, passes: int) -> float:
         """Seconds that a rank needs to gather the parameter shards of all others and to reduce its shard of the
@@ -258,6 +259,18 @@ class Costs:
         bandwidth = machine.link_bandwidth if within else machine.network_bandwidth
         return size / bandwidth if bandwidth else 0.0
 
+    @cached_property
+    def estimate(self) -> float:
+        """Optimistic estimate of the seconds of a step, in which no role waits for another: to generate a batch, with
+        as many concurrent completions as fit, or to train on it, whichever is longer. A running completion has half its
+        length on average, so the cache holds more of them than complete ones."""
+        job, lengths = self.job, self.job.lengths
+        context = lengths.prompt_tokens + lengths.mean / 2
+        in_flight = job.rollout.in_flight_bounds[1] * job.rollout.group_size / self.layout.engines
+        rows = max(1.0, min(job.engine.slots, in_flight, self.cache_tokens() / context))
+        generation = job.completions * lengths.mean / self.layout.engines / rows * self.decode(rows, rows * context)
+        return max(generation, self.train([math.floor(lengths.prompt_tokens + lengths.mean)] * job.completions))
+
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
     def memory(self) -> Memory:
@@ -272,6 +285,11 @@ class Costs:
         asked = min(wanted, job.engine.cache_gib / layout.tensor)
         completion = job.longest * self.token_bytes * self._waste / 2**30
         return Memory(trainer / 2**30, engine / 2**30, min(asked, room), available, completion)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the devices of the layout have enough memory."""
+        return self.memory().missing <= 0
 
     def rank(self) -> RankMemory:
         """Estimated memory of one trainer rank."""

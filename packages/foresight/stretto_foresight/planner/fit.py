@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.model.hf.shape import ModelShape
-from stretto_foresight.planner.costs import Job
+from stretto_foresight.planner.costs import Job, forward_flops
 from stretto_foresight.planner.layouts import own_layout
 from stretto_foresight.planner.machine import MachineProfile
 from stretto_foresight.planner.predict import predict
@@ -128,7 +128,7 @@ def fit_prefill(samples: Sequence[PrefillSample], layer_seconds: float) -> Mappi
     per layer, is subtracted before the fit.
     """
     found = least_squares(
-        [(1.0, sum(one.contexts), _forward(one.shape, one.contexts, len(one.contexts))) for one in samples],
+        [(1.0, sum(one.contexts), forward_flops(one.shape, one.contexts, len(one.contexts))) for one in samples],
         [one.seconds for one in samples],
         [one.shape.layers * layer_seconds for one in samples],
     )
@@ -147,7 +147,7 @@ def fit_training(samples: Sequence[TrainSample]) -> Mapping[str, float]:
                 sum(length * length for length in one.sequences) * one.shape.layers * one.shape.width,
                 len(one.sequences),
                 one.shape.parameters,
-                3.0 * _forward(one.shape, one.sequences, sum(one.sequences)),
+                3.0 * forward_flops(one.shape, one.sequences, sum(one.sequences)),
             )
             for one in samples
         ],
@@ -160,11 +160,6 @@ def fit_loads(samples: Sequence[LoadSample]) -> Mapping[str, float]:
     """Fit the fields of `MachineProfile` for a load of weights; returns them by name."""
     fixed, each = least_squares([(1.0, one.parameters) for one in samples], [one.seconds for one in samples])
     return {"load_seconds": float(fixed), "load_parameter_seconds": float(each)}
-
-
-def _forward(shape: ModelShape, lengths: Sequence[int], through_the_output: int) -> float:
-    attention = 2.0 * sum(length * length for length in lengths) * shape.width * shape.layers
-    return 2.0 * (shape.body * sum(lengths) + shape.embedding * through_the_output) + attention
 
 
 def _rate(seconds: float) -> float:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 
 from stretto.core.errors import Problem, RecipeError
 from stretto_foresight.planner.costs import Costs, Job, Layout, Memory
@@ -18,25 +16,6 @@ _FINE = 16  # up to this number of splits, every one is tried
 _MICRO_BATCHES = (1, 2, 4)  # multiples of the recipe's micro_batch_tokens that are tried
 _MOST_DEVICES = 1 << 16
 _SMALLER = "devices with more memory, or shorter completions (sampling.max_tokens)"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout, the job with the settings for it, and its costs."""
-
-    job: Job
-    layout: Layout
-    costs: Costs
-
-    @cached_property
-    def estimate(self) -> float:
-        """Optimistic seconds of a step: no role waits for another."""
-        return _estimate(self.costs)
-
-    @property
-    def fits(self) -> bool:
-        """Whether its devices have enough memory."""
-        return self.costs.memory().missing <= 0
 
 
 def own_layout(job: Job) -> Layout:
@@ -53,7 +32,7 @@ def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
     layout = own_layout(job)
     memory = Costs(job, machine, layout).memory()
     if memory.missing > 0:
-        settings = _settings_that_fit(job, lambda changed: Costs(changed, machine, layout).memory().missing <= 0)
+        settings = _settings_that_fit(job, lambda changed: Costs(changed, machine, layout).fits)
         trains = memory.trainer >= memory.generation
         place = f"trainer.ranks = {layout.ranks}" if trains else f"engine.count = {layout.engines}"
         remedies = settings or [_SMALLER, "give --gpus N for the layouts of N devices"]
@@ -61,7 +40,7 @@ def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
     return layout
 
 
-def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Candidate]:
+def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Costs]:
     """Layouts of `devices` devices that fit the memory, ordered by estimate.
 
     Raises:
@@ -74,7 +53,7 @@ def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Candidat
     return sorted(fitting, key=lambda one: one.estimate)
 
 
-def _all(job: Job, machine: MachineProfile, devices: int) -> Iterator[Candidate]:
+def _all(job: Job, machine: MachineProfile, devices: int) -> Iterator[Costs]:
     for layout in _layouts(job, devices, machine):
         for times in _MICRO_BATCHES:
             tokens = job.trainer.micro_batch_tokens * times
@@ -83,7 +62,7 @@ def _all(job: Job, machine: MachineProfile, devices: int) -> Iterator[Candidate]
             yield candidate(job, machine, layout, job.rollout.max_staleness, tokens)
 
 
-def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: float | str, tokens: int) -> Candidate:
+def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: float | str, tokens: int) -> Costs:
     """Make a candidate of the job with this layout, staleness bound and micro-batch size (`tokens`). It has as many
     groups in flight as the bound and the engines' slots allow. A bound "auto" stays adaptive in the simulation."""
     slots = max(1, layout.engines * job.engine.slots // job.rollout.group_size)
@@ -94,7 +73,7 @@ def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: floa
         {"count": layout.engines},
         {"ranks": layout.ranks, "micro_batch_tokens": tokens},
     )
-    return Candidate(planned, layout, Costs(planned, machine, layout))
+    return Costs(planned, machine, layout)
 
 
 def _layouts(job: Job, devices: int, machine: MachineProfile) -> Iterator[Layout]:
@@ -131,26 +110,14 @@ def _divides(job: Job, tensor: int) -> bool:
     return tensor == 1 or (shared and job.engine.kind != "native")
 
 
-def _estimate(costs: Costs) -> float:
-    """Seconds to generate a batch, with as many rows as fit, or to train on it, whichever is longer. A row is half its
-    length on average, so that the cache holds more rows than complete ones."""
-    job = costs.job
-    context = job.lengths.prompt_tokens + job.lengths.mean / 2
-    in_flight = job.rollout.in_flight_bounds[1] * job.rollout.group_size / costs.layout.engines
-    rows = max(1.0, min(job.engine.slots, in_flight, costs.cache_tokens() / context))
-    tokens = job.completions * job.lengths.mean / costs.layout.engines
-    generation = tokens / rows * costs.decode(rows, rows * context)
-    return max(generation, costs.train([math.floor(job.lengths.prompt_tokens + job.lengths.mean)] * job.completions))
-
-
-def _too_large(job: Job, machine: MachineProfile, devices: int, found: list[Candidate]) -> Problem:
+def _too_large(job: Job, machine: MachineProfile, devices: int, found: list[Costs]) -> Problem:
     place = f"--gpus {devices}"
     if not found and not _most_ranks(job):
         said = f"{job.completions} completions a step cannot be shared out to {job.trainer.minibatches} minibatches"
         return Problem(place, said, f"trainer.minibatches can be {job.completions} at most")
     if not found:
         return Problem(place, "too few devices to generate and to train", "two are needed at least")
-    least = min((one.costs.memory() for one in found), key=lambda memory: memory.missing)
+    least = min((one.memory() for one in found), key=lambda memory: memory.missing)
     return Problem(place, f"no layout has the memory: {_lack(least)}", _any_of(_remedies(job, machine, devices)))
 
 

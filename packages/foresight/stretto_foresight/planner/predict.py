@@ -16,7 +16,7 @@ from stretto.core.events import Span
 from stretto.core.records import Record
 from stretto.rollout.pacing import pacing_of
 from stretto_foresight.planner.costs import Costs, Job, Layout
-from stretto_foresight.planner.layouts import Candidate, candidate, candidates, fitting_own_layout
+from stretto_foresight.planner.layouts import candidate, candidates, fitting_own_layout
 from stretto_foresight.planner.lengths import Lengths
 from stretto_foresight.planner.machine import MachineProfile
 from stretto_foresight.simulator.accounts import SimulationReport
@@ -29,7 +29,6 @@ _STEPS = 9  # least steps of a simulation
 _ROUNDS = 3  # iterations to find how much roles that share cores slow each other down
 _SIMULATED = 6  # most candidates that are simulated
 _PATIENCE = 30.0  # CPU seconds after which no simulation starts, and the current one ends early
-_CHANCE = 1.0  # times the best simulated step: candidates with a longer estimate are skipped
 _DRAWN = 4  # training steps shown in a timeline
 _BUSY = 0.9  # busy share of a role from which it counts as the bottleneck
 
@@ -140,9 +139,9 @@ def _search(
     """Simulate the promising candidates in the order of their estimates, then the best one with other staleness bounds.
     When `over` returns True, no further candidate is started. `say` gets a line for each."""
     chosen = _chosen(job, machine, devices, goal)
-    found: list[tuple[LayoutPrediction, Candidate]] = []
+    found: list[tuple[LayoutPrediction, Costs]] = []
 
-    def simulate(which: Sequence[Candidate]) -> None:
+    def simulate(which: Sequence[Costs]) -> None:
         for number, one in enumerate(which, start=1):
             if found and not _may_win(one, [done for done, _ in found], goal):
                 continue
@@ -161,13 +160,12 @@ def _search(
     return distinct([done for done, _ in found])
 
 
-def _may_win(one: Candidate, found: Sequence[LayoutPrediction], goal: str) -> bool:
+def _may_win(one: Costs, found: Sequence[LayoutPrediction], goal: str) -> bool:
     """Whether the optimistic estimate of a candidate can still beat the best simulated layout."""
-    devices = one.layout.devices if goal == "cost" else 1
-    prices = [
-        done.step_seconds * ((done.engines * done.tensor + done.ranks) if goal == "cost" else 1) for done in found
-    ]
-    return one.estimate * devices <= _CHANCE * min(prices)
+    if goal == "cost":
+        best = min(done.step_seconds * (done.engines * done.tensor + done.ranks) for done in found)
+        return one.estimate * one.layout.devices <= best
+    return one.estimate <= min(done.step_seconds for done in found)
 
 
 def distinct(found: Sequence[LayoutPrediction]) -> list[LayoutPrediction]:
@@ -199,23 +197,21 @@ def best_first(found: Sequence[LayoutPrediction], goal: str) -> list[LayoutPredi
     return sorted(found, key=lambda one: one.hours)
 
 
-def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[Candidate]:
+def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[Costs]:
     """Candidates with the lowest estimate for each layout, best first, at most six. For the goal "cost", fewer devices
     are tried too, as far as their memory suffices."""
-    chosen: dict[Layout, Candidate] = {}
+    chosen: dict[Layout, Costs] = {}
     fewer = range(1, devices.bit_length() - 1) if goal == "cost" else ()
     for number in (devices, *(devices >> power for power in fewer)):
         with suppress(RecipeError) if number < devices else nullcontext():  # fewer may have too little memory
             for one in candidates(job, machine, number):
                 chosen.setdefault(one.layout, one)
 
-    def price(one: Candidate) -> float:
-        return one.estimate * (one.layout.devices if goal == "cost" else 1)
-
-    return sorted(chosen.values(), key=price)[:_SIMULATED]
+    by_goal = sorted(chosen.values(), key=lambda one: one.estimate * (one.layout.devices if goal == "cost" else 1))
+    return by_goal[:_SIMULATED]
 
 
-def _other_bounds(first: Candidate, machine: MachineProfile, goal: str) -> list[Candidate]:
+def _other_bounds(first: Costs, machine: MachineProfile, goal: str) -> list[Costs]:
     """The best layout with half and twice the staleness bound, and for the goal "staleness" with small bounds. Empty if
     the bound is "auto", 0 or infinite."""
     job, bound = first.job, first.job.rollout.max_staleness
