@@ -37,9 +37,10 @@ from stretto_foresight.planner.machine import MachineProfile
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe as the planner sees it. `recomputes`: the objective needs proximal log-probabilities. `converses`: it
-    has a workflow of several turns. `reference`: shape of the reference model that the trainer also holds; None: no
-    such model. `critic`: whether the trainer has a critic."""
+    """A recipe as the planner sees it. `longest`: tokens of the longest prompt plus the longest completion.
+    `recomputes`: the objective needs proximal log-probabilities. `converses`: the recipe has a workflow of several
+    turns. `reference`: shape of the reference model that the trainer also holds; None: no such model. `critic`: whether
+    the trainer has a critic."""
 
     shape: ModelShape
     lengths: Lengths
@@ -60,8 +61,8 @@ class Job:
 
     @property
     def proximal(self) -> float:
-        """Share of a step's tokens whose proximal log-probabilities need an extra forward pass (AReaL, section 5.2).
-        The first minibatch gets them from its own forward pass."""
+        """Share of a step's tokens whose proximal log-probabilities need an extra forward pass (AReaL, section 5.2): of
+        all minibatches but the first, which gets them from its own forward pass. 0 if the objective needs none."""
         return (self.trainer.minibatches - 1) / self.trainer.minibatches if self.recomputes else 0.0
 
     @property
@@ -72,7 +73,8 @@ class Job:
     def with_settings(
         self, rollout: Mapping[str, object], engine: Mapping[str, object], trainer: Mapping[str, object]
     ) -> Job:
-        """Return a copy of the job in which the settings given for each section, by name, are changed."""
+        """Return a copy of the job in which the given settings of each section, by name, are changed; the new values
+        are not validated."""
         return replace(
             self,
             rollout=self.rollout.model_copy(update=dict(rollout)),
@@ -87,7 +89,8 @@ NATIVE_SLOT = 4 / 3  # slots of the native engine have powers of two as lengths,
 
 @dataclass(frozen=True)
 class Layout:
-    """Distribution of a run over devices: `engines` engines of `tensor` devices each, and `ranks` trainer ranks."""
+    """Distribution of a run over devices: `engines` engines of `tensor` devices each, and `ranks` trainer ranks of one
+    device each."""
 
     engines: int
     ranks: int
@@ -101,10 +104,8 @@ class Layout:
 @dataclass(frozen=True)
 class Memory:
     """GiB needed on one device: by a trainer rank (`trainer`), by an engine's weights (`engine`) and by its KV `cache`.
-    `available`: usable GiB of a device.
-
-    `completion`: least KV cache of an engine: that of its longest completion.
-    """
+    `available`: usable GiB of a device. `completion`: KV cache of the longest completion, the least that an engine can
+    work with."""
 
     trainer: float
     engine: float
@@ -123,14 +124,14 @@ class Memory:
 
     @property
     def missing(self) -> float:
-        """GiB by which the trainer rank or the engine, whichever needs more, exceeds a device; zero or negative if both
-        fit."""
+        """GiB by which the trainer rank or the engine (`generation`), whichever needs more, exceeds the usable memory
+        of a device; zero or negative if both fit."""
         return max(self.trainer, self.generation) - self.available
 
 
 class TrainingSeconds(NamedTuple):
-    """Seconds of the parts of a training step: the conductor's work before it, the proximal policy, the update, the
-    publication."""
+    """Seconds of the parts of a training step, in order: the conductor's work before it, the forward passes for the
+    proximal policy, the update, the publication."""
 
     conduct: float
     proximal: float
@@ -147,9 +148,9 @@ def forward_flops(shape: ModelShape, lengths: Sequence[float], sampled: float) -
 
 @dataclass(frozen=True)
 class Costs:
-    """Implements the simulator's `Durations` with the formulas of this module and the machine's record.
-    `slower_generation`, `slower_training`: factors by which generation and training take longer because they share
-    cores."""
+    """Costs of one layout of the job: the simulator's `Durations`, by the formulas of this module and the machine's
+    record. `slower_generation`, `slower_training`: factors by which generation and training take longer because roles
+    share cores; 1: none do."""
 
     job: Job
     machine: MachineProfile
@@ -194,7 +195,8 @@ class Costs:
         return sum(self.training(sequences))
 
     def training(self, sequences: Sequence[int]) -> TrainingSeconds:
-        """Seconds of the parts of a training step on sequences of these lengths (prompt included)."""
+        """Return the seconds of the parts of a training step on sequences of these lengths in tokens (prompt
+        included)."""
         job, machine, shape, ranks = self.job, self.machine, self.job.shape, self.layout.ranks
         tokens, squares = sum(sequences), sum(length * length for length in sequences)
         forwards = 3.0 + (1.0 if job.trainer.activation_checkpointing else 0.0) + job.proximal
@@ -218,9 +220,9 @@ class Costs:
         return TrainingSeconds(*(self.slower_training * part for part in (conduct, proximal, update, adam)))
 
     def _gathered(self, passes: int) -> float:
-        """Seconds that a rank needs to gather the parameter shards of all others and to reduce its shard of the
-        gradients, for a step of `passes` micro-batches. A forward pass alone gathers half as much. 0 if the parameters
-        are not sharded."""
+        """Return the seconds in which a rank gathers the parameter shards of all others and reduces the gradients, in a
+        step of `passes` micro-batches; 0 if the parameters are not sharded. A forward pass for the proximal policy
+        gathers half as much as a forward and backward pass."""
         job, ranks = self.job, self.layout.ranks
         sharing = ranks // job.trainer.tensor_parallel
         if sharing <= 1:
@@ -232,9 +234,9 @@ class Costs:
         return self._collective(ranks, size * (sharing - 1) / sharing) + calls * self.machine.link_seconds
 
     def _inside(self, tokens: float, passes: int) -> float:
-        """Seconds in which tensor and context parallel ranks exchange activations of `tokens` tokens in `passes`
-        micro-batches. (A ring all-reduce sends twice the reduced bytes; of exchanged bytes, a rank keeps its own
-        part.)"""
+        """Return the seconds in which tensor and context parallel ranks exchange activations of `tokens` tokens in
+        `passes` micro-batches; 0 without such ranks. (A ring all-reduce sends twice the reduced bytes; of exchanged
+        bytes, a rank keeps its own part.)"""
         trainer, again = self.job.trainer, 1 if self.job.trainer.activation_checkpointing else 0
         tensor, context, layers = trainer.tensor_parallel, trainer.context_parallel, self.job.shape.layers
         traffic, forward = step_traffic(self.job.shape, trainer, math.ceil(tokens)), self.job.proximal / (2 + again)
@@ -245,8 +247,8 @@ class Costs:
         return (1 + forward) * sent
 
     def _reduced(self, tokens: float) -> float:
-        """Seconds of the two all-reduces in each layer of a tensor parallel engine, for `tokens` tokens; 0 for an
-        engine on one device. (A ring sends twice the reduced bytes.)"""
+        """Return the seconds of the two all-reduces in each layer of a tensor parallel engine, for `tokens` tokens; 0
+        for an engine on one device. (A ring sends twice the reduced bytes.)"""
         tensor, shape = self.layout.tensor, self.job.shape
         if tensor == 1:
             return 0.0
@@ -274,8 +276,8 @@ class Costs:
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
     def memory(self) -> Memory:
-        """Memory per device, in GiB. Trainer: the estimate of `trainer.memory`. Engine: its share of the weights. KV
-        cache: what all slots need, but at most `engine.cache_gib` and what the weights leave."""
+        """Return the GiB needed per device. `trainer`: the estimate of `trainer.memory`. `engine`: its share of the
+        weights. `cache`: what all slots need, but at most `engine.cache_gib` and what the weights leave."""
         job, shape, layout = self.job, self.job.shape, self.layout
         trainer = self.rank().total
         engine = shape.parameters * BYTES[job.engine.dtype] / layout.tensor
@@ -292,20 +294,20 @@ class Costs:
         return self.memory().missing <= 0
 
     def rank(self) -> RankMemory:
-        """Estimated memory of one trainer rank."""
+        """Estimate the memory of one trainer rank, in bytes by part."""
         job = self.job
         return rank_memory(
             job.shape, job.trainer, self.layout.ranks, job.longest, reference=job.reference, critic=job.critic
         )
 
     def cache_tokens(self) -> float:
-        """Capacity in tokens of one engine's KV cache."""
+        """Return the capacity of one engine's KV cache in tokens."""
         return self.memory().cache * 2**30 / self.token_bytes / self._waste
 
     @property
     def token_bytes(self) -> float:
-        """KV cache bytes per token on one device of an engine. Heads are replicated if there are fewer heads than
-        devices."""
+        """KV cache bytes per token on one device of an engine. KV heads are replicated if they are fewer than the
+        engine's devices."""
         shape = self.job.shape
         return shape.cache_bytes(self.job.engine.dtype) / min(self.layout.tensor, shape.kv_heads)
 

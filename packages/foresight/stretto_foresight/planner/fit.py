@@ -40,7 +40,7 @@ TRAIN_SECONDS = (
 
 @dataclass(frozen=True)
 class DecodeSample:
-    """Measured seconds of one decode step of `rows` completions with `cached` tokens in total."""
+    """Measured seconds of one decode step of `rows` completions with `cached` tokens in the KV cache in total."""
 
     shape: ModelShape
     rows: int
@@ -79,11 +79,11 @@ class LoadSample:
 def least_squares(
     features: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | float = 0.0
 ) -> Floats:
-    """Fit non-negative coefficients to samples, by least squares of the relative errors; return one per feature.
-    Negative coefficients are set to zero, the most negative first.
+    """Fit non-negative coefficients to samples, by least squares of the relative errors; return one per feature. While
+    any coefficient is negative, the most negative is set to zero and the others are fitted again.
 
-    `features`: one sequence per sample. `seconds`: one number per sample. `known`: part of each sample's seconds that
-    the features need not explain.
+    `features`: values of one sample, for each sample. `seconds`: measured seconds of each sample. `known`: seconds of
+    each sample, or of all alike, that the features need not explain.
     """
     rows, times = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
     wanted = 1.0 - np.asarray(known, np.float64) / times
@@ -102,7 +102,7 @@ def least_squares(
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> Mapping[str, float]:
-    """Fit the fields of `MachineProfile` for a decode step; returns them by name."""
+    """Fit the fields of `MachineProfile` for a decode step, and return their values by name."""
     found = least_squares(
         [
             (
@@ -122,7 +122,7 @@ def fit_decode(samples: Sequence[DecodeSample]) -> Mapping[str, float]:
 
 
 def fit_prefill(samples: Sequence[PrefillSample], layer_seconds: float) -> Mapping[str, float]:
-    """Fit the fields of `MachineProfile` for prefill; returns them by name.
+    """Fit the fields of `MachineProfile` for prefill, and return their values by name.
 
     Each sample is one forward pass over all its contexts. The fixed time of a pass, `layer_seconds` (from `fit_decode`)
     per layer, is subtracted before the fit.
@@ -137,7 +137,7 @@ def fit_prefill(samples: Sequence[PrefillSample], layer_seconds: float) -> Mappi
 
 
 def fit_training(samples: Sequence[TrainSample]) -> Mapping[str, float]:
-    """Fit the fields of `MachineProfile` for a training step; returns them by name."""
+    """Fit the fields of `MachineProfile` for a training step, and return their values by name."""
     found = least_squares(
         [
             (
@@ -157,7 +157,7 @@ def fit_training(samples: Sequence[TrainSample]) -> Mapping[str, float]:
 
 
 def fit_loads(samples: Sequence[LoadSample]) -> Mapping[str, float]:
-    """Fit the fields of `MachineProfile` for a load of weights; returns them by name."""
+    """Fit the fields of `MachineProfile` for a load of weights, and return their values by name."""
     fixed, each = least_squares([(1.0, one.parameters) for one in samples], [one.seconds for one in samples])
     return {"load_seconds": float(fixed), "load_parameter_seconds": float(each)}
 
@@ -175,8 +175,8 @@ _TRAINER = ("trainer.proximal", "trainer.update", "trainer.publish")
 
 @dataclass(frozen=True)
 class RunSample:
-    """A measured run on this machine: its job with the lengths that occurred, and its seconds of a step by role and
-    work."""
+    """A measured run on this machine. `job`: with the lengths that occurred. `measured`: mean seconds of a step by role
+    and work, under the names of `LayoutPrediction.terms`."""
 
     job: Job
     measured: Mapping[str, float]
@@ -186,7 +186,8 @@ class RunSample:
 
         Returns:
             A function that takes names of `LayoutPrediction.terms`, such as "engines.generate", and returns the ratio
-            of their measured to their predicted seconds, each summed over the names; 1 if either sum is zero.
+            of their measured to their predicted seconds, each summed over the names; 1 if either sum is zero. It raises
+            KeyError for a name that the prediction lacks.
         """
         predicted = predict(self.job, machine, own_layout(self.job)).terms
 
@@ -199,15 +200,16 @@ class RunSample:
 
 
 class RunPair(NamedTuple):
-    """A synchronous and an asynchronous run of the same model."""
+    """A synchronous run (`in_turn`) and an asynchronous run (`beside`) of the same model."""
 
     in_turn: RunSample
     beside: RunSample
 
 
 def fit_runs(machine: MachineProfile, pairs: Sequence[RunPair]) -> MachineProfile:
-    """Return the record with each cost replaced by the geometric mean of itself and its measurement in the runs. On
-    shared cores, its slowdown `beside` is fitted too."""
+    """Return the record with its costs of decode and training replaced by the geometric mean of themselves and what the
+    synchronous runs took. If roles share cores (`machine.cores`), the slowdown `beside` is fitted to the asynchronous
+    runs; else it stays."""
     slower = [pair.in_turn.slower(machine) for pair in pairs]
     machine = _times(machine, _DECODE, sqrt(geometric_mean(of(_GENERATION) for of in slower)))
     machine = _times(machine, _TRAINING, sqrt(geometric_mean(of(*_TRAINER) for of in slower)))
@@ -218,7 +220,8 @@ def fit_runs(machine: MachineProfile, pairs: Sequence[RunPair]) -> MachineProfil
 
 
 def _times(machine: MachineProfile, fields: tuple[Sequence[str], Sequence[str]], ratio: float) -> MachineProfile:
-    """The record with the seconds in `fields` multiplied, and the rates divided, by the ratio."""
+    """Return the record with some fields multiplied and others divided by the ratio. `fields`: names of seconds, which
+    are multiplied, then names of rates, which are divided."""
     seconds, rates = fields
     changed = {name: getattr(machine, name) * ratio for name in seconds}
     changed |= {name: getattr(machine, name) / ratio for name in rates}

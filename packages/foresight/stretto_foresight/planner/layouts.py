@@ -19,12 +19,12 @@ _SMALLER = "devices with more memory, or shorter completions (sampling.max_token
 
 
 def own_layout(job: Job) -> Layout:
-    """Layout of the recipe itself. `engine.gpus` gives the devices of an engine."""
+    """Return the layout of the recipe itself. `engine.gpus` gives the devices of an engine."""
     return Layout(job.engine.count, job.trainer.ranks, job.engine.gpus)
 
 
 def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
-    """Layout of the recipe itself, if it fits the memory.
+    """Return the layout of the recipe itself if it fits the memory.
 
     Raises:
         RecipeError: it exceeds the memory; the message says by how much, and which settings would fit.
@@ -41,10 +41,11 @@ def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
 
 
 def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Costs]:
-    """Layouts of `devices` devices that fit the memory, ordered by estimate.
+    """Return the costs of each layout of `devices` devices that fits the memory, lowest estimate first.
 
     Raises:
-        RecipeError: none fits (the message says by how much, and what would fit), or a batch is too small for any rank.
+        RecipeError: none fits (the message says by how much, and what would fit), a batch is too small for any rank, or
+            there are too few devices to generate and to train.
     """
     found = list(_all(job, machine, devices))
     fitting = [one for one in found if one.fits]
@@ -63,8 +64,9 @@ def _all(job: Job, machine: MachineProfile, devices: int) -> Iterator[Costs]:
 
 
 def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: float | str, tokens: int) -> Costs:
-    """Make a candidate of the job with this layout, staleness bound and micro-batch size (`tokens`). It has as many
-    groups in flight as the bound and the engines' slots allow. A bound "auto" stays adaptive in the simulation."""
+    """Return the costs of the job with this layout, staleness bound (`staleness`, in versions) and micro-batch size
+    (`tokens`). The changed job has as many groups in flight as the bound and the engines' slots allow. A bound "auto"
+    stays adaptive in the simulation."""
     slots = max(1, layout.engines * job.engine.slots // job.rollout.group_size)
     most = job.rollout.staleness_bounds[1] if isinstance(staleness, str) else staleness
     allowed = slots if math.isinf(most) else min(slots, int(most + 1) * job.rollout.batch_size)
@@ -84,8 +86,9 @@ def _layouts(job: Job, devices: int, machine: MachineProfile) -> Iterator[Layout
 
 
 def _splits(job: Job, devices: int, tensor: int) -> list[int]:
-    """Numbers of ranks that are tried: of those that leave whole engines of `tensor` devices, all if there are few,
-    else those at or below certain shares of the devices."""
+    """Return the numbers of ranks to try, ascending: of those that leave whole engines of `tensor` devices, all if they
+    are 16 at most, else those next to certain shares of the devices. Empty if no number leaves an engine and gives each
+    rank work."""
     together, most = job.trainer.together, _most_ranks(job)
     possible = [
         ranks for ranks in range(together, min(most, devices - tensor) + 1, together) if (devices - ranks) % tensor == 0

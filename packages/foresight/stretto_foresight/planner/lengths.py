@@ -24,8 +24,8 @@ _DISTRIBUTIONS: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class LogNormalLengths:
-    """Log-normal lengths, truncated at `max_tokens`. `untruncated`: mean before truncation; `sigma`: standard deviation
-    of the logarithm."""
+    """Log-normal lengths, truncated at `max_tokens`. `untruncated`: mean before truncation. `sigma`: standard deviation
+    of the logarithm; 0: all lengths are equal. `prompt_tokens`: mean length of a prompt."""
 
     untruncated: float
     sigma: float
@@ -34,7 +34,7 @@ class LogNormalLengths:
 
     @property
     def mean(self) -> float:
-        """E[min(X, max_tokens)] of the log-normal X."""
+        """Mean length of a completion in tokens, after truncation: E[min(X, max_tokens)] of the log-normal X."""
         middle = math.log(self.untruncated) - self.sigma**2 / 2
         if not self.sigma:
             return min(self.untruncated, self.max_tokens)
@@ -42,7 +42,8 @@ class LogNormalLengths:
         return self.untruncated * _normal(at - self.sigma) + self.max_tokens * (1 - _normal(at))
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
-        """Infinite iterator over groups of `members` completions: their lengths in tokens, at least 1."""
+        """Draw groups of `members` lengths in tokens without end, from `chance`. Each length is at least 1 and at most
+        `max_tokens`."""
         middle = math.log(self.untruncated) - self.sigma**2 / 2
         while True:
             drawn = (chance.lognormvariate(middle, self.sigma) for _ in range(members))
@@ -55,9 +56,12 @@ def _normal(at: float) -> float:
 
 @dataclass(frozen=True)
 class MeasuredLengths:
-    """Observed lengths (`seen`), by group if groups are known. `groups` uses all of them, in random order, before it
-    uses one again, because the mean of a few hundred independent draws would be off by several percent. From a known
-    group of another size than wanted, lengths are drawn with replacement."""
+    """Observed lengths: each tuple of `seen` is a group, or one completion if its group is not known. `prompt_tokens`:
+    mean length of a prompt.
+
+    `groups` yields without end. It uses all of `seen`, in random order, before it uses one again, because the mean of a
+    few hundred independent draws would be off by several percent. From a known group of another size than wanted,
+    lengths are drawn with replacement."""
 
     seen: tuple[tuple[int, ...], ...]
     prompt_tokens: int = 0
@@ -84,10 +88,10 @@ def alone(lengths: Iterable[int], prompt_tokens: int, max_tokens: int) -> Measur
 
 
 def check_lengths(words: str) -> None:
-    """Check a choice of lengths by its form, without reading a file or a run.
+    """Check the user's choice of lengths (`words`, as for `lengths_of`) without reading a file or a run.
 
     Raises:
-        DataError: it is no distribution, and there is no such file or run folder.
+        DataError: a distribution has wrong parameters, or `words` is no distribution and no file or folder either.
     """
     kind, _, rest = words.partition(":")
     if kind in _DISTRIBUTIONS:
@@ -97,12 +101,12 @@ def check_lengths(words: str) -> None:
 
 
 def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
-    """Parse the user's choice of lengths: a named distribution, a file, or a run folder, whose trained completions are
-    read. `prompt_tokens`: mean prompt length, except for a run folder, which has its own; `max_tokens`: limit of a
-    completion.
+    """Parse the user's choice of lengths: a distribution (``lognormal:mean=M,sigma=S``, ``constant:tokens=N``), a file
+    of lengths, or a run folder, whose trained completions are read. `prompt_tokens`: mean prompt length, except for a
+    run folder, which has its own. `max_tokens`: longer lengths are cut to it.
 
     Raises:
-        DataError: it is no distribution, file or run folder, or it has no lengths.
+        DataError: it is none of them, cannot be read, or has no lengths or wrong ones.
     """
     kind, _, rest = words.partition(":")
     if kind in _DISTRIBUTIONS:

@@ -28,13 +28,14 @@ Amount = Annotated[float, Meta(ge=0)]
 class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
     """Speeds of one device and its connections. Rates are achieved rates, not data sheet maxima. `*_flops` are in FLOPs
     per second, `*_bandwidth` in bytes per second of one device, `*_seconds` in seconds of the operation named. Costs
-    that are not given are zero.
+    that are not given are zero. Each field's comment says what it counts, and what its zero means.
 
     Generation: a decode step takes `step_seconds`, plus `layer_seconds` per layer, `row_seconds` per completion and
-    `row_width_seconds` per completion, layer and unit of width; plus the roofline of `decode_flops` against
-    `weight_bandwidth`, and of the KV cache against `cache_bandwidth`. Training: `train_seconds` per step,
-    `micro_batch_seconds` per forward and backward pass and layer, `token_width_seconds` per token, layer and unit of
-    width, `pair_width_seconds` likewise per pair of tokens of a sequence, and the FLOPs at the rate `train_flops`.
+    `row_width_seconds` per completion, layer and unit of width; plus the FLOPs at the rate `decode_flops` or the
+    weights at `weight_bandwidth`, whichever is longer; plus the KV cache at `cache_bandwidth`. Training:
+    `train_seconds` per step, `micro_batch_seconds` per micro-batch and layer, `token_width_seconds` per token, layer
+    and unit of width, `pair_width_seconds` per squared sequence length, layer and unit of width, and the FLOPs at the
+    rate `train_flops`.
     """
 
     name: str
@@ -75,13 +76,14 @@ class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
 
 
 def known_machines() -> list[str]:
-    """Names of the built-in profiles."""
+    """Return the names of the built-in profiles, sorted."""
     folder = resources.files(__package__) / _PROFILES
     return sorted(path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml"))
 
 
 def machine_of(name: str) -> MachineProfile:
-    """Load a built-in profile by name (``h100``), or a file written by `stretto plan --calibrate`.
+    """Load a built-in profile by name (``h100``, in any case), or the file at this path, which `stretto plan
+    --calibrate` wrote.
 
     Raises:
         RecipeError: there is no such profile or file (the message has the nearest name), or the file is invalid.

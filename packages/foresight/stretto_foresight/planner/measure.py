@@ -86,8 +86,8 @@ ON_A_GPU = (_shape(1024, 8, 4096), _shape(1024, 16, 4096), _shape(2048, 8, 4096)
 
 @dataclass
 class Measurements:
-    """Timing samples of this machine, for models of several shapes. `transfers`: seconds from the publication of a
-    version until an engine could load it."""
+    """Timing samples of this machine, for models of several shapes, which `measure_shape` adds. `transfers`: seconds
+    from the publication of a version until an engine could load it."""
 
     decodes: list[DecodeSample] = field(default_factory=list)
     prefills: list[PrefillSample] = field(default_factory=list)
@@ -97,8 +97,8 @@ class Measurements:
 
 
 def calibrate(say: Callable[[str], None]) -> MachineProfile:
-    """Measure this machine and fit its record. `say` gets a line after each model shape. Torch uses one thread
-    meanwhile."""
+    """Measure this machine and return its fitted record. `say` gets a line after each model shape. Torch uses one
+    thread meanwhile, in the whole process."""
     gpu = torch.cuda.is_available()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -115,7 +115,8 @@ def calibrate(say: Callable[[str], None]) -> MachineProfile:
 
 
 def profile_of(found: Measurements, bandwidth: float) -> MachineProfile:
-    """Fit a record of this machine to the measurements. `bandwidth`: memory bandwidth in bytes per second."""
+    """Return a record of this machine fitted to the measurements, with its name, memory and cores. `bandwidth`: memory
+    bandwidth in bytes per second."""
     gpu = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if gpu else f"{processor()}, {cores()} cores"
     memory = torch.cuda.mem_get_info()[1] if gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -139,7 +140,7 @@ def profile_of(found: Measurements, bandwidth: float) -> MachineProfile:
 
 def measure_shape(config: BuildConfig, folder: Path, found: Measurements, rows: Sequence[int] = _ROWS) -> None:
     """Measure a model of this shape, and append the samples to `found`. The model is written to `folder`. `rows`:
-    numbers of concurrent completions."""
+    numbers of concurrent completions at which decode is measured."""
     build_policy(config, folder, seed=1)
     shape = _model_shape(config, folder)
     for count in rows:
@@ -155,7 +156,7 @@ def _model_shape(config: BuildConfig, folder: Path) -> ModelShape:
 
 
 def _now() -> float:
-    """Process time on a CPU; wall time after synchronisation on a GPU."""
+    """Return the process time in seconds; on a GPU the wall time, once its work is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.monotonic()
@@ -226,8 +227,9 @@ def _measure_trainer(shape: ModelShape, folder: Path, found: Measurements) -> No
 
 
 def _batch(completions: int, length: int, vocabulary: int, version: int) -> Batch:
-    """Make a batch of groups of eight completions with random tokens (ids below `vocabulary`) of the newest version,
-    `length` tokens on average. The lengths vary as a policy's do, because equal lengths would train faster."""
+    """Make a batch of groups of eight completions with random tokens (ids below `vocabulary`), all sampled by
+    `version`, `length` tokens on average. The lengths vary as a policy's do, because equal lengths would train
+    faster."""
     chance, groups = random.Random(version), []
     lengths = LogNormalLengths(length, _SPREAD, 4 * length).groups(chance, 8)
     for number in range(completions // 8):
@@ -256,7 +258,7 @@ def _verdict(member: int) -> Verdict:
 
 
 def _bandwidth() -> float:
-    """Memory read bandwidth of one thread, or of the GPU, in bytes per second."""
+    """Measure the memory read bandwidth of one thread, or of the GPU, in bytes per second."""
     numbers = torch.ones(_COPIED // 4, device="cuda" if torch.cuda.is_available() else "cpu")
     float(numbers.sum())
     best = min(_seconds_of(lambda: float(numbers.sum())) for _ in range(5))

@@ -34,15 +34,16 @@ _BUSY = 0.9  # busy share of a role from which it counts as the bottleneck
 
 
 class Staleness(Record, frozen=True):
-    """Versions between sampling and training, over the tokens in the loss."""
+    """Mean and 99th percentile of the staleness of the tokens in the loss: versions from sampling to training."""
 
     mean: float
     p99: int
 
 
 class LayoutPrediction(Record, frozen=True):
-    """Prediction for one layout, as in `stretto plan --json`. `busy`: busy share of each role, by its name in `stretto
-    inspect`. `tokens_per_second` counts the tokens of trained completions, masked ones included."""
+    """Prediction for one layout, as in `stretto plan --json`. `tensor`: devices of an engine. `busy`: busy share of
+    each role, by its name in `stretto inspect`. `tokens_per_second` counts the tokens of trained completions, masked
+    ones included. `hours`: of the whole run, start included; `device_hours`: times the devices."""
 
     engines: int
     ranks: int
@@ -66,7 +67,7 @@ class LayoutPrediction(Record, frozen=True):
 
 
 class RunPlan(Record, frozen=True):
-    """Result of `stretto plan`, best layout first."""
+    """Result of `stretto plan`. `layouts`: best first for the `goal`. `mean_length`: of a completion, in tokens."""
 
     machine: str
     goal: str
@@ -77,8 +78,8 @@ class RunPlan(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Grained:
-    """Lengths in simulated tokens, each of which stands for `grain` real tokens; none is less than one. Implements the
-    simulator's `GroupLengths`. `failure_rate`, `filter_rate`: shares of the groups that fail or are filtered."""
+    """Lengths in simulated tokens, each of which stands for `grain` real tokens, for the simulator (`GroupLengths`). A
+    simulated length is at least 1. `failure_rate`, `filter_rate`: shares of the groups that fail or are filtered."""
 
     lengths: Lengths
     grain: int
@@ -90,7 +91,8 @@ class Grained:
         return self.lengths.prompt_tokens
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
-        """Groups of `members` lengths divided by the grain, rounded up or down at random so that the mean is kept."""
+        """Draw groups of `members` lengths without end, each length divided by the grain and rounded up or down at
+        random so that the mean is kept."""
         drawn = self.lengths.groups(chance, members)
         if self.grain == 1:
             return drawn
@@ -106,14 +108,14 @@ def plan(
     say: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.process_time,
 ) -> RunPlan:
-    """Find the best layouts of `devices` devices for the `goal` ("time", "cost" or "staleness"); None: predict the
-    recipe's own layout.
+    """Simulate layouts of `devices` devices and order them by the `goal` ("time", "cost" or "staleness"); None: predict
+    the recipe's own layout only.
 
-    `seed`: of the simulations. `say` gets progress messages. After 30 seconds of the `clock`, no further simulation
-    starts, and the current one ends after its step.
+    `seed`: of the simulations. `say` gets progress messages. After 30 seconds of the `clock` (CPU seconds), no further
+    simulation starts, and the current one ends after its step.
 
     Raises:
-        RecipeError: no layout fits the memory.
+        RecipeError: no layout fits the memory, or no layout of these devices is possible.
     """
     start = clock()
 
@@ -136,8 +138,9 @@ def _search(
     say: Callable[[str], None],
     over: Callable[[], bool],
 ) -> list[LayoutPrediction]:
-    """Simulate the promising candidates in the order of their estimates, then the best one with other staleness bounds.
-    When `over` returns True, no further candidate is started. `say` gets a line for each."""
+    """Simulate the candidates in the order of their estimates, then the best one with other staleness bounds; return
+    the distinct predictions. Candidates whose estimate is worse than a prediction are skipped. Once `over` returns
+    True, no further one is started. `say` gets a line for each simulation."""
     chosen = _chosen(job, machine, devices, goal)
     found: list[tuple[LayoutPrediction, Costs]] = []
 
@@ -161,7 +164,8 @@ def _search(
 
 
 def _may_win(one: Costs, found: Sequence[LayoutPrediction], goal: str) -> bool:
-    """Whether the optimistic estimate of a candidate can still beat the best simulated layout."""
+    """Whether the optimistic estimate of a candidate is no worse than the best prediction, in seconds of a step or, for
+    the goal "cost", in device-seconds."""
     if goal == "cost":
         best = min(done.step_seconds * (done.engines * done.tensor + done.ranks) for done in found)
         return one.estimate * one.layout.devices <= best
@@ -169,8 +173,8 @@ def _may_win(one: Costs, found: Sequence[LayoutPrediction], goal: str) -> bool:
 
 
 def distinct(found: Sequence[LayoutPrediction]) -> list[LayoutPrediction]:
-    """Return the predictions without those that differ from an earlier one by the staleness bound only, and have nearly
-    its staleness and step time: the bound makes no difference."""
+    """Return the predictions without each that has the layout and micro-batch size of an earlier one and nearly its
+    staleness and step time: another staleness bound made no difference."""
     kept: list[LayoutPrediction] = []
     for one in found:
         if not any(_alike(one, other) for other in kept):
@@ -187,8 +191,8 @@ def _alike(one: LayoutPrediction, other: LayoutPrediction) -> bool:
 
 
 def best_first(found: Sequence[LayoutPrediction], goal: str) -> list[LayoutPrediction]:
-    """Order predictions by the goal: "time" by hours, "cost" by device-hours, "staleness" by mean staleness among those
-    within a tenth of the fastest."""
+    """Return the predictions ordered by the goal: "time" by hours, "cost" by device-hours, "staleness" by mean
+    staleness for those that take at most a tenth longer than the fastest; the others follow."""
     if goal == "cost":
         return sorted(found, key=lambda one: one.device_hours)
     if goal == "staleness":
@@ -198,8 +202,12 @@ def best_first(found: Sequence[LayoutPrediction], goal: str) -> list[LayoutPredi
 
 
 def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[Costs]:
-    """Candidates with the lowest estimate for each layout, best first, at most six. For the goal "cost", fewer devices
-    are tried too, as far as their memory suffices."""
+    """Return the candidate with the lowest estimate of each layout, best first, at most six. For the goal "cost",
+    halves of the devices are tried too, down to two, where their memory suffices.
+
+    Raises:
+        RecipeError: no layout of all devices is possible.
+    """
     chosen: dict[Layout, Costs] = {}
     fewer = range(1, devices.bit_length() - 1) if goal == "cost" else ()
     for number in (devices, *(devices >> power for power in fewer)):
@@ -212,8 +220,8 @@ def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[
 
 
 def _other_bounds(first: Costs, machine: MachineProfile, goal: str) -> list[Costs]:
-    """The best layout with half and twice the staleness bound, and for the goal "staleness" with small bounds. Empty if
-    the bound is "auto", 0 or infinite."""
+    """Return the costs of the layout of `first` with half and twice its staleness bound, and for the goal "staleness"
+    with the bounds 1 and 2. Empty if its bound is "auto", 0 or infinite."""
     job, bound = first.job, first.job.rollout.max_staleness
     if not isinstance(bound, float | int) or not bound or math.isinf(bound):  # no bound, or "auto", which finds its own
         return []
@@ -230,11 +238,13 @@ def predict(
     over: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda text: None,
 ) -> LayoutPrediction:
-    """Simulate some steps of the run after a warm-up that fills its queues (of a short run, all steps), with random
-    lengths from `seed`, and return the prediction for this layout.
+    """Simulate some steps of the run after a warm-up that fills its queues (a short run from its first to its last
+    step), with random lengths from `seed`, and return the prediction for this layout. Whether the layout fits the
+    memory is not checked.
 
-    In a synchronous run, roles alternate and so share no cores. Once `over` returns true, the warm-up ends, and the
-    simulation as soon as it has one further step; `say` gets a message.
+    Where roles share cores and the run is asynchronous, the simulation is repeated with the slowdown that it shows.
+    Once `over` returns True, the warm-up ends, and the simulation as soon as it has one step after that; `say` gets a
+    message if it has too few steps.
     """
     costs = Costs(job, machine, layout)
     grain = max(1, round(job.lengths.mean / _GRAINS))
@@ -252,7 +262,8 @@ def predict(
 
 
 def newest_steps(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Spans of the last four training steps, with times relative to the end of the step before them."""
+    """Return the spans of the last four training steps (of all, if fewer), ordered by start, with times relative to the
+    end of the update before them. Empty if no update has ended."""
     ends = [0.0, *(span.end for span in spans if span.name == "update")]
     start = ends[max(0, len(ends) - 1 - _DRAWN)]
     return tuple(
@@ -292,8 +303,8 @@ def _simulated(
 
 
 def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
-    """The costs with slowdown factors for roles that run at the same time. They share cores if they have more threads
-    than cores, and they share caches and memory."""
+    """Return the costs with the slowdown of roles that are busy at the same time, by their busy shares in the report.
+    Roles share cores if they have more threads than the machine has cores, and they share caches and memory."""
     machine, job, layout = costs.machine, costs.job, costs.layout
     conductor, working = (min(1.0, share) for share in _conducting_and_training(costs, report))
     engines = [(job.engine.threads, min(1.0, report.generating / report.seconds / layout.engines))] * layout.engines
@@ -309,8 +320,8 @@ def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
 
 
 def crowded(threads: int, others: Sequence[tuple[int, float]], cores: float) -> float:
-    """Slowdown factor of a role with `threads` threads on `cores` cores. `others`: threads and busy share of each other
-    role. Roles are assumed to be busy independently of each other.
+    """Return the factor by which a role with `threads` threads slows down on `cores` cores; 1: not at all. `others`:
+    threads and busy share (0 to 1) of each other role. Roles are assumed to be busy independently of each other.
 
     Two cores, the role, a neighbour that is always busy and one that is busy a fifth of the time:
 
@@ -328,7 +339,8 @@ def crowded(threads: int, others: Sequence[tuple[int, float]], cores: float) -> 
 
 
 def _conducting_and_training(costs: Costs, report: SimulationReport) -> tuple[float, float]:
-    """Busy shares of the conductor and of the trainer. A simulated training step begins with the conductor's part."""
+    """Return the busy shares of the conductor and of the trainer, whose simulated step begins with the conductor's work
+    on the batch; that is not counted for the trainer."""
     completions = costs.job.completions * report.steps
     before = costs.slower_training * costs.machine.batch_seconds * completions
     return costs.machine.conduct_seconds * completions / report.seconds, (report.training - before) / report.seconds
@@ -339,8 +351,8 @@ def _serving(costs: Costs, report: SimulationReport) -> float:
 
 
 def _terms(costs: Costs, report: SimulationReport, grain: int) -> dict[str, float]:
-    """Terms of a step, named as in `dashboard.prediction`: seconds by role and work (mean over engines), and values
-    that they depend on. `grain`: tokens per simulated token."""
+    """Return the terms of a step, named as in `dashboard.prediction`: seconds by role and work (mean over engines), and
+    values that they depend on. `grain`: tokens per simulated token."""
     job, engines = costs.job, costs.layout.engines * report.steps
     parts = costs.training([round(job.lengths.prompt_tokens + job.lengths.mean)] * job.completions)
     trained = report.training / report.steps / sum(parts)

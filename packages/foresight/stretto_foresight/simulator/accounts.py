@@ -15,11 +15,12 @@ from stretto.core.states import ALLOWED
 
 
 class Accounts:
-    """Journal that raises StoreError unless issued = trained + filtered + expired + failed + buffered + in flight, each
-    id once.
+    """Journal of a simulated run in memory, called as the ledger of a real one. It raises StoreError if a trajectory is
+    issued twice or changes to a state that is not allowed, so that issued = trained + filtered + expired + failed +
+    buffered + in flight.
 
-    `expired`: trajectories that expired after their completion had ended (those aborted in flight have no record).
-    `changes`: changes of the adaptive bounds.
+    `balance`: number of trajectories in each state. `expired`: trajectories that expired after their completion had
+    ended (those aborted in flight have no record). `changes`: changes of the adaptive bounds.
     """
 
     def __init__(self) -> None:
@@ -68,10 +69,11 @@ class Accounts:
 
 @dataclass
 class SimulationReport:
-    """Counts of a simulated run: completions and their tokens. Prompts are not counted.
+    """Counts of a simulated run after its warm-up: completions and their simulated tokens; prompts are not counted.
 
-    `staleness` counts the tokens in the loss by age in versions. Counters "by length" have a completion's full length
-    as key; for an aborted completion, the length that it would have had.
+    `staleness` counts the tokens in the loss by age in versions. `sampled` and `recomputed` are in tokens of the model.
+    Counters "by length" have a completion's full length as key; for an aborted completion, the length that it would
+    have had.
     """
 
     steps: int = 0
@@ -109,7 +111,8 @@ class SimulationReport:
         return sum(age * n for age, n in self.staleness.items()) / max(1, self.staleness.total())
 
     def staleness_quantile(self, share: float) -> int:
-        """Smallest age that the share `share` of the tokens in the loss does not exceed."""
+        """Return the smallest age, in versions, that at least the share `share` (0 to 1) of the tokens in the loss does
+        not exceed; 0 if there are none."""
         left = share * self.staleness.total()
         for age in sorted(self.staleness):
             left -= self.staleness[age]
@@ -119,21 +122,21 @@ class SimulationReport:
 
     @property
     def masked_share(self) -> float:
-        """Masked tokens as a share of the trained completions' tokens."""
+        """Masked tokens as a share of the trained completions' tokens; 0 if there are none."""
         return self.masked.total() / max(1, self.trained_tokens)
 
     @property
     def dropped_share(self) -> float:
-        """Dropped tokens (of expired completions) as a share of all tokens of trained and expired completions."""
+        """Sampled tokens of expired completions as a share of those of trained and expired ones; 0 without any."""
         return self.dropped.total() / max(1, self.trained_tokens + self.dropped.total())
 
     @property
     def expired_share(self) -> float:
-        """Expired completions as a share of those trained or expired."""
+        """Expired completions as a share of those trained or expired; 0 if there are none."""
         return self.expired.total() / max(1, self.completions.total() + self.expired.total())
 
     def train(self, batch: Batch) -> None:
-        """Count a batch that was trained on."""
+        """Add the completions of a batch that was trained on to the counts; `steps` stays."""
         pairs = ((group, trajectory) for group in batch.groups for trajectory in group.trajectories)
         for group, trajectory in pairs:
             oldest = batch.oldest_of(group.id)
@@ -148,6 +151,6 @@ class SimulationReport:
             self.touched += stamps[0][0] < oldest
 
     def expire(self, length: int, sampled: int) -> None:
-        """Count a completion of `length` tokens that expired when `sampled` of them existed."""
+        """Count a completion of `length` tokens that expired when `sampled` of them had been sampled."""
         self.expired[length] += 1
         self.dropped[length] += sampled

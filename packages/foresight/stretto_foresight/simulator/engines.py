@@ -21,7 +21,7 @@ from stretto.rollout.controller import Ticket
 
 
 class VirtualClock:
-    """Clock that jumps from event to event, so that waiting costs no real time.
+    """Clock that starts at 0 and jumps from event to event, so that waiting costs no real time.
 
     >>> clock = VirtualClock()
     >>> clock.call_at(2.0, lambda: print("two"))
@@ -42,8 +42,11 @@ class VirtualClock:
         return self._now
 
     def call_at(self, when: float, callback: Callable[[], None]) -> None:
-        """Schedule `callback` at the time `when` (seconds); ValueError if that is past. Events of the same time run in
-        the order of scheduling."""
+        """Schedule `callback` at the time `when` (seconds). Events of the same time run in the order of scheduling.
+
+        Raises:
+            ValueError: the time is past.
+        """
         if when < self._now:
             raise ValueError(f"cannot schedule at {when}, it is {self._now} already")
         heapq.heappush(self._events, (when, next(self._order), callback))
@@ -52,7 +55,7 @@ class VirtualClock:
         self.call_at(self._now + delay, callback)
 
     def advance(self) -> bool:
-        """Jump to the next event and run it; return False if there is none left."""
+        """Jump to the next event and run it; return True, or False if there was none left."""
         if not self._events:
             return False
         self._now, _, callback = heapq.heappop(self._events)
@@ -81,16 +84,18 @@ class Durations(Protocol):
         """Seconds for which an engine pauses to load weights."""
 
     def judge(self) -> float:
-        """Seconds to judge one completion by one worker. Judging begins after the last completion of the group."""
+        """Seconds in which one worker judges one completion. Judging begins after the last completion of the group."""
 
     def train(self, sequences: Sequence[int]) -> float:
-        """Seconds of one training step, from the batch to the publication. `sequences`: lengths with prompt."""
+        """Seconds of one training step, from the batch to the publication. `sequences`: lengths in tokens, with
+        prompt."""
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Number of engines, and capacity of each. `recompute`: the KV cache of running completions is recomputed after a
-    load. `load_interval`: least seconds between two loads. `grain`: tokens of the model for which one simulated token
+    """Number of engines (`count`), and limits of each. `slots`: most running completions. `cache_tokens`: capacity of
+    the KV cache in tokens of the model. `recompute`: the KV cache of running completions is recomputed after a load.
+    `load_interval`: least seconds between two loads. `grain`: tokens of the model for which one simulated token
     stands."""
 
     count: int = 1
@@ -103,8 +108,9 @@ class EngineLimits:
 
 @dataclass(eq=False)
 class Flight:
-    """A group in flight. `prompt`: prompt length; `lengths`: final lengths of its completions; `versions`: by member,
-    the versions of the tokens of each completion that has ended."""
+    """A group in flight. `prompt`: prompt length in tokens of the model; `lengths`: final lengths of its completions in
+    simulated tokens; `versions`: by member, the version that sampled each token, for each completion that has ended;
+    `judged`: all have ended, and judging has begun."""
 
     ticket: Ticket
     prompt: int
@@ -115,8 +121,8 @@ class Flight:
 
 @dataclass(eq=False)
 class CompletionRow:
-    """A completion in an engine. `entered`: tick at which it entered; `before`: versions of the tokens that it had
-    sampled before that tick."""
+    """A completion that runs or waits in an engine. `member`: its index in the group. `entered`: tick at which it
+    entered last; `before`: versions of the tokens that it had sampled before that tick, if it was preempted."""
 
     flight: Flight
     member: int
@@ -129,8 +135,8 @@ class CompletionRow:
 
 
 class SimulatedEngine:
-    """One engine on the virtual clock. `ended` is called with the group of each finished completion, `loaded` after
-    each load. Spans of its work are appended to `spans`."""
+    """One engine on the virtual clock. `ended` is called with the group of each finished completion, once for each;
+    `loaded` without arguments after each load. Spans of its work are appended to `spans`; None: they are not kept."""
 
     def __init__(
         self,
@@ -159,13 +165,14 @@ class SimulatedEngine:
         self._plan_number = 0
 
     def start(self, flight: Flight) -> None:
-        """Queue the completions of a group."""
+        """Queue the completions of a group, and run as many as there is room for."""
         self.load += len(flight.lengths)
         self._waiting.extend(CompletionRow(flight, member) for member in range(len(flight.lengths)))
         self._go_on()
 
     def stop(self, flight: Flight) -> list[int]:
-        """Abort a group; return the number of sampled tokens of each completion."""
+        """Abort a group: free its slots and cache, and return the number of tokens that each completion has sampled, by
+        member. Those that have ended count in full, those that wait with 0."""
         self._advance()
         sampled = {member: len(versions) for member, versions in flight.versions.items()}
         for row in self._rows():
@@ -182,7 +189,8 @@ class SimulatedEngine:
         return [sampled.get(member, 0) for member in range(len(flight.lengths))]
 
     def needed(self) -> float:
-        """Share of the slots, or of the KV cache if that is larger, that the running and waiting completions need."""
+        """Return the share of the slots, or of the KV cache if that is larger, that the running and waiting completions
+        need; above 1 if there are too many."""
         self._advance()
         mean = self._cached / max(1, len(self._running))
         tokens = (row.flight.prompt + len(row.before) * self._limits.grain for row in self._waiting)
@@ -190,8 +198,8 @@ class SimulatedEngine:
         return max(self.load / self._limits.slots, cached / self._limits.cache_tokens)
 
     def arrives(self, version: int) -> None:
-        """Make a version available. It is loaded at once if the engine is idle; else not before `load_interval` seconds
-        after the previous load."""
+        """Make a version available. The engine loads it at once if it is idle; else not before `load_interval` seconds
+        after its previous load. A version that is not newer than its own is not loaded."""
         self._arrived = max(self._arrived, version)
         self._load_when_due()
 
@@ -235,7 +243,7 @@ class SimulatedEngine:
         return row.flight.prompt + (len(row.before) + self._tick - row.entered) * self._limits.grain
 
     def _own_contexts(self) -> Iterator[float]:
-        """Number of tokens to recompute for each running completion; a group's prompt counts once."""
+        """Yield the number of tokens to recompute for each running completion; a group's prompt counts once."""
         seen = set[int]()
         for row in self._rows():
             shared = row.flight.prompt if id(row.flight) in seen else 0
@@ -243,7 +251,8 @@ class SimulatedEngine:
             yield max(1.0, self._context(row) - shared)
 
     def _advance(self, tick: float | None = None) -> None:
-        """Advance the tick to the present time, or to `tick` if it is known exactly (not None)."""
+        """Advance the tick to the present time (None) or to `tick`, where it is known exactly, and count the tokens
+        that were sampled since. Does nothing in a pause."""
         now = self._clock.now()
         if now < self._at:
             return
@@ -273,7 +282,8 @@ class SimulatedEngine:
             self._spans.append(Span("engine-0", name, start, end, self.version))
 
     def _go_on(self) -> None:
-        """Admit waiting completions, and schedule the next event (none if no completion runs)."""
+        """Admit waiting completions, and schedule the next event: a completion ends, or the cache is full. None is
+        scheduled if no completion runs. An event that was scheduled before is void."""
         self._advance()
         self._enter()
         self._plan_number += 1
@@ -334,12 +344,14 @@ class SimulatedEngine:
             self._pause(self._durations.prefill(contexts))
 
     def _next_step(self) -> float:
-        """Tick at which a completion that enters now begins: the end of the current step, so that completions end and
-        others enter together. With a grain above 1 a tick is many steps, so it is the present tick."""
+        """Return the tick at which a completion that enters now begins: the end of the current step, so that
+        completions end and others enter together. With a grain above 1 a tick is many steps, so it is the present
+        tick."""
         return math.ceil(self._tick) if self._limits.grain == 1 else self._tick
 
     def _preempt(self) -> None:
-        """Evict the newest completion from the full cache. It enters again when there is room."""
+        """Evict the newest completion from the full cache to the front of the queue. It keeps its tokens, and enters
+        again when there is room."""
         newest = max(self._running, key=lambda entry: entry[1])
         self._running.remove(newest)
         heapq.heapify(self._running)
@@ -350,8 +362,8 @@ class SimulatedEngine:
         self.preempted += 1
 
     def _versions(self, row: CompletionRow, tokens: int) -> tuple[int, ...]:
-        """Versions of the `tokens` tokens that a row has sampled since its entry. Token t is sampled at tick ``entered
-        + t``."""
+        """Return the version that sampled each of the `tokens` tokens of a row since its entry. Token t is sampled at
+        tick ``entered + t``."""
         behind = len(self._switches)
         while behind and self._switches[behind - 1][0] > row.entered:
             behind -= 1

@@ -28,7 +28,8 @@ from stretto_foresight.simulator.engines import Durations, EngineLimits, Flight,
 
 
 class GroupLengths(Protocol):
-    """Lengths of a simulated run, and the shares of groups that fail or are filtered (Protocol)."""
+    """Lengths of a simulated run, and the shares (0 to 1) of groups that fail or are filtered (Protocol).
+    `prompt_tokens`: length of each prompt in tokens of the model."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -38,15 +39,17 @@ class GroupLengths(Protocol):
     def filter_rate(self) -> float: ...
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
-        """Infinite iterator over groups of `members` completions: their lengths in simulated tokens."""
+        """Draw groups of `members` lengths in simulated tokens without end, from `chance`."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Workload with log-normal lengths, a constant token rate, and training steps of equal time.
+    """Workload with log-normal lengths, a constant token rate, and training steps of equal time: both the
+    `GroupLengths` and the `Durations` of a run.
 
-    Times are in an arbitrary unit. Lengths are truncated at `max_tokens`. `failure_rate` and `filter_rate` are shares
-    of groups. It also implements `Durations`: prompts and verdicts take no time, and a load does not pause generation.
+    Times are in an arbitrary unit. Lengths are truncated at `max_tokens`. `sigma`: standard deviation of their
+    logarithm. `failure_rate` and `filter_rate` are shares of groups. `load_seconds` pass from a publication until an
+    engine loads it. Prompts and verdicts take no time, and a load does not pause generation.
     """
 
     median_tokens: float = 16.0
@@ -60,7 +63,7 @@ class Workload:
     prompt_tokens: int = 0
 
     def answer_tokens(self, chance: random.Random) -> int:
-        """Draw the length of one completion, at least one token."""
+        """Draw the length of one completion in tokens: 1 to `max_tokens`."""
         return max(1, min(self.max_tokens, round(chance.lognormvariate(0.0, self.sigma) * self.median_tokens)))
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
@@ -93,17 +96,17 @@ _POLL_SECONDS = 1.0  # as in the conductor
 
 
 def without_mismatch(batch: Batch) -> Mapping[str, float]:
-    """Trainer measurements of a batch if staleness had no effect: zero KL divergence."""
+    """Return what the trainer would measure for a batch if staleness had no effect: a KL divergence of zero."""
     return {"kl_behavior": 0.0}
 
 
 class SimulatedRun:
-    """One run of `steps` training steps, deterministic for its seed.
+    """One run of `steps` training steps, the first `warm` of which are not in its report; deterministic for its seed.
 
-    `workload`: lengths, and shares of failed groups. `durations`: by default those of the workload. `limits`: number
-    and capacity of the engines. `pacing`: when admitted groups may start; None: at once. `judges`: number of
-    completions judged at the same time. `measured`: trainer measurements of a batch (default: no mismatch). The report
-    begins after the first `warm` steps.
+    `workload`: lengths, and shares of failed and filtered groups. `durations`: None: those of the workload, which must
+    be a `Workload` then. `limits`: number and capacity of the engines; None: one engine without limits. `pacing`: when
+    admitted groups may start; None: at once. `judges`: number of completions judged at the same time. `measured`:
+    returns the trainer's measurements of a batch by name, for adaptive bounds (default: no mismatch).
     """
 
     def __init__(
@@ -151,8 +154,8 @@ class SimulatedRun:
         self._free = [0.0] * judges  # heap of the times at which each judge is free
 
     def run(self, over: Callable[[], bool] = lambda: False) -> SimulationReport:
-        """Run to the last step and return the report. Once `over` returns true, the report begins, if it has not, and
-        the run ends as soon as the report has a step.
+        """Run to the last step and return the report; called once. Once `over` returns True, the warm-up ends, and the
+        run as soon as the report has a step.
 
         Raises:
             RuntimeError: no event is left before the end, so the run is stuck.
@@ -210,8 +213,8 @@ class SimulatedRun:
             self.clock.call_after(_POLL_SECONDS, self._observe_pressure)
 
     def _observe_pressure(self) -> None:
-        """Report the engines' load to the controller, and admit groups by its new bounds. Repeats itself every second
-        while any group is in flight."""
+        """Report the engines' load to the controller, and admit groups by its new bounds. Schedules itself again after
+        a second while any group is in flight."""
         before, self._preempted = self._preempted, sum(engine.preempted for engine in self._engines)
         needed = max(engine.needed() for engine in self._engines)
         self.controller.observe_pressure(Pressure(needed, self._preempted - before, len(self._engines)))
@@ -221,8 +224,8 @@ class SimulatedRun:
         self._admit()
 
     def _completed(self, flight: Flight) -> None:
-        """Handle a finished completion. After the group's last one the group is judged, at once if judging takes no
-        time; before that, nothing happens."""
+        """Begin to judge the group of a finished completion if it was the group's last one; else do nothing. A group
+        whose judging takes no time is finished at once."""
         if len(flight.versions) < len(flight.lengths) or flight.judged:
             return
         flight.judged = True
