@@ -222,7 +222,7 @@ def test_an_alarm_says_the_numbers_and_where_to_look() -> None:
 def test_an_alarm_of_undecided_completions_names_the_most_frequent_reason_live_and_afterwards(tmp_path: Path) -> None:
     why = "the reward raised KeyError in my_reward.py:7: 'level'"
     lines = [step_line(step, undecided=0.5, undecided_reason=why) for step in range(1, 21)]
-    live = AlarmWatch(tmp_path, bound=4.0, last_step=20)
+    live = AlarmWatch(tmp_path, {"rollout": {"max_staleness": 4.0}, "trainer": {"steps": 20}})
     for line in lines:
         live.step(line)
     told = f"50% of the completions have no verdict and are not trained on, most often: {why}"

@@ -26,6 +26,7 @@ from stretto_report.dashboard.terminal.snapshot import Trend
 from tests.store.lines import evaluation_line, step_line
 
 HOSTILE = "[/]evil\x1b[2J\x07\u202e\x9b31m"
+RECIPE = {"rollout": {"max_staleness": 4.0}, "trainer": {"steps": 100}}
 
 
 def step(number: int, entropy: float | None = None, name: str = "format", **changed: Any) -> StepMetrics:
@@ -70,7 +71,7 @@ def test_the_neighbours_of_a_full_trend_become_one() -> None:
 
 def test_a_panel_has_courses_and_alarms(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    shown = drawn(console, "format", AlarmWatch(tmp_path, 4.0, 100))
+    shown = drawn(console, "format", AlarmWatch(tmp_path, RECIPE))
     last = shown[shown.rindex("╭") :]
     assert "alarm  entropy collapse since step 19: the entropy fell from 1 to 0.01 nats" in last
     for words in ("accuracy", "reward", "staleness", "entropy", "▁", "█", "0 to 0.25"):
@@ -80,7 +81,7 @@ def test_a_panel_has_courses_and_alarms(tmp_path: Path) -> None:
 def test_lines_have_an_alarm_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_ALARM_SECONDS", 0.0)
     output = io.StringIO()
-    with LineDisplay(100, Console(file=output), seconds=0.0, alarms=AlarmWatch(tmp_path, 4.0, 100)) as display:
+    with LineDisplay(100, Console(file=output), seconds=0.0, alarms=AlarmWatch(tmp_path, RECIPE)) as display:
         for number in range(1, 31):
             display.step(step(number))
     lines = output.getvalue().splitlines()
@@ -100,7 +101,7 @@ def test_an_alarm_watch_finds_what_the_alarms_of_the_whole_run_find(tmp_path: Pa
         )
         for number in range(1, 61)
     ]
-    watch = AlarmWatch(tmp_path, 4.0, 60)
+    watch = AlarmWatch(tmp_path, RECIPE | {"trainer": {"steps": 60}})
     for one in steps:
         watch.step(one)
     whole = Evidence.of(steps)
@@ -115,7 +116,7 @@ def test_an_alarm_watch_finds_what_the_alarms_of_the_whole_run_find(tmp_path: Pa
 def test_no_line_of_a_panel_is_wider_than_the_terminal(tmp_path: Path, width: int, ascii_only: bool) -> None:
     kind = AsciiConsole if ascii_only else Console
     console = kind(file=io.StringIO(), force_terminal=True, width=width, height=99, color_system=None)
-    shown = drawn(console, "→ a run", AlarmWatch(tmp_path, 4.0, 100))
+    shown = drawn(console, "→ a run", AlarmWatch(tmp_path, RECIPE))
     last = shown[shown.rindex("+- " if ascii_only else "╭─ ") :].split("\x1b")[0]
     assert "".join(last.split()).count("entropy") >= 2  # in its course and its alarm
     assert max(map(len, last.splitlines())) <= width
@@ -125,7 +126,7 @@ def test_no_line_of_a_panel_is_wider_than_the_terminal(tmp_path: Path, width: in
 @pytest.mark.parametrize("terminal", [False, True])
 def test_no_text_steers_the_terminal_or_is_markup(tmp_path: Path, terminal: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200, height=99, color_system=None)
-    shown = drawn(console, HOSTILE, AlarmWatch(tmp_path, None, None))
+    shown = drawn(console, HOSTILE, AlarmWatch(tmp_path, {}))
     assert r"[/]evil\x1b[2J\x07\u202e\x9b31m" in shown
     assert not [one for one in ("\x1b[2J", "\x07", "\u202e", "\x9b") if one in shown]
 

@@ -55,7 +55,7 @@ def test_an_alarm_of_one_reader_is_an_alarm_of_each(tmp_path: Path, name: str) -
     (folder / "recipe.toml").write_text("[rollout]\nmax_staleness = 4\n[trainer]\nsteps = 40\n")
     with ledger_at(folder / "ledger.sqlite") as ledger:
         ledger.put("ending", {"how": "finished", "reason": ""})
-    log, live = MetricsLog(folder / "metrics.jsonl"), AlarmWatch.of(folder)
+    log, live = MetricsLog(folder / "metrics.jsonl"), AlarmWatch(folder)
     for number in range(1, 41):
         log.append(line := step(number, ILL[name]))
         live.step(line)

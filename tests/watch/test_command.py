@@ -102,7 +102,7 @@ def test_the_terminal_inspect_and_the_page_agree_on_a_bound_that_adapts(
     )
     (alarm,) = alarms(path, capsys)
     assert (alarm["name"], alarm["first_step"]) == ("staleness_at_bound", 10)
-    watch = AlarmWatch.of(path)
+    watch = AlarmWatch(path)
     for line in read_metrics(path / "metrics.jsonl")[0]:
         watch.step(line)
     assert list(watch.sentences()) == ["staleness at its bound"]

@@ -121,7 +121,7 @@ def train(
         from stretto_report.dashboard.terminal.progress import open_display
 
         print(f"run folder {prepared.path}\nin the browser: stretto watch {prepared.path}", flush=True)
-        alarms = AlarmWatch.of(prepared.path)
+        alarms = AlarmWatch(prepared.path)
         prepared.recall(alarms.step, alarms.evaluated)
         with open_display(prepared.steps, alarms=alarms, verbose=verbose) as display:
             code = prepared.train(display, spawner)

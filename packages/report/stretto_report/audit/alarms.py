@@ -240,20 +240,14 @@ class AlarmWatch:
     """Alarms of a run that is observed step by step. `step` and `evaluated` only append measurements in memory; the
     other methods compute the alarms."""
 
-    def __init__(self, folder: Path, bound: float | None, last_step: int | None, mismatch: float = 0.1) -> None:
+    def __init__(self, folder: Path, recipe: Mapping[str, Any] | None = None) -> None:
         """Begin without measurements. `folder`: the run folder, whose disk is checked. `bound`, `last_step` and
         `mismatch`: fields of `Evidence`; `bound` None: no staleness bound, `last_step` None: not known."""
-        self._folder, self._bound, self._last_step, self._mismatch = folder, bound, last_step, mismatch
+        recipe = _tables(RunFolder(folder).recipe) if recipe is None else recipe
+        self._folder, self._known = folder, evidence_of(Evidence.of(()), (), recipe, None)
         self._steps, self._series = array("q"), dict[str, "array[float]"]()
         self._evaluations: list[EvaluationLine] = []
         self._undecided_reason = ""
-
-    @classmethod
-    def of(cls, folder: Path, recipe: Mapping[str, Any] | None = None) -> AlarmWatch:
-        """Watch the run in `folder`, with bound, last step and tolerance from its `recipe` (None: read from the
-        folder)."""
-        recipe = _tables(RunFolder(folder).recipe) if recipe is None else recipe
-        return cls(folder, number_of(recipe, "rollout", "max_staleness"), last_step_of(recipe), mismatch_of(recipe))
 
     def step(self, metrics: StepMetrics) -> None:
         """Add the next step."""
@@ -284,9 +278,8 @@ class AlarmWatch:
         series = {name: np.full(len(steps), np.nan) for name in self._series}
         for name, column in self._series.items():
             series[name][: len(column)] = column
-        disk = disk_of(self._folder)
-        rest = self._bound, disk, self._last_step, self._mismatch, self._undecided_reason
-        return findings_of(Evidence(steps, series, self._evaluations, *rest))
+        found = dataclasses.replace(self._known, steps=steps, series=series, undecided_reason=self._undecided_reason)
+        return findings_of(dataclasses.replace(found, evaluations=self._evaluations, disk=disk_of(self._folder)))
 
 
 def findings_of_run(path: Path) -> AlarmReport:

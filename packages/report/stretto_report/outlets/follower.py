@@ -37,7 +37,7 @@ class AlarmFollower:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._lines, self._watch = LineFollower(RunFolder(folder).metrics, _METRICS), AlarmWatch.of(folder)
+        self._lines, self._watch = LineFollower(RunFolder(folder).metrics, _METRICS), AlarmWatch(folder)
 
     def new(self, sent: Collection[str]) -> list[Alarm]:
         """Current alarms whose titles are not in `sent`; empty while there is no new line.
@@ -56,7 +56,7 @@ class AlarmFollower:
         while True:
             lines, again = self._lines.read_on()
             if again:
-                self._watch = AlarmWatch.of(self._folder)
+                self._watch = AlarmWatch(self._folder)
             for line in lines:
                 if isinstance(line, StepMetrics):
                     self._watch.step(line)

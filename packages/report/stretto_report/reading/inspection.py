@@ -213,7 +213,7 @@ class RoleTime(Record, frozen=True):
     seconds before and after the training."""
 
     role: str
-    working: float | None  # None: the training has not begun
+    working: float | None
     waiting: Mapping[str, float]
     outside: Mapping[str, float]
 

@@ -83,7 +83,7 @@ def _follow(run: WatchedRun, leaves: Leaves) -> None:
 
 def _display(run: WatchedRun) -> Display:
     recipe = run.recipe()
-    alarms = AlarmWatch.of(run.folder, recipe)
+    alarms = AlarmWatch(run.folder, recipe)
     return open_display(
         last_step_of(recipe) or 0, alarms=alarms, title=f"stretto: {run.name}", proofs=lambda: _proofs(run)
     )
