@@ -1,5 +1,5 @@
 """Alarms of a run: problems that raise no error. Each alarm is a generator function that reads `Evidence` and yields
-`Alarm` records.
+`Alarm` records, none if all is well.
 
 An alarm describes the present: it is no longer yielded once its cause has passed. Most alarms compare means over
 windows of `WINDOW` (10) steps, so that a single odd step does not matter. An alarm whose measurements are missing does
@@ -52,8 +52,8 @@ _FEWEST = 8  # undecided completions of an evaluation; fewer may be chance
 
 
 def entropy_collapse(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the mean entropy of the newest window is below a fifth of the first window's: the policy samples nearly
-    the same completion for any seed."""
+    """Yield an alarm if the mean entropy of the newest ten measured steps is below a fifth of that of the first ten:
+    the policy samples nearly the same completion for any seed."""
     name = "trainer.entropy"
     if (ill := apart(found.steps, found.series.get(name), lambda mean, begin: mean < 0.2 * begin)) is not None:
         message = f"the entropy fell from {ill.was:.3g} to {ill.now:.3g} nats"
@@ -61,8 +61,8 @@ def entropy_collapse(found: Evidence) -> Iterator[Alarm]:
 
 
 def length_explosion(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the completions of the newest window are on average more than three times as long as those of the
-    first."""
+    """Yield an alarm if the completions of the newest ten measured steps are on average more than three times as long
+    as those of the first ten."""
     name = "length_mean"
     if (ill := apart(found.steps, found.series.get(name), lambda mean, begin: mean > 3 * begin)) is not None:
         message = f"completions grew from {ill.was:.0f} to {ill.now:.0f} tokens"
@@ -70,9 +70,9 @@ def length_explosion(found: Evidence) -> Iterator[Alarm]:
 
 
 def completions_cut_off(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if at least half of the completions in the newest window end at the token limit and fewer than half are
-    right. (If most are right, the limit may be intended.) If training did not measure this, the newest held-out
-    evaluation decides."""
+    """Yield an alarm if at least half of the completions in the newest ten measured steps end at the token limit,
+    unless at least half are right. (Then the limit may be intended.) If training has not measured this in ten steps,
+    the newest held-out evaluation decides, but not one before the first step."""
     name, title = "truncated", "completions cut off"
     right = found.series.get("accuracy")
     ill = apart(found.steps, found.series.get(name), lambda mean, begin: mean >= _CUT_OFF, 1)
@@ -88,9 +88,10 @@ def completions_cut_off(found: Evidence) -> Iterator[Alarm]:
 
 
 def completions_undecided(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if at least a quarter of the completions in the newest window have no verdict: they are not trained on, and
-    prompts that the reward cannot judge are missing from training. Where training did not measure this, the newest
-    held-out evaluation decides. Names the most frequent reason."""
+    """Yield an alarm if at least a quarter of the completions in the newest ten measured steps have no verdict: they
+    are not trained on, and prompts that the reward cannot judge are missing from training. If training has not measured
+    this in ten steps, the newest held-out evaluation decides, if it has at least eight such completions. The message
+    names the most frequent reason."""
     name, title, look = "undecided", "completions undecided", "recipe:rewards.function"
     why = f", most often: {found.undecided_reason}" if found.undecided_reason else ""
     ill = apart(found.steps, found.series.get(name), lambda mean, begin: mean >= _UNDECIDED, 1)
@@ -106,14 +107,15 @@ def completions_undecided(found: Evidence) -> Iterator[Alarm]:
 
 
 def completions_lost(found: Evidence) -> Iterator[Alarm]:
-    """Alarms of completions that are cut off, or have no verdict."""
+    """Yield the alarms of `completions_cut_off` and `completions_undecided`."""
     yield from completions_cut_off(found)
     yield from completions_undecided(found)
 
 
 def idle_role(found: Evidence) -> Iterator[Alarm]:
-    """Alarm for each role that has been idle for the newest ten steps or more, and for ten seconds or more. Reward
-    workers are exempt, because agents and workflows may compute rewards themselves."""
+    """Yield an alarm for each role that has been idle for at least the newest ten steps and ten seconds. A step without
+    a measurement counts as busy. Reward workers are exempt, because agents and workflows may compute rewards
+    themselves."""
     clock = found.series.get("rl_seconds")
     if clock is None or len(clock) < WINDOW:
         return
@@ -128,8 +130,8 @@ def idle_role(found: Evidence) -> Iterator[Alarm]:
 
 
 def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the mean staleness of the newest window is at least nine tenths of the bound in force: generation mostly
-    waits for the bound."""
+    """Yield an alarm if the mean staleness of the newest ten measured steps is at least nine tenths of the bound in
+    force: generation mostly waits for the bound. None in a run without a bound or with the bound 0."""
     bound = found.in_force
     if not bound or not np.isfinite(bound):
         return
@@ -140,7 +142,8 @@ def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
 
 
 def disk_filling(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if free disk space is less than the remaining steps will write at the rate so far, or less than 1 GiB."""
+    """Yield an alarm if free disk space is less than the remaining steps will write at the rate so far, or less than 1
+    GiB. None if the run is not running or has no step."""
     if found.disk is None or not len(found.steps):
         return
     done = int(found.steps[-1])
@@ -157,8 +160,8 @@ def disk_filling(found: Evidence) -> Iterator[Alarm]:
 class Check:
     """One alarm function (`alarms`) with its title and the measurements that it needs.
 
-    It counts as measured if at least one series of `needs` has measurements for `windows` windows; with empty `needs`,
-    always. A name that ends with a point is a prefix of series names; ``evaluation`` means at least two evaluations.
+    `is_measured`: at least one series of `needs` has measurements for `windows` windows of ten steps; always if `needs`
+    is empty. A name that ends with a point is a prefix of series names; ``evaluation`` means at least two evaluations.
     """
 
     title: str
@@ -196,26 +199,26 @@ CHECKS: tuple[Check, ...] = (
 
 
 class AlarmReport(Record, frozen=True):
-    """Result of a check of all alarms. `alarms`: those that fire, ordered by first step. `checks`: number of all
-    alarms, including those in `not_measured`. `not_measured`: titles of alarms that lack measurements."""
+    """Result of a check of all alarms. `alarms`: those that fire, ordered by first step. `checks`: number of alarm
+    functions, including those in `not_measured`. `not_measured`: titles of those that lack measurements."""
 
     alarms: list[Alarm]
     checks: int
     not_measured: tuple[str, ...]
 
     def with_death(self, reason: str, step: int) -> AlarmReport:
-        """Return a copy with one more check, whether the run is dead. A `reason` that is not empty puts the alarm
-        ``dead_run`` since `step` in front of the others."""
+        """Return a copy with one more check, whether the run is dead. `reason`: why it is dead, which puts the alarm
+        ``dead_run`` since `step` in front of the others; "": it is not dead."""
         dead = [Alarm("dead_run", "the run is dead", step, reason, "logs")] if reason else []
         return AlarmReport([*dead, *self.alarms], self.checks + 1, self.not_measured)
 
     def told(self) -> dict[str, object]:
-        """The report as JSON for `stretto inspect --json`."""
+        """Return the fields of the report for the JSON of `stretto inspect --json`."""
         return {"alarms": self.alarms, "alarms_checked": self.checks, "alarms_not_measured": self.not_measured}
 
     def lines(self) -> list[str]:
-        """Lines for a terminal: one for each alarm, then one that counts the alarms that fire and names those not
-        measured."""
+        """Return lines for a terminal: one for each alarm, then one that counts the alarms that fire and names those
+        not measured."""
         return [*map(str, self.alarms), f"alarms  {self}"]
 
     def __str__(self) -> str:
@@ -230,7 +233,7 @@ class AlarmReport(Record, frozen=True):
 
 
 def findings_of(found: Evidence) -> AlarmReport:
-    """Run all alarms on the evidence. The report also names the alarms that lack measurements."""
+    """Run all alarms on the evidence, and report those that fire and those that lack measurements."""
     alarms = sorted((alarm for check in CHECKS for alarm in check.alarms(found)), key=lambda alarm: alarm.first_step)
     missing = tuple(check.title for check in CHECKS if not check.is_measured(found))
     return AlarmReport(alarms, len(CHECKS), missing)
@@ -241,8 +244,9 @@ class AlarmWatch:
     other methods compute the alarms."""
 
     def __init__(self, folder: Path, recipe: Mapping[str, Any] | None = None) -> None:
-        """Begin without measurements. `folder`: the run folder, whose disk is checked. `bound`, `last_step` and
-        `mismatch`: fields of `Evidence`; `bound` None: no staleness bound, `last_step` None: not known."""
+        """Begin without measurements. `folder`: the run folder, whose disk is checked. `recipe`: the tables of its
+        recipe, which say bound, last step and tolerance; None: they are read from the folder, and none are known if its
+        recipe cannot be read."""
         recipe = _tables(RunFolder(folder).recipe) if recipe is None else recipe
         self._folder, self._known = folder, evidence_of(Evidence.of(()), (), recipe, None)
         self._steps, self._series = array("q"), dict[str, "array[float]"]()
@@ -250,7 +254,7 @@ class AlarmWatch:
         self._undecided_reason = ""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Add the next step."""
+        """Append what the alarms read of the next step."""
         for name, value in numbers_of(metrics):
             if name.startswith(("busy.", "memory.", "canary.")) or name in READ:
                 column = self._series.setdefault(name, array("d"))
@@ -261,19 +265,19 @@ class AlarmWatch:
         self._undecided_reason = metrics.undecided_reason or self._undecided_reason
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
-        """Add the next held-out evaluation."""
+        """Append the next evaluation of the held-out questions."""
         self._evaluations.append(evaluation)
 
     def sentences(self) -> dict[str, str]:
-        """Line of each current alarm, by its title."""
+        """Return the line of each alarm that fires now, by its title."""
         return {alarm.title: str(alarm) for alarm in self.alarms()}
 
     def alarms(self) -> list[Alarm]:
-        """Current alarms."""
+        """Return the alarms that fire now, ordered by first step."""
         return self.findings().alarms
 
     def findings(self) -> AlarmReport:
-        """Current alarms, and the titles of those that lack measurements."""
+        """Run all alarms on the measurements so far and the disk as it is now."""
         steps = np.array(self._steps, np.int64)
         series = {name: np.full(len(steps), np.nan) for name in self._series}
         for name, column in self._series.items():
@@ -298,11 +302,12 @@ def findings_of_run(path: Path) -> AlarmReport:
 def evidence_of(
     steps: Evidence, evaluations: Iterable[object], recipe: Mapping[str, Any], disk: Disk | None
 ) -> Evidence:
-    """Evidence of a run: the measurements of its `steps`, completed with what its other records say.
+    """Return the evidence of a run: the measurements of its `steps`, completed with what its other records say.
 
     Args:
-        steps: evidence with `steps`, `series` and `undecided_reason`.
-        evaluations: of all sets; only those of the held-out questions are used.
+        steps: evidence with `steps`, `series` and `undecided_reason` (`Evidence.of`).
+        evaluations: lines of ``metrics.jsonl``; only those that are an `EvaluationLine` (of the held-out questions)
+            are used.
         recipe: the tables of its recipe; may be incomplete.
         disk: None for a run that is not running.
     """
@@ -332,14 +337,14 @@ def _readable(metrics: Path) -> Iterator[MetricsLine]:
 
 
 def last_step_of(recipe: Mapping[str, Any]) -> int | None:
-    """`trainer.steps` of a recipe; None if it is missing or has more than 64 bits."""
+    """Return `trainer.steps` of a recipe; None if it is missing, no number or has more than 64 bits."""
     steps = number_of(recipe, "trainer", "steps")
     return int(steps) if steps is not None and abs(steps) < _LARGEST else None
 
 
 def mismatch_of(recipe: Mapping[str, Any]) -> float:
-    """Tolerance, in nats a token, for the difference of log-probabilities between engine and trainer: what rounding
-    explains for the coarser of their dtypes in the recipe. It is larger for a model with experts."""
+    """Return the tolerance, in nats a token, for the difference of log-probabilities between engine and trainer: what
+    rounding explains for the coarser of their dtypes in the recipe. It is larger for a model with experts."""
     sections = (recipe.get(name) for name in ("engine", "trainer"))
     types = [section.get("dtype") for section in sections if isinstance(section, dict)]
     dtype = coarser("float32", *(dtype for dtype in types if dtype in AGREEING))
@@ -347,7 +352,8 @@ def mismatch_of(recipe: Mapping[str, Any]) -> float:
 
 
 def _config_of(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json of the model folder that the recipe names; empty if it names none or the file cannot be read."""
+    """Return the config.json of the model folder that the recipe names; empty if it names none or the file cannot be
+    read."""
     section = recipe.get("model")
     path = section.get("path") if isinstance(section, dict) else None
     try:
@@ -365,16 +371,16 @@ def _tables(recipe: Path) -> Mapping[str, Any]:
 
 
 def number_of(recipe: Mapping[str, Any], section: str, key: str) -> float | None:
-    """Number at the key `section.key` of a recipe; None if it is missing, not a number, or an integer of more than 64
-    bits."""
+    """Return the number at the key `section.key` of a recipe; None if it is missing, not a number, or an integer of
+    more than 64 bits."""
     found = recipe.get(section)
     value = found.get(key) if isinstance(found, dict) else None
     return value if type(value) is float or (type(value) is int and abs(value) < _LARGEST) else None
 
 
 def disk_of(folder: Path) -> Disk | None:
-    """Free disk space, and bytes of the files that are directly in the run folder; None unless the run is running (its
-    lock is held)."""
+    """Return the free disk space, and the bytes of the files that are directly in the run folder; None unless the run
+    is running (its lock is held)."""
     try:
         if not lock.is_held(folder):
             return None

@@ -32,21 +32,22 @@ class RecordedChange:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds set by the section `rollout` of the recipe. `adaptive`: for each bound that is "auto", its least value,
-    with which the run begins, and its greatest."""
+    """Bounds set by the section `rollout` of the recipe. `max_staleness` and `max_in_flight`: at the start of the run;
+    infinite: no bound. `adaptive`: for each bound that is "auto", its least value, with which the run begins, and its
+    greatest."""
 
     batch_size: int
     group_size: int
     min_group_size: int
-    max_staleness: float  # at the start
-    max_in_flight: float  # likewise
+    max_staleness: float
+    max_in_flight: float
     beyond_bound: str
     max_attempts: int
     adaptive: Mapping[str, tuple[int, int]]
 
 
 def read_bounds(recipe: Path) -> Bounds:
-    """Read the bounds of a run from its recipe.
+    """Read the bounds of a run from its recipe, the file `recipe.toml`.
 
     Raises:
         StoreError: the recipe is missing, damaged or incomplete.

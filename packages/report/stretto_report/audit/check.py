@@ -37,11 +37,11 @@ class Findings:
 
 
 def check_run(folder: str | Path) -> Findings:
-    """Check every law against the records of a running, finished or dead run.
+    """Check every law against the records of a running, finished or dead run. Breaches are returned, not raised.
 
     Raises:
-        RunFolderError: there is no run.
-        StoreError: the ledger, its log or the recipe cannot be read at all.
+        RunFolderError: there is no run, or no recipe beside its ledger. StoreError: the ledger, its write-ahead log or
+        the recipe cannot be read at all.
     """
     check_resting_log(Path(folder) / "ledger.sqlite")
     history = read_history(Path(folder))
@@ -54,8 +54,8 @@ def check_run(folder: str | Path) -> Findings:
 
 
 def print_findings(findings: Findings) -> int:
-    """Print a line for each law, with its first breaches, and the notes. Return the exit code: 1 if a law was broken,
-    else 0."""
+    """Print a line for each law, with its first five breaches, and the notes. Return the exit code: 1 if a law was
+    broken, else 0."""
     for law, breaches in findings.breaches.items():
         print(f"{'BROKEN' if breaches else 'kept  '}  {law}" + (f" ({len(breaches)})" if breaches else ""))
         for breach in breaches[:_SHOWN]:
@@ -66,8 +66,9 @@ def print_findings(findings: Findings) -> int:
 
 
 def print_balance(folder: str | Path) -> int:
-    """Print the number of trajectories in each state, then the findings. Return the exit code: 1 if a law was broken,
-    else 0. Raises RunFolderError if there is no run, and StoreError if its ledger or recipe cannot be read."""
+    """Check the run, and print the number of trajectories in each state, then the findings. Return the exit code: 1 if
+    a law was broken, else 0. Raises RunFolderError if there is no run or no recipe, and StoreError if its ledger or
+    recipe cannot be read."""
     findings = check_run(folder)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title_justify="left")
     table.title = Text(harmless(str(folder)), style="table.title")

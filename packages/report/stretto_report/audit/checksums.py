@@ -124,13 +124,13 @@ def broken_files(folder: Path, start: Mapping[str, Mapping[str, Mapping[str, obj
 
 
 def payload_fits(trajectory: str, columns: Sequence[object], payload: bytes) -> bool:
-    """Whether the checksum at the begin of a trajectory's payload matches. `trajectory`: its id; `columns`: its
-    outcome, reward, stop reason and interruptions."""
+    """Whether the checksum at the begin of a trajectory's payload matches its content. `trajectory`: its id; `columns`:
+    its outcome, reward, stop reason and interruptions."""
     return payload[:CHECKSUM_BYTES] == _checksum(trajectory, columns, payload[CHECKSUM_BYTES:])
 
 
 def segments_of(bulk: Sequence[Any]) -> list[list[Any]] | None:
-    """Segments of a decoded payload; None in format 2, which has a single turn without segments."""
+    """Return the segments of a decoded payload; None in format 2, which has a single turn without segments."""
     return bulk[0] if isinstance(bulk[1], str) else None
 
 
@@ -156,8 +156,8 @@ def _step_fits(
 def _trained(
     size: int, group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
 ) -> tuple[object, ...]:
-    """Part of a trajectory that the checksum of a step covers, made from the columns of its row. `size`: bytes of that
-    checksum, 16 since format 6."""
+    """Return the part of a trajectory that the checksum of a step covers, made from the columns of its row. `size`:
+    bytes of that checksum, 16 since format 6."""
     bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
     if (segments := segments_of(bulk)) is not None:
         decisive = _decisive_packed if size == _STEP_BYTES else _decisive
@@ -177,8 +177,8 @@ def _trained(
 
 
 def unpacked(segment: list[Any]) -> list[Any]:
-    """Fields of a segment with lists of tokens, log-probabilities and versions, as they were before format 6. A segment
-    of an earlier format is returned as it is."""
+    """Return the fields of a segment with lists of tokens, log-probabilities and versions, as they were before format
+    6. A segment of an earlier format is returned as it is."""
     columns, tokens, versions, *further = segment
     if not isinstance(columns, bytes):
         return segment
@@ -188,8 +188,8 @@ def unpacked(segment: list[Any]) -> list[Any]:
 
 
 def _decisive_packed(segment: list[Any]) -> list[object]:
-    """Part of a segment that a step's checksum of 128 bits covers. A segment of an earlier format, buffered before the
-    run was resumed by this version, is packed first."""
+    """Return the part of a segment that a step's checksum of 128 bits covers. A segment of an earlier format, buffered
+    before the run was resumed by this version, is packed first."""
     if not isinstance(segment[0], bytes):
         segment = _packed(segment)
     columns, tokens, versions, _, interrupted, stop_reason, _, parent, _, reward = segment

@@ -18,9 +18,9 @@ _TIMES = "seconds"  # prefix of measured times, which differ between any two run
 
 
 class Parting(Record, frozen=True):
-    """Result of a comparison. `step` is the first step that differs, in `fields` (also where one run ends before the
-    other); if `fields` is empty, the runs are equal and `step` is their number of steps. `policies`: versions whose
-    weights were compared."""
+    """Result of a comparison. `step` is the first step that differs, in `fields` (words for a message; one says if a
+    run ends before the other). If `fields` is empty, the runs are equal and `step` is their number of steps.
+    `policies`: versions whose weights were compared; left empty for runs that differ."""
 
     step: int
     fields: tuple[str, ...] = ()
@@ -36,12 +36,11 @@ class Parting(Record, frozen=True):
 
 
 def diff_runs(first: str | Path, second: str | Path) -> Parting:
-    """Compare two runs step by step, up to the first difference: batches, measurements, and the weights of the policies
-    that both have kept.
+    """Compare two runs step by step, up to the first difference: batches, measurements but times, and the weights of
+    the policies that both have kept.
 
     Raises:
-        RunFolderError: one folder holds no run.
-        StoreError: a ledger cannot be read, or has not kept its tokens.
+        RunFolderError: one folder holds no run. StoreError: a ledger cannot be read, or has not kept its tokens.
     """
     folders = RunFolder.open(first), RunFolder.open(second)
     steps, compared = 0, list[int]()
@@ -97,8 +96,8 @@ def _differences(one: _Step, other: _Step) -> Iterator[str]:
 
 
 def _of_segments(left: Trajectory, right: Trajectory) -> Iterator[str]:
-    """Names of differing fields, segment by segment; segments are numbered if there are several. Engines and
-    interruptions are not compared."""
+    """Yield the name of each field in which two trajectories differ, segment by segment; segments are numbered if there
+    are several. Engines and interruptions are not compared."""
     if (counts := [len(one.segments) for one in (left, right)])[0] != counts[1]:
         yield f"segments of {left.id} ({counts[0]} and {counts[1]})"
     for place, (ours, theirs) in enumerate(zip(left.segments, right.segments, strict=False)):
@@ -109,8 +108,8 @@ def _of_segments(left: Trajectory, right: Trajectory) -> Iterator[str]:
 
 
 def _weights(folders: tuple[RunFolder, RunFolder], version: int, compared: list[int]) -> tuple[str, ...]:
-    """Compare the weights of a version in both runs. Returns a name for the difference, or an empty tuple if they are
-    equal or not both kept. A version that both have kept is appended to `compared`."""
+    """Compare the weights of a version in both runs. Return one name for the difference, or an empty tuple if they are
+    equal or cannot be compared. A version that both have kept is appended to `compared`."""
     same = same_weights(*(folder.policy(version) for folder in folders))
     if same is not None:
         compared.append(version)

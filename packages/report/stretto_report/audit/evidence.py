@@ -1,7 +1,7 @@
 """An alarm as a record, the evidence that decides alarms, and since when a series of measurements is bad.
 
-A window is `WINDOW` consecutive steps with a measurement. Each function tests the newest window. If that is bad, it
-returns the step since which all windows are bad.
+A series has one value for each step, NaN where it was not measured. A window is ten consecutive measurements
+(`WINDOW`). Each function tests the newest window. If that is bad, it returns the step since which all windows are bad.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Onset:
-    """Beginning of a bad series. `first`: its step; `was`: value of the first window; `now`: value of the newest."""
+    """Beginning of a bad stretch that lasts until now. `first`: step of its beginning; `was`: mean of the first window
+    of the run; `now`: mean of the newest."""
 
     first: int
     was: float
@@ -36,7 +37,7 @@ class Onset:
 
 
 def measured(values: Numbers | None, windows: int = 1) -> bool:
-    """Whether a series (None: not measured) has enough measurements for this number of windows."""
+    """Whether a series has enough measurements for this number of windows of ten; False for None (no such series)."""
     return values is not None and int(np.isfinite(values).sum()) >= windows * WINDOW
 
 
@@ -48,12 +49,12 @@ def apart(
     *,
     geometric: float | None = None,
 ) -> Onset | None:
-    """Onset of bad windows; None if the newest is not bad, or there are fewer than `windows` windows of measurements.
+    """Return the onset of bad windows; None if the newest is not bad, or there are fewer measurements than `windows`
+    windows need.
 
-    `differs(means, first)` marks the bad windows, from the means of all windows and the mean of the first.
-
-    `geometric`: use geometric means, with values raised to at least this, so that outliers of heavy-tailed estimates
-    weigh little.
+    `differs(means, first)` marks the bad windows, from the means of all (overlapping) windows and the mean of the
+    first. `geometric`: use geometric means, with values raised to at least this, so that outliers of heavy-tailed
+    estimates weigh little; None: arithmetic means.
     """
     if values is None or not measured(values, windows):
         return None
@@ -68,9 +69,9 @@ def apart(
 
 
 def still(steps: Steps, values: Numbers | None) -> Onset | None:
-    """Onset of a standstill: since then no step has reached a ten-thousandth of the median of the first window's steps
-    above 0, on which a single spike has no effect. None if a step of the newest window does, or less than one window
-    was measured."""
+    """Return the onset of a standstill: since then no step has exceeded a ten-thousandth of the median of the first
+    window's positive values (a median, since a single spike does not move it). None if a step of the newest window
+    does, or less than one window was measured."""
     if values is None or not measured(values):
         return None
     known = np.flatnonzero(np.isfinite(values))
@@ -85,9 +86,9 @@ def still(steps: Steps, values: Numbers | None) -> Onset | None:
 
 
 def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
-    """Onset of windows whose mean is less than half of the best earlier window's, by more than chance. `was` is the
-    mean of the best window. The noise is estimated from differences of neighbours, which a trend does not affect. None
-    if the newest window is not one of them, or less than two windows were measured."""
+    """Return the onset of windows whose mean is less than half of the best earlier window's, by more than chance. `was`
+    is the mean of the best window. None if the newest window is not such a one, or less than two windows were measured.
+    The noise is estimated from differences of neighbours, which a trend does not affect."""
     if values is None or not measured(values, 2):
         return None
     known = np.flatnonzero(np.isfinite(values))
@@ -100,8 +101,9 @@ def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
 
 
 def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, EvaluationLine] | None:
-    """The evaluation with the best accuracy, and the first of the newest evaluations that are all below it by more than
-    chance; None if there is no such drop. Evaluations that ask something else than the newest do not count.
+    """Return the evaluation with the best accuracy, and the first of the newest evaluations that are all below it by
+    more than chance; None if the newest is not. `evaluations`: in the order of the run; those that ask something else
+    than the newest do not count.
 
     The threshold allows for many comparisons: the best of several is chosen, and the newest is tested each time.
     """
@@ -119,9 +121,9 @@ def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, Evalu
 
 
 def rises(steps: Steps, values: Numbers | None, until: int, later: int) -> tuple[float, float] | None:
-    """Means of the windows that end at the steps `until` and `later`, if the later mean is higher by more than chance;
-    else None. If the window before `until` is not complete, the first window takes its place. None also if the windows
-    overlap."""
+    """Return the means of the windows that end at the steps `until` and `later` if the later mean is higher by more
+    than two standard errors; else None. If the window before `until` is not complete, the first window takes its place.
+    None also if the windows overlap, or `values` is None."""
     if values is None:
         return None
     known = np.flatnonzero(np.isfinite(values))
@@ -136,27 +138,29 @@ def rises(steps: Steps, values: Numbers | None, until: int, later: int) -> tuple
 
 
 def newest_mean(values: Numbers) -> float:
-    """Mean of the newest window of measurements. `values` must have a measurement; others are NaN and left out."""
+    """Return the mean of the newest ten measurements, or of all if there are fewer; there must be one. NaN are left
+    out."""
     return float(values[np.isfinite(values)][-WINDOW:].mean())
 
 
 def needed(looks: float) -> float:
-    """Number of standard errors beyond which a difference between two of `looks` values is more than chance. It grows
-    with the number of pairs that can be compared."""
+    """Return the number of standard errors beyond which a difference between two of `looks` values is more than chance.
+    It grows with the number of pairs that can be compared."""
     return NormalDist().inv_cdf(1 - _CHANCE / max(2.0, looks * (looks + 1)))
 
 
 def _deviations(best: EvaluationLine, line: EvaluationLine) -> float:
-    """Number of standard errors by which the accuracy of `line` is below the best. The error is that of the pooled
-    accuracy, because the separate errors of very low and very high shares are far too small."""
+    """Return the number of standard errors by which the accuracy of `line` is below the best; negative if it is above.
+    The error is that of the pooled accuracy, because the separate errors of very low and very high shares are far too
+    small."""
     (high, many), (low, few) = _estimate(best), _estimate(line)
     both = (high * many + low * few) / (many + few)
     return (high - low) / math.sqrt(both * (1 - both) * (1 / many + 1 / few))
 
 
 def _estimate(line: EvaluationLine) -> tuple[float, float]:
-    """Centre of an accuracy's confidence interval (pulled towards one half for few questions), and the effective number
-    of questions."""
+    """Return the centre of an accuracy's confidence interval (pulled towards one half for few questions), and the
+    effective number of questions."""
     if line.ci95 is None:
         count = max(line.samples, line.prompts, 1) + 4  # Agresti and Coull: two more of each kind
         return (line.accuracy * (count - 4) + 2) / count, count
@@ -180,8 +184,9 @@ def _newest(steps: Steps, ill: Flags, means: Numbers) -> Onset | None:
 
 
 class Alarm(Record, frozen=True):
-    """An alarm that fires. `first_step`: the step since which it holds. `look`: where to look for the cause:
-    ``series:NAME``, ``recipe:KEY``, ``timeline`` or ``logs``."""
+    """An alarm that fires. `name`: identifier of the alarm; `title`: words for people, which may name a role.
+    `first_step`: the step since which it holds. `look`: where to look for the cause: ``series:NAME``, ``recipe:KEY``,
+    ``timeline`` or ``logs``."""
 
     name: str
     title: str
@@ -195,7 +200,7 @@ class Alarm(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Disk:
-    """Disk of a running run, in bytes: free space, and size of the files directly in the run folder."""
+    """Disk of a running run, in bytes: free space, and total size of the files directly in the run folder."""
 
     free: int
     written: int
@@ -205,31 +210,34 @@ class Disk:
 class Evidence:
     """Measurements that decide the alarms.
 
-    `series`: numbers by their names in docs/reference/metrics.md (``reward``, ``trainer.entropy``,
-    ``busy.trainer``), one for each of `steps`, NaN where not measured.
+    `steps`: step numbers. `series`: values by their names in docs/reference/metrics.md (``reward``,
+    ``trainer.entropy``, ``busy.trainer``), one for each of `steps`, NaN where not measured. `evaluations`: of the
+    held-out questions, in order. `bound`: `rollout.max_staleness`, for steps without the series `max_staleness`; None:
+    no bound. `disk`: None: the run is not running. `last_step`: `trainer.steps`; None: not known. `mismatch`: nats a
+    token between engine and trainer that rounding explains for their dtypes. `undecided_reason`: most frequent reason
+    of the newest step with undecided verdicts; "": none.
     """
 
     steps: Steps
     series: Mapping[str, Numbers]
     evaluations: Sequence[EvaluationLine] = ()
-    bound: float | None = None  # `rollout.max_staleness`, for steps without the series `max_staleness`; None: no bound
+    bound: float | None = None
     disk: Disk | None = None
-    last_step: int | None = None  # `trainer.steps`; None: not known
-    mismatch: float = 0.1  # nats a token between engine and trainer that rounding explains for their dtypes
-    undecided_reason: str = ""  # of the newest step with undecided verdicts; "": none
+    last_step: int | None = None
+    mismatch: float = 0.1
+    undecided_reason: str = ""
 
     @property
     def in_force(self) -> float | None:
-        """Staleness bound of the newest step that recorded one, else that of the recipe (`bound`, None for
-        unlimited)."""
+        """Staleness bound of the newest step that recorded one, else that of the recipe (`bound`, None: no bound)."""
         values = self.series.get("max_staleness", np.empty(0))
         known = values[np.isfinite(values)]
         return float(known[-1]) if len(known) else self.bound
 
     @classmethod
     def of(cls, steps: Sequence[StepMetrics]) -> Evidence:
-        """Evidence from the step lines of ``metrics.jsonl``: `steps`, `series` and `undecided_reason`. The other fields
-        have their defaults."""
+        """Make evidence from the step lines of ``metrics.jsonl``: `steps`, `series` and `undecided_reason`. The other
+        fields have their defaults."""
         series: dict[str, Numbers] = {}
         for place, step in enumerate(steps):
             for name, value in numbers_of(step):
@@ -247,7 +255,7 @@ READ = frozenset({*_WHOLE, *(f"trainer.{name}" for name in _OF_TRAINER)})
 
 
 def numbers_of(step: StepMetrics) -> Iterator[tuple[str, float]]:
-    """Yield name and value of each measurement of a step; missing ones are left out."""
+    """Yield series name and value of each measurement of a step; missing ones are left out."""
     for name in _WHOLE:
         if (value := getattr(step, name)) is not None:
             yield name, value

@@ -61,18 +61,19 @@ _STEPS = (
 @dataclass(frozen=True)
 class RecordedSegment:
     """A segment of a trajectory as recorded: numbers of tokens and log-probabilities, and the version of each token. A
-    given (not sampled) segment has neither log-probabilities nor versions."""
+    given (not sampled) segment has neither log-probabilities nor versions. `parent`: index of the segment that it
+    follows, or `PROMPT` or `NOTHING`."""
 
     tokens: int
     logprobs: int
     versions: tuple[int, ...]
-    parent: int  # index of the preceding segment, or PROMPT or NOTHING
+    parent: int
 
 
 @dataclass(frozen=True)
 class RecordedTrajectory:
-    """A trajectory as recorded. If its tokens were not kept or are damaged, `versions` and `lengths` are None and
-    `segments` is empty."""
+    """A trajectory as recorded. `tokens`: number of sampled tokens. `versions`: of each sampled token. If its tokens
+    were not kept or are damaged, `versions` and `lengths` are None and `segments` is empty."""
 
     id: str
     group: str
@@ -94,7 +95,8 @@ class RecordedTrajectory:
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """One attempt at a prompt. Its id is ``epoch.prompt.attempt``."""
+    """One attempt at a prompt, with its trajectories. Its id is ``epoch.prompt.attempt``; the first attempt is 0.
+    `members`: number of trajectories that were issued."""
 
     id: str
     prompt: str
@@ -109,8 +111,9 @@ class RecordedGroup:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A training step. `batch`: group ids in order, each with its trained members. `oldest_trainable`: tokens of older
-    versions are masked. `own_oldest`: the same, for groups whose value differs from the step's."""
+    """A training step. `version`: that of the policy before the step. `batch`: group ids in order, each with its
+    trained members. `oldest_trainable`: tokens of older versions are masked. `own_oldest`: the same by group id, for
+    groups whose value differs from the step's. `published_version`: None: not published."""
 
     step: int
     version: int
@@ -136,24 +139,26 @@ class RecordedLine:
 
 @dataclass(frozen=True)
 class RecordedData:
-    """Questions of a run: the digest on record, the current digest (`found`), and the inputs to the order of an epoch.
+    """Questions of a run: the digest on record, the current digest (`found`), the ids of the questions (`prompts`), and
+    the inputs to the order of an epoch.
 
-    A prompt whose share of right completions is at most `hard` or at least `easy` is skipped in the next epoch.
+    A prompt whose share of right completions is at most `hard` or at least `easy` is skipped in the next epoch; None:
+    no prompt is skipped.
     """
 
     digest: str
     found: str
     prompts: tuple[str, ...]
     seed: int
-    sources: tuple[tuple[str, int, float | None], ...]  # name, prompts, weight
+    sources: tuple[tuple[str, int, float | None], ...]  # name, number of prompts, weight
     easy: float | None
     hard: float | None
 
 
 @dataclass(frozen=True)
 class RecordedProofs:
-    """Ranges (first, last) of versions that each engine has proven by the canary. Versions before `since` need no
-    proof: the stretto that sampled with them had no canary."""
+    """Ranges (first, last; both included) of versions that each engine has proven by the canary, by its name. Versions
+    before `since` need no proof: the stretto that sampled with them had no canary."""
 
     since: int
     proven: Mapping[str, tuple[tuple[int, int], ...]]
@@ -161,13 +166,15 @@ class RecordedProofs:
 
 @dataclass(frozen=True)
 class History:
-    """All records of a run's trajectories and steps."""
+    """All records of a run that the laws are checked on, made by `read_history`. `given_back`: prompts to be repeated
+    next, as (epoch, prompt, attempt). `position`: epoch, and the number of prompts drawn in it. `policies`: versions in
+    the run folder. `damage`, `broken_checksums`, `broken_start` and `edited` hold sentences on faults."""
 
     groups: tuple[RecordedGroup, ...]
     steps: tuple[RecordedStep, ...]
     bounds: Bounds
-    given_back: tuple[tuple[int, str, int], ...]  # (epoch, prompt, attempt) of prompts to be repeated next
-    position: tuple[int, int] | None  # epoch, and the number of prompts drawn in it
+    given_back: tuple[tuple[int, str, int], ...]
+    position: tuple[int, int] | None
     policies: tuple[int, ...]
     roster: tuple[str, ...]  # the engines of the run
     damage: tuple[str, ...]  # found by SQLite's integrity check
@@ -218,8 +225,8 @@ def read_history(folder: Path) -> History:
 
 
 def _address(path: Path) -> str:
-    """Read-only SQLite URI of the ledger. It is immutable if there is no write-ahead log and SQLite could not create
-    its index file, because the folder is not writable."""
+    """Return the read-only SQLite URI of the ledger. It is immutable if there is no write-ahead log and SQLite could
+    not create its index file, because the folder is not writable."""
     log, index = path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")
     bare = not index.exists() and not (log.exists() and log.stat().st_size)
     how = "mode=ro&immutable=1" if bare and not os.access(path.parent, os.W_OK) else "mode=ro"
@@ -282,7 +289,7 @@ def _proofs(fact: Mapping[str, Any]) -> RecordedProofs:
 
 
 def _digest(questions: Path) -> tuple[str, tuple[str, ...]]:
-    """Digest and ids of the questions. If the file is faulty: ``none (the fault)`` and no ids."""
+    """Return digest and ids of the questions; of a file that is missing or faulty ``none (the fault)`` and no ids."""
     whole, prompts = hashlib.blake2b(digest_size=16), list[str]()
     try:
         # Split at line feeds alone: a text may contain other line separators.
@@ -332,7 +339,8 @@ def _differing(name: str, before: object, after: object, ignored: Set[str] = fro
 def _groups(
     connection: sqlite3.Connection, bounds: Bounds, changes: Sequence[RecordedChange]
 ) -> tuple[RecordedGroup, ...]:
-    """All groups, each with the bounds in force when it was admitted. `bounds`: the values before the first change."""
+    """Return all groups in the order of their issue, each with the bounds in force when it was admitted. `bounds`: the
+    values before the first change."""
     facts: dict[str, tuple[str, int, int, float, float]] = {}
     trajectories: dict[str, list[RecordedTrajectory]] = {}
     of_staleness, of_number = (
@@ -367,8 +375,8 @@ def _most_in_flight(connection: sqlite3.Connection, stretches: Sequence[tuple[in
 
 
 def in_force(changes: Sequence[RecordedChange], key: int, start: float) -> float:
-    """Bound under which the group with ledger key `key` was admitted: the value after the newest of `changes` (ordered
-    by key) up to this key, else `start`."""
+    """Return the bound under which the group with ledger key `key` was admitted: the value after the newest of
+    `changes` up to this key, else `start`. `changes`: of one bound, ordered by key."""
     place = bisect_right(changes, key, key=lambda change: change.key)
     return changes[place - 1].after if place else start
 
@@ -399,7 +407,8 @@ def _segment(place: int, columns: list[Any]) -> RecordedSegment:
 
 
 def _lines(path: Path) -> Mapping[int, RecordedLine]:
-    """Lines of ``metrics.jsonl`` by step; unreadable lines are skipped. Empty if the file is missing."""
+    """Return the lines of steps in ``metrics.jsonl`` by step, of several the last; unreadable lines are skipped. Empty
+    if the file is missing."""
     found: dict[int, RecordedLine] = {}
     for line in rows_of(path):
         if not line.endswith(b"\n"):

@@ -1,5 +1,5 @@
-"""Laws of a run. Each law is a generator function that reads `History` and yields a sentence for each breach; its
-docstring says what must hold.
+"""Laws of a run. Each law is a generator function that reads `History` and yields a sentence for each breach, nothing
+if it is kept; its docstring says what must hold.
 
 The laws hold after any crash: work may be unfinished, but no record may be wrong.
 """
@@ -23,27 +23,31 @@ from stretto_report.audit.token_laws import (
 
 
 def the_file_is_whole(history: History) -> Iterator[str]:
-    """SQLite's integrity check passes."""
+    """Law, yielding a sentence for each breach: SQLite's integrity check passes."""
     yield from history.damage
 
 
 def every_checksum_fits(history: History) -> Iterator[str]:
-    """Checksums of groups, trajectories, partials, calls, batches and facts match."""
+    """Law, yielding a sentence for each breach: Checksums of groups, trajectories, partials, calls, batches and facts
+    match."""
     yield from history.broken_checksums
 
 
 def the_start_is_what_it_was(history: History) -> Iterator[str]:
-    """The files of the first policy and of the reference model have not changed since the run started."""
+    """Law, yielding a sentence for each breach: The files of the first policy and of the reference model have not
+    changed since the run started."""
     yield from history.broken_start
 
 
 def the_recipe_is_the_one_on_record(history: History) -> Iterator[str]:
-    """The run's recipe differs from the record only in keys that a resume may change."""
+    """Law, yielding a sentence for each breach: The run's recipe differs from the record only in keys that a resume may
+    change."""
     yield from history.edited
 
 
 def everything_issued_has_one_state(history: History) -> Iterator[str]:
-    """Each trajectory has exactly one row, one of the six states, and a reason if it ended untrained."""
+    """Law, yielding a sentence for each breach: Each trajectory has exactly one row, one of the six states, and a
+    reason if it ended untrained."""
     for group in history.groups:
         if (found := [one.member for one in group.trajectories]) != list(range(group.members)):
             yield f"group {group.id} has {group.members} members, on record are {found}"
@@ -57,7 +61,8 @@ def everything_issued_has_one_state(history: History) -> Iterator[str]:
 
 
 def nothing_is_trained_twice(history: History) -> Iterator[str]:
-    """The members of all batches are the trajectories in state trained, each once. An epoch trains a prompt once."""
+    """Law, yielding a sentence for each breach: The members of all batches are the trajectories in state trained, each
+    once. An epoch trains a prompt once."""
     placed = Counter((name, member) for step in history.steps for name, members in step.batch for member in members)
     yield from (f"{name}/{member} is in {count} batches" for (name, member), count in placed.items() if count > 1)
     in_batches = {
@@ -77,9 +82,9 @@ def nothing_is_trained_twice(history: History) -> Iterator[str]:
 
 
 def versions_grow_by_one(history: History) -> Iterator[str]:
-    """Step n trains at version n - 1 and publishes version n; no step is missing; only the last may be unpublished. No
-    kept policy and no sampled token has a version above the last step. Versions never fall along the turns of a
-    trajectory."""
+    """Law, yielding a sentence for each breach: Step n trains at version n - 1 and publishes version n; no step is
+    missing; only the last may be unpublished. No kept policy and no sampled token has a version above the last step.
+    Versions never fall along the turns of a trajectory."""
     for place, step in enumerate(history.steps, start=1):
         if (step.step, step.version) != (place, place - 1):
             yield f"the {place}. step on record is step {step.step}, at version {step.version}"
@@ -96,8 +101,9 @@ def versions_grow_by_one(history: History) -> Iterator[str]:
 
 
 def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
-    """When each group was issued, the number of earlier groups (without those that ended untrained), in whole batches,
-    was at most the live version plus the staleness bound in force (AReaL, equation 3).
+    """Law, yielding a sentence for each breach: When each group was issued, the number of earlier groups (without those
+    that ended untrained), in whole batches, was at most the live version plus the staleness bound in force (AReaL,
+    equation 3).
 
     The live version never decreases. No token of a group is older than the version at which the group was admitted.
     """
@@ -116,9 +122,10 @@ def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
 
 
 def no_bound_is_broken(history: History) -> Iterator[str]:
-    """No token was trained with more staleness than the bound in force when its group was admitted, nor at a version
-    before its own. Masked tokens may be older; with `beyond_bound = "train"` all may be. The staleness of a trajectory
-    whose tokens were not kept is not checked in a step that masked tokens."""
+    """Law, yielding a sentence for each breach: No token was trained with more staleness than the bound in force when
+    its group was admitted, nor at a version before its own. Masked tokens may be older; with `beyond_bound = "train"`
+    all may be. The staleness of a trajectory whose tokens were not kept is not checked if older tokens of its group
+    were masked."""
     bounds, policy = {group.id: group.max_staleness for group in history.groups}, history.bounds.beyond_bound
     for step, one in _trained(history):
         bound, oldest = bounds[one.group], step.own_oldest.get(one.group, step.oldest_trainable)
@@ -135,8 +142,9 @@ def no_bound_is_broken(history: History) -> Iterator[str]:
 
 
 def no_more_are_in_flight_than_allowed(history: History) -> Iterator[str]:
-    """The number of groups in flight never exceeded the bound in force when a group was issued. Two counts are checked:
-    the run's own record, and the groups that are still in flight at its end."""
+    """Law, yielding a sentence for each breach: The number of groups in flight never exceeded the bound in force when a
+    group was issued. Two counts are checked: the run's own record, and the groups that are still in flight at its
+    end."""
     unfinished = 0
     for group in history.groups:
         unfinished += (still := "in_flight" in _states(group))
@@ -147,8 +155,9 @@ def no_more_are_in_flight_than_allowed(history: History) -> Iterator[str]:
 
 
 def bounds_change_as_recorded(history: History) -> Iterator[str]:
-    """A bound changes only if the recipe makes it adaptive. Each change stays within the recipe's limits, begins with
-    the value of the change before, and follows a recorded step. The staleness bound changes at most once per step."""
+    """Law, yielding a sentence for each breach: A bound changes only if the recipe makes it adaptive. Each change stays
+    within the recipe's limits, begins with the value of the change before, and follows a recorded step. The staleness
+    bound changes at most once per step."""
     adaptive = history.bounds.adaptive
     value = {name: lowest for name, (lowest, _) in adaptive.items()}
     newest = dict.fromkeys(adaptive, 0)
@@ -169,8 +178,9 @@ def bounds_change_as_recorded(history: History) -> Iterator[str]:
 
 
 def batches_are_complete(history: History) -> Iterator[str]:
-    """Each batch has the recipe's number of groups, each with at least `min_group_size` trajectories. Each of these is
-    judged and has all its tokens, and the step's counts agree with them."""
+    """Law, yielding a sentence for each breach: Each batch has the recipe's number of groups, each with at least
+    `min_group_size` trajectories. Each of these is judged and has all its tokens, and the step's counts agree with
+    them."""
     groups = {group.id: group for group in history.groups}
     for step in history.steps:
         if len(step.batch) != history.bounds.batch_size:
@@ -208,8 +218,8 @@ def _incomplete(
 
 
 def every_token_has_its_engine(history: History) -> Iterator[str]:
-    """Each engine that sampled a token is on the run's roster. The engines of a trajectory sampled as many tokens as it
-    has."""
+    """Law, yielding a sentence for each breach: Each engine that sampled a token is on the run's roster. The engines of
+    a trajectory sampled as many tokens as it has."""
     for one in history.trajectories:
         yield from (
             f"{one.id} has tokens of {name}, which is not on the roster"
@@ -220,8 +230,8 @@ def every_token_has_its_engine(history: History) -> Iterator[str]:
 
 
 def every_token_was_sampled_by_proven_weights(history: History) -> Iterator[str]:
-    """The engine that sampled a token had proven, by the canary, that it held the token's version. Nothing is checked
-    for a run without proofs, or before they began."""
+    """Law, yielding a sentence for each breach: The engine that sampled a token had proven, by the canary, that it held
+    the token's version. Nothing is checked for a run without proofs, or before they began."""
     if history.proofs is None:
         return
     since, proven = history.proofs.since, history.proofs.proven
@@ -236,8 +246,9 @@ def every_token_was_sampled_by_proven_weights(history: History) -> Iterator[str]
 
 
 def no_prompt_is_skipped_or_repeated(history: History) -> Iterator[str]:
-    """Each epoch admits each prompt once. Another attempt follows only an attempt that ended untrained. An attempt that
-    ended untrained and may be repeated was repeated, or is recorded as next."""
+    """Law, yielding a sentence for each breach: Each epoch admits each prompt once. Another attempt follows only an
+    attempt that ended untrained. An attempt that ended untrained and may be repeated was repeated, or is recorded as
+    next."""
     epochs: dict[int, dict[str, list[RecordedGroup]]] = defaultdict(lambda: defaultdict(list))
     for group in history.groups:
         epochs[group.epoch][group.prompt].append(group)
@@ -269,9 +280,10 @@ def _attempts(
 def _drawn(
     epochs: Mapping[int, Mapping[str, list[RecordedGroup]]], position: tuple[int, int], same: bool
 ) -> Iterator[str]:
-    """Yield a sentence for each violation of this law: as many prompts were issued as the recorded position in the data
-    says. `same`: each epoch draws all prompts, so all epochs must have the same ones. (Otherwise
-    `prompts_come_in_their_order` checks this.)"""
+    """Yield a sentence for each breach of this: as many prompts were issued as the recorded position in the data says.
+    `epochs`: attempts by prompt, by epoch. `position`: newest epoch, and number of prompts drawn in it. `same`: each
+    epoch draws all prompts, so all whole epochs must have the same ones. (Otherwise `prompts_come_in_their_order`
+    checks this.)"""
     newest, drawn = position
     sizes = {epoch: len(prompts) for epoch, prompts in epochs.items()}
     if sizes.get(newest, 0) != drawn:
@@ -299,8 +311,9 @@ def _failed(group: RecordedGroup) -> bool:
 
 
 def _asked_again(group: RecordedGroup, failures: int, most: int) -> bool:
-    """Whether a prompt is tried again after this attempt: always if it expired, after fewer than `most` failures if it
-    failed, never if it was filtered."""
+    """Whether a prompt must be tried again after this attempt: always if a trajectory expired, after fewer than `most`
+    failed attempts if all failed, never if any was filtered or did not end untrained. `failures`: number of failed
+    attempts, this one included."""
     states = _states(group)
     return states <= {"expired", "failed"} and ("expired" in states or failures < most)
 

@@ -11,9 +11,10 @@ from stretto_report.audit.history import History, RecordedData, RecordedGroup
 
 
 def prompts_come_in_their_order(history: History) -> Iterator[str]:
-    """The questions have the recorded digest. The prompts of each epoch come in the order that follows from seed, epoch
-    and weights. A prompt is skipped only if its share of right completions in the previous epoch permits it. Nothing is
-    checked for a run without a record of its questions."""
+    """Law, yielding a sentence for each breach: The questions have the recorded digest. The prompts of each epoch come
+    in the order that follows from seed, epoch and weights. A prompt is skipped only if its share of right completions
+    in the previous epoch permits it. Nothing is checked for a run without a record of its questions, and no order if
+    the digest differs."""
     if (data := history.data) is None:
         return
     if data.found != data.digest:
@@ -43,7 +44,8 @@ def _reach(planned: list[str], prompt: str) -> int:
 
 
 def _order(data: RecordedData, epoch: int) -> list[int]:
-    """Indices of the epoch's prompts in order, computed from the recorded seed and sources alone."""
+    """Return the indices (in `data.prompts`) of the epoch's prompts in order, from the recorded seed and sources
+    alone."""
     taken = [prompts for _, prompts, _ in data.sources]
     if data.sources and all(weight is not None for _, _, weight in data.sources):
         pairs = [(prompts, float(weight or 0)) for _, prompts, weight in data.sources]
@@ -63,7 +65,8 @@ def _order(data: RecordedData, epoch: int) -> list[int]:
 
 
 def _restless(history: History, epoch: int, left_out: set[str]) -> Iterator[str]:
-    """Yield a sentence for each prompt that the epoch skipped although the previous epoch did not permit it."""
+    """Yield a sentence for each prompt in `left_out`, those that the epoch skipped, that the shares of right
+    completions in the previous epoch do not permit to skip. The history has `data`."""
     data = history.data
     assert data is not None, "asked for runs with a record of their data"
     before = [group for group in history.groups if group.epoch == epoch - 1 and group.prompt in left_out]

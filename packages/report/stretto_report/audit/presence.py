@@ -41,7 +41,8 @@ _CHANGED = "SELECT count(*) FROM events WHERE name = 'bound'"
 
 @dataclass(frozen=True)
 class _Series:
-    """A JSON-lines file: of each complete line that is an object, the fields that are compared."""
+    """Content of a JSON-lines file. `rows`: of each complete line that is an object, the fields that are compared; none
+    of ``spans.jsonl``."""
 
     rows: Sequence[Mapping[str, Any]]
     broken: int  # other complete lines
@@ -58,7 +59,8 @@ def rows_of(path: Path) -> Iterator[bytes]:
 
 
 def _read_series(path: Path) -> _Series:
-    """Read a JSON-lines file, whatever is in it. Empty without a file."""
+    """Read a JSON-lines file, whatever is in it: faulty lines are counted, none is an error. Without a file, nothing is
+    counted."""
     rows, seen = list[Mapping[str, Any]](), set[int]()
     broken, repeated, torn = 0, 0, False
     for line in rows_of(path):
@@ -94,8 +96,9 @@ def missing_facts(number: int, facts: Mapping[str, Any], groups: int, steps: int
 
 
 def missing_tokens(connection: sqlite3.Connection, recipe: Path) -> tuple[list[str], list[str]]:
-    """Sentences (breaches, notes) on judged trajectories without tokens in a run that keeps all of them. It is a breach
-    where the prompt of a trained one was kept: both are deleted together, if `store.keep_payloads` was another once."""
+    """Return sentences (breaches, notes) on judged trajectories without tokens; none unless the recipe keeps the tokens
+    of all. It is a breach where the prompt of a trained one was kept: both are deleted together, if
+    `store.keep_payloads` was another once. One note counts the others."""
     if _table(recipe, "store").get("keep_payloads") != "all":
         return [], []
     breaches, others = list[str](), 0
@@ -109,8 +112,8 @@ def missing_tokens(connection: sqlite3.Connection, recipe: Path) -> tuple[list[s
 
 
 def broken_rows(connection: sqlite3.Connection, changes: int) -> Iterator[str]:
-    """Yield a sentence for each row without the one that it belongs to, for pieces and calls whose first ones are
-    missing, and for changes of bounds (`changes`: their number on record) that are not among the events."""
+    """Yield a sentence for each table with rows whose parent row is missing, for each trajectory whose first pieces or
+    calls are missing, and if the events have another number of changes of bounds than is on record (`changes`)."""
     orphans = Counter(table for table, *_ in connection.execute(_ORPHANS))
     yield from (f"{count} rows of {table} belong to a row that is missing" for table, count in orphans.items())
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
@@ -124,8 +127,9 @@ def broken_rows(connection: sqlite3.Connection, changes: int) -> Iterator[str]:
 
 
 def noted_files(folder: Path, steps: Sequence[int], running: bool) -> Iterator[str]:
-    """Yield a note for each file of a run that is missing or not whole. `steps`: the published ones. `running`: whether
-    a run is writing, whose last lines may be incomplete."""
+    """Yield a note for each file of a run that is missing or not whole, and for steps and evaluations that lack lines.
+    `steps`: numbers of the published steps; no file need exist before the first. `running`: whether the run is still
+    writing: its last lines may be incomplete, and its evaluations are not checked."""
     if steps:
         yield from (f"{name} does not exist" for name in _FILES if not (folder / name).exists())
     found = {name: _read_series(folder / name) for name in _SERIES}
@@ -142,7 +146,7 @@ def noted_files(folder: Path, steps: Sequence[int], running: bool) -> Iterator[s
 
 
 def noted_events(connection: sqlite3.Connection) -> Iterator[str]:
-    """Yield a note if events are there more than once: each has its own time."""
+    """Yield one note if any event is in the ledger more than once (each has its own time); nothing otherwise."""
     if count := connection.execute(_TWICE).fetchone()[0]:
         yield f"events that are there more than once: {count}"
 

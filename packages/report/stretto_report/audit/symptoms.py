@@ -32,9 +32,9 @@ _ERROR = "trainer.behavior_logprob_error"
 
 
 def mismatch(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if, in the two newest measured steps, the log-probabilities of engine and trainer differ by more than
-    rounding explains for their dtypes; or if the newest window's difference exceeds three times the first window's and
-    0.01 nats a token."""
+    """Yield an alarm if, in the two newest measured steps, the log-probabilities of engine and trainer differ by more
+    than rounding explains for their dtypes; else one if their mean difference over the newest ten measured steps
+    exceeds 0.01 nats a token and three times that over the first ten."""
     values = found.series.get(_ERROR)
     if values is None:
         return
@@ -51,8 +51,9 @@ def mismatch(found: Evidence) -> Iterator[Alarm]:
 
 
 def canary_drifting(found: Evidence) -> Iterator[Alarm]:
-    """Alarm for each engine whose canary difference from the trainer, averaged over the newest window, is at least half
-    of its tolerance, or at least a quarter of it and more than three times that of the first window."""
+    """Yield an alarm for each engine whose canary difference from the trainer, averaged over the newest ten measured
+    steps, is at least half of its tolerance, or at least a quarter of it and more than three times that of the first
+    ten."""
     for name, values in found.series.items():
         if not name.startswith("canary."):
             continue
@@ -74,8 +75,8 @@ _FAR, _FAR_REFERENCE = 0.5, 3.0  # nats a token
 
 
 def reward_without_accuracy(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if, since the best held-out accuracy, the reward has risen and the accuracy has fallen, both by more than
-    chance: the policy games the reward."""
+    """Yield an alarm if, since the best held-out accuracy, the reward has risen and the accuracy has fallen, both by
+    more than chance: the policy games the reward."""
     if (worse := fallen(found.evaluations)) is None:
         return
     (best, since), last = worse, found.evaluations[-1]
@@ -88,8 +89,9 @@ def reward_without_accuracy(found: Evidence) -> Iterator[Alarm]:
 
 
 def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the held-out accuracy has lost at least a fifth of its best value while the reward has not risen; or if,
-    since the newest evaluation, training completions are right less than half as often as in their best window."""
+    """Yield an alarm if the held-out accuracy has lost at least a fifth of its best value, by more than chance, while
+    the reward has not risen; else one if training completions are right less than half as often as in their best ten
+    steps, and that began after the newest evaluation, if any."""
     name, title, (steps, series) = "accuracy_falling", "accuracy falling", (found.steps, found.series)
     last = found.evaluations[-1] if found.evaluations else None
     if last is not None and (worse := fallen(found.evaluations)) is not None:
@@ -109,8 +111,8 @@ def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
 
 
 def dead_gradient(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the gradient norm has stayed below a ten-thousandth of its initial median for ten steps, although
-    less than 98 % of the completions are right."""
+    """Yield an alarm if the gradient norm has stayed below a ten-thousandth of its initial median for ten measured
+    steps, unless at least 98 % of the newest completions are right."""
     name = "trainer.grad_norm"
     right = found.series.get("accuracy")
     if right is not None and measured(right) and newest_mean(right) >= 0.98:
@@ -124,8 +126,8 @@ def dead_gradient(found: Evidence) -> Iterator[Alarm]:
 
 
 def exploding_gradient(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the gradient norm of the newest window is more than a hundred times that of the first, or more than
-    10,000."""
+    """Yield an alarm if the geometric mean of the gradient norm over the newest ten measured steps is more than a
+    hundred times that over the first ten, or more than 10,000."""
     name = "trainer.grad_norm"
     ill = apart(
         found.steps, found.series.get(name), lambda mean, begin: (mean > 100 * begin) | (mean > 1e4), 1, geometric=0.1
@@ -136,8 +138,8 @@ def exploding_gradient(found: Evidence) -> Iterator[Alarm]:
 
 
 def policy_apart(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if the policy diverges by more than 0.5 nats a token from the versions that sampled its tokens, or by more
-    than 3 from the reference, averaged over the newest window."""
+    """Yield an alarm if the policy diverges by more than 0.5 nats a token from the versions that sampled its tokens, or
+    else by more than 3 from the reference (geometric means over the newest ten measured steps); one at most."""
     for name, bound, other in (
         ("trainer.kl_behavior", _FAR, "the versions that sampled its tokens"),
         ("trainer.kl_reference", _FAR_REFERENCE, "its reference"),
@@ -150,8 +152,8 @@ def policy_apart(found: Evidence) -> Iterator[Alarm]:
 
 
 def bad_steps(found: Evidence) -> Iterator[Alarm]:
-    """Alarm if at least a fifth of the newest ten steps had a gradient that was not finite and was therefore
-    skipped."""
+    """Yield an alarm if at least a fifth of the newest ten measured steps had a gradient that was not finite and was
+    therefore skipped."""
     name = "trainer.bad_steps"
     values = found.series.get(name)
     some = None if values is None else np.where(np.isfinite(values), values > 0, np.nan)
@@ -168,9 +170,9 @@ _STEPS, _SHARE, _MIB = 16 * WINDOW, 0.1, 64.0
 
 
 def memory_growing(found: Evidence) -> Iterator[Alarm]:
-    """Alarm for each role whose memory has grown in each quarter of the newest steps, in all by at least a tenth and at
-    least 64 MiB, and in the second half at least half as much as in the first. (Caches fill more and more slowly; a
-    leak does not slow down.) The newest 160, 320, 640, … steps are tested."""
+    """Yield an alarm for each role whose memory has grown in each quarter of the newest 160 (or 320, 640, …) measured
+    steps, in all by at least a tenth and at least 64 MiB, and in the second half at least half as much as in the first.
+    (Caches fill more and more slowly; a leak does not slow down.) The first ten measurements do not count."""
     for name in sorted(series for series in found.series if series.startswith("memory.")):
         values = found.series[name]
         known = np.flatnonzero(np.isfinite(values))[WINDOW:]

@@ -1,4 +1,6 @@
-"""Laws of tokens: the category of each in the goodput budget; the parents, versions and training of segments."""
+"""Laws of tokens (see `laws`): the category of each in the goodput budget; the parents, versions and training of
+segments.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,10 @@ from stretto_report.audit.history import NOTHING, PROMPT, History, RecordedTraje
 
 
 def every_token_has_one_category(history: History) -> Iterator[str]:
-    """The trained and masked tokens of the budget after each step equal the sums over all batches so far, and no
-    category is negative. The budget's sampled tokens are at least those that engines had counted. (A killed engine may
-    have counted fewer than it sampled.)"""
+    """Law, yielding a sentence for each breach: The trained and masked tokens of the budget after each step equal the
+    sums over all batches so far, and no category is negative. The budget's sampled tokens are at least those that
+    engines had counted. (A killed engine may have counted fewer than it sampled.) A step without a budget in
+    ``metrics.jsonl`` is not checked."""
     trained = masked = 0
     for step in history.steps:
         trained, masked = trained + step.trained_tokens, masked + step.masked_tokens
@@ -31,8 +34,9 @@ def every_token_has_one_category(history: History) -> Iterator[str]:
 
 
 def every_segment_has_its_place(history: History) -> Iterator[str]:
-    """The parent of each segment is an earlier segment, the prompt or, for a given (not sampled) segment, nothing. A
-    sampled segment has one log-probability and one version for each token; a given segment has none."""
+    """Law, yielding a sentence for each breach: The parent of each segment is an earlier segment, the prompt or, for a
+    given (not sampled) segment, nothing. A sampled segment has one log-probability and one version for each token; a
+    given segment has none."""
     for one in history.trajectories:
         for place, segment in enumerate(one.segments):
             if not NOTHING <= segment.parent < place:
@@ -45,8 +49,8 @@ def every_segment_has_its_place(history: History) -> Iterator[str]:
 
 
 def backward_versions(one: RecordedTrajectory) -> Iterator[tuple[int, ...]]:
-    """Sequences of versions that decrease. Each is a sampled segment's versions, preceded by the last version that was
-    sampled before it on its path."""
+    """Yield the versions of each sampled segment in which a version is lower than one before it. They are preceded by
+    the last version that was sampled before the segment on its path from the root, if any."""
     last: list[tuple[int, ...]] = []  # version of the last sampled token from the root to the end of each segment
     for segment in one.segments:
         before = last[segment.parent] if PROMPT < segment.parent < len(last) else ()
@@ -57,7 +61,8 @@ def backward_versions(one: RecordedTrajectory) -> Iterator[tuple[int, ...]]:
 
 
 def every_sampled_token_is_trained_once(history: History) -> Iterator[str]:
-    """The trainer reports, in each step, as many trained and as many masked tokens as the batch has."""
+    """Law, yielding a sentence for each breach: The trainer reports, in each step, as many trained and as many masked
+    tokens as the batch has. A step without a line in ``metrics.jsonl`` is not checked."""
     for step in history.steps:
         line = history.lines.get(step.step)
         if line is not None and (line.trained, line.masked) != (step.trained_tokens, step.masked_tokens):

@@ -48,10 +48,11 @@ _NO_PAYLOAD = Payload(segments=(), text="")
 
 class ExportedSegment(Record, frozen=True, omit_defaults=True):
     """Consecutive tokens of a trajectory that are all sampled, or all given (not sampled: a tool's output, a user's
-    turn).
+    turn). A given segment has no log-probabilities and no versions.
 
-    `parent`: index of the segment that these tokens follow; -1: the prompt; -2: nothing; left out if it is the
-    preceding segment. `cause`: why a new branch began here. `cause` and `reward` are left out if there is none.
+    `parent`: index of the segment that these tokens follow; -1: the prompt; -2: nothing; None (left out of the file):
+    the preceding segment. `cause`: why a new branch began here; "": none did. `reward`: of this segment alone; None: it
+    has none.
     """
 
     sampled: bool
@@ -152,7 +153,8 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
 
 
 def _portion(connection: sqlite3.Connection, key: int) -> list[tuple[Any, ...]]:
-    """Rows that follow the key. The ledger is open for them alone: while a reader has it open, the run cannot move its
+    """Return the next rows after the ledger key: at most 32, or as many as hold about 4 MiB of tokens; empty at the
+    end. The cursor is closed before they are used: while a reader is within a statement, the run cannot move its
     write-ahead log into its file, and the reader of an export may pause for hours."""
     rows, size = list[tuple[Any, ...]](), 0
     with closing(connection.execute(_ROWS, (key,))) as found:
@@ -165,15 +167,16 @@ def _portion(connection: sqlite3.Connection, key: int) -> list[tuple[Any, ...]]:
 
 
 def export_run(path: str | Path, file: str | Path, format: str | None = None) -> int:
-    """Write all trajectories of a run to `file`, one per row; returns their number. The file is complete or absent.
+    """Write all trajectories of the run in the folder `path` to `file`, one per row, and return their number. An
+    existing file is replaced. After an error, the file is as it was before.
 
     Args:
         format: one of `FORMATS`; None: the format of the file's suffix (`format_of`).
 
     Raises:
-        RunFolderError: there is no run, or `file` cannot be written, is no regular file or has a misspelt suffix.
-        UserError: the format needs a package that is missing.
-        StoreError: the ledger cannot be read, or is damaged.
+        RunFolderError: there is no run, or `file` cannot be written, is no regular file, is a record of a
+            run, or has a misspelt suffix.
+        UserError: the format needs a package that is missing. StoreError: the ledger cannot be read, or is damaged.
     """
     format = format or format_of(file)
     with users_file(Path(file)) as output:
@@ -181,12 +184,12 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
 
 
 def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
-    """Write all trajectories of a run to the open file `output`; returns their number. `format`: one of `FORMATS`.
+    """Write all trajectories of the run in the folder `path` to the open file `output`, and return their number.
+    `format`: one of `FORMATS`.
 
     Raises:
-        RunFolderError: there is no run.
-        UserError: the format needs a package that is missing.
-        StoreError: the ledger cannot be read, or is damaged.
+        RunFolderError: there is no run. UserError: the format needs a package that is missing. StoreError: the ledger
+        cannot be read, or is damaged.
     """
     count = 0
     with closing(FORMATS[format](output, ExportedTrajectory)) as writer:
@@ -198,8 +201,8 @@ def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
 
 @contextmanager
 def _questions(path: Path) -> Iterator[Callable[[str], ExportedQuestion | None]]:
-    """Yield a function that returns the question with an id, or None. The questions are held in a temporary SQLite
-    database on disk: they may exceed memory. Raises StoreError for a line that cannot be read."""
+    """Yield a function that returns the question with an id; None: the run has no record of it. The questions are held
+    in a temporary SQLite database on disk: they may exceed memory. Raises StoreError for a line that cannot be read."""
     with closing(sqlite3.connect("", isolation_level=None)) as table:
         table.execute("CREATE TABLE questions (id TEXT PRIMARY KEY, question BLOB) WITHOUT ROWID")
         table.execute("BEGIN")

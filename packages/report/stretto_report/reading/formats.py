@@ -19,7 +19,7 @@ _NUL, _SHOWN_NUL = "\x00", "\u2400"
 
 
 class JsonLines:
-    """Writes records to an open file as JSON lines (UTF-8); NaN becomes null."""
+    """Writes records to an open file as JSON lines (UTF-8); NaN becomes null. `kind` is not used."""
 
     def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
         self._file, self._encode = file, msgspec.json.Encoder().encode
@@ -28,11 +28,11 @@ class JsonLines:
         self._file.write(self._encode(row) + b"\n")
 
     def close(self) -> None:
-        """Does nothing: every row is written already."""
+        """Do nothing, since every row is written already. The file stays open."""
 
 
 class Csv:
-    """Writes records of the type `kind` to an open file as CSV with a header (RFC 4180, UTF-8).
+    """Writes records of the type `kind` to an open file as CSV (RFC 4180, UTF-8). The header is written at once.
 
     Texts are quoted, null is an unquoted empty cell, nested values are JSON text. No cell is taken for a formula: see
     `cell`.
@@ -46,7 +46,7 @@ class Csv:
         self._line(",".join(cell(getattr(row, name)) for name in self._names))
 
     def close(self) -> None:
-        """Does nothing: every row is written already."""
+        """Do nothing, since every row is written already. The file stays open."""
 
     def _line(self, line: str) -> None:
         self._file.write(f"{line}\n".encode())
@@ -81,7 +81,7 @@ class Parquet:
     """Writes records of the type `kind` to an open parquet file; needs pyarrow (``stretto[data]``)."""
 
     def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
-        """Begin the file; `kind` gives its columns. Raises UserError if pyarrow is missing."""
+        """Begin the file; the fields of `kind` give its columns. Raises UserError if pyarrow is missing."""
         try:
             self._arrow = importlib.import_module(_PACKAGE)
             writer = importlib.import_module(f"{_PACKAGE}.parquet").ParquetWriter
@@ -95,14 +95,16 @@ class Parquet:
         self._bytes = 0
 
     def write(self, row: msgspec.Struct) -> None:
-        """Add a row; it is written together with others. Raises StoreError if a number has more than 64 bits."""
+        """Add a row. Rows are written in groups of about 8 MiB. Raises StoreError if a number in the group that is
+        written has more than 64 bits."""
         self._rows.append(_plain(row))
         self._bytes += len(self._measure(row))
         if self._bytes >= _GROUP_BYTES:
             self._write_group()
 
     def close(self) -> None:
-        """Write the last row group and the footer; without the footer the file is invalid."""
+        """Write the last row group and the footer, without which the file is invalid. Raises StoreError as `write`
+        does; the footer is written all the same."""
         try:
             if self._rows:
                 self._write_group()
@@ -119,8 +121,8 @@ class Parquet:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for Arrow: a record becomes a dict, items of tuples are converted too, and a mapping becomes a
-    list of ``{"name": ..., "value": ...}``."""
+    """Convert a value for Arrow: a record becomes a dict, a mapping a list of ``{"name": ..., "value": ...}``, and a
+    tuple (but of numbers) a list of its converted items. Other values are returned as they are."""
     if isinstance(value, msgspec.Struct):
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):

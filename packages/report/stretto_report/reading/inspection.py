@@ -46,11 +46,10 @@ _CHANGES = "SELECT detail FROM events WHERE name = ? ORDER BY rowid"
 
 
 def inspect_run(path: str | Path) -> Inspection:
-    """Summarise the running, finished or dead run in the folder `path`.
+    """Return the summary of the running, finished or dead run in the folder `path`.
 
     Raises:
-        RunFolderError: the folder holds no run.
-        StoreError: the ledger cannot be read, or is damaged.
+        RunFolderError: the folder holds no run. StoreError: the ledger cannot be read, or is damaged.
     """
     folder = RunFolder.open(path)
     with reading(folder.ledger) as connection:
@@ -62,7 +61,7 @@ def inspect_run(path: str | Path) -> Inspection:
 
 
 def _gateway(folder: RunFolder) -> str | None:
-    """Address of the run's gateway; None if the run has none or is not running (a killed run leaves the file
+    """Return the address of the run's gateway; None if the run has none or is not running (a killed run leaves the file
     behind)."""
     try:
         with open(open_plain(folder.gateway, links=True), "rb") as file:
@@ -73,7 +72,8 @@ def _gateway(folder: RunFolder) -> str | None:
 
 
 def inspection_of(connection: sqlite3.Connection) -> Inspection:
-    """Summarise a run from its open ledger, without checking seals. Gateway, state and reason are left empty."""
+    """Return the summary of a run from its open ledger, whose seals are not checked. `gateway`, `state`, `reason` and
+    `replay`, which are not in the ledger, have their defaults."""
     totals = fact(connection, TOTALS, Totals) or Totals(max_staleness=None)
     steps, version, masked = connection.execute(
         "SELECT count(published_version), coalesce(max(published_version), 0), coalesce(sum(masked_tokens), 0)"
@@ -132,9 +132,9 @@ def report(known: SelectionBias) -> dict[str, Bias]:
 
 
 def of_branch(found: Inspection, branch: Branch | None) -> Inspection:
-    """The inspection of a branch, with its origin `branch` as `replay`. Engines, canaries, goodput and idle times are
-    empty and wasted tokens are 0, since its copy of the ledger has those of the original run. Returns `found` unchanged
-    if `branch` is None."""
+    """Return the summary of a run that branched off another, with its origin `branch` as `replay`. Engines, canaries,
+    goodput and idle times are empty and wasted tokens are 0, since its copy of the ledger has those of the original
+    run. None: the run is no branch, and `found` is returned unchanged."""
     if branch is None:
         return found
     kept = msgspec.structs.replace(found.tokens, wasted=0)
@@ -167,7 +167,7 @@ def _weights(carried: Carried | None) -> WeightsSummary:
 
 
 def _canary(record: CanaryRecord) -> tuple[CanaryProof, ...]:
-    """Newest check of each engine, then the worst of the run."""
+    """Return the newest canary check of each engine, then the worst of the run if there was any."""
     worst = sorted(record.worst, key=lambda one: (one.proven, -one.distance / one.tolerance))[:1]
     return tuple(
         CanaryProof(one.engine, one.version, one.distance, one.tolerance, one.proven, which, one.compared, one.tensors)
@@ -209,8 +209,9 @@ _OUTSIDE = ("starting", "ending")  # reasons of idle seconds before and after th
 
 
 class RoleTime(Record, frozen=True):
-    """Use of one role's time. `working`: share of the training time; `waiting`: idle shares of it by reason; `outside`:
-    seconds before and after the training."""
+    """Use of one role's time. `working`: share of the training time; None: the training has not begun. `waiting`: idle
+    shares of the training time by reason. `outside`: seconds before ("starting") and after ("ending") the training, if
+    any."""
 
     role: str
     working: float | None
@@ -219,8 +220,8 @@ class RoleTime(Record, frozen=True):
 
 
 def role_times(roles: Mapping[str, Mapping[str, float]], idle: Mapping[str, Mapping[str, float]]) -> list[RoleTime]:
-    """Compute the use of time of each role, engines and trainer first. `roles`: role: category: seconds. `idle`: role:
-    reason: seconds.
+    """Return the use of time of each role in `roles`: engines by name, the trainer, then the others. `roles`: seconds
+    of each role by category of the goodput budget. `idle`: idle seconds of each role by reason.
 
     >>> role_times({"trainer": {"trained": 3.0, "idle": 7.0}}, {"trainer": {"starting": 6.0, "batch": 1.0}})[0].working
     0.75

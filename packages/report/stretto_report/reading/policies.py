@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def same_weights(first: Path, second: Path) -> bool | None:
-    """Whether two policy folders hold the same weights. None if they cannot be compared: a folder has no weights, or
-    their weight files have different names.
+    """Whether the weight files of two policy folders are equal byte for byte. None if they cannot be compared: a folder
+    has no weights, or their weight files have different names.
 
     Raises:
         OSError: a file cannot be read.
@@ -20,7 +20,7 @@ def same_weights(first: Path, second: Path) -> bool | None:
 
 
 def why_incomparable(first: Path, second: Path) -> str:
-    """Why `same_weights` returns None for these two folders, in words for a message."""
+    """Return why `same_weights` returns None for these two folders, in words for a message. Only for such folders."""
     for policy in (first, second):
         if not weight_files(policy):
             return f"{policy} has no weights" if policy.is_dir() else f"{policy} is not there"
@@ -28,5 +28,6 @@ def why_incomparable(first: Path, second: Path) -> str:
 
 
 def weight_files(policy: Path) -> list[Path]:
-    """List the weight files of a policy folder: one file, or several for a large model."""
+    """Return the weight files of a policy folder, sorted: one, or several of a large model; empty if the folder does
+    not exist or has none."""
     return sorted(policy.glob("model*.safetensors"))

@@ -14,7 +14,8 @@ _SPANS = msgspec.json.Decoder(Span)
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Read all spans of a run, in the order in which they were written.
+    """Read all complete lines of the file ``spans.jsonl`` at `path`, in the order in which they were written. Empty if
+    there is no file.
 
     Raises:
         StoreError: a complete line cannot be read.
@@ -23,7 +24,8 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def iterate_spans(path: Path) -> Iterator[Span]:
-    """Read the spans of a run one at a time, in the order in which they were written.
+    """Read the complete lines of the file ``spans.jsonl`` at `path` one at a time, in the order in which they were
+    written. Nothing if there is no file.
 
     Raises (while it is iterated):
         StoreError: a complete line cannot be read.
@@ -32,7 +34,8 @@ def iterate_spans(path: Path) -> Iterator[Span]:
 
 
 def role_rank(role: str) -> tuple[int, str, int]:
-    """Sort key for the name of a role: conductor, trainer, engines, rewards, then others; engine-10 after engine-9."""
+    """Return a sort key for the name of a role: conductor, trainer, engines, rewards, then others by name; engine-10
+    after engine-9."""
     kind, _, number = role.rpartition("-")
     if not number.isdecimal():
         kind, number = role, "0"
