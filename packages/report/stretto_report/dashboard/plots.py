@@ -125,7 +125,8 @@ def plot_staleness(path: Path, staleness: StalenessSummary) -> None:
 
 
 def smooth(values: Sequence[float], window: int) -> Series:
-    """Running mean over `window` neighbours, over fewer at the ends. The result is as long as `values`.
+    """Return the running mean over `window` neighbours, over fewer at the ends, as long as `values`, which must not be
+    empty.
 
     >>> smooth([0, 3, 6, 9], window=3).tolist()
     [1.5, 3.0, 6.0, 7.5]
@@ -166,11 +167,10 @@ def _age_colour(age: int, bound: float | None) -> str:
 
 
 def plot_run(path: str | Path) -> tuple[Path, ...]:
-    """Draw all plots of a run as PNG files into its folder ``plots``; return the files.
+    """Draw all plots of the run in the folder `path` as PNG files into its folder ``plots``, and return the files.
 
     Raises:
-        RunFolderError: there is no run.
-        StoreError: its files cannot be read.
+        RunFolderError: there is no run. StoreError: the run's files cannot be read.
     """
     folder = RunFolder.open(path)
     steps, evaluations = read_metrics(folder.metrics)

@@ -29,9 +29,9 @@ _OUTCOMES = frozenset({"step_seconds", "tokens_per_second"})  # sums of the othe
 
 
 class Term(Record, frozen=True):
-    """A predicted and measured quantity of a training step. `ratio`: predicted over measured, None if the measured
+    """A predicted and measured quantity of a training step. `ratio`: predicted over measured; None if the measured
     value is 0. `off`: predicted minus measured, as a share of the measured step for seconds, of the measured value for
-    tokens, in versions for staleness."""
+    tokens, in versions for staleness; 0 if that is 0."""
 
     predicted: float
     measured: float
@@ -40,18 +40,19 @@ class Term(Record, frozen=True):
 
 
 class PredictedRun(Record, frozen=True):
-    """A prediction compared with its run. `machine`: the machine it was made for. `most_off`: the term that explains
-    most of the error, empty if no predicted term was measured.
+    """A prediction compared with its run. `machine`: the machine that it was made for. `recipe`: digest of the recipe
+    (`settings_digest`). `terms`: by name. `most_off`: name of the term that explains most of the error; "" if no
+    predicted term was measured. `other_machine`: the machine of the run; "" if it is `machine` or not recorded.
 
     Example: ``PredictedRun("Xeon, 2 cores", "d0c1...", {"engines.generate": Term(0.061, 0.082, 0.744, -0.18), ...},
     most_off="engines.generate")``
     """
 
     machine: str
-    recipe: str  # the digest
+    recipe: str
     terms: Mapping[str, Term]
     most_off: str
-    other_machine: str = ""  # the machine of the run, if it is not `machine`
+    other_machine: str = ""
 
 
 class _Layout(Record, frozen=True, forbid_unknown_fields=False):
@@ -67,25 +68,26 @@ class _Saved(Record, frozen=True, forbid_unknown_fields=False):
 
 
 def settings_digest(tables: Mapping[str, Any]) -> str:
-    """Digest of a recipe's resolved tables, without the settings that do not affect the seconds of a step."""
+    """Return the digest of a recipe's resolved tables, without the settings that do not affect the seconds of a step or
+    that describe machines. Of paths, only the file name counts."""
     kept: dict[str, Any] = {name: table for name, table in tables.items() if name not in _NO_MATTER}
     kept["trainer"] = {key: value for key, value in tables["trainer"].items() if key not in _NO_MATTER_OF_TRAINER}
     return hashlib.blake2b(json.dumps(_named(kept), sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
 def _named(value: Any) -> Any:
-    """The setting or table, with each text that begins with "/" cut to its file name: machines have other paths."""
+    """Return the setting or table with each text that begins with "/" cut to its file name: machines have other paths.
+    Lists are returned as they are."""
     if isinstance(value, dict):
         return {key: _named(inner) for key, inner in value.items()}
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
 def run_digest(path: str | Path) -> str:
-    """The `settings_digest` of a run.
+    """Return the `settings_digest` of the run in the folder `path`, of the recipe in its ledger or else in its folder.
 
     Raises:
-        RunFolderError: there is no run.
-        StoreError: its ledger cannot be read.
+        RunFolderError: there is no run. StoreError: the ledger cannot be read.
     """
     folder = RunFolder.open(path)
     with reading(folder.ledger) as connection:
@@ -94,12 +96,12 @@ def run_digest(path: str | Path) -> str:
 
 
 def predicted_beside_measured(path: str | Path, file: Path | None = None) -> PredictedRun | None:
-    """Compare a run with the prediction in `file` (default: that of the run folder). None if there is no prediction, or
-    before the first timed step.
+    """Compare the run in the folder `path` with the prediction in `file`; None: with that of the run folder. Return
+    None if the folder has no prediction, or before the first timed step.
 
     Raises:
-        RunFolderError: there is no run; or the file is no prediction, or one for another recipe.
-        StoreError: the ledger cannot be read.
+        RunFolderError: there is no run; or the file is missing, no prediction, or one for another recipe. StoreError:
+        the ledger cannot be read.
     """
     folder = RunFolder.open(path)
     place = file or folder.prediction
@@ -114,8 +116,8 @@ def predicted_beside_measured(path: str | Path, file: Path | None = None) -> Pre
 
 
 def terms_of_run(folder: RunFolder) -> dict[str, float] | None:
-    """Measured terms of a run so far; None before the first timed step. Raises StoreError if the ledger cannot be
-    read."""
+    """Return the measured terms of a run so far (`measured_terms`); None before the first timed step. Raises StoreError
+    if the ledger cannot be read."""
     with reading(folder.ledger) as connection:
         totals = fact(connection, TOTALS, Totals)
         inspection = inspection_of(connection)
@@ -125,9 +127,9 @@ def terms_of_run(folder: RunFolder) -> dict[str, float] | None:
 
 
 def _other_machine(folder: RunFolder, predicted: str) -> str:
-    """Name of the run's machine if it is not the `predicted` one; "" if it is, or is not recorded. It is the same if
-    `predicted` is its processor with the cores, or if all words of `predicted` are in the name of one of its
-    accelerators."""
+    """Return the name of the run's machine if it is not the `predicted` one; "" if it is, or is not recorded. The
+    machine is the same if `predicted` is its processor with the cores, or if all words of `predicted` are in the name
+    of one of its accelerators."""
     try:
         ran = msgspec.json.decode((folder.path / "machine.json").read_bytes(), type=Machine)
     except (OSError, *UNREADABLE):
@@ -139,12 +141,11 @@ def _other_machine(folder: RunFolder, predicted: str) -> str:
 
 
 def check_digest(place: Path, predicted: str | None, of_run: str) -> None:
-    """Check that a prediction belongs to the run's recipe.
+    """Raise an error unless a prediction belongs to the run's recipe.
 
     Args:
-        place: file of the prediction, for the message.
-        predicted: digest of the recipe that it is for; None: it is for a number of GPUs (``--gpus``), which is refused.
-        of_run: digest of the run's recipe.
+        place: file of the prediction, for the message. predicted: digest of the recipe that it is for; None: it is for
+        a number of GPUs (``--gpus``), which is refused. of_run: digest of the run's recipe.
 
     Raises:
         RunFolderError: the prediction is for another recipe, or for a number of GPUs.
@@ -171,8 +172,8 @@ def _read(place: Path) -> _Saved:
 
 
 def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
-    """Measured terms of a run, named as in a prediction. Seconds are per step, by role and kind of work; for engines
-    the mean over the engines."""
+    """Return the measured terms of a run, named as in a prediction. Seconds are per step, by role and kind of work; for
+    engines the mean over the engines. The run has a timed step."""
     steps, trained = inspection.steps, inspection.tokens.trained + inspection.goodput["masked"].tokens
     step = inspection.rl_seconds / steps
     engines = [name for name in totals.busy if name in totals.generated_by] or [
@@ -197,9 +198,9 @@ def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
 
 
 def compared(machine: str, recipe: str, predicted: Mapping[str, float], measured: Mapping[str, float]) -> PredictedRun:
-    """Compare the terms that are both predicted and measured. `machine`, `recipe`: machine and recipe digest of the
-    prediction, for the result. `step_seconds` and `tokens_per_second` follow from the others, so they are never
-    `most_off`."""
+    """Compare the terms that are both predicted and measured; others are left out. `machine`, `recipe`: machine and
+    recipe digest of the prediction, for the result. `step_seconds` and `tokens_per_second` follow from the others, so
+    they are never `most_off`."""
     terms = {name: _term(name, predicted[name], measured) for name in predicted if name in measured}
     causes = {name: abs(term.off) for name, term in terms.items() if name not in _OUTCOMES}
     return PredictedRun(machine, recipe, terms, max(causes, key=lambda name: causes[name], default=""))

@@ -26,13 +26,13 @@ _DOTS_PER_INCH = 130
 
 
 def canvas(width: float = 8.0, height: float = 4.5) -> tuple[Figure, Axes]:
-    """A figure of `width` by `height` inches with one pair of axes, not registered with pyplot."""
+    """Make a figure of `width` by `height` inches with one pair of axes, not registered with pyplot."""
     figure, (axes,) = panels(width, height, 1)
     return figure, axes
 
 
 def panels(width: float, height: float, count: int) -> tuple[Figure, tuple[Axes, ...]]:
-    """A figure of `width` by `height` inches with `count` pairs of axes side by side."""
+    """Make a figure of `width` by `height` inches with `count` pairs of axes side by side."""
     figure = Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure, tuple(_framed(figure.add_subplot(1, count, place + 1)) for place in range(count))
@@ -50,7 +50,7 @@ def _framed(axes: Axes) -> Axes:
 
 
 def titled(axes: Axes, title: str, subtitle: str = "", x: str = "", y: str = "") -> None:
-    """Set a bold title, a sentence under it, and labels with units on the axes."""
+    """Set a bold title, the sentence `subtitle` under it, and the labels `x` and `y` on the axes."""
     axes.set_title(title + "\n", loc="left", fontsize=13, fontweight="bold", color=INK)
     axes.annotate(subtitle, (0, 1), (0, 7), "axes fraction", "offset points", fontsize=9.5, color=QUIET, va="bottom")
     axes.set_xlabel(x, fontsize=10, color=INK)
@@ -58,7 +58,7 @@ def titled(axes: Axes, title: str, subtitle: str = "", x: str = "", y: str = "")
 
 
 def nothing_yet(axes: Axes, sentence: str) -> None:
-    """Write `sentence` into an empty plot, as the reason why it is empty."""
+    """Write `sentence` into the middle of an empty plot, as the reason why it is empty, and remove its ticks."""
     axes.text(0.5, 0.5, sentence, transform=axes.transAxes, ha="center", va="center", color=QUIET, fontsize=11)
     axes.set_xticks([])
     axes.set_yticks([])
@@ -66,8 +66,8 @@ def nothing_yet(axes: Axes, sentence: str) -> None:
 
 @contextmanager
 def saved_as(path: Path, figure: Figure) -> Iterator[None]:
-    """Save `figure` as PNG to `path` when the block ends without an error (context manager). The file is written
-    completely or not at all."""
+    """Context manager: save `figure` as PNG to `path` when the block ends without an error. The file is complete or as
+    it was before."""
     yield
     part = path.with_name(f".{path.name}.part")
     with warnings.catch_warnings():

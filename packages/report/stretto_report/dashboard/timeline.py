@@ -82,9 +82,9 @@ class Window:
 
 
 def plot_timeline(path: Path, spans: Sequence[Span]) -> None:
-    """Write a PNG with the work of each role over time, the weight loads that interrupt completions, and the
-    publications. It shows twelve training steps from the middle of the run. Without spans the plot is empty and
-    says so."""
+    """Write a PNG to `path` with the work of each role over time, the weight loads that interrupt completions, and the
+    publications. The plot shows twelve training steps from the middle of the run, or all if there are fewer. Without
+    spans it is empty and says so."""
     lanes = sorted({span.role for span in spans}, key=_lane_order)
     height = _ABOVE + _BELOW + _LANE * max(len(lanes), 3)
     figure, axes = canvas(_WIDTH, height)
@@ -104,7 +104,8 @@ def plot_timeline(path: Path, spans: Sequence[Span]) -> None:
 
 
 def draw_lanes(axes: Axes, spans: Sequence[Span], window: Window) -> set[str]:
-    """Draw one lane for each role; return the names of the spans in the window."""
+    """Draw one lane for each role of `spans` (at least one), with times since the first span; return the names of the
+    spans in the window."""
     lanes = sorted({span.role for span in spans}, key=_lane_order)
     origin = min(span.start for span in spans)
     shown = [span for span in spans if span.end > window.start and span.start < window.end]
@@ -123,8 +124,8 @@ def draw_lanes(axes: Axes, spans: Sequence[Span], window: Window) -> set[str]:
 
 
 def middle_window(spans: Sequence[Span], steps_shown: int) -> Window:
-    """Time of `steps_shown` updates (all, if there are fewer) in the middle of the run; the whole run if it has no
-    update. `spans` must not be empty."""
+    """Return the time of `steps_shown` updates (all, if there are fewer) in the middle of the run; that of all spans if
+    there is no update. `spans` must not be empty."""
     updates = sorted((span for span in spans if span.name == _STEP), key=lambda span: span.start)
     if not updates:
         return Window(min(span.start for span in spans), max(span.end for span in spans))
@@ -134,7 +135,7 @@ def middle_window(spans: Sequence[Span], steps_shown: int) -> Window:
 
 
 def busy_fraction(spans: Sequence[Span], window: Window) -> float:
-    """Fraction of the window during which at least one span is active; 0 for an empty window.
+    """Return the fraction of the window during which at least one span is active; 0 for an empty window.
 
     >>> halves = [Span(role="a", name="x", start=0, end=2), Span(role="a", name="y", start=1, end=3)]
     >>> busy_fraction(halves, Window(0, 6))
@@ -185,7 +186,7 @@ def _draw_publications(axes: Axes, publications: Sequence[Span], origin: float) 
 
 
 def legend_of(names: set[str]) -> list[Artist]:
-    """Legend handles for the span `names`, one for each known name; all unknown names share one."""
+    """Return legend handles for the span `names`: one for each known name, and one for all unknown names, if any."""
     handles: list[Artist] = []
     for name, (colour, label) in _LOOKS.items():
         if name == _LOAD and name in names:
@@ -207,12 +208,12 @@ _LOOKS_OF_ENGINES = {1: (BLUE, "o"), 2: (ORANGE, "s"), 4: (GREEN, "^"), 8: (PINK
 
 
 def plot_plan(path: Path, title: str, spans: Sequence[Span], splits: Sequence[tuple[float, float, int]]) -> None:
-    """Write the plot of a plan as PNG to `path`.
+    """Write the plot of a plan as PNG to `path`: the timeline of one layout, and the throughput of all layouts.
 
     Args:
-        title: name of the plan, written above its timeline.
-        spans: spans of one engine and of the trainer, in seconds; at least one.
-        splits: for each layout the share of devices that train, tokens per second, and devices per engine.
+        title: name of the plan, written above its timeline. spans: spans of one engine and of the trainer, in seconds;
+        at least one. splits: for each layout the share of devices that train, tokens per second, and devices per
+        engine.
     """
     figure, (lanes, points) = panels(15, 4.2, 2)
     with saved_as(path, figure):
@@ -228,8 +229,8 @@ def plot_plan(path: Path, title: str, spans: Sequence[Span], splits: Sequence[tu
 
 def draw_splits(axes: Axes, splits: Sequence[tuple[float, float, int]]) -> None:
     """Draw throughput against the share of devices that train, one line for each engine size. `splits`: share,
-    throughput and devices of one engine, for each layout. Layouts of equal share (with other staleness bounds) have the
-    same x position."""
+    throughput and devices of one engine, for each layout; at least one. Layouts of equal share (with other staleness
+    bounds) have the same x position."""
     for tensor in sorted({size for _, _, size in splits}):
         shown = sorted((share, rate) for share, rate, size in splits if size == tensor)
         colour, marker = _LOOKS_OF_ENGINES.get(tensor, _LOOKS_OF_ENGINES[8])

@@ -47,12 +47,13 @@ Event = dict[str, Any]
 
 
 def export_trace(path: str | Path, file: str | Path) -> int:
-    """Write the timeline of a run to `file`, compressed if its name ends with ``.gz``. Return the number of events,
-    without those that name processes and lanes. The file is complete or absent.
+    """Write the timeline of the run in the folder `path` to `file`, compressed if its name ends with ``.gz``. Return
+    the number of events, without those that name processes and lanes. An existing file is replaced; after an error, it
+    is as it was before.
 
     Raises:
-        RunFolderError: there is no run, or `file` cannot be written or is no regular file.
-        StoreError: its spans, metrics or ledger cannot be read.
+        RunFolderError: there is no run, or `file` cannot be written, is no regular file or is a record of a run.
+        StoreError: the run's spans, metrics or ledger cannot be read, or a number has more than 64 bits.
     """
     folder, target = RunFolder.open(path), Path(file)
     name = folder.path.resolve().name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -70,7 +71,8 @@ def export_trace(path: str | Path, file: str | Path) -> int:
 
 
 def _collect(folder: RunFolder, table: sqlite3.Connection) -> None:
-    """Fill `table` with all timed records of the run, on the clock of the spans."""
+    """Fill `table` with the spans, counters, publications and events of the run, on the clock of the spans. Counters
+    and events are left out if no batch has a time on that clock."""
     spans = (
         (span.start, max(span.start, span.end), span.role, span.name, span.version, span.bytes)
         for span in iterate_spans(folder.spans)
@@ -117,8 +119,8 @@ def _write(output: BinaryIO | gzip.GzipFile, name: str, events: Iterator[Event])
 
 
 def _events(table: sqlite3.Connection, machines: Mapping[str, str]) -> Iterator[Event]:
-    """Yield trace events ordered by time, in microseconds since the first. A process or lane is named before its first
-    event. `machines`: host of each engine, by role."""
+    """Yield the trace events of `table` ordered by time, in microseconds since the first. Processes are named at the
+    beginning, a lane before its first event. `machines`: host of each engine, by role."""
     yield from _named(_RUN, 0, "run")
     roles = [role for (role,) in table.execute("SELECT DISTINCT role FROM spans")]
     numbers = {role: number for number, role in enumerate(sorted(roles, key=role_rank), start=_RUN + 1)}
@@ -161,8 +163,8 @@ class _Lanes:
         self._open: list[list[int]] = []  # by lane: ends of the enclosing events, outermost first
 
     def place(self, begin: int, end: int) -> tuple[int, bool]:
-        """Lane (counted from 1) of the next event, and whether the lane is new. Events must come ordered by begin,
-        longer ones first."""
+        """Take the next event, in nanoseconds; return its lane (counted from 1), and whether the lane is new. Events
+        must come ordered by begin, longer ones first."""
         for number, ends in enumerate(self._open, start=1):
             while ends and ends[-1] <= begin:
                 ends.pop()

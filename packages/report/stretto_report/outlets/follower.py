@@ -40,7 +40,8 @@ class AlarmFollower:
         self._lines, self._watch = LineFollower(RunFolder(folder).metrics, _METRICS), AlarmWatch(folder)
 
     def new(self, sent: Collection[str]) -> list[Alarm]:
-        """Current alarms whose titles are not in `sent`; empty while there is no new line.
+        """Read the new lines, and return the alarms that fire now and whose titles are not in `sent`; empty if there is
+        no new line.
 
         Raises:
             StoreError: the metrics cannot be read.
@@ -50,8 +51,8 @@ class AlarmFollower:
         return [alarm for alarm in self._watch.alarms() if alarm.title not in sent]
 
     def _read(self) -> bool:
-        """Read new lines into the watch that raises alarms; return whether there were any. If the file was rewritten,
-        the watch begins anew."""
+        """Read all new lines into the watch of alarms; return whether there were any. If the file was rewritten, the
+        watch begins anew."""
         found = False
         while True:
             lines, again = self._lines.read_on()
@@ -78,7 +79,8 @@ _SAMPLES = msgspec.json.Decoder(SampledCompletion)
 
 
 class LinesRead(Record, frozen=True):
-    """Position in a file that is read line by line; the fields are those of `LineFollower`."""
+    """Position in a file that is read line by line; the fields are those of `LineFollower`, which `of` reads and
+    `restore` sets."""
 
     identity: tuple[int, int, str]
     offset: int
@@ -93,35 +95,41 @@ class LinesRead(Record, frozen=True):
 
 
 class Cursor(Record, frozen=True):
-    """Progress of a tool: the lines, tables and alarms of a run that it has received."""
+    """What a tool has received of a run. The file of the cursor is written after each portion.
 
-    project: str = ""  # project in the tool; empty: not recorded
-    run: str = ""  # run id in the tool
-    began: float = 0.0  # when the run began, in seconds since 1970
-    sent: Mapping[str, int] = {}  # curve: the newest step
-    points: int = 0  # number of points sent
-    tabled: int = -ROW_STEPS  # the step of the newest table
+    `project`: in the tool; "": not recorded. `run`: run id in the tool; "": no run was created. `began`: Unix time when
+    the run began. `sent`: newest step of each curve. `points`: number of points sent. `tabled`: step of the newest
+    table. `metrics`, `samples`: how far the files were read; None: not at all. `sampled`: newest version of a sample
+    that was sent. `alarms`: first step of each alarm that was sent, by title. `fault`: newest line that could not be
+    read and was skipped; "": none.
+    """
+
+    project: str = ""
+    run: str = ""
+    began: float = 0.0
+    sent: Mapping[str, int] = {}
+    points: int = 0
+    tabled: int = -ROW_STEPS
     metrics: LinesRead | None = None
-    samples: LinesRead | None = None  # up to here, samples were sent in tables
-    sampled: int = -1  # newest version of a sample that was sent
-    repeated: int = (
-        -1
-    )  # samples up to this version are not sent again: the run was resumed, and has their file rewritten
-    alarms: Mapping[str, int] = {}  # first step of each alarm that was sent, by title
-    fault: str = ""  # newest line that could not be read and was skipped
+    samples: LinesRead | None = None
+    sampled: int = -1
+    repeated: int = -1  # samples up to this version are not sent again: a resumed run has rewritten their file
+    alarms: Mapping[str, int] = {}
+    fault: str = ""
 
 
 def read_cursor(path: Path) -> Cursor:
-    """Read a cursor file; a new cursor if there is none.
+    """Read the cursor file `path`. Return a new cursor if there is none.
 
     Raises:
-        OSError, msgspec.MsgspecError: it cannot be read.
+        OSError, msgspec.MsgspecError: the file cannot be read.
     """
     return msgspec.json.decode(path.read_bytes(), type=Cursor) if path.exists() else Cursor()
 
 
 class About(Record, frozen=True):
-    """Description of a run for a tool. `folder`: where the tool may write files; `began`: Unix time in seconds."""
+    """Description of a run for a tool. `folder`: the run folder, where the tool may write files. `config`: the recipe
+    with dotted keys. `began`: Unix time of the run's start, in seconds."""
 
     folder: Path
     project: str
@@ -132,38 +140,38 @@ class About(Record, frozen=True):
 
 
 class Outlet(Protocol):
-    """One logging tool (Protocol). An exception of a method ends the process; a new process continues from the
-    cursor."""
+    """A run in one logging tool (Protocol). It is created with an `About` and the `Cursor`, and creates or resumes the
+    run in the tool. An exception of a method ends the process; a new process continues from the cursor."""
 
     @property
     def run(self) -> str:
-        """Run id in the tool, needed to resume logging."""
+        """Run id in the tool, with which another process resumes logging."""
 
     @property
     def had(self) -> Mapping[str, int]:
-        """Newest step of each curve that the tool already has. Empty if the tool ignores repeated points, or cannot be
-        asked."""
+        """Newest step of each curve that the tool already has; these points are not sent again. Empty if the tool
+        ignores repeated points, or cannot be asked."""
 
     def send(self, points: Sequence[MetricsPoint], first: int) -> None:
         """Send points; on return, the tool has stored them. `first`: index of the first among all points of the run."""
 
     def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
-        """Send a table of completions, `rows`, that were sampled up to training step `step`. `points`: number of points
-        sent before."""
+        """Send a table of sampled completions, `rows`, at the training step `step`. `points`: number of points of the
+        run that were sent before."""
 
     def alarm(self, alarm: Alarm) -> None:
         """Send an alarm; on return, the tool has stored it."""
 
     def close(self, how: How) -> None:
-        """Close the run in the tool; `how` says how it ended."""
+        """Close the run in the tool; `how` says how it ended. The last call."""
 
 
 class RunFollower:
     """Passes new lines of a run's records to one outlet, and writes the cursor file."""
 
     def __init__(self, folder: Path, path: Path, cursor: Cursor, outlet: Outlet, beat: Callable[[], None]) -> None:
-        """Continue after `cursor`, and write it to the file `path`. `folder`: the run. `beat` is called each time the
-        tool has taken a portion of points."""
+        """Continue after `cursor`, and write the cursor to the file `path`, now and whenever it changes. `folder`: the
+        run folder. `beat` is called each time the tool has taken a portion of points."""
         run = RunFolder(folder)
         self._outlet, self._path, self._beat = outlet, path, beat
         self._metrics, self._samples = LineFollower(run.metrics, _METRICS), LineFollower(run.samples, _SAMPLES)
@@ -180,11 +188,11 @@ class RunFollower:
         self._write()  # before anything is sent, so that a later process resumes the same run in the tool
 
     def advance(self) -> bool:
-        """Read about a megabyte of new lines and send them in portions; return whether there may be more.
+        """Read about a megabyte of new lines, and send their points in portions, a table every ten steps, and, at the
+        end of the file, new alarms. Return whether there may be more lines.
 
         Raises:
-            StoreError: a file of the run cannot be read.
-            Exception: any error of the tool.
+            StoreError: a file of the run cannot be read. Exception: any error of the tool.
         """
         lines, _ = self._metrics.read_on()
         points = self._new([point_of(line) for line in lines])
@@ -200,11 +208,10 @@ class RunFollower:
         return self._metrics.more or self._samples.more
 
     def finish(self, how: Callable[[], How] = lambda: "finished") -> None:
-        """Send the rest and close the run in the tool. `how` returns how the run ended.
+        """Send the rest and close the run in the tool. `how` is called after that, and returns how the run ended.
 
         Raises:
-            StoreError: a file of the run cannot be read.
-            Exception: any error of the tool.
+            StoreError: a file of the run cannot be read. Exception: any error of the tool.
         """
         while self.advance():
             pass
@@ -236,8 +243,8 @@ class RunFollower:
         return new
 
     def _wait_for_table(self, samples: Sequence[SampledCompletion], again: bool) -> None:
-        """Collect samples for the next table. `again`: these are the first of a rewritten file. Of what it repeats, the
-        tool keeps the first samples, as it keeps the first points."""
+        """Collect samples for the next table, the newest 16 at most. `again`: these are the first of a rewritten file.
+        Of what the file repeats, the tool keeps the first samples, as it keeps the first points."""
         if again:
             self._waiting.clear()  # unsent ones that the file still has are read again
             self._keep(msgspec.structs.replace(self._cursor, repeated=self._cursor.sampled))
@@ -253,7 +260,8 @@ class RunFollower:
         self._keep(msgspec.structs.replace(cursor, samples=LinesRead.of(self._samples)))
 
     def _hand_on_alarms(self) -> None:
-        """Send each alarm once per run, by its title, even if it ceases and returns, or its steps are repeated."""
+        """Send the alarms that fire now and whose title was not sent before: each once per run, even if it ceases and
+        returns, or its steps are repeated."""
         for alarm in self._alarms.new(self._cursor.alarms):
             self._outlet.alarm(alarm)
             alarms = {**self._cursor.alarms, alarm.title: alarm.first_step}

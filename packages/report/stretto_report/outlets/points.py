@@ -36,8 +36,8 @@ class MetricsPoint(Record, frozen=True):
 
 
 def point_of(line: MetricsLine) -> MetricsPoint:
-    """Point with all finite numbers of a line; nested names are joined by "/". Names of an evaluation begin with the
-    point's curve; names of a training step do not.
+    """Return a point with all finite numbers of a line; nested names are joined by "/". Names of an evaluation begin
+    with the point's curve; names of a training step do not.
 
     >>> from stretto.store.series.metrics import EvaluationLine
     >>> line = EvaluationLine(8, 8, 60.0, 50.0, 0.5, prompts=2, pass_at={4: 0.75}, ci95=(0.25, 0.75))
@@ -74,8 +74,9 @@ def _numbers(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def newest_steps(found: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
-    """Newest step of each curve. `found`: the points that a tool has, each as its step and the names of its numbers.
-    The curve is known by the name ``wall_seconds``, which each point of each curve has; other names are ignored.
+    """Return the newest step of each curve. `found`: the points that a tool has, each as its step and the names of its
+    numbers. The curve is known by the name ``wall_seconds``, which each point of each curve has; other names are
+    ignored.
 
     >>> newest_steps([(7, ["reward", "wall_seconds"]), (4, ["evaluation/wall_seconds"]), (9, ["samples"])])
     {'step': 7, 'evaluation': 4}
@@ -91,10 +92,10 @@ def newest_steps(found: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
 
 
 def flat_recipe(path: Path) -> dict[str, Value]:
-    """Recipe of a run folder with dotted keys: ``{"trainer.steps": 400, ...}``. A list becomes JSON text.
+    """Read the recipe file `path` with dotted keys: ``{"trainer.steps": 400, ...}``. A list becomes JSON text.
 
     Raises:
-        OSError, ValueError: it cannot be read.
+        OSError, ValueError: the file cannot be read.
     """
     return dict(_flat(tomllib.loads(path.read_text(encoding="utf-8"))))
 
@@ -111,13 +112,13 @@ COLUMNS = ("version", "prompt", "completion", "answer", "outcome", "reward", "re
 
 
 def row_of(sample: SampledCompletion) -> list[int | float | str | None]:
-    """Cells of a completion in the order of `COLUMNS`; versions as ``6, 7``."""
+    """Return the cells of a completion in the order of `COLUMNS`; versions as ``6, 7``."""
     texts = (sample.prompt, sample.completion, sample.answer, sample.outcome.value)
     return [sample.version, *texts, sample.reward, sample.reason, ", ".join(map(str, sample.versions))]
 
 
 def stem(tool: str) -> str:
-    """Return the name of a tool for its files and its process: without a colon.
+    """Return the name of a tool for its files and its process, with a point for the colon.
 
     >>> stem("my_tools:Tool")
     'my_tools.Tool'

@@ -33,8 +33,10 @@ _LOWEST = 19  # CPU priority (niceness)
 
 
 class FollowerSpec(Record, frozen=True):
-    """Run and tool of a follower process. `until`: file descriptor of a pipe; the run has ended when the pipe's other
-    end is closed.
+    """Run and tool of a follower process, made by its supervisor. `folder`: the run folder. `project`, `name`, `tags`:
+    of the run in the tool; an empty `name` means that of the folder. `until`: file descriptor of a pipe; the run has
+    ended when the pipe's other end is closed. `host`, `port`: of the page for Prometheus. `path`: folder that is
+    searched first for the module of a user-defined tool; "": none.
 
     Example: ``FollowerSpec("wandb", "runs/first", "stretto", "first", ("baseline",), until=7)``
     """
@@ -45,14 +47,14 @@ class FollowerSpec(Record, frozen=True):
     name: str
     tags: tuple[str, ...]
     until: int
-    host: str = ""  # address of the page for Prometheus
+    host: str = ""
     port: int = 0
-    path: str = ""  # folder that is searched first for the module of a user-defined tool
+    path: str = ""
 
 
 def main(arguments: list[str]) -> int:
-    """Follow the run of the spec until it has ended, and send the rest. Return the exit code 0; errors are raised.
-    `arguments`: a `FollowerSpec` as JSON."""
+    """Follow the run of the spec until it has ended, and send the rest, at the lowest CPU priority. Return the exit
+    code 0; errors are raised. `arguments`: one, a `FollowerSpec` as JSON. The process ends with its conductor."""
     spec = msgspec.json.decode(arguments[0], type=FollowerSpec)
     end_with_conductor()
     os.nice(_LOWEST)
@@ -88,9 +90,9 @@ def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
 
 
 def _how(folder: RunFolder) -> How:
-    """How the run ended, by its ledger. The conductor records a normal end before it asks followers to end, so a run
-    that is still ``running`` there has failed. A run of an earlier version, without this record, counts as finished. If
-    the ledger cannot be read, the error is printed to stderr, and the run counts as failed."""
+    """Return how the run ended, by its ledger. The conductor records a normal end before it asks followers to end, so a
+    run that is still ``running`` there has failed. A run of an earlier version, without this record, counts as
+    finished. If the ledger cannot be read, the error is printed to stderr, and the run counts as failed."""
     try:
         ending = read_ending(folder.ledger)
     except StoreError as error:
@@ -109,7 +111,8 @@ def _outlet(spec: FollowerSpec, about: About, cursor: Cursor) -> Outlet:
 
 
 def _beginning(folder: RunFolder) -> float:
-    """Unix time when the run began: the time of its ``machine.json``, which is written once, else of its recipe."""
+    """Return the Unix time when the run began: when its ``machine.json``, which is written once, or else its recipe was
+    written."""
     machine = folder.path / "machine.json"
     return (machine if machine.exists() else folder.recipe).stat().st_mtime
 

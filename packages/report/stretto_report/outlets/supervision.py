@@ -44,14 +44,14 @@ async def followed(
     path: str = "",
     hung: float = HUNG_SECONDS,
 ) -> AsyncIterator[None]:
-    """Have each tool of the recipe follow the run during the block. When the block ends, each tool has 20 s to take the
-    rest, or 2 s if the run was stopped or failed; then its process is killed, which `say` reports.
+    """Async context manager: each tool of the recipe follows the run during the block, in a process of its own. At the
+    end of the block, each tool has 20 s to take the rest, or 2 s if the run was stopped or failed; then its process is
+    killed, which `say` reports. A fault of a tool raises nothing.
 
     Args:
-        say: gets sentences for the log.
-        stopped: whether the run ends before its last step.
-        path: folder that is searched first for modules of user-defined tools.
-        hung: seconds in which a tool has to reply.
+        say: gets sentences for the log. stopped: called at the end of the block: whether the run ends before its last
+        step. path: folder that is searched first for modules of user-defined tools. hung: seconds in which a tool has
+        to reply.
     """
     followers = [ToolFollower(tool, config, folder, say, hung, path) for tool in config.tools]
     tasks = {follower.tool: asyncio.create_task(follower.run(), name=follower.tool) for follower in followers}
@@ -64,7 +64,7 @@ async def followed(
 
 
 class ToolFollower:
-    """Keeps one process that follows a run for one tool, and replaces it when it dies."""
+    """Keeps one process that follows a run for one tool, and replaces it when it dies: `run` as a task, then `end`."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ToolFollower:
         self._before, self._fault, self._how = self._has(), "", ""
 
     async def run(self) -> None:
-        """Keep a process of the tool running, and replace it when it dies. Returns once `end` was called and a process
+        """Keep a process of the tool running, and replace it when it dies. Return once `end` was called and a process
         has sent everything, or the last one has failed, which is reported. Raises only a cancellation."""
         restarts = RestartBudget(math.inf, delay=_FIRST_PAUSE, factor=2.0, longest=_LONGEST_PAUSE)
         supervisor = Supervisor(
@@ -118,7 +118,7 @@ class ToolFollower:
             self._told = True
 
     async def _pause(self, seconds: float) -> None:
-        """Wait for `seconds` between two processes, but not longer than until the run ends."""
+        """Wait for `seconds` between two processes, or until `end` is called."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ending.wait(), seconds)
 
@@ -129,8 +129,8 @@ class ToolFollower:
             return b""
 
     async def _start(self) -> None:
-        """Start the process. Raises RoleDied if it cannot be started, also if the system has no free file
-        descriptors."""
+        """Start a process of the tool. One that is started after `end` was called is the last. Raises RoleDied if it
+        cannot be started, also if the system has no free file descriptors."""
         self._last = self._ending.is_set()
         try:
             far, self._until = os.pipe()
@@ -167,7 +167,8 @@ class ToolFollower:
         return self._how
 
     async def end(self, task: asyncio.Task[None], seconds: float) -> None:
-        """Tell the process that the run has ended, and let it send the rest for at most `seconds`; then kill it."""
+        """Tell the process that the run has ended, and wait for `task`, that of `run`, while the process sends the
+        rest; after `seconds` kill the process."""
         self._ending.set()
         self._close()
         with waiting("conductor", f"{self.tool} to take the end of the run", seconds):
@@ -192,7 +193,8 @@ def _fault(cursor: bytes) -> str:
 
 
 def _last_words(log: Path) -> str:
-    """Last line of a log that is not blank, shortened; a sentence that says so if it is empty or unreadable."""
+    """Return the last line of a log that is not blank, cut to 300 characters; a sentence that says so if the log is
+    empty or cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 4 * _LAST_WORDS))
@@ -204,8 +206,8 @@ def _last_words(log: Path) -> str:
 
 
 def destinations(config: OutletsConfig, run: Path, environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each tool that says where the run in the folder `run` is shown. `environment`: environment
-    variables, in which tools have their settings.
+    """Return a sentence for each tool of the recipe that says where it shows the run in the folder `run`.
+    `environment`: environment variables, in which tools have their settings.
 
     >>> destinations(OutletsConfig(to="tensorboard", prometheus_port=9400), Path("runs/first"), {})
     ['shown in tensorboard: files in runs/first/tensorboard; tensorboard --logdir runs', \

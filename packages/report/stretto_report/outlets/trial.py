@@ -20,8 +20,9 @@ _SAMPLE = SampledCompletion(0, "17", "3+8=", "11", "3+8=11", Outcome.RIGHT, 1.0,
 
 
 def outlet_faults(tool: str, config: OutletsConfig) -> Iterator[str]:
-    """Try the outlet class `tool`: create it, send two points, a table and an alarm, and close it. Yield a sentence for
-    each fault; exceptions of the class are raised."""
+    """Try the outlet class `tool` (``module:name``): create it with a temporary folder, send two points, a table and an
+    alarm, and close it. Yield a sentence for each fault; after a missing method, nothing is sent. Exceptions of the
+    class are raised."""
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         about = About(Path(folder), config.project, TRIAL, config.tags, {"trainer.steps": 1}, 0.0)
         outlet: Outlet = OUTLETS.load(tool)(about, Cursor())

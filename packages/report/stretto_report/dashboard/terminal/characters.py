@@ -19,7 +19,7 @@ _COERCED = "C.UTF-8"  # Python's value of LC_CTYPE if the user has set LANG to C
 
 
 class AsciiConsole(Console):
-    """Console for a terminal that prints only ASCII."""
+    """Console for a terminal that shows only ASCII: rich draws its frames with ASCII characters."""
 
     @property
     def encoding(self) -> str:
@@ -27,7 +27,8 @@ class AsciiConsole(Console):
 
 
 def open_console(file: IO[str] | None = None) -> Console:
-    """Console of standard output, or of `file`; ASCII if the locale requires it."""
+    """Make a console of `file`; None: of standard output. It is an `AsciiConsole` if the output's encoding is not UTF-8
+    or the locale is C."""
     console = Console(file=file)
     if console.encoding.startswith("utf") and not is_ascii_locale(os.environ):
         return console
@@ -35,8 +36,8 @@ def open_console(file: IO[str] | None = None) -> Console:
 
 
 def is_ascii_locale(environment: Mapping[str, str]) -> bool:
-    """Whether the environment variables select the locale C. False if they select none: then the encoding of the output
-    decides.
+    """Whether the environment variables (``LC_ALL`` before ``LC_CTYPE`` before ``LANG``) select the locale C. False if
+    they select none: then the encoding of the output decides.
 
     >>> is_ascii_locale({"LANG": "C"}), is_ascii_locale({"LANG": "C", "LC_ALL": "en_US.UTF-8"}), is_ascii_locale({})
     (True, False, False)
@@ -48,15 +49,17 @@ def is_ascii_locale(environment: Mapping[str, str]) -> bool:
 
 
 def is_ascii(console: Console) -> bool:
-    """Whether a console prints only ASCII."""
+    """Whether a console can print only ASCII: its encoding is not UTF-8."""
     return not console.encoding.startswith("utf")
 
 
 def words(text: str, style: str = "", ascii_only: bool = False) -> Text:
-    """A text of any origin for the terminal: without markup, and `harmless`."""
+    """Return a text of any origin for the terminal: markup is shown as it is, and control characters are escaped
+    (`harmless`). `ascii_only`: so is what is not ASCII."""
     return Text(harmless(text, ascii_only), style=style)
 
 
 def cell(content: str | Text) -> Text:
-    """Content of a table's cell: `words` with numbers highlighted as by rich, or a `Text` as it is."""
+    """Return the content of a table's cell: `words` of a text with numbers highlighted as by rich; a `Text` as it
+    is."""
     return content if isinstance(content, Text) else _HIGHLIGHT(words(content))

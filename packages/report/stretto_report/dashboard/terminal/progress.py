@@ -42,8 +42,9 @@ def panel(
     width: int = 80,
     ascii_only: bool = False,
 ) -> RenderableType:
-    """Rich panel of a snapshot for a terminal of `width` columns (`ascii_only`: without other characters), with `title`
-    on its frame: progress, `alarms`, trends, measurements, busy roles and rates, and canary `proofs`."""
+    """Make a rich panel of a snapshot for a terminal of `width` columns, with `title` on its frame: progress, the lines
+    of `alarms`, trends, measurements, busy roles and rates, and the first eight canary `proofs`. `ascii_only`: without
+    other characters."""
     progress = Table.grid(expand=True)
     progress.add_row(_header(snapshot))
     progress.add_row(ProgressBar(total=max(snapshot.steps, 1), completed=min(snapshot.step, max(snapshot.steps, 1))))
@@ -66,8 +67,8 @@ def panel(
 
 
 def sparkline(values: Sequence[float], width: int, levels: str = _LEVELS) -> str:
-    """Fractions between 0 and 1 as at most `width` small bars. `levels`: characters of the bars, ascending. If there
-    are more values, neighbours are averaged. `values` must not be empty.
+    """Draw fractions between 0 and 1 as at most `width` small bars, one character each. `levels`: characters of the
+    bars, ascending. If there are more values, neighbours are averaged. `values` must not be empty.
 
     >>> sparkline([0.0, 0.5, 1.0], width=8), sparkline([0.0, 0.0, 1.0, 1.0], width=2)
     ('▁▅█', '▁█')
@@ -79,7 +80,8 @@ def sparkline(values: Sequence[float], width: int, levels: str = _LEVELS) -> str
 
 
 def _courses(trends: Mapping[str, Sequence[float]], width: int, ascii_only: bool) -> Table:
-    """One line for each trend: small bars from its minimum (at most 0) to its maximum, and these two numbers."""
+    """Make a table with one line for each trend: small bars between its minimum (at most 0) and its maximum, and these
+    two numbers. Accuracies are drawn between 0 and 1, without numbers."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(style="dim", overflow="fold")
     labels = max(map(len, trends)) + 1
@@ -130,12 +132,12 @@ class Alarms(Protocol):
     """Source of alarms for a display; `audit.alarms.AlarmWatch` is one (Protocol)."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Take a step's measurements; called for each step, so it must be cheap."""
+        """Add a step's measurements; called for each step, so it must be cheap."""
 
     def evaluated(self, evaluation: EvaluationLine) -> None: ...
 
     def sentences(self) -> Mapping[str, str]:
-        """Line of each current alarm, by its title; called every few seconds."""
+        """Return the line of each alarm that fires now, by its title; called every few seconds."""
 
 
 #: Returns the current canary proofs; called for each drawing, at most twice a second.
@@ -159,9 +161,9 @@ def open_display(
     proofs: Proofs = tuple,
     verbose: bool = False,
 ) -> Display:
-    """Open the display of a run of `steps` training steps (context manager). On a terminal it is a panel, with the
-    canary `proofs` of the engines. Elsewhere it prints lines, with all measurements if `verbose`. `console`: None for
-    standard output. `alarms`: None shows no alarms.
+    """Make the display of a run of `steps` training steps (0: not known), to be used as a context manager. On a
+    terminal it is a panel with `title` and the canary `proofs` of the engines. Elsewhere it prints lines, with all
+    measurements if `verbose`. `console`: None: standard output. `alarms`: None: no alarms are shown.
 
     Example::
 
@@ -177,7 +179,8 @@ def open_display(
 
 
 class Display(ABC):
-    """Shows the newest snapshot at a limited rate (context manager). Texts are escaped for the terminal."""
+    """Display of a run: shows the newest snapshot, at most once in `seconds`, and a last time at the end of the block
+    (context manager). Texts are escaped for the terminal."""
 
     def __init__(self, steps: int, console: Console, seconds: float, alarms: Alarms) -> None:
         self._watcher = Watcher(steps)
@@ -189,12 +192,12 @@ class Display(ABC):
         self._sentences: Mapping[str, str] = {}
 
     def say(self, text: str) -> None:
-        """Show a line that stays on the screen."""
+        """Print a line that stays on the screen."""
         self._console.print(harmless(text, self._ascii_only), highlight=False, markup=False, soft_wrap=True)
 
     @abstractmethod
     def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str]) -> None:
-        """Draw a snapshot. `fresh`: lines of alarms that are new since the last drawing, by title."""
+        """Draw a snapshot. `fresh`: lines of the alarms that did not fire at the last drawing, by title."""
 
     def __enter__(self) -> Self:
         return self
@@ -206,26 +209,27 @@ class Display(ABC):
         self._finish()
 
     def learning(self, progress: SupervisedProgress) -> None:
-        """Show the progress of supervised training."""
+        """Take the progress of supervised training, and draw it if it is time."""
         another = self._enter(progress.phase)
         self._watcher.learning(progress)
         self._changed(another)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show the measurements of one training step."""
+        """Take the measurements of one training step, and draw them if it is time."""
         another = self._enter(TRAINING)
         self._watcher.step(metrics)
         self._alarms.step(metrics)
         self._changed(another)
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
-        """Take a held-out evaluation. Its accuracy is shown once there is a training step."""
+        """Take a held-out evaluation, and draw it if it is time. Its accuracy is shown once there is a training
+        step."""
         self._alarms.evaluated(evaluation)
         if self._watcher.evaluated(evaluation):
             self._changed(self._enter(TRAINING))
 
     def _enter(self, phase: str) -> bool:
-        """Begin `phase`. Return whether another phase was shown before, whose last snapshot is then drawn."""
+        """Begin `phase`. Return whether another phase came before; its last snapshot is drawn now."""
         another = self._phase not in (None, phase)
         if another:
             self._finish()
@@ -233,8 +237,8 @@ class Display(ABC):
         return another
 
     def refresh(self) -> None:
-        """Draw new measurements if the last drawing is long enough ago: 0.5 s for a panel, 5 s for lines. Call it
-        regularly, because a run may be silent for long."""
+        """Draw what is new if the last drawing is long enough ago: 0.5 s for a panel, 5 s for lines; else do nothing.
+        Called regularly, because a run may be silent for long."""
         if time.monotonic() - self._drawn >= self._seconds:
             self._finish()
 
@@ -254,7 +258,7 @@ class Display(ABC):
 
 
 class PanelDisplay(Display):
-    """Panel that is drawn at most twice a second, to save CPU time."""
+    """Display as a panel on a terminal, drawn at most twice a second to save CPU time."""
 
     def __init__(self, steps: int, console: Console, alarms: Alarms, title: str, proofs: Proofs = tuple) -> None:
         super().__init__(steps, console, _PANEL_SECONDS, alarms)
@@ -286,7 +290,8 @@ class PanelDisplay(Display):
 
 
 class LineDisplay(Display):
-    """Prints plain lines: one every few seconds, one at the end of each phase, one for each new alarm."""
+    """Display as plain lines: one every few seconds, one at the end of each phase, one for each new alarm. `verbose`:
+    with lines of all measurements."""
 
     def __init__(
         self,

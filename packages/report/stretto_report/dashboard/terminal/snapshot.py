@@ -24,7 +24,7 @@ class Trend:
         self._sum, self._count = 0.0, 0  # of the values behind the last mean
 
     def add(self, value: float | None) -> None:
-        """Add the next value; None and NaN are skipped."""
+        """Add the next value; None and values that are not finite are skipped."""
         if value is None or not math.isfinite(value):
             return
         self._sum, self._count = self._sum + value, self._count + 1
@@ -56,7 +56,10 @@ _TRAINER = {
 
 
 class Snapshot(Record, frozen=True):
-    """State of a run at one moment. `facts`: labels with formatted values; unknown values are left out.
+    """State of a run at one moment. `phase`: "training", or a phase of supervised training. `seconds`: since the phase
+    began. `line`: the snapshot on one line. `facts`: labels with formatted values; unknown values are left out.
+    `tokens_per_second`: rate of "generated" and "trained" tokens. `busy`: share of each role's time since the previous
+    step. `trends`: values of a measurement over the run, oldest first.
 
     Example: ``Snapshot(phase="training", step=120, steps=600, seconds=21.4, facts=(("accuracy", "71.2%"),))``
     """
@@ -64,12 +67,12 @@ class Snapshot(Record, frozen=True):
     phase: str
     step: int
     steps: int
-    seconds: float  # since the phase started
-    line: str = ""  # the snapshot on one line
+    seconds: float
+    line: str = ""
     facts: tuple[tuple[str, str], ...] = ()
-    tokens_per_second: Mapping[str, float] = {}  # "generated" or "trained": rate
-    busy: Mapping[str, float] = {}  # role: fraction since the previous step
-    trends: Mapping[str, tuple[float, ...]] = {}  # measurement: its values over the run, oldest first
+    tokens_per_second: Mapping[str, float] = {}
+    busy: Mapping[str, float] = {}
+    trends: Mapping[str, tuple[float, ...]] = {}
 
     @property
     def remaining(self) -> float | None:
@@ -78,7 +81,8 @@ class Snapshot(Record, frozen=True):
         return seconds_left(self.step, self.steps, self.seconds)
 
     def details(self) -> list[str]:
-        """All measurements, in lines of at most `LONGEST` characters."""
+        """Return all measurements as indented lines of at most `LONGEST` characters (a longer one has a line of its
+        own); empty if there are none."""
         parts = [f"{name} {value}" for name, value in self.facts]
         parts += [f"{rate:,.0f} tokens/s {what}" for what, rate in self.tokens_per_second.items()]
         parts += [f"{role} {fraction:.0%}" for role, fraction in self.busy.items()]
@@ -101,7 +105,8 @@ class Watcher:
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """Current snapshot; None before the first measurement."""
+        """Snapshot of the newest training step or supervised progress; None before the first. An evaluation alone makes
+        none."""
         return None if self._make is None else self._make()
 
     def learning(self, lesson: SupervisedProgress) -> None:
@@ -131,7 +136,8 @@ class Watcher:
         self._make = partial(self._snapshot, metrics)
 
     def evaluated(self, evaluation: EvaluationLine) -> bool:
-        """Take an evaluation. Return whether a training step has been taken, so that there is a snapshot to show."""
+        """Add a held-out evaluation. Return whether a training step was added before, so that a snapshot shows the
+        evaluation."""
         self._progress.evaluated(evaluation)
         self._trends["held-out"].add(evaluation.accuracy)
         return self._newest is not None

@@ -37,13 +37,14 @@ def print_inspection(
     also: Mapping[str, object] | None = None,
     predicted: Path | None = None,
 ) -> None:
-    """Print the summary of a run to standard output, as a table or as one JSON object with the further fields `also`.
-    If there is a prediction, in the file `predicted` or else in the run folder, it is compared with the run.
+    """Print the summary of the run in the folder `path` to standard output, as a table or (`as_json`) as one JSON
+    object with the further fields `also`. If there is a prediction, in the file `predicted` or (None) in the run
+    folder, it is compared with the run. A prediction of the folder that does not fit (after a resume) is skipped; the
+    table ends with the reason, and the object has it as `not_predicted`.
 
     Raises:
-        RunFolderError: there is no run, or `predicted` is no prediction of it. A prediction of the folder that does not
-            fit (after a resume) is skipped; the table ends with the reason, and the object has it as `not_predicted`.
-        StoreError: its ledger cannot be read.
+        RunFolderError: there is no run, or `predicted` is no prediction of it. StoreError: the run's ledger cannot be
+        read.
     """
     inspection, passed_over = inspect_run(path), ""
     try:
@@ -69,8 +70,8 @@ def print_inspection(
 
 
 def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
-    """Lines for a terminal: a table with a row for each term, and the term that explains most of the error, if there is
-    one."""
+    """Return lines for a terminal: the machine of the prediction, and the run's if it is another; a table with a row
+    for each term; and the term that explains most of the error, if there is one."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("", "predicted", "measured", "ratio"):
         table.add_column(head, justify="right")
@@ -90,13 +91,13 @@ def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
 
 
 def print_summary(inspection: Inspection, title: str, console: Console | None = None) -> None:
-    """Print the summary table of a run. `console`: None for standard output."""
+    """Print the summary table of a run with `title` above it. `console`: None: standard output."""
     (console or Console()).print(summary_table(inspection, title))
 
 
 def summary_table(inspection: Inspection, title: str) -> Table:
-    """Table of a run with one row for each value: accuracy and time, work, staleness, busy roles, goodput, engines and
-    weights."""
+    """Make the table of a run with one row for each value: state, accuracy and time, work, staleness, busy roles,
+    goodput, engines, weights and canary. Values that the run does not have are left out."""
     table = Table(title=words(title, "bold"), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim", justify="right")
     table.add_column()
@@ -237,7 +238,7 @@ def _weights(weights: WeightsSummary) -> Rows:
 
 
 def canary_rows(proofs: Iterable[CanaryProof]) -> Iterator[tuple[str, str]]:
-    """One row for each proof: engine, version, difference and tolerance."""
+    """Yield one row (label, text) for each canary check: engine, version, difference and tolerance."""
     for proof in proofs:
         found = f"version {proof.version}, {proof.distance:.1e} nats from the trainer, {proof.tolerance:.1e} allowed"
         verdict = "proven" if proof.proven else "NOT proven"
@@ -245,7 +246,7 @@ def canary_rows(proofs: Iterable[CanaryProof]) -> Iterator[tuple[str, str]]:
 
 
 def bar(fraction: float, width: int = _BAR_WIDTH) -> str:
-    """Bar of block characters for a fraction (below 0 as 0, above 1 as 1), padded to `width` characters.
+    """Draw a fraction (below 0 as 0, above 1 as 1) as a bar of block characters, padded with spaces to `width`.
 
     >>> bar(0.5, width=4), bar(0.3125, width=4)
     ('██  ', '█▎  ')

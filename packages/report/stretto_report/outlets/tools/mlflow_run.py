@@ -23,8 +23,8 @@ _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRI
 
 
 class MlflowRun:
-    """A run of MLflow in the experiment named by the project. A point may be sent twice: MLflow's databases ignore it,
-    because its time is the same."""
+    """Outlet: a run of MLflow in the experiment named by the project. A point may be sent twice: MLflow's databases
+    ignore it, because its time is the same."""
 
     had: Mapping[str, int] = {}
 
@@ -37,8 +37,8 @@ class MlflowRun:
         self._config: Mapping[str, Value] | None = about.config  # until MLflow has it
 
     def _begin(self) -> None:
-        """Log the settings before the first points, once. The cursor has the run id by then, so an error here does not
-        create a new run at each attempt."""
+        """Log the settings at the first call; later calls do nothing. The cursor has the run id by then, so an error
+        here does not create a new run at each attempt."""
         if self._config is None:
             return
         self._client.update_run(self.run, status="RUNNING")
@@ -84,8 +84,8 @@ class MlflowRun:
 
 
 def accepted_name(name: str) -> str:
-    """Name for MLflow: forbidden characters become "_". If the name is then no normal relative file path, so do "/" and
-    ".".
+    """Return a name that MLflow accepts: forbidden characters become "_". If the name is then no normal relative file
+    path, so do "/" and ".".
 
     >>> accepted_name("lr=1e-4"), accepted_name("rewards/exact, short"), accepted_name("v1/")
     ('lr_1e-4', 'rewards/exact_ short', 'v1_')

@@ -37,17 +37,17 @@ Series = tuple[str, Labels]
 
 
 class PrometheusPage:
-    """HTTP server of one page, from its creation to `close`. Counters cover the whole run, because each process reads
-    the run from its beginning."""
+    """Outlet: an HTTP server of one page, in a thread, from its creation to `close`. Counters cover the whole run,
+    because each process reads the run from its beginning."""
 
     run = "prometheus"
     had: Mapping[str, int] = {}
 
     def __init__(self, about: About, host: str, port: int) -> None:
-        """Start the server.
+        """Start the server at `host` and `port`.
 
         Raises:
-            OSError: the address cannot be bound.
+            OSError: the address is not known or cannot be bound.
         """
         self._name, self._lock = about.name, threading.Lock()
         self._values: dict[Series, float] = {}
@@ -61,7 +61,7 @@ class PrometheusPage:
                 self._take(point)
 
     def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
-        """Ignored: the page has only numbers."""
+        """Do nothing: the page has only numbers."""
 
     def alarm(self, alarm: Alarm) -> None:
         with self._lock:
@@ -72,7 +72,7 @@ class PrometheusPage:
         self._server.server_close()
 
     def text(self) -> str:
-        """The page in Prometheus' text format."""
+        """Return the page in Prometheus' text format."""
         with self._lock:
             series = sorted(self._values.items())
         return page_of(_metrics(series, self._name))
@@ -86,7 +86,7 @@ class PrometheusPage:
 
 
 def series_of(name: str) -> Series:
-    """Prometheus name and labels of a number of a `MetricsPoint`.
+    """Return the Prometheus name and labels of the number `name` of a `MetricsPoint`.
 
     >>> series_of("busy/engine-0")
     ('stretto_busy', (('role', 'engine-0'),))

@@ -25,7 +25,8 @@ _HEAD, _CHECKSUM = struct.Struct("<QI"), 4  # size and checksum before a record,
 
 
 class TensorboardFiles:
-    """Writes one new event file of the run; TensorBoard joins all files of a run in the order of their names."""
+    """Outlet: one new event file of the run for each process; TensorBoard joins all files of a run in the order of
+    their names."""
 
     def __init__(self, about: About, cursor: Cursor) -> None:
         self.run = _FOLDER
@@ -43,8 +44,8 @@ class TensorboardFiles:
             self._text("tags", 0, about.tags)
 
     def _newest_steps(self, folder: Path) -> dict[str, int]:
-        """Newest step of each curve in the newest file that has points. (Its writer knew the earlier files.) Empty if
-        no file has points."""
+        """Return the newest step of each curve in the newest file that has points. (Its writer knew the earlier files.)
+        Empty if no file has points."""
         for path in sorted(folder.glob(f"{_NAME}.*"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
             events = map(self._events.Event.FromString, _records(path))
             if found := newest_steps((event.step, (one.tag for one in event.summary.value)) for event in events):
@@ -84,8 +85,8 @@ class TensorboardFiles:
 
 
 def _behind_the_others(folder: Path, make: Callable[[], Any]) -> Any:
-    """Create a writer, by `make`, whose file in `folder` sorts after the existing ones. A file name has the second of
-    its creation, then the pid. If a file of the same second sorts later, the new file is removed and created again.
+    """Return a writer, made by `make`, whose file in `folder` sorts after the existing ones. A file name has the second
+    of its creation, then the pid. If a file of the same second sorts later, the new file is removed and made again.
     After two seconds the writer is returned even so."""
     before, until = _names(folder), time.monotonic() + _PATIENCE
     while True:
@@ -103,7 +104,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """Complete records of a file; the last may be cut off."""
+    """Yield the complete records of an event file; one that is cut off at the end is left out."""
     with path.open("rb") as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             size, _ = _HEAD.unpack(head)

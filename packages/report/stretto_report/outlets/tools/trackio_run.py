@@ -19,7 +19,7 @@ _REMOTE = frozenset({"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"})  # variables of 
 
 
 class TrackioRun:
-    """A run of trackio, resumed by its name (with a unique number).
+    """Outlet: a run of trackio, resumed by its name (with a unique number).
 
     trackio writes in a thread, and only `finish` waits until all is written: so each portion of points is begun and
     finished, which takes hundredths of a second.
@@ -32,8 +32,8 @@ class TrackioRun:
         self.had = self._newest_steps() if cursor.run and not _REMOTE & os.environ.keys() else {}
 
     def _newest_steps(self) -> dict[str, int]:
-        """Newest step of each curve in the database of this machine. trackio has no interface for this; if a version
-        stores points elsewhere, the result is empty, and a point may be sent twice after a crash."""
+        """Return the newest step of each curve in the database of this machine. trackio has no interface for this; if a
+        version stores points elsewhere, the result is empty, and a point may be sent twice after a crash."""
         try:
             storage = importlib.import_module(f"{self._trackio.__name__}.sqlite_storage").SQLiteStorage
             points = storage.get_logs(self._about.project, self.run)
@@ -54,7 +54,7 @@ class TrackioRun:
         run.finish()
 
     def close(self, how: How) -> None:
-        """Does nothing: each portion is finished already."""
+        """Do nothing: each portion is finished already."""
 
     def _log(self, lines: Sequence[tuple[int, dict[str, Any]]]) -> None:
         run = self._opened()

@@ -25,7 +25,8 @@ _WHOLE, _LAST = 1, 4  # kinds of parts that end a record
 
 
 class WrittenPoints:
-    """Reads one W&B log file as it grows. `newest`: W&B's own step of the newest history record so far; 0: none."""
+    """Reads one W&B log file (``run-ID.wandb``) as it grows. `newest`: W&B's own step of the newest history record that
+    was read; 0: none."""
 
     def __init__(self, wandb: Any, path: Path) -> None:
         self._message = importlib.import_module(f"{wandb.__name__}.proto.wandb_internal_pb2").Record
@@ -33,7 +34,7 @@ class WrittenPoints:
         self.newest = 0
 
     def read_on(self) -> int:
-        """Read newly written records; returns `newest`."""
+        """Read the records written since the last call, and return `newest`."""
         for record in self._records():
             found = self._message.FromString(record)
             if found.HasField("history"):
@@ -41,7 +42,8 @@ class WrittenPoints:
         return self.newest
 
     def _records(self) -> Iterator[bytes]:
-        """Complete records after the last one read; an incomplete one is left for later."""
+        """Yield the complete records after the last one read; an incomplete one is left for later. Nothing if there is
+        no file."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -64,7 +66,8 @@ class WrittenPoints:
 
 
 def written(wandb: Any, folder: Path, run: str) -> int:
-    """W&B's own step of the newest history record of a run, in any log file below `folder`; 0: none."""
+    """Return W&B's own step of the newest history record of the run with the id `run`, in any log file below `folder`;
+    0: none. `wandb`: the module."""
     files = folder.glob(f"*run-*/run-{run}.wandb")
     return max((WrittenPoints(wandb, path).read_on() for path in files), default=0)
 
@@ -78,7 +81,7 @@ _WRITE_SECONDS = 60.0  # most seconds in which W&B writes a point; fewer than th
 
 
 class WandbRun:
-    """A run of W&B, resumed by its id.
+    """Outlet: a run of W&B, resumed by its id.
 
     Curves are drawn against stretto's steps. W&B's own step is computed from the index of a point, and W&B ignores a
     step that it has. So a point may be sent again, if a process died before it wrote the cursor.
@@ -133,8 +136,8 @@ class WandbRun:
         self._run.alert(title=alarm.title[:_LONGEST_TITLE], text=str(alarm), level="WARN")
 
     def _wait_for(self, number: int) -> None:
-        """Wait until the point with W&B's step `number` is in the file, where it survives the process; TimeoutError if
-        W&B does not write it within a minute."""
+        """Wait until the point with W&B's step `number` is in the file, where it survives the process. Raises
+        TimeoutError if W&B does not write it within a minute."""
         until = time.monotonic() + _WRITE_SECONDS
         while self._written.read_on() < number:
             if time.monotonic() > until:
