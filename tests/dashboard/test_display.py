@@ -30,7 +30,7 @@ from stretto_report.dashboard.terminal.progress import (
     sparkline,
 )
 from stretto_report.dashboard.terminal.snapshot import Snapshot
-from stretto_report.dashboard.terminal.summary import bar, print_inspection, print_summary
+from stretto_report.dashboard.terminal.summary import bar, print_inspection, summary_table
 from stretto_report.reading.inspection import inspect_run
 from tests.store.lines import evaluation_line, step_line
 from tests.store.make import run_at
@@ -202,7 +202,7 @@ def finished_run(tmp_path: Path) -> Path:
 
 def test_the_summary_says_what_was_learnt_and_what_it_took(finished_run: Path) -> None:
     output = io.StringIO()
-    print_summary(inspect_run(finished_run), "a run", Console(file=output, width=100))
+    Console(file=output, width=100).print(summary_table(inspect_run(finished_run), "a run"))
     text = output.getvalue()
     for words in ("41.0% → 96.0%", "10.0 s of RL, 16.0 s in all", "81,920 generated", "9,120 recomputed", "80%"):
         assert words in text

@@ -70,7 +70,11 @@ def _follow(run: WatchedRun, leaves: Leaves) -> None:
     follower = LineFollower(RunFolder(run.folder).metrics, _LINE)
     lines: list[MetricsLine] = []
     while True:  # again if the file was rewritten, because the run was resumed from an earlier step
-        with _display(run) as display:
+        recipe, title = run.recipe(), f"stretto: {run.name}"
+        alarms = AlarmWatch(run.folder, recipe)
+        with open_display(
+            last_step_of(recipe) or 0, alarms=alarms, title=title, proofs=lambda: _proofs(run)
+        ) as display:
             again = _show_on(run, follower, display, lines, leaves)
         if again is None:
             break
@@ -79,14 +83,6 @@ def _follow(run: WatchedRun, leaves: Leaves) -> None:
         display.say(follower.fault)
     now = run.condition()
     display.say(f"{run.name}: {now.state}" + (f": {now.reason}" if now.reason else ""))
-
-
-def _display(run: WatchedRun) -> Display:
-    recipe = run.recipe()
-    alarms = AlarmWatch(run.folder, recipe)
-    return open_display(
-        last_step_of(recipe) or 0, alarms=alarms, title=f"stretto: {run.name}", proofs=lambda: _proofs(run)
-    )
 
 
 def _proofs(run: WatchedRun) -> Sequence[CanaryProof]:

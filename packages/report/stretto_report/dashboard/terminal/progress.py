@@ -144,15 +144,6 @@ class Alarms(Protocol):
 Proofs = Callable[[], Sequence[CanaryProof]]
 
 
-class _NoAlarms:
-    def step(self, metrics: StepMetrics) -> None: ...
-
-    def evaluated(self, evaluation: EvaluationLine) -> None: ...
-
-    def sentences(self) -> Mapping[str, str]:
-        return {}
-
-
 def open_display(
     steps: int,
     console: Console | None = None,
@@ -172,7 +163,6 @@ def open_display(
             display.step(metrics)
     """
     console = console or open_console()
-    alarms = alarms or _NoAlarms()
     if console.is_terminal and not console.is_dumb_terminal:
         return PanelDisplay(steps, console, alarms, title, proofs)
     return LineDisplay(steps, console, alarms=alarms, verbose=verbose)
@@ -182,7 +172,7 @@ class Display(ABC):
     """Display of a run: shows the newest snapshot, at most once in `seconds`, and a last time at the end of the block
     (context manager). Texts are escaped for the terminal."""
 
-    def __init__(self, steps: int, console: Console, seconds: float, alarms: Alarms) -> None:
+    def __init__(self, steps: int, console: Console, seconds: float, alarms: Alarms | None) -> None:
         self._watcher = Watcher(steps)
         self._console, self._ascii_only = console, is_ascii(console)
         self._seconds = seconds
@@ -218,13 +208,15 @@ class Display(ABC):
         """Take the measurements of one training step, and draw them if it is time."""
         another = self._enter(TRAINING)
         self._watcher.step(metrics)
-        self._alarms.step(metrics)
+        if self._alarms is not None:
+            self._alarms.step(metrics)
         self._changed(another)
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
         """Take a held-out evaluation, and draw it if it is time. Its accuracy is shown once there is a training
         step."""
-        self._alarms.evaluated(evaluation)
+        if self._alarms is not None:
+            self._alarms.evaluated(evaluation)
         if self._watcher.evaluated(evaluation):
             self._changed(self._enter(TRAINING))
 
@@ -251,7 +243,7 @@ class Display(ABC):
     def _finish(self) -> None:
         if self._is_new and (snapshot := self._watcher.snapshot) is not None:
             before, self._is_new = self._sentences, False
-            if time.monotonic() - self._alarmed >= _ALARM_SECONDS:
+            if self._alarms is not None and time.monotonic() - self._alarmed >= _ALARM_SECONDS:
                 self._sentences, self._alarmed = self._alarms.sentences(), time.monotonic()
             self._drawn = time.monotonic()
             self._draw(snapshot, {title: line for title, line in self._sentences.items() if title not in before})
@@ -260,7 +252,7 @@ class Display(ABC):
 class PanelDisplay(Display):
     """Display as a panel on a terminal, drawn at most twice a second to save CPU time."""
 
-    def __init__(self, steps: int, console: Console, alarms: Alarms, title: str, proofs: Proofs = tuple) -> None:
+    def __init__(self, steps: int, console: Console, alarms: Alarms | None, title: str, proofs: Proofs) -> None:
         super().__init__(steps, console, _PANEL_SECONDS, alarms)
         self._title, self._proofs = title, proofs
         self._live = Live(console=console, auto_refresh=False)
@@ -301,7 +293,7 @@ class LineDisplay(Display):
         alarms: Alarms | None = None,
         verbose: bool = False,
     ) -> None:
-        super().__init__(steps, console, seconds, alarms or _NoAlarms())
+        super().__init__(steps, console, seconds, alarms)
         self._verbose = verbose
 
     def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str]) -> None:

@@ -62,7 +62,7 @@ def print_inspection(
         }
         sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
         return
-    print_summary(inspection, str(path))
+    Console().print(summary_table(inspection, str(path)))
     if comparison is not None:
         Console().print(Group(*comparison_lines(comparison)))
     elif passed_over:
@@ -88,11 +88,6 @@ def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
         of = {"staleness": "{:+.2f} versions", "completion_tokens": "{:+.0%}"}.get(most, "{:+.0%} of a step")
         found.append(words(f"most off: {most.replace('_', ' ')}, {of.format(comparison.terms[most].off)}"))
     return found
-
-
-def print_summary(inspection: Inspection, title: str, console: Console | None = None) -> None:
-    """Print the summary table of a run with `title` above it. `console`: None: standard output."""
-    (console or Console()).print(summary_table(inspection, title))
 
 
 def summary_table(inspection: Inspection, title: str) -> Table:

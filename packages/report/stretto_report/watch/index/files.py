@@ -6,7 +6,7 @@ import os
 import sqlite3
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -56,6 +56,17 @@ def refuse_strange_files(folder: Path) -> None:
             raise StoreError(f"{path.name}: cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(mode):
             raise StoreError(f"{path.name}: is not read: it is {'a link' if stat.S_ISLNK(mode) else 'no plain file'}")
+
+
+def ledger_stamp(folder: Path) -> list[tuple[int, int, int]]:
+    """Return a value that changes when the ledger or its write-ahead log is written: inode, size and nanosecond of the
+    last change of each. A missing file is left out."""
+    ledger, found = folder / LEDGER, []
+    for path in (ledger, log_of(ledger)):
+        with suppress(OSError):
+            known = path.lstat()
+            found.append((known.st_ino, known.st_size, known.st_mtime_ns))
+    return found
 
 
 @contextmanager

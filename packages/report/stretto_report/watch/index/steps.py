@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,13 +244,6 @@ def _curve(values: Column, starts: Column) -> Curve:
 
 
 def _listed(values: Column) -> list[float | None]:
-    return list(_finite_ones(values))
-
-
-def _finite_ones(values: Column) -> Iterator[float | None]:
-    known = np.isfinite(values)
-    if known.all():
-        yield from values.tolist()
-        return
-    for value, there in zip(values.tolist(), known.tolist(), strict=True):
-        yield value if there else None
+    found = values.astype(object)
+    found[~np.isfinite(values)] = None
+    return list(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +13,8 @@ import numpy as np
 
 from stretto.core.records import Outcome, Record, State, StopReason
 from stretto.core.states import OPEN
-from stretto.store.ledger.schema import log_of
 from stretto_report.watch.index.columns import Cache, Column, GrowingColumns
-from stretto_report.watch.index.files import LEDGER, read_ledger
+from stretto_report.watch.index.files import LEDGER, ledger_stamp, read_ledger
 
 _PART, _COUNTED = "trajectories", "counts"
 _COUNTS = "SELECT state, count(*) FROM trajectories GROUP BY state"
@@ -117,9 +115,8 @@ class Trajectories:
         Raises:
             StoreError: the ledger cannot be read; rows read so far stay.
         """
-        if not self._more and _stamp(self._ledger) == self._stamp:
+        if (stamp := ledger_stamp(self._folder)) == self._stamp and not self._more:
             return False
-        stamp = _stamp(self._ledger)
         with read_ledger(self._folder) as connection:
             anchor = (connection.execute(_ANCHOR).fetchone() or (b"",))[0].hex()
             if self._file != (file := _identity(self._ledger)) or (self.table.rows and self._anchor != anchor):
@@ -189,13 +186,13 @@ class Trajectories:
 
 
 class _Counted(Record, frozen=True):
-    stamp: list[tuple[int, int]]
+    stamp: list[tuple[int, int, int]]
     counts: dict[str, int]
 
 
 def count_states(connection: sqlite3.Connection, folder: Path, cache: Cache) -> dict[str, int]:
     """Number of trajectories in each state. Slow counts are cached until the ledger changes."""
-    stamp, since = _stamp(folder / LEDGER), time.monotonic()
+    stamp, since = ledger_stamp(folder), time.monotonic()
     if (kept := cache.load(_COUNTED, _Counted)) is not None and kept[1].stamp == stamp:
         return kept[1].counts
     counts = dict(connection.execute(_COUNTS).fetchall())
@@ -210,16 +207,3 @@ def _identity(path: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return found.st_dev, found.st_ino
-
-
-def _stamp(ledger: Path) -> list[tuple[int, int]]:
-    """(Size, nanosecond of the last change) of the ledger and its log; (0, 0) for a missing file."""
-    found = []
-    for path in (ledger, log_of(ledger)):
-        try:
-            status = os.stat(path)
-        except OSError:
-            found.append((0, 0))
-        else:
-            found.append((status.st_size, status.st_mtime_ns))
-    return found

@@ -13,7 +13,6 @@ import msgspec
 
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.store.ending import Condition, Ending, condition_of, cut
-from stretto.store.ledger.schema import log_of
 from stretto.store.run_folder import RunFolder
 from stretto_report.watch.index.files import read_text, refuse_strange_files
 
@@ -93,16 +92,6 @@ def recipe_stamp(folder: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_ctime_ns
-
-
-def ledger_stamp(folder: Path) -> tuple[tuple[int, int, int], ...]:
-    """Value that changes when the ledger or its write-ahead log is written; a missing file is left out of it."""
-    ledger, found = RunFolder(folder).ledger, []
-    for path in (ledger, log_of(ledger)):
-        with contextlib.suppress(OSError):
-            known = path.lstat()
-            found.append((known.st_ino, known.st_size, known.st_mtime_ns))
-    return tuple(found)
 
 
 def flat(recipe: dict[str, Any], before: str = "") -> dict[str, Any]:

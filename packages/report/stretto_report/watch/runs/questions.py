@@ -6,6 +6,7 @@ import os
 import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -103,15 +104,11 @@ class PromptTexts:
         """Questions with these ids, as far as they have been read and are still in the file."""
         places = sorted((place, id) for id in set(ids) if (place := self._places.get(id)) is not None)
         found: dict[str, ExportedQuestion] = {}
-        if not places:
-            return found
-        try:
-            with open(open_plain(self._path), "rb") as file:
+        if places:  # the file may have been removed or changed meanwhile: return what was found
+            with suppress(OSError, StoreError, *UNREADABLE), open(open_plain(self._path), "rb") as file:
                 for (begin, size), id in places:
                     file.seek(begin)
                     found[id] = _question(file.read(size))
-        except (OSError, StoreError, *UNREADABLE):
-            pass  # the file was removed or changed meanwhile: return what was found
         return found
 
     def search(self, text: str, seconds: float) -> Searched:

@@ -22,11 +22,11 @@ from stretto_report.audit.alarms import AlarmReport, disk_of, evidence_of, findi
 from stretto_report.audit.evidence import Alarm, Evidence
 from stretto_report.reading.inspection import inspection_of, of_branch
 from stretto_report.watch.index.columns import Cache
-from stretto_report.watch.index.files import LEDGER, NewestLines, read_ledger, refuse_strange_files
+from stretto_report.watch.index.files import LEDGER, NewestLines, ledger_stamp, read_ledger, refuse_strange_files
 from stretto_report.watch.index.steps import Steps
 from stretto_report.watch.index.timeline import Spans
 from stretto_report.watch.index.trajectories import Trajectories, count_states
-from stretto_report.watch.runs.folder import condition, flat, ledger_stamp, recipe_of, recipe_stamp, recipe_text
+from stretto_report.watch.runs.folder import condition, flat, recipe_of, recipe_stamp, recipe_text
 from stretto_report.watch.runs.pieces import Pieces
 from stretto_report.watch.runs.questions import PromptTexts
 from stretto_report.watch.runs.trajectory import Reader
@@ -48,7 +48,7 @@ class RunSummary(Record, frozen=True):
     state: str
     reason: str
     fault: str | None = None
-    started: float | None = None  # Unix seconds
+    started: float | None = None
     step: int = 0
     steps: int | None = None
     version: int = 0
@@ -70,7 +70,7 @@ class _Recorded(Record, frozen=True):
 
     totals: Totals | None = None
     engines: tuple[Membership, ...] = ()
-    newest: tuple[int, int] = (0, 0)  # step, version
+    newest: tuple[int, int] = (0, 0)
     ending: Ending | None = None
 
 
@@ -136,11 +136,6 @@ class WatchedRun:
                 reader=Reader(self.folder, trajectories, questions, self.pieces),
             )
         return self._tables
-
-    @property
-    def reader(self) -> Reader:
-        """Reader of single trajectories."""
-        return self.tables.reader
 
     @property
     def is_open(self) -> bool:

@@ -7,7 +7,7 @@ import math
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -36,6 +36,7 @@ _COMMITTED = "SELECT step, committed FROM steps ORDER BY step DESC LIMIT 1000"
 _EVENTS = "SELECT at, name, detail FROM events ORDER BY rowid DESC LIMIT 2000"
 
 Asked = Mapping[str, str]
+Default = TypeVar("Default", int, None)
 
 
 def list_page(catalog: Catalog) -> Any:
@@ -81,7 +82,7 @@ def series_page(run: WatchedRun, asked: Asked) -> Any:
             raise RefusedRequest("names", f"unknown series {name[:40]!r}", nearest(name, steps.names))
     points = _whole(asked, "points", _POINTS, 2, _MOST_POINTS)
     first, last = (_whole(asked, name, None, 0, 1 << 62) for name in ("from", "to"))
-    found = curves(steps, run.trained_by_step(), names, first, last, points or _POINTS)
+    found = curves(steps, run.trained_by_step(), names, first, last, points)
     return {**msgspec.structs.asdict(found), "evaluations": [evaluation_of(line) for line in steps.evaluations]}
 
 
@@ -90,20 +91,20 @@ def table_page(run: WatchedRun, asked: Asked) -> Any:
     a faulty filter, sort order or number."""
     where, sort = parse_where(asked.get("where", "")), parse_sort(asked.get("sort") or "id")
     offset, limit = _whole(asked, "offset", 0, 0, 1 << 40), _whole(asked, "limit", _ROWS, 1, _MOST_ROWS)
-    return run.reader.table.page(where, sort, offset or 0, limit or _ROWS)
+    return run.tables.reader.table.page(where, sort, offset, limit)
 
 
 def trajectory_page(run: WatchedRun, asked: Asked) -> Any:
     """All records of a trajectory, with `limit` tokens from `offset` on, for GET /api/runs/ID/trajectories/TRAJECTORY.
     None if there is no such trajectory; RefusedRequest for an invalid number."""
     offset, limit = _whole(asked, "offset", 0, 0, 1 << 40), _whole(asked, "limit", _TOKENS, 1, MOST_TOKENS)
-    found = run.reader.trajectory(asked["/trajectory"], offset or 0, limit or _TOKENS, run.tables.steps.skipped)
+    found = run.tables.reader.trajectory(asked["/trajectory"], offset, limit, run.tables.steps.skipped)
     return None if found is None else msgspec.to_builtins(found) | {"tokenizer_fault": run.pieces.why_numbers}
 
 
 def group_page(run: WatchedRun, asked: Asked) -> Any:
     """All completions of a group, for GET /api/runs/ID/groups/GROUP. None if there is no such group."""
-    return run.reader.group(asked["/group"])
+    return run.tables.reader.group(asked["/group"])
 
 
 def timeline_page(run: WatchedRun, asked: Asked) -> Any:
@@ -113,7 +114,7 @@ def timeline_page(run: WatchedRun, asked: Asked) -> Any:
     first, last = _seconds(asked, "from", 0.0), _seconds(asked, "to", spans.end)
     if last < first:
         raise RefusedRequest("to", f"{last:g} is before from, {first:g}", "a later moment")
-    pixels = _whole(asked, "pixels", _PIXELS, 10, _MOST_PIXELS) or _PIXELS
+    pixels = _whole(asked, "pixels", _PIXELS, 10, _MOST_PIXELS)
     _, engines = run.facts()
     shown, count = lanes(spans, {engine.name: engine.host for engine in engines}, first, last, pixels)
     with read_ledger(run.folder) as connection:
@@ -160,7 +161,7 @@ def _totals(totals: Totals) -> dict[str, Any]:
     return found | {"max_staleness": bound if bound is not None and math.isfinite(bound) else None}
 
 
-def _whole(asked: Asked, name: str, default: int | None, least: int, most: int) -> int | None:
+def _whole(asked: Asked, name: str, default: Default, least: int, most: int) -> int | Default:
     """Integer `name` of a request, `default` (maybe None) if missing; RefusedRequest unless it is from `least` to
     `most`."""
     text = asked.get(name, "")

@@ -91,6 +91,18 @@ class _Replay:
     def made(self) -> bool:
         return (self.target / ORIGIN).is_file()
 
+    def shown(self) -> ReplayState:
+        return ReplayState(
+            run=self.run,
+            first=self.order.first,
+            set=self.order.set,
+            state=self.state,
+            reason=self.reason,
+            seconds=round((self.ended or time.monotonic()) - self.since, 1),
+            log=read_text(self.log, _LOG_SHOWN, end=True) or "",
+            branch=id_of(self.target) if self.state == "done" else None,
+        )
+
 
 class Replays:
     """Replays of one server. Results are written below `folder`; None forbids replays."""
@@ -116,20 +128,9 @@ class Replays:
 
     def state(self) -> ReplayState | None:
         """State of the newest replay; None before the first."""
-        if (newest := self._newest) is None:
-            return None
-        return ReplayState(
-            run=newest.run,
-            first=newest.order.first,
-            set=newest.order.set,
-            state=newest.state,
-            reason=newest.reason,
-            seconds=round((newest.ended or time.monotonic()) - newest.since, 1),
-            log=read_text(newest.log, _LOG_SHOWN, end=True) or "",
-            branch=id_of(newest.target) if newest.state == "done" else None,
-        )
+        return None if self._newest is None else self._newest.shown()
 
-    async def begin(self, run: WatchedRun, order: ReplayOrder) -> ReplayState | None:
+    async def begin(self, run: WatchedRun, order: ReplayOrder) -> ReplayState:
         """Start a replay process and return its state (never None). The process is ended after `order.minutes`.
 
         Raises:
@@ -167,7 +168,7 @@ class Replays:
             replay.state, replay.reason, replay.ended = "failed", str(error), time.monotonic()
             raise
         replay.task = asyncio.create_task(self._attend(replay, replay.process))
-        return self.state()
+        return replay.shown()
 
     def stop(self) -> ReplayState | None:
         """Ask the running replay to end, and kill it after five seconds. Return the state of the newest replay, which
