@@ -46,19 +46,20 @@ def watch(
     say: Callable[[str], None],
     replays: Path | None = None,
 ) -> None:
-    """Serve the pages of all runs below `folders` until a signal arrives. `say` gets the address once the server
-    listens.
+    """Serve the pages of all runs in or below `folders` until a signal arrives. `say` gets a line with the address once
+    the server listens.
 
     Args:
-        token: secret for access on loopback, part of the address; None generates one.
-        password: secret for access from other machines, needed if `host` is not loopback.
-        port: 0 takes a free one.
+        token: secret for access on loopback, part of the address; None or "": one is generated.
+        password: secret for access from other machines, needed if `host` is not loopback, and ignored if it is.
+        port: 0: a free one.
         opens: open the address in a browser; ignored if `host` is not loopback.
-        replays: folder for the results of replays started from the page; None forbids replays.
+        replays: folder for the results of replays started from the page, created if it is missing; its runs are served
+            too. None: replays are forbidden.
 
     Raises:
-        RunFolderError: a folder is missing, the address cannot be bound, the token cannot be part of an address, or a
-            password is needed and is missing or too short.
+        RunFolderError: a folder is missing, the address cannot be bound, the token cannot be part of an address, a
+            password is needed and is missing or too short, or the folder for replays is in a run or cannot be created.
     """
     loopback = _is_loopback(host)
     secret = _secret(host, loopback, token, password)
@@ -93,8 +94,9 @@ def watch(
 
 
 def _way(folder: Path, address: str) -> Path:
-    """Write a private HTML page that redirects to the address, and return its path. The browser opens this page,
-    because all users of a machine can see a browser's command line, and with the address they would see the token."""
+    """Write a private HTML page into `folder` that redirects to the address, and return its path. The browser opens
+    this page, because all users of a machine can see a browser's command line, and with the address they would see the
+    token."""
     page = folder / "open.html"
     page.touch(mode=0o600)
     page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')

@@ -33,14 +33,15 @@ Leaves = Callable[[float], bool]
 
 
 def watch_in_terminal(folders: Sequence[Path], leaves: Leaves | None = None) -> None:
-    """Show one run until it ends, or the user leaves by ``q``, Ctrl-C or SIGTERM; the run is not affected.
+    """Show the run in the only folder of `folders` until it ends, or the user leaves by ``q``, Ctrl-C or SIGTERM; the
+    run is not affected.
 
     Args:
-        leaves: waits for the given seconds and returns whether to leave; None: reads the keyboard.
+        leaves: waits for the given seconds and returns whether to leave; None: it reads the keyboard.
 
     Raises:
-        RunFolderError: not exactly one folder, or no run in it.
-        StoreError: the metrics are no regular file.
+        RunFolderError: there is not exactly one folder, or it is no run folder. StoreError: the metrics are no regular
+        file.
     """
     run = _run_of(folders)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -97,8 +98,8 @@ def _show_on(
     lines: list[MetricsLine],
     leaves: Leaves,
 ) -> list[MetricsLine] | None:
-    """Show `lines` and all that follow. Return None when the run has ended or the user leaves. If the metrics file was
-    rewritten, return its first lines."""
+    """Show `lines` and all that `follower` reads after them. Return None when the run has ended or the user leaves. If
+    the metrics file was rewritten, return its first lines, which are not shown yet."""
     while True:
         for line in lines:
             if isinstance(line, StepMetrics):
@@ -116,8 +117,9 @@ def _show_on(
 
 @contextlib.contextmanager
 def _keyboard(stream: TextIO) -> Iterator[Leaves]:
-    """Return a function that waits some seconds for the key ``q``, and tells whether it came (context manager). If
-    `stream` is no terminal, it only waits. The terminal's mode is restored at the end."""
+    """Context manager: yield a function that waits some seconds for a key, and returns whether it was ``q`` or the
+    terminal has gone. If `stream` is no terminal, the function only waits, and returns False. The terminal's mode is
+    restored at the end."""
     if not stream.isatty():
         yield lambda seconds: bool(select.select([], [], [], seconds)[0])
         return

@@ -39,12 +39,12 @@ class GrowingColumns:
         self.rows = 0
 
     def __getitem__(self, name: str) -> Column:
-        """View of the current rows of a column, [rows]."""
+        """View of the current rows of a column, [rows]. Raises KeyError if there is no such column."""
         return self._arrays[name][: self.rows]
 
     @property
     def held(self) -> int:
-        """Memory in bytes."""
+        """Memory of the arrays in bytes."""
         return sum(array.nbytes for array in self._arrays.values())
 
     def __contains__(self, name: str) -> bool:
@@ -55,13 +55,13 @@ class GrowingColumns:
         return tuple(self._arrays)
 
     def add(self, name: str) -> None:
-        """Add a numeric column; existing rows get NaN."""
+        """Add a column of floats; existing rows get NaN."""
         capacity = len(next(iter(self._arrays.values())))
         self._arrays[name] = np.full(capacity, np.nan)
 
     def append(self, columns: Mapping[str, Sequence[Any] | Column]) -> None:
-        """Append rows, given as columns of equal length; columns that are not given get NaN (they must have a float
-        dtype)."""
+        """Append rows, given as columns of equal length by name. Columns that are not given must be of floats, and get
+        NaN. Names that the table lacks are ignored."""
         count = len(next(iter(columns.values())))
         begin, end = self.rows, self.rows + count
         for name, array in self._arrays.items():
@@ -76,7 +76,8 @@ class GrowingColumns:
             self._arrays[name][places] = values
 
     def restore(self, arrays: Mapping[str, Column]) -> bool:
-        """Replace all columns. Return False and change nothing if their names, types or lengths do not fit."""
+        """Replace all columns by `arrays`, which may have more; return True. If a column is missing or their types or
+        lengths do not fit, change nothing and return False."""
         shapes = {array.shape for array in arrays.values()}
         fitting = all(name in arrays and arrays[name].dtype == own.dtype for name, own in self._arrays.items())
         if not fitting or len(shapes) != 1:
@@ -97,14 +98,14 @@ Facts = TypeVar("Facts")
 
 
 class Cache:
-    """Cached columns and facts of one run, in named parts."""
+    """Cache of what was read of one run: columns and facts in named parts, in the SQLite file at `path`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def save(self, part: str, columns: Mapping[str, Column], facts: object) -> None:
-        """Store the columns and facts of a part. If that fails (on a full disk, say), the cache file is deleted, and
-        all parts are read from the run again next time."""
+        """Store the columns and facts of a part, in place of those stored before. If that fails (on a full disk, say),
+        the cache file is deleted, and all parts are read from the run again next time; nothing is raised."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self._path, timeout=_LOCK_SECONDS)) as connection, connection:
@@ -120,7 +121,8 @@ class Cache:
                 self._path.unlink(missing_ok=True)
 
     def load(self, part: str, kind: type[Facts]) -> tuple[dict[str, Column], Facts] | None:
-        """Load columns and facts (decoded as `kind`) of a part; None if it is missing or unreadable."""
+        """Load the columns by name, and the facts decoded as `kind`, of a part; None if the part is missing or
+        unreadable."""
         if not self._path.is_file():
             return None
         try:

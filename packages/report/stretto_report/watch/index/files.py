@@ -23,11 +23,11 @@ LEDGER = "ledger.sqlite"
 
 
 def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
-    """First (or last, if `end`) `largest` bytes of a file as text, undecodable ones as U+FFFD; None if there is no
-    file.
+    """Return the first (or last, if `end`) `largest` bytes of a file as text, undecodable ones as U+FFFD; None if there
+    is no file.
 
     Raises:
-        StoreError: it is no regular file, or cannot be opened.
+        StoreError: the path is a link or no regular file, or cannot be opened.
     """
     try:
         descriptor = open_plain(path)
@@ -40,8 +40,8 @@ def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
 
 
 def refuse_strange_files(folder: Path) -> None:
-    """Check that the ledger, SQLite's two files beside it and the lock are regular files or missing, because SQLite and
-    the lock test follow links and block at pipes.
+    """Raise an error unless the ledger, SQLite's two files beside it and the lock are regular files or missing: SQLite
+    and the lock test follow links and block at pipes.
 
     Raises:
         StoreError: a file is not regular, or cannot be examined.
@@ -71,10 +71,10 @@ def ledger_stamp(folder: Path) -> list[tuple[int, int, int]]:
 
 @contextmanager
 def read_ledger(folder: Path) -> Iterator[sqlite3.Connection]:
-    """Open the ledger of a run folder read only, for the block.
+    """Context manager: yield a read-only connection to the ledger of a run folder, in one read transaction.
 
     Raises:
-        StoreError: the ledger cannot be read, is no regular file or stays locked, or its log is too large.
+        StoreError: the ledger cannot be read, is no regular file or stays locked, or its write-ahead log is too large.
     """
     refuse_strange_files(folder)
     if not lock.is_held(folder):
@@ -89,18 +89,18 @@ _LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 
 
 class NewestLines:
-    """Reads the last 256 KiB of ``metrics.jsonl``."""
+    """Reader of the last 256 KiB of the file ``metrics.jsonl`` at `path`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._decoded: dict[str, MetricsLine | None] = {}  # by the line as it is written
 
     def read(self, *, keep: bool) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-        """Newest steps, and newest evaluations of the held-out prompts (without further evaluation sets), oldest first.
-        Unreadable lines are left out; both lists are empty without a file.
+        """Return the newest steps, and the newest evaluations of the held-out prompts (without further evaluation
+        sets), each oldest first. Unreadable lines are left out; both lists are empty without a file.
 
         Args:
-            keep: remember the decoded lines, so that the next call decodes only new ones.
+            keep: remember the decoded lines, so that the next call decodes only new ones; else forget them.
 
         Raises:
             StoreError: ``metrics.jsonl`` is no regular file.

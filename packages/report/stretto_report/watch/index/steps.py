@@ -47,11 +47,11 @@ class _Facts(Record, frozen=True):
 
 
 class Steps:
-    """Steps and evaluations of one run, read as they are appended.
+    """Steps and evaluations of one run, read from ``metrics.jsonl`` as they are appended.
 
-    `evaluations`: those of all sets. `skipped`: trajectories of skipped optimizer steps, by step. `undecided_reason`:
-    of the newest step with undecided verdicts. `epoch` grows whenever the file was rewritten because the run was
-    resumed from an earlier step.
+    `table`: numbers of each step, [steps]. `evaluations`: those of all sets. `skipped`: ids of the trajectories of
+    skipped optimizer steps, by step. `undecided_reason`: of the newest step with undecided verdicts; "": none. `epoch`
+    grows whenever the file was rewritten because the run was resumed from an earlier step.
     """
 
     def __init__(self, path: Path, cache: Cache) -> None:
@@ -78,11 +78,11 @@ class Steps:
         return self._follower.fault
 
     def advance(self) -> bool:
-        """Read about a megabyte more; returns whether there may be more. If the file was rewritten, everything is read
-        again. The columns of a long file are saved to the cache.
+        """Read about a megabyte more; return whether there may be more. If the file was rewritten, everything is read
+        again. At the end of a long file, the columns are saved to the cache.
 
         Raises:
-            StoreError: the file is no regular file.
+            StoreError: the file is no regular file, or cannot be read.
         """
         lines, again = self._follower.read_on()
         if again:
@@ -100,7 +100,7 @@ class Steps:
         return self._follower.more
 
     def keep(self) -> None:
-        """Save the columns to the cache."""
+        """Save all that was read to the cache."""
         follower, self._kept = self._follower, self.table.rows
         read = follower.identity, follower.offset, follower.number
         facts = _Facts(*read, tuple(self.evaluations), self.skipped, self.undecided_reason)
@@ -120,12 +120,12 @@ class Steps:
 
     @property
     def series(self) -> dict[str, Column]:
-        """The series as they were read, for the alarms."""
+        """Columns of the table by name, for the alarms."""
         return {name: self.table[name] for name in self.table.names}
 
     @property
     def names(self) -> list[str]:
-        """Names of the series of this run."""
+        """Names of the series that `column` returns for this run, in the order in which they are shown."""
         found = [name for name in self.table.names if name not in ("step", *_FOR_ALARMS)]
         derived = [*DERIVED, CANARY] if self._canaries else [*DERIVED]
         return [*found[: len(_NUMBERS)], *derived, *sorted(found[len(_NUMBERS) :])]
@@ -135,7 +135,7 @@ class Steps:
         return [name for name in self.table.names if name.startswith(f"{CANARY}.")]
 
     def column(self, name: str) -> Column:
-        """Numbers of one series, [steps]; NaN where not measured.
+        """Return the numbers of one series, measured or derived, [steps]; NaN where not measured.
 
         Raises:
             KeyError: there is no such series.
@@ -158,7 +158,7 @@ class Steps:
                 raise KeyError(name)
 
     def values(self, row: int) -> Mapping[str, float | None]:
-        """All series at one row (index) of the table, by name; None where not finite."""
+        """Return the value of each series at one row (index) of the table, by name; None where not finite."""
         return {name: finite(float(self.column(name)[row])) for name in self.names}
 
 
@@ -168,13 +168,13 @@ def _ratio(part: Column, whole: Column) -> Column:
 
 
 def finite(value: float) -> float | None:
-    """The number; None if it is not finite, because JSON cannot represent it."""
+    """Return the number; None if it is not finite, because JSON cannot represent it."""
     return value if np.isfinite(value) else None
 
 
 class Curve(Record, frozen=True):
-    """One series in buckets of steps: mean, least and greatest value of each bucket, None where empty. `newest`: newest
-    single value."""
+    """One series in buckets of steps: mean, least and greatest value of each bucket; None where nothing was measured.
+    `newest`: newest single value; None: there is none."""
 
     mean: list[float | None]
     min: list[float | None]
@@ -196,10 +196,11 @@ class Curves(Record, frozen=True):
 def curves(
     steps: Steps, trained: Column, names: Sequence[str], first: int | None, last: int | None, points: int
 ) -> Curves:
-    """Series between the steps `first` and `last` (inclusive; None: no limit), averaged to at most `points` points.
+    """Return the series `names` between the steps `first` and `last` (inclusive; None: no limit), averaged to at most
+    `points` points.
 
     Args:
-        trained: [steps] trajectories trained in each step.
+        trained: number of trajectories trained in each step, [steps].
 
     Raises:
         KeyError: there is no such series.

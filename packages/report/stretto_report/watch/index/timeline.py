@@ -35,7 +35,8 @@ class _Facts(Record, frozen=True):
 
 
 class Spans:
-    """Spans of one run, read as they are appended; `epoch` grows when the file was rewritten."""
+    """Spans of one run, read from ``spans.jsonl`` as they are appended. `table`: times on the clock of the run's
+    machine, in seconds, and codes of `roles` and `names`, [spans]. `epoch` grows when the file was rewritten."""
 
     def __init__(self, path: Path, cache: Cache) -> None:
         self._follower, self._cache = LineFollower(path, _DECODER), cache
@@ -56,20 +57,20 @@ class Spans:
 
     @property
     def begin(self) -> float:
-        """Begin of the first span, on the clock of the run's machine; 0 without spans."""
+        """Begin of the first span in seconds, on the clock of the run's machine; 0 without spans."""
         return float(self.table["start"].min()) if self.table.rows else 0.0
 
     @property
     def end(self) -> float:
-        """Seconds from the begin of the first span to the end of the last."""
+        """Seconds from the begin of the first span to the end of the last; 0 without spans."""
         return float(self.table["end"].max()) - self.begin if self.table.rows else 0.0
 
     def advance(self) -> bool:
-        """Read about a megabyte more; returns whether there may be more. If the file was rewritten, everything is read
-        again. The columns of a long file are saved to the cache.
+        """Read about a megabyte more; return whether there may be more. If the file was rewritten, everything is read
+        again. At the end of a long file, the columns are saved to the cache.
 
         Raises:
-            StoreError: the file is no regular file.
+            StoreError: the file is no regular file, or cannot be read.
         """
         spans, again = self._follower.read_on()
         if again:
@@ -90,14 +91,14 @@ class Spans:
         return self._follower.more
 
     def keep(self) -> None:
-        """Save the columns to the cache."""
+        """Save all that was read to the cache."""
         follower, self._kept = self._follower, self.table.rows
         facts = _Facts(follower.identity, follower.offset, follower.number, self.roles.all, self.names.all)
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
 
     def starts_of(self, role: str, name: str) -> dict[int, float]:
-        """Start of the newest span with this role and name, in seconds on the clock of the spans, for each version.
-        Empty if there is none."""
+        """Return the start of the newest span with this role and name for each version, in seconds on the clock of the
+        spans. Empty if there is none."""
         codes = self.roles.find(role), self.names.find(name)
         if None in codes:
             return {}
@@ -129,8 +130,9 @@ class Lane(Record, frozen=True):
 
 
 def lanes(spans: Spans, machines: dict[str, str], first: float, last: float, pixels: int) -> tuple[list[Lane], int]:
-    """Tiles of each role between the times `first` and `last` (seconds since the first span), at a width of `pixels`,
-    and the number of spans in that time. `machines`: name of the machine of each role, by role."""
+    """Return the tiles of each role between the times `first` and `last` (seconds since the first span), at a width of
+    `pixels`, and the number of spans in that time. A role without spans in that time has a lane without tiles.
+    `machines`: name of the machine by role; it may lack roles."""
     table, begin = spans.table, spans.begin
     inside = np.flatnonzero((table["start"] < begin + last) & (table["end"] > begin + first))
     order = inside[np.lexsort((table["start"][inside], table["role"][inside]))]
@@ -145,9 +147,9 @@ def lanes(spans: Spans, machines: dict[str, str], first: float, last: float, pix
 
 
 def _tiles(spans: Spans, rows: Column, first: float, pixel: float) -> Tiles:
-    """Merge the spans `rows` of one role into tiles, in the order of their starts. A span of at least `pixel` seconds
-    is a tile of its own; shorter ones with the same name are merged if they begin in the same pixel, counted from
-    `first`."""
+    """Merge the spans `rows` (indices in the table) of one role into tiles, in the order of their starts. A span of at
+    least `pixel` seconds is a tile of its own; shorter ones with the same name are merged if they begin in the same
+    pixel, counted from `first`, in seconds since the first span."""
     table = spans.table
     start, end = table["start"][rows] - spans.begin, table["end"][rows] - spans.begin
     name, version = table["name"][rows], table["version"][rows]
@@ -178,7 +180,8 @@ def _tiles(spans: Spans, rows: Column, first: float, pixel: float) -> Tiles:
 
 
 class Mark(Record, frozen=True):
-    """An event on the timeline. `at`: seconds since the first span."""
+    """An event on the timeline. `at`: seconds since the first span. `kind`: "step", "event" or "death" (of a role).
+    `step`: None for a mark that is no step."""
 
     at: float
     kind: str
@@ -198,13 +201,13 @@ def marks(
     last: float,
     most_steps: int,
 ) -> list[Mark]:
-    """Steps, and events of the ledger, between the times `first` and `last`, in seconds since the first span. Steps are
-    left out if there are more than `most_steps`, events if no committed step has a span (their clocks cannot be
-    compared). The first 2,000 by time are returned.
+    """Return the steps, and the events of the ledger, between the times `first` and `last` (seconds since the first
+    span), ordered by time. Steps are left out if there are more than `most_steps`, events if no committed step has a
+    span (their clocks cannot be compared), and marks after the first 2,000.
 
     Args:
-        committed: steps and the Unix seconds at which their batches were committed.
-        events: Unix seconds, name and detail.
+        committed: steps and the Unix seconds at which their batches were committed. events: Unix seconds, name and
+        detail of each.
     """
     started_at = {version + 1: at - spans.begin for version, at in spans.starts_of("trainer", "proximal").items()}
     behind = [at - started_at[step] for step, at in committed if step in started_at]

@@ -40,19 +40,20 @@ NONE = -1  #: stands for a missing number or word
 
 
 class WordCodes:
-    """Codes of words as small integers; -1 stands for no word."""
+    """Codes of words as small integers, from 0 in the order of first use; -1 stands for no word. `all`: the words in
+    the order of their codes."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         self.all = list(known)
         self._codes = {word: code for code, word in enumerate(self.all)}
 
     def codes(self, words: Sequence[str | None]) -> list[int]:
-        """Codes of words; new words get new codes, and None is -1."""
+        """Return the codes of words; new words get new codes, and None is -1."""
         known = {word: self.code(word) for word in dict.fromkeys(words)}
         return [known[word] for word in words]
 
     def code(self, word: str | None) -> int:
-        """Code of a word; a new word gets a new code. -1 for None."""
+        """Return the code of a word; a new word gets a new code. -1 for None."""
         if word is None:
             return NONE
         code = self._codes.get(word)
@@ -67,7 +68,7 @@ class WordCodes:
         return _WORD_BYTES * len(self.all)
 
     def find(self, word: str) -> int | None:
-        """Code of a word, or None."""
+        """Return the code of a word; None if it has none."""
         return self._codes.get(word)
 
     def __getitem__(self, code: int) -> str | None:
@@ -81,10 +82,12 @@ class _Facts(Record, frozen=True):
 
 
 class Trajectories:
-    """The ledger's rows of trajectories as columns. A row in a final state is read once; other rows are read again.
+    """The ledger's rows of trajectories as columns of `table`, read by `advance`. A row in a final state is read once;
+    other rows are read again.
 
     Columns: the numbers of the ledger's row, -1 where missing; ``reward`` with NaN; and ``state``, ``verdict``,
     ``stop``, ``reason``, ``prompt`` as codes of `words`. `indexed`: share of the ledger's trajectories that were read.
+    `changes` grows when rows are new or have changed. `fault`: always None, since `advance` raises.
     """
 
     def __init__(self, folder: Path, cache: Cache) -> None:
@@ -110,7 +113,9 @@ class Trajectories:
             self._kept, self._anchor, self._file = self.table.rows, facts.anchor, facts.ledger
 
     def advance(self) -> bool:
-        """Read some more rows; return whether there are more. `changes` grows when rows are new or have changed.
+        """Read up to 5,000 new rows, and, after the last one, the rows that may have changed; return whether there may
+        be more. Does nothing if the ledger is as it was after the last row. A ledger that was replaced is read from its
+        beginning.
 
         Raises:
             StoreError: the ledger cannot be read; rows read so far stay.
@@ -147,7 +152,7 @@ class Trajectories:
         return self.table.held + sum(words.held for words in self.words.values())
 
     def keep(self) -> None:
-        """Save the columns to the cache."""
+        """Save all that was read to the cache."""
         self._kept = self.table.rows
         facts = _Facts(self._file, self._anchor, {name: words.all for name, words in self.words.items()})
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
@@ -171,7 +176,8 @@ class Trajectories:
         return {name: np.array(values, kinds[name]) for name, values in columns.items()}
 
     def count(self, name: str) -> dict[str, int]:
-        """Number of rows for each word of the column `name`, most frequent first; "none" stands for a missing word."""
+        """Return the number of rows for each word of the column `name`, most frequent first, without words that no row
+        has; "none" stands for a missing word."""
         values = self.table[name].astype(np.int64)
         least = values.min(initial=0)
         counts = np.bincount(values - least)
@@ -180,7 +186,8 @@ class Trajectories:
 
     @property
     def staleness(self) -> Column:
-        """Versions between the oldest token and the update that trained on it, [rows]; -1 if untrained."""
+        """Versions between the oldest token and the update that trained on it, [rows]; -1 if untrained or without
+        tokens."""
         step, oldest = self.table["step"], self.table["oldest"]
         return np.where((step >= 0) & (oldest >= 0), step - 1 - oldest, NONE)
 
@@ -191,7 +198,8 @@ class _Counted(Record, frozen=True):
 
 
 def count_states(connection: sqlite3.Connection, folder: Path, cache: Cache) -> dict[str, int]:
-    """Number of trajectories in each state. Slow counts are cached until the ledger changes."""
+    """Return the number of trajectories in each state that has any, from the ledger in `folder`, open as `connection`.
+    A count that took long is cached until the ledger changes."""
     stamp, since = ledger_stamp(folder), time.monotonic()
     if (kept := cache.load(_COUNTED, _Counted)) is not None and kept[1].stamp == stamp:
         return kept[1].counts

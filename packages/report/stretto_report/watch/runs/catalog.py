@@ -24,8 +24,9 @@ _NOT_ENTERED = frozenset({"checkpoints", "logs", "plots", "policy"})
 
 
 class BranchLine(Record, frozen=True):
-    """A branch of `stretto replay`. `id`: its own; `run`: id of the run it was made from, None if that is not watched.
-    The steps after `first_step` were trained again."""
+    """A run that `stretto replay` branched off another. `id`: its own; `run`: id of the other; None if that is not
+    watched. The steps after `first_step`, up to `last_step`, were trained again. `changes`: changed settings, by
+    key."""
 
     id: str
     run: str | None
@@ -35,7 +36,7 @@ class BranchLine(Record, frozen=True):
 
 
 class Catalog:
-    """All runs in some folders, or up to three levels below. `all` searches for new runs, at most once a second.
+    """All runs in some folders, or up to three levels below.
 
     A folder is a run if it has a ledger, or other files of a run. Links below the given folders are not followed.
     """
@@ -64,7 +65,8 @@ class Catalog:
         self.left_out = 0  #: number of runs that are not shown, because there are too many
 
     def all(self) -> list[WatchedRun]:
-        """The runs, the newest first, at most `most_runs`. Searches for new ones, at most once a second."""
+        """Return the runs, the newest first, at most `most_runs`, after a search for new ones if the last search is
+        more than a second ago."""
         if (since := time.monotonic()) >= self._look_at:
             self._look()
             now = time.monotonic()
@@ -72,18 +74,18 @@ class Catalog:
         return sorted(self._runs.values(), key=lambda run: (-(run.started or 0), run.name))
 
     def find(self, id: str) -> WatchedRun | None:
-        """The run with this id; None if there is none. Searches for new runs if the id is not known."""
+        """Return the run with this id, after a search for new runs if the id is not known; None if there is none."""
         if id not in self._runs:
             self._look()
         return self._runs.get(id)
 
     def opened(self, run: WatchedRun) -> None:
-        """Mark the tables of a run as just used."""
+        """Note that the tables of a run are in use now: it becomes the last that `give_up` closes."""
         self._open = [id for id in self._open if id != run.id] + [run.id]
 
     def give_up(self) -> None:
-        """Release the tables of the least recently used runs while all open runs hold more than `most_held` bytes. Call
-        it after each read. The most recently used run keeps its tables."""
+        """Release the tables of the least recently used runs while all open runs hold more than `most_held` bytes. The
+        most recently used run keeps its tables. Called after each read."""
         held = {id: run.held for id in self._open if (run := self._runs.get(id)) is not None}
         self._open = [id for id in self._open if id in held]
         while len(self._open) > 1 and sum(held.values()) > self._most_held:
@@ -93,7 +95,7 @@ class Catalog:
             del held[oldest]
 
     def branches(self) -> list[BranchLine]:
-        """The known runs that are branches of `stretto replay`."""
+        """Return a line for each run found so far that `stretto replay` has made."""
         found = [(run, branch) for run in self._runs.values() if (branch := branch_of(run.folder)) is not None]
         return [
             BranchLine(run.id, self._origin(run, branch), branch.first_step, branch.last_step, branch.changes)
@@ -123,13 +125,13 @@ class Catalog:
 
 
 def id_of(folder: Path) -> str:
-    """Id of the run in a folder, given as a resolved absolute path."""
+    """Return the id of the run in a folder, given as a resolved absolute path: a digest of the path."""
     return hashlib.blake2b(str(folder).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
 
 
 def _name(folder: Path, root: Path) -> str:
-    """Name of a run: its path relative to `root`, or the folder's name if it is `root`. Bytes that are not UTF-8 are
-    replaced."""
+    """Return the name of a run: its path relative to `root`, or the folder's name if it is `root`. Bytes that are not
+    UTF-8 are replaced."""
     name = folder.name if folder == root else str(folder.relative_to(root))
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 

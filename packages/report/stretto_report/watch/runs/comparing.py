@@ -20,14 +20,14 @@ _MOST_FIELDS = 100
 
 
 class RecipeKey(Record, frozen=True):
-    """A key with its value in each run; None where it is not set."""
+    """A key of recipes with its value in each run, in the order of the runs; None where it is not set."""
 
     key: str
     values: list[Any]
 
 
 class OneToken(Record, frozen=True):
-    """One token of one run."""
+    """One token of one run. `logprob`, `version`: of the engine that sampled it; None if the token was given."""
 
     id: int
     text: str
@@ -36,8 +36,8 @@ class OneToken(Record, frozen=True):
 
 
 class PartingToken(Record, frozen=True):
-    """First token that differs between two runs. `index`: its index in the trajectory. `a` or `b` is None if that run's
-    trajectory has ended before."""
+    """First token that differs between the runs `a` and `b`. `trajectory`: its id; `index`: of the token in it. `a` or
+    `b` is None if that run's trajectory has ended before."""
 
     trajectory: str
     index: int
@@ -47,7 +47,8 @@ class PartingToken(Record, frozen=True):
 
 class Comparison(Record, frozen=True):
     """Result of `stretto diff` for the runs with the ids `a` and `b`, with the first token and the recipe keys that
-    differ. `fields`: at most the first hundred. `text`: the result in one sentence."""
+    differ. `step`, `fields`, `policies`: as in `Parting`, at most the first hundred fields. `text`: the result in one
+    sentence. `token`: None if no token differs or can be compared. `recipe`: objects with ``key``, ``a`` and ``b``."""
 
     a: str
     b: str
@@ -61,7 +62,7 @@ class Comparison(Record, frozen=True):
 
 
 def recipe_differences(runs: Sequence[WatchedRun]) -> list[RecipeKey]:
-    """Recipe keys whose values are not equal in all runs; the value of a missing key is None."""
+    """Return the recipe keys whose values are not equal in all runs, sorted; the value of a missing key is None."""
     recipes = [flat(run.recipe()) for run in runs]
     keys = sorted(set().union(*recipes))
     found = [RecipeKey(key, [recipe.get(key) for recipe in recipes]) for key in keys]
@@ -72,8 +73,8 @@ def compare(a: WatchedRun, b: WatchedRun) -> Comparison:
     """Compare two runs step by step, up to the first difference, and their recipes.
 
     Raises:
-        RunFolderError: one holds no run.
-        StoreError: a ledger cannot be read, or has not kept its tokens.
+        RunFolderError: one of their folders holds no run. StoreError: a ledger cannot be read, is no regular file, or
+        has not kept its tokens.
     """
     for run in (a, b):
         refuse_strange_files(run.folder)
@@ -99,9 +100,9 @@ def _named(text: str, *runs: WatchedRun) -> str:
 
 
 def _parting_token(a: WatchedRun, b: WatchedRun, step: int) -> PartingToken | None:
-    """First token of a step, in the order of its batch, whose id, log-probability or version differs between the runs.
-    None if there is none, if the batches have different trajectories before one is found, or if the ledger of a run has
-    not kept the step or its tokens."""
+    """Return the first token of a step, in the order of its batch, whose id, log-probability or version differs between
+    the runs. None if there is none, if the batches have different trajectories before one is found, or if the ledger of
+    a run does not have the step or its tokens."""
     batches = [_batch(run, step) for run in (a, b)]
     if batches[0] is None or batches[1] is None:
         return None

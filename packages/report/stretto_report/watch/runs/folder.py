@@ -23,11 +23,12 @@ _LONGEST_LINE, _MOST_DOTS = 10_000, 300  # of a recipe: a name of N parts takes 
 
 
 def condition(folder: Path, ending: Callable[[], Ending | None]) -> Condition:
-    """Condition of a run: its state and the reason. For a dead run, the reason ends with the last error in its role
-    logs. `ending` returns the ending on record in the ledger.
+    """Return the condition of a run: its state and the reason. For a dead run, the reason ends with the last error in
+    the logs of its roles, if one of them ends with an error. `ending` returns the ending on record in the ledger; None:
+    none is.
 
     Raises:
-        StoreError: its lock, its ledger or its log is no regular file.
+        StoreError: the lock, the ledger or the log is no regular file.
     """
     refuse_strange_files(folder)
     how = condition_of(folder, ending, lambda: read_text(RunFolder(folder).log, _LARGEST_LOG, end=True) or "")
@@ -35,8 +36,8 @@ def condition(folder: Path, ending: Callable[[], Ending | None]) -> Condition:
 
 
 def logs_of(folder: Path) -> dict[str, str]:
-    """Ends of the logs by name: the run's own, then those of the roles, newest first. At most 64 logs of
-    roles; a log that cannot be read is left out."""
+    """Return the ends of the logs by name: the run's own as "run", then those of the roles, newest first. At most 64
+    logs of roles are read; a log that cannot be read is left out."""
     run = RunFolder(folder)
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
@@ -58,19 +59,19 @@ def _last_error(folder: Path) -> str:
 
 
 def recipe_text(folder: Path) -> str | None:
-    """Recipe as written; None if there is none.
+    """Return the text of the recipe, at most its first MiB; None if there is none.
 
     Raises:
-        StoreError: it is no regular file.
+        StoreError: the recipe is no regular file, or cannot be opened.
     """
     return read_text(RunFolder(folder).recipe, _LARGEST_RECIPE)
 
 
 def recipe_of(folder: Path) -> dict[str, Any]:
-    """Recipe as tables; empty if there is none.
+    """Return the recipe as tables; empty if there is none.
 
     Raises:
-        StoreError: it cannot be read.
+        StoreError: the recipe cannot be read, is no TOML, or has an absurdly long line.
     """
     text = recipe_text(folder) or ""
     for number, line in enumerate(text.split("\n"), start=1):
@@ -86,7 +87,7 @@ def recipe_of(folder: Path) -> dict[str, Any]:
 
 
 def recipe_stamp(folder: Path) -> tuple[int, int, int] | None:
-    """Value that changes when the recipe is rewritten; None if there is none."""
+    """Return a value that changes when the recipe is rewritten; None if there is no recipe."""
     try:
         found = RunFolder(folder).recipe.lstat()
     except OSError:
@@ -95,7 +96,7 @@ def recipe_stamp(folder: Path) -> tuple[int, int, int] | None:
 
 
 def flat(recipe: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested tables with dotted keys, each after the prefix `before`.
+    """Return the values of nested tables by dotted key, each key after the prefix `before`.
 
     >>> flat({"seed": 1, "trainer": {"steps": 600}})
     {'seed': 1, 'trainer.steps': 600}
@@ -107,7 +108,7 @@ def flat(recipe: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def json_of(path: Path) -> Any:
-    """Parsed small JSON file; None if it is missing or unreadable."""
+    """Read a JSON file, and return what it holds; None if it is missing, unreadable or larger than one MiB."""
     try:
         text = read_text(path, _LARGEST_JSON)
         return None if text is None else msgspec.json.decode(text)

@@ -31,7 +31,8 @@ _MOST_BINS, _MOST_POINTS, _MOST_REASONS, _MOST_PROMPTS = 30, 200, 100, 50
 
 
 class LengthBin(Record, frozen=True, rename={"begin": "from", "end": "to"}):
-    """Judged completions with `begin` to `end` tokens (`end` excluded): number, mean reward, share of right ones."""
+    """Judged completions with `begin` to `end` tokens (`end` excluded): number, mean reward (`mean`), share of right
+    ones (`right`)."""
 
     begin: int
     end: int
@@ -41,7 +42,7 @@ class LengthBin(Record, frozen=True, rename={"begin": "from", "end": "to"}):
 
 
 class ReasonCount(Record, frozen=True):
-    """Number of trajectories that ended untrained in a state for a reason."""
+    """Number of trajectories in a state for a reason."""
 
     state: str
     reason: str
@@ -49,7 +50,8 @@ class ReasonCount(Record, frozen=True):
 
 
 class PromptCount(Record, frozen=True):
-    """A prompt with the number of its judged completions, and their mean reward."""
+    """A prompt with the number of its judged completions (`count`), and their mean reward (`mean`). `prompt`: first
+    characters of its text; None if that is not on record."""
 
     prompt_id: str
     prompt: str | None
@@ -58,8 +60,8 @@ class PromptCount(Record, frozen=True):
 
 
 class PromptCounts(Record, frozen=True):
-    """Numbers of prompts whose judged completions were never, always or sometimes right. `never`, `always`: these
-    prompts, most completions first, at most 50."""
+    """Numbers of prompts with judged completions (`asked`), and of those whose completions were never, always or
+    sometimes right. `never`, `always`: these prompts, most completions first, at most 50."""
 
     asked: int
     never_solved: int
@@ -70,15 +72,15 @@ class PromptCounts(Record, frozen=True):
 
 
 class TruncationShare(Record, frozen=True):
-    """Share of trained completions cut off at their length limit, in all and in `by_step`: lists ``step`` (the last one
-    of a bucket of steps) and ``share``."""
+    """Share of trained completions cut off at their length limit. `share`: of all; None if none was trained. `by_step`:
+    lists of equal length, ``step`` (the last one of each bucket of steps) and ``share``."""
 
     share: float | None
     by_step: dict[str, list[Any]]
 
 
 class SaidOften(Record, frozen=True):
-    """First characters of a completion, and number of the newest completions with exactly the same tokens."""
+    """First characters of a completion, and the number of the newest completions with exactly its tokens."""
 
     text: str
     count: int
@@ -99,8 +101,9 @@ class Duplicates(Record, frozen=True):
 
 
 class Health(Record, frozen=True):
-    """Data health of a run. Fields named as in `stretto inspect` come from its ledger; None if the ledger lacks
-    them."""
+    """Data health of a run. Fields named as in `stretto inspect` come from its ledger; None or empty if that cannot be
+    read. The others are of the trajectories read so far, of which `indexed` is the share. `undecided`: the part of
+    `reasons` without a verdict."""
 
     goodput: Any
     selection_bias: Any
@@ -114,7 +117,7 @@ class Health(Record, frozen=True):
     reward_by_length: list[LengthBin]
     prompts: PromptCounts
     reasons: list[ReasonCount]
-    undecided: list[ReasonCount]  # the part of `reasons` without a verdict
+    undecided: list[ReasonCount]
     duplicates: Duplicates
     indexed: float
 
@@ -122,7 +125,7 @@ class Health(Record, frozen=True):
 def health_of(
     trajectories: Trajectories, questions: PromptTexts, duplicates: Duplicates, inspection: Inspection | None
 ) -> Health:
-    """Health of the data read so far; `inspection` is None if the ledger cannot be read."""
+    """Return the health of the data read so far. `inspection`: summary of the run; None: the ledger cannot be read."""
     undecided = trajectories.table["verdict"] == trajectories.words["verdict"].code("undecided")
     return Health(
         goodput=inspection.goodput if inspection is not None else None,
@@ -144,8 +147,9 @@ def health_of(
 
 
 def duplicates_of(folder: Path, questions: PromptTexts) -> Duplicates:
-    """Find duplicates among the newest completions whose tokens were kept, up to 2,000 completions and 16 MiB. Damaged
-    completions are skipped (their own page reports the damage), as are all if the ledger cannot be read."""
+    """Find repeated texts among the newest completions of the run in `folder` whose tokens were kept, up to 2,000
+    completions and 16 MiB, and among its `questions`. Damaged completions are skipped (their own page reports the
+    damage), as are all if the ledger cannot be read."""
     in_group, said, texts = Counter[tuple[int, int]](), Counter[int](), dict[int, str]()
     left = _MOST_BYTES
     with contextlib.suppress(StoreError), read_ledger(folder) as connection:

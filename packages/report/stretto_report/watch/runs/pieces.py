@@ -29,7 +29,7 @@ _NUMBERS = "tokens are shown as their numbers"
 class Pieces:
     """Tokenizer of a run folder, loaded on first use. Without a tokenizer, a token is shown as its id.
 
-    `fault`: why an existing tokenizer cannot be used; None if it can, or is not read yet.
+    `fault`: why the tokenizer in the folder cannot be used; None if it can, is not read yet, or there is none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,14 +41,15 @@ class Pieces:
 
     @property
     def why_numbers(self) -> str | None:
-        """Why tokens are shown as ids; None if they are not."""
+        """Why tokens are shown as ids, in words; None if they are not. Loads the tokenizer."""
         if self._tokenizer() is not None:
             return None
         return self.fault or f"{_TOKENIZER}: no policy of the run has one; {_NUMBERS}"
 
     def of(self, tokens: Sequence[int]) -> list[str]:
-        """Piece of text for each token; all pieces together are the text. A character of several tokens is in the piece
-        of its last token. Without a tokenizer, and for an unknown token, the piece is ``⟨id⟩``."""
+        """Return a piece of text for each token; all pieces together are the text. A character of several tokens is in
+        the piece of its last token, and the others' pieces may be empty. Without a tokenizer, and for an unknown token,
+        the piece is ``⟨id⟩``."""
         tokenizer = self._tokenizer()
         if tokenizer is None:
             return [f"⟨{token}⟩" for token in tokens]
@@ -62,12 +63,12 @@ class Pieces:
         return found
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens: their pieces, joined."""
         return "".join(self.of(tokens))
 
     @property
     def chat_template(self) -> str:
-        """Chat template of the policy; empty if it has none."""
+        """Chat template of the policy, read at the first access; empty if there is none or it cannot be read."""
         if self._template is None:
             config = self._of_policy("tokenizer_config.json", _LARGEST_TEMPLATE)
             found: Any = None
@@ -92,8 +93,8 @@ class Pieces:
         return self._tokenizer_read
 
     def _of_policy(self, name: str, largest: int, faults: list[str] | None = None) -> str | None:
-        """Text of the file `name` in the first policy folder that has it; None if none has. Files larger than `largest`
-        bytes and unreadable files are skipped; their errors are appended to `faults`, if given."""
+        """Return the text of the file `name` in the first policy folder that has it, at most its first `largest` bytes;
+        None if none has. Files that cannot be opened are skipped; their errors are appended to `faults`, if given."""
         policies = RunFolder(self._folder).policies
         try:
             kept = sorted(path for path in policies.glob("v*") if path.is_dir() and not path.is_symlink())

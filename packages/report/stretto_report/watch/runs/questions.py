@@ -36,7 +36,8 @@ _asked = msgspec.json.Decoder(_Asked).decode
 
 
 class Repeats(Record, frozen=True):
-    """Texts that equal another text: their number (`duplicate`) and share among the `looked_at` texts."""
+    """Number (`duplicate`) and `share` of the texts that equal another text, among the `looked_at` texts; the share is
+    0 if there are none."""
 
     looked_at: int
     duplicate: int
@@ -44,13 +45,14 @@ class Repeats(Record, frozen=True):
 
     @classmethod
     def among(cls, counts: Collection[int]) -> Self:
-        """Make it from the number of occurrences of each distinct text."""
+        """Count repeats from the number of occurrences of each distinct text."""
         looked_at, duplicate = sum(counts), sum(count for count in counts if count > 1)
         return cls(looked_at, duplicate, duplicate / max(1, looked_at))
 
 
 class Searched(Record, frozen=True):
-    """Ids of prompts found so far. `share`: the part of all prompts that was searched."""
+    """Ids of the prompts with a text, as far as they were searched. `share`: part of the prompts that was searched; 1:
+    all."""
 
     ids: frozenset[str]
     share: float
@@ -63,7 +65,8 @@ class _Search:
 
 
 class PromptTexts:
-    """Reader of ``questions.jsonl``, which is written once before the run starts."""
+    """Reader of the file ``questions.jsonl`` at `path`, which is written once before the run starts; another file is
+    read from its beginning. `fault`: always None, since `advance` raises."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -74,10 +77,10 @@ class PromptTexts:
         self._hashes = array("q")  # hashes of the texts of the first prompts
 
     def advance(self) -> bool:
-        """Read about a megabyte more; returns whether there is more. False if there is no file.
+        """Read about a megabyte more; return whether there is more. False if there is no file.
 
         Raises:
-            StoreError: it is no regular file.
+            StoreError: the file is no regular file, or cannot be opened.
         """
         try:
             descriptor = open_plain(self._path)
@@ -101,7 +104,7 @@ class PromptTexts:
         return self._read < found.st_size
 
     def find(self, ids: Iterable[str]) -> dict[str, ExportedQuestion]:
-        """Questions with these ids, as far as they have been read and are still in the file."""
+        """Return the questions with these ids, by id, as far as they have been read and are still in the file."""
         places = sorted((place, id) for id in set(ids) if (place := self._places.get(id)) is not None)
         found: dict[str, ExportedQuestion] = {}
         if places:  # the file may have been removed or changed meanwhile: return what was found
@@ -112,8 +115,8 @@ class PromptTexts:
         return found
 
     def search(self, text: str, seconds: float) -> Searched:
-        """Prompts that contain a text, ignoring case. Searches for about `seconds`; a repeated call continues the
-        search. If the file cannot be read, the result is empty and complete (share 1)."""
+        """Search the prompts for a text, ignoring case, for about `seconds`, and return what was found so far; a
+        repeated call continues the search. If the file cannot be read, the result is empty and complete (share 1)."""
         until = time.monotonic() + seconds
         try:
             descriptor = open_plain(self._path)
@@ -133,8 +136,9 @@ class PromptTexts:
         return Searched(frozenset(search.found), min(1.0, search.at / status.st_size) if status.st_size else 1.0)
 
     def _search(self, text: str, identity: tuple[int, int, int]) -> _Search:
-        """Results so far of the search for this text in this file; empty ones if it is new. The newest searches are
-        kept, so that several browser tabs do not restart each other's."""
+        """Return the search for this text in the file with this identity (device, inode, time), with its results so
+        far; a new one if there is none. The newest four are kept, so that several browser tabs do not restart each
+        other's."""
         found = self._searches.pop((text, identity), None) or _Search()
         self._searches[text, identity] = found
         while len(self._searches) > _MOST_SEARCHES:
@@ -143,7 +147,7 @@ class PromptTexts:
 
     @property
     def repeats(self) -> Repeats:
-        """Number and share of the prompts whose text another prompt has too, among the first million."""
+        """Number and share of the prompts whose text another prompt has too, among the first million read."""
         return Repeats.among(np.unique(np.frombuffer(self._hashes, np.int64), return_counts=True)[1].tolist())
 
     @property

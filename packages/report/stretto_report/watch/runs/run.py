@@ -40,7 +40,9 @@ Fact = TypeVar("Fact")
 
 
 class RunSummary(Record, frozen=True):
-    """Row of a run in the list of runs. None means unknown."""
+    """Row of a run in the list of runs. `state`: as `stretto inspect` says it, or "unreadable", and the `reason`.
+    `fault`: what cannot be read; None: nothing. `started`: Unix seconds. `step`: the newest, of `steps`.
+    `trajectories`: by state. `engines`: number of those in the run now. Else None means unknown."""
 
     id: str
     name: str
@@ -66,7 +68,7 @@ class RunSummary(Record, frozen=True):
 
 
 class _Recorded(Record, frozen=True):
-    """Facts of the ledger about the whole run."""
+    """Facts of the ledger about the whole run. `newest`: newest published step and its version."""
 
     totals: Totals | None = None
     engines: tuple[Membership, ...] = ()
@@ -76,7 +78,7 @@ class _Recorded(Record, frozen=True):
 
 @dataclass
 class Tables:
-    """Tables of an open run."""
+    """Tables of an open run: what was read of its files so far."""
 
     steps: Steps
     trajectories: Trajectories
@@ -92,7 +94,8 @@ class Tables:
 
 
 class WatchedRun:
-    """Read-only view of a run folder, whatever the condition of its run.
+    """Read-only view of the run in `folder`, whatever its condition. `id`: in addresses; `name`: for people; `cache`:
+    of what was read. A run is open while it has `tables`.
 
     `faults`: by file name, a sentence for each file that cannot be read; everything else is shown.
     """
@@ -112,7 +115,7 @@ class WatchedRun:
 
     @property
     def started(self) -> float | None:
-        """Unix time at which its recipe (or else its ledger) was written; None if it has neither."""
+        """Unix time at which the recipe (or else the ledger) was written; None if the run has neither."""
         for name in ("recipe.toml", LEDGER):
             try:
                 return (self.folder / name).lstat().st_mtime
@@ -124,7 +127,8 @@ class WatchedRun:
 
     @property
     def tables(self) -> Tables:
-        """Tables of the run as far as they were read; empty at first. `advance` reads more."""
+        """Tables of the run as far as they were read. The first access opens the run, with what its cache has;
+        `advance` reads more."""
         if self._tables is None:
             run = RunFolder(self.folder)
             trajectories, questions = Trajectories(self.folder, self._cache), PromptTexts(run.questions)
@@ -143,15 +147,16 @@ class WatchedRun:
 
     @property
     def held(self) -> int:
-        """Approximate memory of its tables in bytes."""
+        """Approximate memory of the tables in bytes; 0 if the run is not open."""
         return 0 if self._tables is None else self._tables.held
 
     def close(self) -> None:
-        """Release the tables; they are read again when needed."""
+        """Release the tables; the next access to `tables` reads them again."""
         self._tables = None
 
     def advance(self, seconds: float) -> bool:
-        """Read more of the tables for about `seconds`; return whether there is more. Faults are kept in `faults`."""
+        """Read more of the tables for about `seconds`; return whether there may be more. Faults are kept in `faults`,
+        not raised."""
         until, tables = time.monotonic() + seconds, self.tables
         parts: dict[str, Steps | Trajectories | PromptTexts | Spans] = {
             "metrics.jsonl": tables.steps,
@@ -168,8 +173,8 @@ class WatchedRun:
         return False
 
     def _attempt(self, place: str, part: Steps | Trajectories | PromptTexts | Spans) -> bool:
-        """Read more of one part; return whether there is more. Its fault is kept in `faults`, and removed when it has
-        passed."""
+        """Read more of one part; return whether there may be more, False after an error. A fault is kept in `faults`
+        under the file name `place`, and removed when it has passed."""
         try:
             refuse_strange_files(self.folder)
             more, fault = part.advance(), part.fault
@@ -181,14 +186,14 @@ class WatchedRun:
         return more
 
     def told(self, error: Exception) -> str:
-        """Message of an error, with paths relative to the run folder."""
+        """Return the message of an error, with paths relative to the run folder."""
         return str(error).replace(f"{self.folder}/", "")
 
     # The summary.
 
     def facts(self) -> tuple[Totals | None, tuple[Membership, ...]]:
-        """Totals and engines on record in the ledger; (None, ()) if it cannot be read, with the fault in `faults`. A
-        branch of `stretto replay` has no engines."""
+        """Read totals and engines from the ledger; (None, ()) if it cannot be read, with the fault in `faults`. Totals
+        are None if none are on record. A run that `stretto replay` made has no engines."""
         recorded = self._recorded()
         return recorded.totals, recorded.engines
 
@@ -201,8 +206,8 @@ class WatchedRun:
         return _Recorded()
 
     def _read_ledger(self) -> _Recorded:
-        """Read all facts with one connection, because opening a ledger takes longer than the queries. Trajectories are
-        counted too if they are not yet in the table, less often if that is slow."""
+        """Read all facts with one connection, because opening a ledger takes longer than the queries. If not all
+        trajectories are in the table, they are counted too, and the counts kept; less often if that is slow."""
         with read_ledger(self.folder) as connection:
             totals, ending = fact(connection, TOTALS, Totals), fact(connection, ENDING, Ending)
             engines = fact(connection, ENGINES, tuple[Membership, ...]) or ()
@@ -228,7 +233,7 @@ class WatchedRun:
         return found
 
     def condition(self) -> Condition:
-        """State of the run and its reason; ``unreadable`` if its lock, ledger or log is no regular file."""
+        """Return the state of the run and the reason; ``unreadable`` if its lock, ledger or log is no regular file."""
         try:
             return condition(self.folder, self._ended)
         except StoreError as error:
@@ -240,8 +245,8 @@ class WatchedRun:
         return self._ending[1] if self._ending[0] == stamp else None
 
     def recipe(self) -> dict[str, Any]:
-        """Recipe as tables; empty, with a fault in `faults`, if it cannot be read. The file is read again when it has
-        changed."""
+        """Return the recipe as tables; empty if there is none, or, with a fault in `faults`, if it cannot be read. The
+        file is read again when it has changed."""
         stamp = recipe_stamp(self.folder)
         if self._recipe[0] != (stamp,):
             self.faults.pop("recipe.toml", None)
@@ -253,8 +258,8 @@ class WatchedRun:
         return self._recipe[1]
 
     def inspection(self) -> Inspection | None:
-        """The summary of the run in numbers; None if the ledger cannot be read. Rows are not checked for damage. For a
-        large running run it may be some seconds old."""
+        """Return the summary of the run in numbers; None if the ledger cannot be read. Rows are not checked for damage.
+        The summary of a large run may be some seconds old."""
         due, found = self._inspected
         if time.monotonic() >= due:
             since = time.monotonic()
@@ -268,14 +273,15 @@ class WatchedRun:
             return of_branch(inspection_of(connection), branch_of(self.folder))
 
     def recipe_text(self) -> str:
-        """Recipe as written; empty if it cannot be read."""
+        """Return the text of the recipe; empty if there is none or it cannot be read."""
         try:
             return recipe_text(self.folder) or ""
         except StoreError:  # noted by `recipe`
             return ""
 
     def summary(self) -> RunSummary:
-        """The row of the run for the list of runs."""
+        """Return the row of the run for the list of runs, from the ends of its files; for an open run also from its
+        tables."""
         recorded = self._recorded()
         how, recipe = self.condition(), self.recipe()
         totals, engines, done = recorded.totals, recorded.engines, recorded.newest
@@ -310,7 +316,7 @@ class WatchedRun:
         )
 
     def unreadable(self, reason: str) -> RunSummary:
-        """Row of a run that cannot be summarised."""
+        """Return the row of a run that cannot be summarised for this reason."""
         return RunSummary(self.id, self.name, self._path, "unreadable", reason, fault=reason)
 
     @property
@@ -318,13 +324,12 @@ class WatchedRun:
         return str(self.folder).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def alarms(self) -> list[Alarm]:
-        """Alarms in the data read so far."""
+        """Return the alarms that fire by the data read so far (`findings`)."""
         return self.findings().alarms
 
     def findings(self) -> AlarmReport:
-        """Alarms in the data read so far, and titles of those not measured. A dead run has the alarm ``dead_run`` in
-        front. They are computed again when there are new steps or evaluations, and when the condition of the run
-        changes."""
+        """Run all alarms on the data read so far, which opens the run. A dead run has the alarm ``dead_run`` in front.
+        The report is made again when there are new steps or evaluations, or the condition of the run changes."""
         steps, how = self.tables.steps, self.condition()
         runs = how.state == "running"
         key = (steps.epoch, steps.table.rows, len(steps.evaluations), how)
@@ -337,8 +342,8 @@ class WatchedRun:
         return self._found[1]
 
     def _newest_lines(self) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-        """Newest lines of the metrics; for an open run, which is polled, only lines that are new since the last call.
-        If the file is damaged, the error is kept in `faults`, and both lists are empty."""
+        """Return the newest steps and evaluations of the metrics. If the file cannot be read, the error is kept in
+        `faults`, and both lists are empty. For an open run, which is polled, only new lines are decoded."""
         try:
             return self._newest.read(keep=self.is_open)
         except StoreError as error:
@@ -346,8 +351,8 @@ class WatchedRun:
             return [], []
 
     def _counts(self) -> dict[str, int] | None:
-        """Trajectories by state, None if unknown: from the table if it is complete, else counted in the ledger, less
-        often if that is slow."""
+        """Return the number of trajectories by state and of all, as ``issued``: from the table if it is complete, else
+        the last count in the ledger; None if there is none."""
         return _balance(self.tables.trajectories.count("state")) if self._is_counted else self._counted[1]
 
     @property
@@ -355,7 +360,7 @@ class WatchedRun:
         return self.is_open and self.tables.trajectories.indexed == 1.0
 
     def trained_by_step(self) -> Any:
-        """Number of trajectories trained in each step of the metrics read so far, [steps]."""
+        """Return the number of trajectories trained in each step of the metrics, as far as both were read, [steps]."""
         steps, numbers = self.tables.trajectories.table["step"], self.tables.steps.table["step"]
         places = np.searchsorted(numbers, steps)
         known = places < len(numbers)

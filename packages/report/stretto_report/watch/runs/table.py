@@ -40,7 +40,8 @@ _OR = re.compile(r"\s*\|\s*")
 
 class Clause(Record, frozen=True):
     """One comparison of a filter, such as ``state=trained|buffered``. With several `values`, ``=`` means equal to one
-    of them, ``!=`` equal to none. None stands for a missing value. Values of a field in `NUMBERS` are numbers."""
+    of them, ``!=`` equal to none. The value None (``null``) stands for a missing one. Values of a field in `NUMBERS`
+    are numbers, of others texts."""
 
     field: str
     operator: str
@@ -48,7 +49,7 @@ class Clause(Record, frozen=True):
 
 
 def parse_where(text: str) -> tuple[Clause, ...]:
-    """Parse a filter. A row passes if it passes every clause; an empty text gives none.
+    """Parse a filter, and return its clauses. A row passes if it passes every clause; an empty text gives none.
 
     Raises:
         RefusedRequest: the text is no filter; the message shows where.
@@ -127,10 +128,11 @@ def _number(field: str, value: str) -> float:
 
 
 def parse_sort(text: str) -> tuple[str, bool]:
-    """Parse a sort order, a field or ``-FIELD`` for a descending one; returns the field, and whether it is descending.
+    """Parse a sort order: a field, or ``-FIELD`` for a descending order. Return the field, and whether it is
+    descending.
 
     Raises:
-        RefusedRequest: there is no such field.
+        RefusedRequest: the table is not sorted by such a field.
     """
     name = text.removeprefix("-")
     if name not in SORTED:
@@ -158,7 +160,9 @@ _COMPARED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class TableRow(Record, frozen=True):
-    """A trajectory as a row of the table."""
+    """A trajectory as a row of the table. `prompt`: first 200 characters of its text; None if that is not on record.
+    `length`: number of sampled tokens. `staleness`: versions between its oldest token and the step that trained it.
+    `interrupted`: how often a load of weights interrupted it. Values that it does not have are None."""
 
     id: str
     group: str
@@ -180,21 +184,22 @@ class TableRow(Record, frozen=True):
 
 
 class Page(Record, frozen=True):
-    """One page of the table of a run's trajectories. `matched` of the `total` rows that are indexed so far pass the
-    filter. `rows` are at most `limit` of these, from `offset` on. `indexed`: share of the run's trajectories that are
-    indexed."""
+    """One page of the table of a run's trajectories. `matched` of the `total` rows that were read so far pass the
+    filter. `rows` are at most `limit` of these, from `offset` on. `indexed`: share of the run's trajectories that were
+    read. `searched`: share of the prompts that were searched for a text; a repeated request continues the search."""
 
     total: int
     matched: int
     offset: int
     limit: int
     indexed: float
-    searched: float  # share of prompts searched for a text; a repeated request continues the search
+    searched: float
     rows: list[TableRow]
 
 
 class Table:
-    """Trajectories of one run as a table. Sort orders are cached until the trajectories change."""
+    """Table of the trajectories of the run in `folder`, as far as they were read, with the texts of `questions`. Sort
+    orders are cached until the trajectories change."""
 
     def __init__(self, folder: Path, trajectories: Trajectories, questions: PromptTexts) -> None:
         self._folder, self._trajectories, self._questions = folder, trajectories, questions
@@ -207,8 +212,8 @@ class Table:
         return sum(order.nbytes for order in self._orders.values())
 
     def page(self, where: Sequence[Clause], sort: tuple[str, bool], offset: int, limit: int) -> Page:
-        """At most `limit` rows that pass all clauses of `where`, from `offset` on. `sort`: name of a column, and
-        whether to sort descending; rows without a value come last.
+        """Return at most `limit` of the rows that pass all clauses of `where`, from `offset` on. `sort`: a field of
+        `SORTED`, and whether to sort descending; rows without a value come last. A search in prompts stops after 0.1 s.
 
         Raises:
             StoreError: the ledger cannot be read.
@@ -247,7 +252,7 @@ class Table:
         return self._orders[key]
 
     def _sortable(self, name: str) -> tuple[Column, Column]:
-        """Sort keys of a column, and whether each row lacks a value; both [rows]."""
+        """Return the sort keys of a column, and whether each row lacks a value; both [rows]."""
         if name in ("state", "verdict"):
             codes = self._trajectories.table[name]
             words = self._trajectories.words[name].all
@@ -271,8 +276,8 @@ class Table:
                 return _passes_numbers(self._numbers(clause.field), clause)
 
     def _search(self, clause: Clause) -> tuple[Column, float]:
-        """Whether the prompt of each row contains the clause's text, [rows], and the share of prompts searched so far.
-        Prompts that are not searched yet count as without the text."""
+        """Return whether the prompt of each row contains the clause's text, [rows], and the share of prompts searched
+        so far. Prompts that are not searched yet count as without the text."""
         found = self._questions.search(str(clause.values[0]), _SEARCH_SECONDS)
         codes = [code for id in found.ids if (code := self._trajectories.words["prompt"].find(id)) is not None]
         return np.isin(self._trajectories.table["prompt"], codes), found.share
@@ -292,7 +297,7 @@ class Table:
         return ~found if clause.operator == "!=" else found
 
     def rows(self, places: Column) -> list[TableRow]:
-        """Rows at these positions of the table.
+        """Return the rows at the positions `places` of the table, in their order.
 
         Raises:
             StoreError: the ledger cannot be read.

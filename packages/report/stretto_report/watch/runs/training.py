@@ -29,8 +29,9 @@ _LARGEST = 256 << 20
 
 
 class TrainedIn(Record, frozen=True):
-    """The training step that a trajectory was part of. `version`: the policy before the step; tokens older than
-    `oldest` were context only. `committed`: Unix time of the batch. `skipped`: the optimizer step was skipped."""
+    """The training step that a trajectory was part of. `version`: of the policy before the step. `oldest`: tokens of
+    older versions were context only. `committed`: Unix time at which the batch was recorded. `skipped`: the optimizer
+    step of this trajectory was skipped."""
 
     step: int
     version: int
@@ -40,35 +41,39 @@ class TrainedIn(Record, frozen=True):
 
 
 class TrainingSums(Record, frozen=True):
-    """Counts over the sampled tokens of a trajectory. A token may be both clipped and masked by the correction."""
+    """Counts over the sampled tokens of a trajectory. `in_loss`: tokens in the loss; `clipped_high`, `clipped_low`:
+    clipped by the loss, with a ratio above 1 or not; `corrected`, `masked_by_correction`: weight changed, or set to 0,
+    by the correction; `masked`: too old. A token may be both clipped and masked by the correction."""
 
     in_loss: int
-    clipped_high: int  # clipped by the loss, with a ratio above 1
+    clipped_high: int
     clipped_low: int
-    corrected: int  # weight changed by the correction
-    masked_by_correction: int  # weight set to 0 by the correction
-    masked: int  # too old
+    corrected: int
+    masked_by_correction: int
+    masked: int
 
 
 @dataclass(frozen=True)
 class Training:
     """Training record of one trajectory, token by token. `trained`: the step that trained it; None: no step has.
-    `tokens` is None if there is no record; `fault` says why, and is "" for a trajectory that was not trained."""
+    `tokens`: columns over its sampled tokens, [S]; None if there is no record. `fault`: why there is none; "": there is
+    one, or the trajectory was not trained."""
 
     row: TableRow
     trained: TrainedIn | None
-    tokens: SampledTokens | None = None  # [S]
+    tokens: SampledTokens | None = None
     fault: str = ""
 
     @classmethod
     def of(cls, folder: Path, row: TableRow, trained: TrainedIn | None, segments: Sequence[Segment]) -> Training:
-        """Read the record of trajectory `row` from the token file of the step that trained it. Never raises for a
-        missing or damaged file; the reason is in `fault`.
+        """Read the record of trajectory `row` from the token file of the step that trained it. A missing or damaged
+        file raises nothing; the reason is in `fault`.
 
         Args:
             folder: folder of the run.
             trained: that step; None: the trajectory was not trained, and no file is read.
-            segments: all of the trajectory; the record must have as many tokens as they have sampled ones.
+            segments: all of the trajectory. A record with another number of tokens than they have sampled ones counts
+                as none.
         """
         if trained is None:
             return cls(row, trained)
@@ -84,16 +89,17 @@ class Training:
         return cls(row, trained, found)
 
     def numbers(self, name: str, first: int, count: int) -> list[float | None] | None:
-        """A column of the record, for `count` sampled tokens from index `first` on; None in place of unknown values.
-        None if there is no record."""
+        """Return the column `name` of the record, for `count` sampled tokens from index `first` on, with None in place
+        of unknown values; None if there is no record."""
         if self.tokens is None:
             return None
         column: list[float] = getattr(self.tokens, name)[first : first + count].tolist()
         return [number if math.isfinite(number) else None for number in column]
 
     def fates(self, segment: Segment, window: slice, first: int) -> list[str]:
-        """Outcome of each token in `window`, a slice of the segment: context (given), pending, untrained, trained,
-        skipped (with its optimizer step), masked (too old), masked_by_correction, clipped_high or clipped_low. `first`:
+        """Return the outcome of each token in `window`, a slice of the segment: context (given), pending (the
+        trajectory is in flight or buffered), untrained, trained, skipped (with its optimizer step), masked (too old),
+        masked_by_correction, clipped_high or clipped_low. Without a record, only the first six can be told. `first`:
         index of the window's first token among all sampled tokens of the trajectory."""
         count = len(range(segment.length)[window])
         if not segment.sampled:
@@ -125,8 +131,8 @@ class Training:
 
 
 def trained_in(connection: sqlite3.Connection, row: TableRow, skipped: Mapping[int, Sequence[str]]) -> TrainedIn | None:
-    """The step that trained a trajectory, from the ledger; None if there is none on record. `skipped`: trajectories of
-    skipped optimizer steps, by step."""
+    """Return the step that trained a trajectory, from the ledger; None if it was not trained, or the step is not on
+    record. `skipped`: ids of the trajectories of skipped optimizer steps, by step."""
     if row.trained_step is None:
         return None
     found = connection.execute(_STEP, (row.trained_step,)).fetchone()
@@ -140,8 +146,8 @@ def trained_in(connection: sqlite3.Connection, row: TableRow, skipped: Mapping[i
 
 
 def mean_advantages(folder: Path, rows: Sequence[TableRow]) -> dict[str, float]:
-    """Mean advantage of each trajectory over its tokens in the loss, by id. Trajectories without a record are left
-    out."""
+    """Return the mean advantage of each trajectory over its tokens in the loss, by id. Trajectories without a record or
+    without such tokens are left out."""
     means = dict[str, float]()
     for step in {row.trained_step for row in rows if row.trained_step is not None}:
         try:
@@ -155,12 +161,11 @@ def mean_advantages(folder: Path, rows: Sequence[TableRow]) -> dict[str, float]:
 
 
 def read_step(folder: Path, step: int, ids: Sequence[str]) -> dict[str, SampledTokens]:
-    """Read the records of the trajectories `ids` from a step's token file in an untrusted run folder. Ids that the file
-    lacks are left out.
+    """Read the records of the trajectories `ids` from a step's token file in an untrusted run folder, and return them
+    by id. Ids that the file lacks are left out.
 
     Raises:
-        FileNotFoundError: the step has no token file.
-        StoreError: the file is damaged, no regular file, or too large.
+        FileNotFoundError: the step has no token file. StoreError: the file is damaged, no regular file, or too large.
     """
     tokens = RunFolder(folder).tokens
     if tokens.is_symlink():

@@ -35,14 +35,16 @@ _PAYLOAD = """
 
 
 class WrittenCall(Record, frozen=True):
-    """A tool call written by the model."""
+    """A tool call that the model wrote in a completion. `arguments`: JSON text."""
 
     name: str
     arguments: str
 
 
 class TokenColumns(Record, frozen=True):
-    """Tokens as columns of equal length. A column is None if it was not recorded."""
+    """Tokens of a segment as columns of equal length. A column is None if it was not recorded, a value if it is not
+    known. `text`: piece of text of each token. `staleness`: versions until the step that trained it. `logprob`: of the
+    engine; `difference`: that of the trainer minus that of the engine. `fate`: see `Training.fates`."""
 
     id: list[int]
     text: list[str]
@@ -50,15 +52,17 @@ class TokenColumns(Record, frozen=True):
     staleness: list[int] | None
     logprob: list[float] | None
     trainer_logprob: list[float | None] | None
-    difference: list[float | None] | None  # log-probability of the trainer minus that of the engine
+    difference: list[float | None] | None
     ratio: list[float | None] | None
     advantage: list[float | None] | None
     fate: list[str]
 
 
 class ShownSegment(Record, frozen=True):
-    """A segment with its tokens in the requested window. `offset`: index of the segment's first token in the
-    trajectory."""
+    """A segment with its `tokens` in the requested window. `index`: of the segment; `length`: its number of tokens;
+    `offset`: index of its first token in the trajectory. `role`: "assistant" if its tokens are `sampled`, else "given".
+    `parent`, `cause`: as in `ExportedSegment`. `engines`: names with numbers of tokens. `interrupted`: how often a load
+    of weights interrupted it. `calls`: tool calls in a sampled segment, if the window has its beginning."""
 
     index: int
     role: str
@@ -76,8 +80,9 @@ class ShownSegment(Record, frozen=True):
 
 
 class LifeEvent(Record, frozen=True):
-    """Event in the life of a trajectory. `token`: index of the token at which it happened; `at`: Unix time, if
-    recorded."""
+    """Event in the life of a trajectory. `event`: its kind ("admitted", "begun", "trained", ...); `text`: a sentence.
+    `token`: index of the token at which it happened; `at`: Unix time. Those that do not apply or were not recorded are
+    None."""
 
     event: str
     text: str
@@ -97,14 +102,17 @@ class Cut(Record, frozen=True):
 
 
 class PromptTokens(Record, frozen=True):
-    """The first tokens of a prompt."""
+    """First tokens of a prompt: their ids and pieces of text."""
 
     id: list[int]
     text: list[str]
 
 
 class Detail(TableRow, frozen=True, rename={"members": "siblings"}):
-    """A row of the table with all records of the trajectory."""
+    """A row of the table with all records of the trajectory. `prompt_cut`, `text_cut`: whether the text before is cut.
+    `tokens`: number of all its tokens; those of `segments` are the ones in the window `cut`. `training_fault`: why
+    there is no record of its tokens' training (`training`); "": there is, or it was not trained. `members`: ids of the
+    trajectories of its group. Texts that are not on record are None."""
 
     prompt_text: str | None
     prompt_cut: bool
@@ -119,21 +127,23 @@ class Detail(TableRow, frozen=True, rename={"members": "siblings"}):
     cut: Cut
     segments: list[ShownSegment]
     training: TrainingSums | None
-    training_fault: str  # why there is no record of its tokens' training
+    training_fault: str
     life: list[LifeEvent]
-    members: list[str]  # ids of the trajectories of its group
+    members: list[str]
 
 
 class GroupMember(TableRow, frozen=True):
-    """A completion on the page of its group."""
+    """A completion on the page of its group. `text_cut`: whether `text` is cut. `advantage`: mean over its tokens in
+    the loss; None if that is not on record."""
 
     text: str
     text_cut: bool
-    advantage: float | None  # mean over its tokens in the loss
+    advantage: float | None
 
 
 class ShownGroup(Record, frozen=True):
-    """A group: a prompt with all completions of one attempt."""
+    """A group: a prompt with all completions of one attempt. `prompt`, `answer`: None if not on record. `mean_reward`:
+    of the judged completions; None if there is none."""
 
     group: str
     prompt_id: str
@@ -145,19 +155,19 @@ class ShownGroup(Record, frozen=True):
 
 
 class Reader:
-    """Reads single trajectories and groups of one run."""
+    """Reader of single trajectories and groups of the run in `folder`, among those that `trajectories` has read.
+    `table`: pages of all of them."""
 
     def __init__(self, folder: Path, trajectories: Trajectories, questions: PromptTexts, pieces: Pieces) -> None:
         self._folder, self._trajectories, self._questions = folder, trajectories, questions
         self.table, self._pieces = Table(folder, trajectories, questions), pieces
 
     def trajectory(self, id: str, offset: int, limit: int, skipped: dict[int, tuple[str, ...]]) -> Detail | None:
-        """Everything recorded of a trajectory; None if the id is unknown.
+        """Return everything recorded of the trajectory `id` (``GROUP/MEMBER``); None if it is unknown, or not read yet.
 
         Args:
-            offset: first completion token to return.
-            limit: most completion tokens, and most prompt tokens, to return.
-            skipped: ids of the trajectories whose optimizer step was skipped, by step.
+            offset: index of the first token to return, of all segments. limit: most tokens of the segments, and most
+            tokens of the prompt, to return. skipped: ids of the trajectories whose optimizer step was skipped, by step.
 
         Raises:
             StoreError: the trajectory's record is damaged, or the ledger cannot be read.
@@ -199,7 +209,7 @@ class Reader:
         )
 
     def group(self, id: str) -> ShownGroup | None:
-        """All completions of a group; None if the id is unknown.
+        """Return all completions of the group `id`; None if it is unknown, or not read yet.
 
         Raises:
             StoreError: a record is damaged, or the ledger cannot be read.
@@ -241,8 +251,9 @@ class Reader:
         return np.arange(begin, end)
 
     def _payload(self, connection: sqlite3.Connection, row: TableRow, key: int) -> Payload:
-        """Segments and text of a trajectory; for one in flight, what was journaled so far, with the text of at most
-        `LONGEST_TEXT` tokens. Empty if its tokens were not kept. Raises StoreError if it is not on record."""
+        """Return segments and text of the trajectory with the ledger key `key`; for one in flight, what was journaled
+        so far, with the text of at most `LONGEST_TEXT` tokens. Empty if its tokens were not kept. Raises StoreError if
+        it is not on record or damaged."""
         found = connection.execute(_PAYLOAD, (key,)).fetchone()
         if found is None:
             raise StoreError(f"trajectory {row.id} is not on record")
@@ -259,7 +270,8 @@ class Reader:
     def _segments(
         self, segments: Sequence[Segment], training: Training, first: int, last: int
     ) -> Iterator[ShownSegment]:
-        """Segments that overlap tokens [first, last) or end at `first`, each with its tokens in that window."""
+        """Yield the segments that overlap the tokens `first` to `last` (excluded) of the trajectory, or end at `first`,
+        each with its tokens in that window."""
         begins = accumulate((segment.length for segment in segments), initial=0)
         sampled = accumulate((segment.sampled_length for segment in segments), initial=0)
         for index, (segment, begin, own) in enumerate(zip(segments, begins, sampled, strict=False)):
@@ -292,8 +304,8 @@ class Reader:
         return [WrittenCall(call.name, call.arguments) for call in found]
 
     def _columns(self, segment: Segment, window: slice, training: Training, first: int) -> TokenColumns:
-        """Columns of the tokens in `window`, a slice of the segment. `first`: index of the window's first token among
-        all sampled tokens of the trajectory."""
+        """Return columns of the tokens in `window`, a slice of the segment. `first`: index of the window's first token
+        among all sampled tokens of the trajectory; without meaning for a given segment."""
         ids, versions = segment.token_ids[window], segment.versions[window]
         logprobs, trained = segment.behavior_logprobs[window], training.trained
         numbers = partial(training.numbers, first=first, count=len(ids)) if segment.sampled else lambda _: None
@@ -317,7 +329,8 @@ def _differences(trainer: Sequence[float | None], engine: Sequence[float]) -> li
 
 
 def life(row: TableRow, segments: Sequence[Segment], trained: TrainedIn | None) -> Iterator[LifeEvent]:
-    """Events of a trajectory in order, as far as recorded. `trained`: the step that trained it; None: not trained."""
+    """Yield the events of a trajectory in order, as far as recorded. `segments`: all of it. `trained`: the step that
+    trained it; None: no step has, or it is not on record."""
     yield LifeEvent("admitted", f"admitted at version {row.admitted_version}", version=row.admitted_version)
     begin = 0
     for segment in segments:

@@ -45,21 +45,24 @@ _Work = tuple[Future[Any], Callable[[], Any]]
 
 
 class ReadingThread(Executor):
-    """Executor with one daemon thread, for work that only reads, or writes in transactions. A `ThreadPoolExecutor`
-    would join its thread at the end of the process, and so delay Ctrl-C for as long as a comparison takes."""
+    """Executor with one daemon thread, named `name`, for work that only reads, or writes in transactions. A
+    `ThreadPoolExecutor` would join its thread at the end of the process, and so delay Ctrl-C for as long as a
+    comparison takes."""
 
     def __init__(self, name: str) -> None:
         self._waiting: SimpleQueue[_Work | None] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, do: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        """Queue a call. It runs after the calls submitted before."""
+        """Queue a call of `do` with the further arguments; return the future of its result. It runs after the calls
+        submitted before."""
         future: Future[Result] = Future()
         self._waiting.put((future, lambda: do(*args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
-        """Cancel the queued calls and start no more. The running call is not waited for. Both arguments are ignored."""
+        """Cancel the queued calls, and end the thread after the running call, which is not waited for. Both arguments
+        are ignored."""
         try:
             while True:
                 if (work := self._waiting.get_nowait()) is not None:
@@ -95,10 +98,11 @@ _ORDER = msgspec.json.Decoder(ReplayOrder)
 
 
 class Dashboard:
-    """ASGI application of one server of `stretto watch`."""
+    """Handlers of one server of `stretto watch`, which `app` makes into an ASGI application, and the threads that they
+    use, which `close` ends."""
 
     def __init__(self, catalog: Catalog, replays: Replays | None = None) -> None:
-        """Serve the runs of `catalog`. `replays`: None forbids replays."""
+        """Start the two threads. `catalog`: the runs that are served. `replays`: None: replays are forbidden."""
         self._catalog, self._replays = catalog, replays or Replays(None)
         self._reader = ReadingThread("watch-reader")
         self._comparer = ReadingThread("watch-comparer")  # a comparison of long runs takes minutes
@@ -106,7 +110,7 @@ class Dashboard:
         self._reading: dict[str, asyncio.Task[None]] = {}
 
     def app(self) -> Starlette:
-        """Starlette application with all routes."""
+        """Make the Starlette application with all routes. Its end calls `close`."""
         of_run: Mapping[str, Callable[[WatchedRun, Mapping[str, str]], Any]] = {
             "": pages.run_page,
             "/series": pages.series_page,
@@ -138,16 +142,15 @@ class Dashboard:
         self.close()
 
     def close(self) -> None:
-        """Stop the reading of runs, and the two threads that read and compare. Queued calls are cancelled; a running
-        call is not waited for."""
+        """End the reading of runs, and the two threads that read and compare. Queued calls are cancelled; a running
+        call is not waited for. May be called again."""
         for task in self._reading.values():
             task.cancel()
         for worker in (self._reader, self._comparer):
             worker.shutdown()
 
     async def read(self, do: Callable[[], Result]) -> Result:
-        """Run a function in the reading thread, after the calls queued before; returns its result or raises its
-        error."""
+        """Run a function in the reading thread, after the calls queued before; return its result or raise its error."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, do)
 
     def _answer(self, do: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
@@ -194,14 +197,16 @@ class Dashboard:
         return answer
 
     def _run(self, id: str) -> WatchedRun:
-        """Look up a run; NotThere if there is none. Must run in the reading thread, like all that uses the catalog."""
+        """Return the run with this id. Raises NotThere if there is none. Must run in the reading thread, like all that
+        uses the catalog."""
         run = self._catalog.find(id)
         if run is None:
             raise NotThere("run", f"{id[:80]!r} is not there", "see /api/runs")
         return run
 
     def _read_on(self, run: WatchedRun) -> None:
-        """Start a task that reads the rest of a run, piece by piece, between requests, unless one does already."""
+        """Start a task that reads the rest of a run, piece by piece, between requests; do nothing if one runs
+        already."""
         task = self._reading.get(run.id)
         if task is None or task.done():
             self._reading[run.id] = asyncio.create_task(self._read_all(run))

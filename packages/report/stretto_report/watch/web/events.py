@@ -38,10 +38,10 @@ class Follower:
         self._evaluations: int | None = None
 
     def news(self) -> list[Event]:
-        """Events since the last call, each as (name, id or None, data).
+        """Read on for about 0.1 s, and return the events since the last call, each as (name, id or None, data).
 
-        If the run's tables were released, only summary events are sent until one of its pages is opened. Otherwise two
-        large runs would evict each other's tables again and again.
+        If the run's tables were released, only summary events are returned until one of its pages is opened. Otherwise
+        two large runs would evict each other's tables again and again.
         """
         if self._epoch is not None and not self._run.is_open:
             news = [*self._row()] if self._stands else [("standing", None, {}), *self._row()]
@@ -111,8 +111,9 @@ class Follower:
 async def stream(
     news: Callable[[], Awaitable[list[Event]]], is_gone: Callable[[], Awaitable[bool]]
 ) -> AsyncIterator[bytes]:
-    """Poll `news` every half a second to a second, and encode its events until the client disconnects (`is_gone`). A
-    comment follows the events, and is sent alone after ten seconds without events."""
+    """Poll `news` every half a second to a second, and yield its events as bytes of server-sent events, until the
+    client disconnects (`is_gone` returns True). A comment follows the events of a poll, and is sent alone after ten
+    seconds without events."""
     yield b"retry: 1000\n\n"
     pinged = time.monotonic()
     while not await is_gone():

@@ -53,15 +53,17 @@ _POSTED = re.compile(r"/api/runs/\w+/replay|/api/replay/stop", re.ASCII)
 
 
 def refusal(status: int, where: str, found: str, allowed: str) -> bytes:
-    """JSON body of an error reply: status, field, what was found there, and what is allowed."""
+    """Return the JSON body of an error reply. `where`: field of the request; `found`: what is wrong with it; `allowed`:
+    what to send instead."""
     message = f"{where}: {found}; {allowed}"
     error = {"where": where, "found": found, "allowed": allowed, "message": message, "status": status}
     return msgspec.json.encode({"error": error})
 
 
 class Guard:
-    """ASGI middleware that checks each request before the application `inner` gets it, and adds security headers to
-    replies. `token`: the token or password; `names`: host names by which the server may be addressed."""
+    """ASGI middleware that checks each request before the application `inner` gets it, refuses it or serves the login,
+    and adds security headers to replies. `token`: the token or password; `port`: of the server, for the name of its
+    cookie; `names`: host names by which the server may be addressed. Connections that are not HTTP are ignored."""
 
     def __init__(self, inner: ASGIApp, token: str, port: int, names: HostNames) -> None:
         self._inner, self._token, self._names = inner, token.encode(), names
@@ -100,8 +102,9 @@ class Guard:
             await _refuse(guarded, 401, "token", "missing or wrong", "send it as: Authorization: Bearer TOKEN")
 
     async def _posted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a POST: it must come from a page of this server, or from a program with the token. A page of another
-        site can send neither this content type nor this server's Origin together with the cookie."""
+        """Pass a POST on to the application if it comes from a page of this server, or from a program with the token;
+        else refuse it. A page of another site can send neither this content type nor this server's Origin together with
+        the cookie."""
         content = (header(scope, b"content-type") or b"").decode("latin-1").partition(";")[0].strip().lower()
         if not any(fits := self._shown(scope)):
             await self._pause(bool(fits), scope, receive)
@@ -128,7 +131,8 @@ class Guard:
         return None
 
     def _shown(self, scope: Scope) -> list[bool]:
-        """Whether each secret in a request's headers (bearer token, cookie) is right."""
+        """Return, for each secret in a request's headers (bearer token, cookie), whether it is right; empty if there is
+        none."""
         fits = []
         bearer = (header(scope, b"authorization") or b"").split(b" ", 1)
         if len(bearer) == 2 and bearer[0].lower() == b"bearer":
@@ -142,8 +146,8 @@ class Guard:
         return fits
 
     async def _pause(self, wrong: bool, scope: Scope, receive: Receive) -> None:
-        """Delay the reply after a secret that is `wrong`; else do nothing. Concurrent wrong requests are delayed one
-        after another, until their clients disconnect, and give way to other callers."""
+        """Wait half a second after a secret that is `wrong`; else do nothing. Concurrent wrong requests wait one after
+        another, no longer than until their clients disconnect, and give way to other callers."""
 
         async def delay() -> None:
             async with self._wrong:
@@ -158,13 +162,14 @@ class Guard:
 
     @property
     def _cookie_value(self) -> str:
-        """The cookie: a session token derived from the password or token, which it does not reveal."""
+        """Value of the cookie: derived from the password or token, which it does not reveal."""
         return hmac.new(self._token, self._cookie.encode(), "sha256").hexdigest()
 
     async def _page(self, scope: Scope, receive: Receive, send: Send, *, wrong: bool) -> None:
-        """Serve the page to a browser without a cookie if its address has the token, and set the cookie; otherwise
-        reply 401 with the login form. `wrong`: the browser has given a wrong secret, so that the reply is delayed. (The
-        page removes the token from the address.) A redirect would lose the cookie after a link from another site."""
+        """Serve the page to a browser without a right cookie if its address has the token, and set the cookie;
+        otherwise reply 401 with the login form. `wrong`: the headers had a wrong secret, so that this reply is delayed.
+        (The page removes the token from the address.) A redirect would lose the cookie after a link from another
+        site."""
         given = _token_of(scope["query_string"])
         if not self._fits(given):
             await self._pause(wrong or bool(given), scope, receive)

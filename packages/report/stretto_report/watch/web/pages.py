@@ -1,5 +1,6 @@
-"""Replies of the routes, made from a run and the parameters of the request. They raise RefusedRequest for an invalid
-parameter, StoreError for a run that cannot be read, and return None if the record does not exist."""
+"""Replies of the routes, made from a run and the parameters of the request (`asked`; those of the path begin with "/").
+They raise RefusedRequest for an invalid parameter, StoreError for a run that cannot be read, and return None if the
+record does not exist."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ Default = TypeVar("Default", int, None)
 
 
 def list_page(catalog: Catalog) -> Any:
-    """All runs, newest first, and which are branches of others, for GET /api/runs. The row of a run that cannot be
-    summarised has the reason."""
+    """Return the rows of all runs, newest first, and which are branches of others, for GET /api/runs. The row of a run
+    that cannot be summarised has the reason."""
     rows = [_row(run) for run in catalog.all()]
     return {"runs": rows, "branches": catalog.branches(), "left_out": catalog.left_out, "version": __version__}
 
@@ -55,7 +56,8 @@ def _row(run: WatchedRun) -> RunSummary:
 
 
 def run_page(run: WatchedRun, asked: Asked) -> Any:
-    """Summary, recipe, machine, engines, alarms and names of the series of a run, for GET /api/runs/ID."""
+    """Return summary, recipe, machine, engines, alarms and names of the series of a run, for GET /api/runs/ID. No
+    parameter is used."""
     totals, engines = run.facts()
     tables = run.tables
     return {
@@ -73,8 +75,9 @@ def run_page(run: WatchedRun, asked: Asked) -> Any:
 
 
 def series_page(run: WatchedRun, asked: Asked) -> Any:
-    """Curves of the series `names` (default: all) over the steps `from` to `to`, in at most `points` points, and all
-    evaluations, for GET /api/runs/ID/series. RefusedRequest for an unknown series or an invalid number."""
+    """Return the curves of the series `names` (default: all) over the steps `from` to `to`, in at most `points` points,
+    and all evaluations, for GET /api/runs/ID/series. Raises RefusedRequest for an unknown series or an invalid
+    number."""
     steps = run.tables.steps
     names = [name for name in asked.get("names", "").split(",") if name] or steps.names
     for name in names:
@@ -87,29 +90,31 @@ def series_page(run: WatchedRun, asked: Asked) -> Any:
 
 
 def table_page(run: WatchedRun, asked: Asked) -> Any:
-    """One page of the trajectories that pass the filter `where`, for GET /api/runs/ID/trajectories. RefusedRequest for
-    a faulty filter, sort order or number."""
+    """Return one page of the trajectories that pass the filter `where`, in the order `sort`, with `limit` rows from
+    `offset` on, for GET /api/runs/ID/trajectories. Raises RefusedRequest for a faulty filter, order or number."""
     where, sort = parse_where(asked.get("where", "")), parse_sort(asked.get("sort") or "id")
     offset, limit = _whole(asked, "offset", 0, 0, 1 << 40), _whole(asked, "limit", _ROWS, 1, _MOST_ROWS)
     return run.tables.reader.table.page(where, sort, offset, limit)
 
 
 def trajectory_page(run: WatchedRun, asked: Asked) -> Any:
-    """All records of a trajectory, with `limit` tokens from `offset` on, for GET /api/runs/ID/trajectories/TRAJECTORY.
-    None if there is no such trajectory; RefusedRequest for an invalid number."""
+    """Return all records of a trajectory, with `limit` tokens from `offset` on, for GET
+    /api/runs/ID/trajectories/TRAJECTORY; None if there is no such trajectory. Raises RefusedRequest for an invalid
+    number."""
     offset, limit = _whole(asked, "offset", 0, 0, 1 << 40), _whole(asked, "limit", _TOKENS, 1, MOST_TOKENS)
     found = run.tables.reader.trajectory(asked["/trajectory"], offset, limit, run.tables.steps.skipped)
     return None if found is None else msgspec.to_builtins(found) | {"tokenizer_fault": run.pieces.why_numbers}
 
 
 def group_page(run: WatchedRun, asked: Asked) -> Any:
-    """All completions of a group, for GET /api/runs/ID/groups/GROUP. None if there is no such group."""
+    """Return all completions of a group, for GET /api/runs/ID/groups/GROUP; None if there is no such group."""
     return run.tables.reader.group(asked["/group"])
 
 
 def timeline_page(run: WatchedRun, asked: Asked) -> Any:
-    """Spans of each role, steps and events in a window (`from`, `to`: seconds since the first span), for GET
-    /api/runs/ID/timeline. RefusedRequest for an invalid number, or if the window ends before it begins."""
+    """Return the spans of each role, steps and events in a window (`from`, `to`: seconds since the first span; default:
+    all), merged for a width of `pixels`, for GET /api/runs/ID/timeline. Raises RefusedRequest for an invalid number, or
+    if the window ends before it begins."""
     spans = run.tables.spans
     first, last = _seconds(asked, "from", 0.0), _seconds(asked, "to", spans.end)
     if last < first:
@@ -132,12 +137,13 @@ def timeline_page(run: WatchedRun, asked: Asked) -> Any:
 
 
 def logs_page(run: WatchedRun, asked: Asked) -> Any:
-    """Ends of the logs of the run and of its roles, for GET /api/runs/ID/logs."""
+    """Return the ends of the logs of the run and of its roles, for GET /api/runs/ID/logs. No parameter is used."""
     return {"logs": [{"name": name, "text": text} for name, text in logs_of(run.folder).items()]}
 
 
 def health_page(run: WatchedRun, asked: Asked) -> Any:
-    """Data health of a run, as far as it has been read, for GET /api/runs/ID/health."""
+    """Return the data health of a run, as far as it has been read, for GET /api/runs/ID/health. No parameter is
+    used."""
     tables = run.tables
     return health_of(
         tables.trajectories, tables.questions, duplicates_of(run.folder, tables.questions), run.inspection()
@@ -145,12 +151,13 @@ def health_page(run: WatchedRun, asked: Asked) -> Any:
 
 
 def set_of(line: EvaluationLine) -> str:
-    """Name of the evaluation set; empty for the held-out prompts."""
+    """Return the name of the evaluation set; "" for the held-out prompts."""
     return line.name if isinstance(line, SetEvaluationLine) else ""
 
 
 def evaluation_of(line: EvaluationLine) -> dict[str, Any]:
-    """An evaluation as JSON for a page. `set`: name of its evaluation set, "" for the held-out prompts."""
+    """Return the fields of an evaluation for the JSON of a page. `set`: name of its evaluation set; "" for the held-out
+    prompts."""
     found = msgspec.to_builtins(line, str_keys=True)
     return {"set": set_of(line), **{name: value for name, value in found.items() if name not in ("kind", "name")}}
 
@@ -162,8 +169,8 @@ def _totals(totals: Totals) -> dict[str, Any]:
 
 
 def _whole(asked: Asked, name: str, default: Default, least: int, most: int) -> int | Default:
-    """Integer `name` of a request, `default` (maybe None) if missing; RefusedRequest unless it is from `least` to
-    `most`."""
+    """Return the integer `name` of a request; `default` if it is missing or empty. Raises RefusedRequest unless it is
+    from `least` to `most`."""
     text = asked.get(name, "")
     if not text:
         return default

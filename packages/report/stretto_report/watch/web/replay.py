@@ -52,8 +52,8 @@ class NotAllowed(RefusedRequest):
 
 
 class ReplayOrder(Record, frozen=True, forbid_unknown_fields=True):
-    """Body of the request: train the batches after step `first` again, with the settings `set` (``SECTION.KEY=VALUE``),
-    for at most `minutes`."""
+    """Body of a request for a replay: train the batches after step `first` again, with the settings `set`
+    (``SECTION.KEY=VALUE``), for at most `minutes`."""
 
     first: int = renamed(default=0, name="from")
     set: tuple[str, ...] = ()
@@ -61,8 +61,10 @@ class ReplayOrder(Record, frozen=True, forbid_unknown_fields=True):
 
 
 class ReplayState(Record, frozen=True):
-    """State of the newest replay of `run`: ``running``, ``done``, ``refused`` (a user's mistake; `log` has the
-    command's message), ``stopped`` or ``failed``. `branch`: id of its result, if it is done."""
+    """A replay of the run with the id `run`. `first`, `set`: those of its order. `state`: ``running``, ``done``,
+    ``refused`` (a user's mistake; `log` has the command's message), ``stopped`` or ``failed``. `reason`: why it was
+    stopped or could not be started; "" otherwise. `seconds`: since its start, or from start to end. `log`: end of its
+    output. `branch`: id of its result; None unless it is done."""
 
     run: str
     first: int = renamed(name="from")
@@ -105,7 +107,8 @@ class _Replay:
 
 
 class Replays:
-    """Replays of one server. Results are written below `folder`; None forbids replays."""
+    """Replays of one server, one at a time. `folder`: results are written below it; None: replays are forbidden.
+    `command`: words of the command line before the arguments of `stretto replay`."""
 
     def __init__(self, folder: Path | None, command: Sequence[str] = COMMAND) -> None:
         self._folder, self._command = folder, command
@@ -127,17 +130,15 @@ class Replays:
         return self._folder is not None
 
     def state(self) -> ReplayState | None:
-        """State of the newest replay; None before the first."""
+        """Return the state of the newest replay; None before the first."""
         return None if self._newest is None else self._newest.shown()
 
     async def begin(self, run: WatchedRun, order: ReplayOrder) -> ReplayState:
-        """Start a replay process and return its state (never None). The process is ended after `order.minutes`.
+        """Start a replay of `run` in a process, and return its state. The process is ended after `order.minutes`.
 
         Raises:
-            NotAllowed: replays are forbidden.
-            Busy: another one is running.
-            RefusedRequest: the order is malformed, or the folder of replays cannot be written.
-            OSError: the system cannot start another process.
+            NotAllowed: replays are forbidden. Busy: another one is running. RefusedRequest: the order is malformed, or
+            the folder of replays cannot be written. OSError: the system cannot start another process.
         """
         folder = self.require_allowed()
         if self._newest is not None and self._newest.state == "running":
@@ -217,14 +218,16 @@ def _end(process: Process) -> None:
 
 
 def _kill(process: Process) -> None:
-    """Kill the process and its session, unless it has ended. (Its children in other sessions end with their parent.)"""
+    """Kill the process and its session; do nothing if it has ended. (Its children in other sessions end with their
+    parent.)"""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _new_folder(folder: Path) -> Path:
-    """Create `folder`, and return a path in it that no folder or log uses yet. The path itself is not created."""
+    """Create `folder` if it is missing, and return a path in it (``001``, ``002``, ...) that no folder or log uses yet.
+    The path itself is not created."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = {int(path.stem) for path in folder.iterdir() if path.stem.isdecimal()}
     return folder / f"{max(taken, default=0) + 1:03d}"
@@ -248,8 +251,9 @@ def _problems(order: ReplayOrder) -> Iterable[Problem]:
 
 
 def _problems_of(setting: str) -> Iterator[Problem]:
-    """Yield the problem of one setting, if any: it does not have the form ``SECTION.KEY=VALUE``, a replay may not
-    change its section, or its value is a path, because a browser must not name files of this machine."""
+    """Yield the problem of one setting, or nothing. It is a problem if the setting does not have the form
+    ``SECTION.KEY=VALUE``, if a replay may not change its section, or if its value is a path: a browser must not name
+    files of this machine."""
     key, equals, value = setting.partition("=")
     place = f"--set {key.strip()[:80]}"
     if not equals or len(setting) > _LONGEST_SETTING or not setting.isprintable():
