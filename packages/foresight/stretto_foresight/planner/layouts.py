@@ -24,11 +24,8 @@ def own_layout(job: Job) -> Layout:
 
 
 def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
-    """Return the layout of the recipe itself if it fits the memory.
-
-    Raises:
-        RecipeError: it exceeds the memory; the message says by how much, and which settings would fit.
-    """
+    """Return the layout of the recipe itself if it fits the memory. Raises RecipeError if it exceeds the memory; the
+    message says by how much, and which settings would fit."""
     layout = own_layout(job)
     memory = Costs(job, machine, layout).memory()
     if memory.missing > 0:
@@ -41,12 +38,9 @@ def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
 
 
 def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Costs]:
-    """Return the costs of each layout of `devices` devices that fits the memory, lowest estimate first.
-
-    Raises:
-        RecipeError: none fits (the message says by how much, and what would fit), a batch is too small for any rank, or
-            there are too few devices to generate and to train.
-    """
+    """Return the costs of each layout of `devices` devices that fits the memory, lowest estimate first. Raises
+    RecipeError if none fits (the message says by how much, and what would fit), a batch is too small for any rank, or
+    there are too few devices to generate and to train."""
     found = list(_all(job, machine, devices))
     fitting = [one for one in found if one.fits]
     if not fitting:

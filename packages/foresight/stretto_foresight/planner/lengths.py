@@ -88,11 +88,8 @@ def alone(lengths: Iterable[int], prompt_tokens: int, max_tokens: int) -> Measur
 
 
 def check_lengths(words: str) -> None:
-    """Check the user's choice of lengths (`words`, as for `lengths_of`) without reading a file or a run.
-
-    Raises:
-        DataError: a distribution has wrong parameters, or `words` is no distribution and no file or folder either.
-    """
+    """Check the user's choice of lengths (`words`, as for `lengths_of`) without reading a file or a run. Raises
+    DataError if a distribution has wrong parameters, or `words` is no distribution and no file or folder either."""
     kind, _, rest = words.partition(":")
     if kind in _DISTRIBUTIONS:
         _named(words, kind, rest, 1, 1)
@@ -103,11 +100,8 @@ def check_lengths(words: str) -> None:
 def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
     """Parse the user's choice of lengths: a distribution (``lognormal:mean=M,sigma=S``, ``constant:tokens=N``), a file
     of lengths, or a run folder, whose trained completions are read. `prompt_tokens`: mean prompt length, except for a
-    run folder, which has its own. `max_tokens`: longer lengths are cut to it.
-
-    Raises:
-        DataError: it is none of them, cannot be read, or has no lengths or wrong ones.
-    """
+    run folder, which has its own. `max_tokens`: longer lengths are cut to it. Raises DataError if it is none of them,
+    cannot be read, or has no lengths or wrong ones."""
     kind, _, rest = words.partition(":")
     if kind in _DISTRIBUTIONS:
         return _named(words, kind, rest, prompt_tokens, max_tokens)

@@ -203,11 +203,8 @@ def best_first(found: Sequence[LayoutPrediction], goal: str) -> list[LayoutPredi
 
 def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[Costs]:
     """Return the candidate with the lowest estimate of each layout, best first, at most six. For the goal "cost",
-    halves of the devices are tried too, down to two, where their memory suffices.
-
-    Raises:
-        RecipeError: no layout of all devices is possible.
-    """
+    halves of the devices are tried too, down to two, where their memory suffices. Raises RecipeError if no layout of
+    all devices is possible."""
     chosen: dict[Layout, Costs] = {}
     fewer = range(1, devices.bit_length() - 1) if goal == "cost" else ()
     for number in (devices, *(devices >> power for power in fewer)):

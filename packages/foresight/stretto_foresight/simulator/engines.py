@@ -43,10 +43,7 @@ class VirtualClock:
 
     def call_at(self, when: float, callback: Callable[[], None]) -> None:
         """Schedule `callback` at the time `when` (seconds). Events of the same time run in the order of scheduling.
-
-        Raises:
-            ValueError: the time is past.
-        """
+        Raises ValueError if the time is past."""
         if when < self._now:
             raise ValueError(f"cannot schedule at {when}, it is {self._now} already")
         heapq.heappush(self._events, (when, next(self._order), callback))

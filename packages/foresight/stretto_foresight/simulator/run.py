@@ -155,11 +155,8 @@ class SimulatedRun:
 
     def run(self, over: Callable[[], bool] = lambda: False) -> SimulationReport:
         """Run to the last step and return the report; called once. Once `over` returns True, the warm-up ends, and the
-        run as soon as the report has a step.
-
-        Raises:
-            RuntimeError: no event is left before the end, so the run is stuck.
-        """
+        run as soon as the report has a step. Raises RuntimeError if no event is left before the end, so the run is
+        stuck."""
         self._admit()
         self._run_steps(self._warm, over)
         began, before, gone = self.clock.now(), self._engine_counts(), len(self.accounts.expired)

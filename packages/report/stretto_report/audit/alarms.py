@@ -288,11 +288,7 @@ class AlarmWatch:
 
 def findings_of_run(path: Path) -> AlarmReport:
     """Check the alarms of a running, finished or dead run from its recipe and ``metrics.jsonl``, whose unreadable lines
-    are skipped.
-
-    Raises:
-        RunFolderError: there is no run.
-    """
+    are skipped. Raises RunFolderError if there is no run."""
     folder = RunFolder.open(path)
     lines = list(_readable(folder.metrics))
     found = Evidence.of([line for line in lines if isinstance(line, StepMetrics)])

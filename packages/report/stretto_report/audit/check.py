@@ -40,8 +40,8 @@ def check_run(folder: str | Path) -> Findings:
     """Check every law against the records of a running, finished or dead run. Breaches are returned, not raised.
 
     Raises:
-        RunFolderError: there is no run, or no recipe beside its ledger. StoreError: the ledger, its write-ahead log or
-        the recipe cannot be read at all.
+        RunFolderError: there is no run, or no recipe beside its ledger.
+        StoreError: the ledger, its write-ahead log or the recipe cannot be read at all.
     """
     check_resting_log(Path(folder) / "ledger.sqlite")
     history = read_history(Path(folder))

@@ -40,7 +40,8 @@ def diff_runs(first: str | Path, second: str | Path) -> Parting:
     the policies that both have kept.
 
     Raises:
-        RunFolderError: one folder holds no run. StoreError: a ledger cannot be read, or has not kept its tokens.
+        RunFolderError: one folder holds no run.
+        StoreError: a ledger cannot be read, or has not kept its tokens.
     """
     folders = RunFolder.open(first), RunFolder.open(second)
     steps, compared = 0, list[int]()

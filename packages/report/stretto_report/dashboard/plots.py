@@ -170,7 +170,8 @@ def plot_run(path: str | Path) -> tuple[Path, ...]:
     """Draw all plots of the run in the folder `path` as PNG files into its folder ``plots``, and return the files.
 
     Raises:
-        RunFolderError: there is no run. StoreError: the run's files cannot be read.
+        RunFolderError: there is no run.
+        StoreError: the run's files cannot be read.
     """
     folder = RunFolder.open(path)
     steps, evaluations = read_metrics(folder.metrics)

@@ -85,10 +85,7 @@ def _named(value: Any) -> Any:
 
 def run_digest(path: str | Path) -> str:
     """Return the `settings_digest` of the run in the folder `path`, of the recipe in its ledger or else in its folder.
-
-    Raises:
-        RunFolderError: there is no run. StoreError: the ledger cannot be read.
-    """
+    Raises RunFolderError if there is no run, and StoreError if the ledger cannot be read."""
     folder = RunFolder.open(path)
     with reading(folder.ledger) as connection:
         text = fact(connection, RECIPE, str)
@@ -100,8 +97,8 @@ def predicted_beside_measured(path: str | Path, file: Path | None = None) -> Pre
     None if the folder has no prediction, or before the first timed step.
 
     Raises:
-        RunFolderError: there is no run; or the file is missing, no prediction, or one for another recipe. StoreError:
-        the ledger cannot be read.
+        RunFolderError: there is no run; or the file is missing, no prediction, or one for another recipe.
+        StoreError: the ledger cannot be read.
     """
     folder = RunFolder.open(path)
     place = file or folder.prediction
@@ -144,8 +141,9 @@ def check_digest(place: Path, predicted: str | None, of_run: str) -> None:
     """Raise an error unless a prediction belongs to the run's recipe.
 
     Args:
-        place: file of the prediction, for the message. predicted: digest of the recipe that it is for; None: it is for
-        a number of GPUs (``--gpus``), which is refused. of_run: digest of the run's recipe.
+        place: file of the prediction, for the message.
+        predicted: digest of the recipe that it is for; None: it is for a number of GPUs (``--gpus``), which is refused.
+        of_run: digest of the run's recipe.
 
     Raises:
         RunFolderError: the prediction is for another recipe, or for a number of GPUs.

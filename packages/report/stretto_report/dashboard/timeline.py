@@ -211,9 +211,9 @@ def plot_plan(path: Path, title: str, spans: Sequence[Span], splits: Sequence[tu
     """Write the plot of a plan as PNG to `path`: the timeline of one layout, and the throughput of all layouts.
 
     Args:
-        title: name of the plan, written above its timeline. spans: spans of one engine and of the trainer, in seconds;
-        at least one. splits: for each layout the share of devices that train, tokens per second, and devices per
-        engine.
+        title: name of the plan, written above its timeline.
+        spans: spans of one engine and of the trainer, in seconds; at least one.
+        splits: for each layout the share of devices that train, tokens per second, and devices per engine.
     """
     figure, (lanes, points) = panels(15, 4.2, 2)
     with saved_as(path, figure):

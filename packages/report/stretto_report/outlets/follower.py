@@ -41,11 +41,7 @@ class AlarmFollower:
 
     def new(self, sent: Collection[str]) -> list[Alarm]:
         """Read the new lines, and return the alarms that fire now and whose titles are not in `sent`; empty if there is
-        no new line.
-
-        Raises:
-            StoreError: the metrics cannot be read.
-        """
+        no new line. Raises StoreError if the metrics cannot be read."""
         if not self._read():
             return []
         return [alarm for alarm in self._watch.alarms() if alarm.title not in sent]
@@ -119,11 +115,8 @@ class Cursor(Record, frozen=True):
 
 
 def read_cursor(path: Path) -> Cursor:
-    """Read the cursor file `path`. Return a new cursor if there is none.
-
-    Raises:
-        OSError, msgspec.MsgspecError: the file cannot be read.
-    """
+    """Read the cursor file `path`. Return a new cursor if there is none. Raises OSError or msgspec.MsgspecError if the
+    file cannot be read."""
     return msgspec.json.decode(path.read_bytes(), type=Cursor) if path.exists() else Cursor()
 
 
@@ -189,11 +182,8 @@ class RunFollower:
 
     def advance(self) -> bool:
         """Read about a megabyte of new lines, and send their points in portions, a table every ten steps, and, at the
-        end of the file, new alarms. Return whether there may be more lines.
-
-        Raises:
-            StoreError: a file of the run cannot be read. Exception: any error of the tool.
-        """
+        end of the file, new alarms. Return whether there may be more lines. Raises StoreError if a file of the run
+        cannot be read, and any error of the tool."""
         lines, _ = self._metrics.read_on()
         points = self._new([point_of(line) for line in lines])
         self._wait_for_table(*self._samples.read_on())
@@ -209,10 +199,7 @@ class RunFollower:
 
     def finish(self, how: Callable[[], How] = lambda: "finished") -> None:
         """Send the rest and close the run in the tool. `how` is called after that, and returns how the run ended.
-
-        Raises:
-            StoreError: a file of the run cannot be read. Exception: any error of the tool.
-        """
+        Raises as `advance` does."""
         while self.advance():
             pass
         self._hand_on_table()

@@ -92,11 +92,8 @@ def newest_steps(found: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
 
 
 def flat_recipe(path: Path) -> dict[str, Value]:
-    """Read the recipe file `path` with dotted keys: ``{"trainer.steps": 400, ...}``. A list becomes JSON text.
-
-    Raises:
-        OSError, ValueError: the file cannot be read.
-    """
+    """Read the recipe file `path` with dotted keys: ``{"trainer.steps": 400, ...}``. A list becomes JSON text. Raises
+    OSError or ValueError if the file cannot be read."""
     return dict(_flat(tomllib.loads(path.read_text(encoding="utf-8"))))
 
 

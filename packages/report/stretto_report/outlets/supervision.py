@@ -49,9 +49,10 @@ async def followed(
     killed, which `say` reports. A fault of a tool raises nothing.
 
     Args:
-        say: gets sentences for the log. stopped: called at the end of the block: whether the run ends before its last
-        step. path: folder that is searched first for modules of user-defined tools. hung: seconds in which a tool has
-        to reply.
+        say: gets sentences for the log.
+        stopped: called at the end of the block: whether the run ends before its last step.
+        path: folder that is searched first for modules of user-defined tools.
+        hung: seconds in which a tool has to reply.
     """
     followers = [ToolFollower(tool, config, folder, say, hung, path) for tool in config.tools]
     tasks = {follower.tool: asyncio.create_task(follower.run(), name=follower.tool) for follower in followers}

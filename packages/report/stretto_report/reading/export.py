@@ -174,9 +174,10 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
         format: one of `FORMATS`; None: the format of the file's suffix (`format_of`).
 
     Raises:
-        RunFolderError: there is no run, or `file` cannot be written, is no regular file, is a record of a
-            run, or has a misspelt suffix.
-        UserError: the format needs a package that is missing. StoreError: the ledger cannot be read, or is damaged.
+        RunFolderError: there is no run, or `file` cannot be written, is no regular file, is a record of a run, or has a
+            misspelt suffix.
+        UserError: the format needs a package that is missing.
+        StoreError: the ledger cannot be read, or is damaged.
     """
     format = format or format_of(file)
     with users_file(Path(file)) as output:
@@ -188,8 +189,9 @@ def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
     `format`: one of `FORMATS`.
 
     Raises:
-        RunFolderError: there is no run. UserError: the format needs a package that is missing. StoreError: the ledger
-        cannot be read, or is damaged.
+        RunFolderError: there is no run.
+        UserError: the format needs a package that is missing.
+        StoreError: the ledger cannot be read, or is damaged.
     """
     count = 0
     with closing(FORMATS[format](output, ExportedTrajectory)) as writer:

@@ -49,7 +49,8 @@ def inspect_run(path: str | Path) -> Inspection:
     """Return the summary of the running, finished or dead run in the folder `path`.
 
     Raises:
-        RunFolderError: the folder holds no run. StoreError: the ledger cannot be read, or is damaged.
+        RunFolderError: the folder holds no run.
+        StoreError: the ledger cannot be read, or is damaged.
     """
     folder = RunFolder.open(path)
     with reading(folder.ledger) as connection:

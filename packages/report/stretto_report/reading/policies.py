@@ -8,11 +8,7 @@ from pathlib import Path
 
 def same_weights(first: Path, second: Path) -> bool | None:
     """Whether the weight files of two policy folders are equal byte for byte. None if they cannot be compared: a folder
-    has no weights, or their weight files have different names.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    has no weights, or their weight files have different names. Raises OSError if a file cannot be read."""
     ours, theirs = weight_files(first), weight_files(second)
     if not ours or [path.name for path in ours] != [path.name for path in theirs]:
         return None

@@ -15,11 +15,7 @@ _SPANS = msgspec.json.Decoder(Span)
 
 def read_spans(path: Path) -> list[Span]:
     """Read all complete lines of the file ``spans.jsonl`` at `path`, in the order in which they were written. Empty if
-    there is no file.
-
-    Raises:
-        StoreError: a complete line cannot be read.
-    """
+    there is no file. Raises StoreError if a complete line cannot be read."""
     return read_lines(path, _SPANS)
 
 

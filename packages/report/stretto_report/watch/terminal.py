@@ -40,8 +40,8 @@ def watch_in_terminal(folders: Sequence[Path], leaves: Leaves | None = None) -> 
         leaves: waits for the given seconds and returns whether to leave; None: it reads the keyboard.
 
     Raises:
-        RunFolderError: there is not exactly one folder, or it is no run folder. StoreError: the metrics are no regular
-        file.
+        RunFolderError: there is not exactly one folder, or it is no run folder.
+        StoreError: the metrics are no regular file.
     """
     run = _run_of(folders)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

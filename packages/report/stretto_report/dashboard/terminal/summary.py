@@ -43,8 +43,8 @@ def print_inspection(
     table ends with the reason, and the object has it as `not_predicted`.
 
     Raises:
-        RunFolderError: there is no run, or `predicted` is no prediction of it. StoreError: the run's ledger cannot be
-        read.
+        RunFolderError: there is no run, or `predicted` is no prediction of it.
+        StoreError: the run's ledger cannot be read.
     """
     inspection, passed_over = inspect_run(path), ""
     try:

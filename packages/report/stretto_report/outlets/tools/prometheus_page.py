@@ -44,11 +44,7 @@ class PrometheusPage:
     had: Mapping[str, int] = {}
 
     def __init__(self, about: About, host: str, port: int) -> None:
-        """Start the server at `host` and `port`.
-
-        Raises:
-            OSError: the address is not known or cannot be bound.
-        """
+        """Start the server at `host` and `port`. Raises OSError if the address is not known or cannot be bound."""
         self._name, self._lock = about.name, threading.Lock()
         self._values: dict[Series, float] = {}
         self._server = _Server(self, host, port)

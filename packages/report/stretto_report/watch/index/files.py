@@ -24,11 +24,7 @@ LEDGER = "ledger.sqlite"
 
 def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
     """Return the first (or last, if `end`) `largest` bytes of a file as text, undecodable ones as U+FFFD; None if there
-    is no file.
-
-    Raises:
-        StoreError: the path is a link or no regular file, or cannot be opened.
-    """
+    is no file. Raises StoreError if the path is a link or no regular file, or cannot be opened."""
     try:
         descriptor = open_plain(path)
     except FileNotFoundError:
@@ -41,11 +37,8 @@ def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
 
 def refuse_strange_files(folder: Path) -> None:
     """Raise an error unless the ledger, SQLite's two files beside it and the lock are regular files or missing: SQLite
-    and the lock test follow links and block at pipes.
-
-    Raises:
-        StoreError: a file is not regular, or cannot be examined.
-    """
+    and the lock test follow links and block at pipes. Raises StoreError if a file is not regular, or cannot be
+    examined."""
     ledger = folder / LEDGER
     for path in (ledger, log_of(ledger), ledger.with_name(f"{LEDGER}-shm"), folder / lock.NAME):
         try:
@@ -71,11 +64,8 @@ def ledger_stamp(folder: Path) -> list[tuple[int, int, int]]:
 
 @contextmanager
 def read_ledger(folder: Path) -> Iterator[sqlite3.Connection]:
-    """Context manager: yield a read-only connection to the ledger of a run folder, in one read transaction.
-
-    Raises:
-        StoreError: the ledger cannot be read, is no regular file or stays locked, or its write-ahead log is too large.
-    """
+    """Context manager: yield a read-only connection to the ledger of a run folder, in one read transaction. Raises
+    StoreError if the ledger cannot be read, is no regular file or stays locked, or its write-ahead log is too large."""
     refuse_strange_files(folder)
     if not lock.is_held(folder):
         check_log(folder / LEDGER, _LARGEST_LOG)

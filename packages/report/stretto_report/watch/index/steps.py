@@ -79,11 +79,8 @@ class Steps:
 
     def advance(self) -> bool:
         """Read about a megabyte more; return whether there may be more. If the file was rewritten, everything is read
-        again. At the end of a long file, the columns are saved to the cache.
-
-        Raises:
-            StoreError: the file is no regular file, or cannot be read.
-        """
+        again. At the end of a long file, the columns are saved to the cache. Raises StoreError if the file is no
+        regular file, or cannot be read."""
         lines, again = self._follower.read_on()
         if again:
             self._reset()
@@ -135,11 +132,8 @@ class Steps:
         return [name for name in self.table.names if name.startswith(f"{CANARY}.")]
 
     def column(self, name: str) -> Column:
-        """Return the numbers of one series, measured or derived, [steps]; NaN where not measured.
-
-        Raises:
-            KeyError: there is no such series.
-        """
+        """Return the numbers of one series, measured or derived, [steps]; NaN where not measured. Raises KeyError if
+        there is no such series."""
         table = self.table
         if name in table and name != "step":
             return table[name].astype(float)

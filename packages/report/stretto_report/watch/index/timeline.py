@@ -67,11 +67,8 @@ class Spans:
 
     def advance(self) -> bool:
         """Read about a megabyte more; return whether there may be more. If the file was rewritten, everything is read
-        again. At the end of a long file, the columns are saved to the cache.
-
-        Raises:
-            StoreError: the file is no regular file, or cannot be read.
-        """
+        again. At the end of a long file, the columns are saved to the cache. Raises StoreError if the file is no
+        regular file, or cannot be read."""
         spans, again = self._follower.read_on()
         if again:
             self._reset()
@@ -206,8 +203,8 @@ def marks(
     span (their clocks cannot be compared), and marks after the first 2,000.
 
     Args:
-        committed: steps and the Unix seconds at which their batches were committed. events: Unix seconds, name and
-        detail of each.
+        committed: steps and the Unix seconds at which their batches were committed.
+        events: Unix seconds, name and detail of each.
     """
     started_at = {version + 1: at - spans.begin for version, at in spans.starts_of("trainer", "proximal").items()}
     behind = [at - started_at[step] for step, at in committed if step in started_at]

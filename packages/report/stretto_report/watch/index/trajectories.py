@@ -115,11 +115,7 @@ class Trajectories:
     def advance(self) -> bool:
         """Read up to 5,000 new rows, and, after the last one, the rows that may have changed; return whether there may
         be more. Does nothing if the ledger is as it was after the last row. A ledger that was replaced is read from its
-        beginning.
-
-        Raises:
-            StoreError: the ledger cannot be read; rows read so far stay.
-        """
+        beginning. Raises StoreError if the ledger cannot be read; rows read so far stay."""
         if (stamp := ledger_stamp(self._folder)) == self._stamp and not self._more:
             return False
         with read_ledger(self._folder) as connection:

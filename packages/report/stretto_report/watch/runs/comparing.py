@@ -73,8 +73,8 @@ def compare(a: WatchedRun, b: WatchedRun) -> Comparison:
     """Compare two runs step by step, up to the first difference, and their recipes.
 
     Raises:
-        RunFolderError: one of their folders holds no run. StoreError: a ledger cannot be read, is no regular file, or
-        has not kept its tokens.
+        RunFolderError: one of their folders holds no run.
+        StoreError: a ledger cannot be read, is no regular file, or has not kept its tokens.
     """
     for run in (a, b):
         refuse_strange_files(run.folder)

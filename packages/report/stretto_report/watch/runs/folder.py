@@ -25,11 +25,7 @@ _LONGEST_LINE, _MOST_DOTS = 10_000, 300  # of a recipe: a name of N parts takes 
 def condition(folder: Path, ending: Callable[[], Ending | None]) -> Condition:
     """Return the condition of a run: its state and the reason. For a dead run, the reason ends with the last error in
     the logs of its roles, if one of them ends with an error. `ending` returns the ending on record in the ledger; None:
-    none is.
-
-    Raises:
-        StoreError: the lock, the ledger or the log is no regular file.
-    """
+    none is. Raises StoreError if the lock, the ledger or the log is no regular file."""
     refuse_strange_files(folder)
     how = condition_of(folder, ending, lambda: read_text(RunFolder(folder).log, _LARGEST_LOG, end=True) or "")
     return how if how.state != "dead" else Condition("dead", how.reason + _last_error(folder))
@@ -59,20 +55,14 @@ def _last_error(folder: Path) -> str:
 
 
 def recipe_text(folder: Path) -> str | None:
-    """Return the text of the recipe, at most its first MiB; None if there is none.
-
-    Raises:
-        StoreError: the recipe is no regular file, or cannot be opened.
-    """
+    """Return the text of the recipe, at most its first MiB; None if there is none. Raises StoreError if the recipe is
+    no regular file, or cannot be opened."""
     return read_text(RunFolder(folder).recipe, _LARGEST_RECIPE)
 
 
 def recipe_of(folder: Path) -> dict[str, Any]:
-    """Return the recipe as tables; empty if there is none.
-
-    Raises:
-        StoreError: the recipe cannot be read, is no TOML, or has an absurdly long line.
-    """
+    """Return the recipe as tables; empty if there is none. Raises StoreError if the recipe cannot be read, is no TOML,
+    or has an absurdly long line."""
     text = recipe_text(folder) or ""
     for number, line in enumerate(text.split("\n"), start=1):
         if len(line) > _LONGEST_LINE or line.count(".") > _MOST_DOTS:

@@ -49,11 +49,8 @@ class Clause(Record, frozen=True):
 
 
 def parse_where(text: str) -> tuple[Clause, ...]:
-    """Parse a filter, and return its clauses. A row passes if it passes every clause; an empty text gives none.
-
-    Raises:
-        RefusedRequest: the text is no filter; the message shows where.
-    """
+    """Parse a filter, and return its clauses. A row passes if it passes every clause; an empty text gives none. Raises
+    RefusedRequest if the text is no filter; the message shows where."""
     if len(text) > _LONGEST:
         raise RefusedRequest(_PLACE, f"{len(text):,} characters", f"at most {_LONGEST:,} are allowed")
     if not text.strip():
@@ -129,11 +126,7 @@ def _number(field: str, value: str) -> float:
 
 def parse_sort(text: str) -> tuple[str, bool]:
     """Parse a sort order: a field, or ``-FIELD`` for a descending order. Return the field, and whether it is
-    descending.
-
-    Raises:
-        RefusedRequest: the table is not sorted by such a field.
-    """
+    descending. Raises RefusedRequest if the table is not sorted by such a field."""
     name = text.removeprefix("-")
     if name not in SORTED:
         raise RefusedRequest("sort", f"unknown field {name[:40]!r}", nearest(name, SORTED))
@@ -214,10 +207,7 @@ class Table:
     def page(self, where: Sequence[Clause], sort: tuple[str, bool], offset: int, limit: int) -> Page:
         """Return at most `limit` of the rows that pass all clauses of `where`, from `offset` on. `sort`: a field of
         `SORTED`, and whether to sort descending; rows without a value come last. A search in prompts stops after 0.1 s.
-
-        Raises:
-            StoreError: the ledger cannot be read.
-        """
+        Raises StoreError if the ledger cannot be read."""
         order = self._order(*sort)
         searched = 1.0
         if where:
@@ -297,11 +287,8 @@ class Table:
         return ~found if clause.operator == "!=" else found
 
     def rows(self, places: Column) -> list[TableRow]:
-        """Return the rows at the positions `places` of the table, in their order.
-
-        Raises:
-            StoreError: the ledger cannot be read.
-        """
+        """Return the rows at the positions `places` of the table, in their order. Raises StoreError if the ledger
+        cannot be read."""
         table, words = self._trajectories.table, self._trajectories.words
         groups = self._groups(np.unique(table["group_key"][places]).tolist())
         prompts = [words["prompt"][code] or "" for code in table["prompt"][places].tolist()]

@@ -162,11 +162,8 @@ def mean_advantages(folder: Path, rows: Sequence[TableRow]) -> dict[str, float]:
 
 def read_step(folder: Path, step: int, ids: Sequence[str]) -> dict[str, SampledTokens]:
     """Read the records of the trajectories `ids` from a step's token file in an untrusted run folder, and return them
-    by id. Ids that the file lacks are left out.
-
-    Raises:
-        FileNotFoundError: the step has no token file. StoreError: the file is damaged, no regular file, or too large.
-    """
+    by id. Ids that the file lacks are left out. Raises FileNotFoundError if the step has no token file, and StoreError
+    if the file is damaged, no regular file, or too large."""
     tokens = RunFolder(folder).tokens
     if tokens.is_symlink():
         raise StoreError(f"{tokens.name}: is not read: it is a link")

@@ -166,8 +166,9 @@ class Reader:
         """Return everything recorded of the trajectory `id` (``GROUP/MEMBER``); None if it is unknown, or not read yet.
 
         Args:
-            offset: index of the first token to return, of all segments. limit: most tokens of the segments, and most
-            tokens of the prompt, to return. skipped: ids of the trajectories whose optimizer step was skipped, by step.
+            offset: index of the first token to return, of all segments.
+            limit: most tokens of the segments, and most tokens of the prompt, to return.
+            skipped: ids of the trajectories whose optimizer step was skipped, by step.
 
         Raises:
             StoreError: the trajectory's record is damaged, or the ledger cannot be read.
@@ -209,11 +210,8 @@ class Reader:
         )
 
     def group(self, id: str) -> ShownGroup | None:
-        """Return all completions of the group `id`; None if it is unknown, or not read yet.
-
-        Raises:
-            StoreError: a record is damaged, or the ledger cannot be read.
-        """
+        """Return all completions of the group `id`; None if it is unknown, or not read yet. Raises StoreError if a
+        record is damaged, or the ledger cannot be read."""
         with read_ledger(self._folder) as connection:
             found = connection.execute(_GROUP, (id,)).fetchone()
             places = self._places(found[0]) if found is not None else ()

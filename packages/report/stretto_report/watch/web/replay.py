@@ -115,11 +115,7 @@ class Replays:
         self._newest: _Replay | None = None
 
     def require_allowed(self) -> Path:
-        """Return the folder for replays.
-
-        Raises:
-            NotAllowed: replays are forbidden.
-        """
+        """Return the folder for replays. Raises NotAllowed if replays are forbidden."""
         if self._folder is None:
             found, allowed = "not allowed by this server", "start it with: stretto watch DIR --allow-replay"
             raise NotAllowed("replay", found, allowed)
@@ -137,8 +133,10 @@ class Replays:
         """Start a replay of `run` in a process, and return its state. The process is ended after `order.minutes`.
 
         Raises:
-            NotAllowed: replays are forbidden. Busy: another one is running. RefusedRequest: the order is malformed, or
-            the folder of replays cannot be written. OSError: the system cannot start another process.
+            NotAllowed: replays are forbidden.
+            Busy: another one is running.
+            RefusedRequest: the order is malformed, or the folder of replays cannot be written.
+            OSError: the system cannot start another process.
         """
         folder = self.require_allowed()
         if self._newest is not None and self._newest.state == "running":
@@ -173,11 +171,7 @@ class Replays:
 
     def stop(self) -> ReplayState | None:
         """Ask the running replay to end, and kill it after five seconds. Return the state of the newest replay, which
-        may still be running; None if there was none.
-
-        Raises:
-            NotAllowed: replays are forbidden.
-        """
+        may still be running; None if there was none. Raises NotAllowed if replays are forbidden."""
         self.require_allowed()
         if (newest := self._newest) is not None and newest.state == "running" and newest.process is not None:
             newest.reason = newest.reason or "stopped from the page"
