@@ -30,6 +30,7 @@ _ROUNDS = 3  # iterations to find how much roles that share cores slow each othe
 _SIMULATED = 6  # most candidates that are simulated
 _PATIENCE = 30.0  # CPU seconds after which no simulation starts, and the current one ends early
 _DRAWN = 4  # training steps shown in a timeline
+_SEED = 1  # of the lengths in a simulation
 _BUSY = 0.9  # busy share of a role from which it counts as the bottleneck
 
 
@@ -104,15 +105,14 @@ def plan(
     machine: MachineProfile,
     devices: int | None,
     goal: str = "time",
-    seed: int = 1,
     say: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.process_time,
 ) -> RunPlan:
     """Simulate layouts of `devices` devices and order them by the `goal` ("time", "cost" or "staleness"); None: predict
     the recipe's own layout only.
 
-    `seed`: of the simulations. `say` gets progress messages. After 30 seconds of the `clock` (CPU seconds), no further
-    simulation starts, and the current one ends after its step.
+    `say` gets progress messages. After 30 seconds of the `clock` (CPU seconds), no further simulation starts, and the
+    current one ends after its step.
 
     Raises:
         RecipeError: no layout fits the memory, or no layout of these devices is possible.
@@ -123,20 +123,14 @@ def plan(
         return clock() - start > _PATIENCE
 
     if devices is None:
-        found = [predict(job, machine, fitting_own_layout(job, machine), seed, over, say)]
+        found = [predict(job, machine, fitting_own_layout(job, machine), over, say)]
     else:
-        found = _search(job, machine, devices, goal, seed, say, over)
+        found = _search(job, machine, devices, goal, say, over)
     return RunPlan(machine.name, goal, round(job.lengths.mean, 1), tuple(best_first(found, goal)))
 
 
 def _search(
-    job: Job,
-    machine: MachineProfile,
-    devices: int,
-    goal: str,
-    seed: int,
-    say: Callable[[str], None],
-    over: Callable[[], bool],
+    job: Job, machine: MachineProfile, devices: int, goal: str, say: Callable[[str], None], over: Callable[[], bool]
 ) -> list[LayoutPrediction]:
     """Simulate the candidates in the order of their estimates, then the best one with other staleness bounds; return
     the distinct predictions. Candidates whose estimate is worse than a prediction are skipped. Once `over` returns
@@ -155,7 +149,7 @@ def _search(
                 )
                 return
             say(f"simulating {number} of {len(which)}: {name}, eta {one.job.rollout.max_staleness}")
-            found.append((predict(one.job, machine, one.layout, seed, over, say), one))
+            found.append((predict(one.job, machine, one.layout, over, say), one))
 
     simulate(chosen)
     best = best_first([done for done, _ in found], goal)[0]
@@ -231,13 +225,12 @@ def predict(
     job: Job,
     machine: MachineProfile,
     layout: Layout,
-    seed: int = 1,
     over: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda text: None,
 ) -> LayoutPrediction:
     """Simulate some steps of the run after a warm-up that fills its queues (a short run from its first to its last
-    step), with random lengths from `seed`, and return the prediction for this layout. Whether the layout fits the
-    memory is not checked.
+    step), with random lengths (the same in each call), and return the prediction for this layout. Whether the layout
+    fits the memory is not checked.
 
     Where roles share cores and the run is asynchronous, the simulation is repeated with the slowdown that it shows.
     Once `over` returns True, the warm-up ends, and the simulation as soon as it has one step after that; `say` gets a
@@ -247,12 +240,12 @@ def predict(
     grain = max(1, round(job.lengths.mean / _GRAINS))
     steps = min(job.trainer.steps, max(_STEPS, _TRAJECTORIES // job.completions))
     warm = 0 if steps == job.trainer.steps else steps // 3
-    run = _simulated(job, costs, grain, steps, warm, seed, over)
+    run = _simulated(job, costs, grain, steps, warm, over)
     for _ in range(_ROUNDS if machine.cores and job.rollout.staleness_bounds[1] else 0):
         if over():
             break
         costs = _sharing_cores(costs, run.report)
-        run = _simulated(job, costs, grain, steps, warm, seed, over)
+        run = _simulated(job, costs, grain, steps, warm, over)
     if run.report.steps < steps - warm:
         say(f"{_PATIENCE:.0f} s are over: this layout is judged by {run.report.steps} of {steps - warm} steps")
     return msgspec.structs.replace(_prediction(costs, run.report, grain), timeline=newest_steps(run.spans))
@@ -260,7 +253,7 @@ def predict(
 
 def newest_steps(spans: Sequence[Span]) -> tuple[Span, ...]:
     """Return the spans of the last four training steps (of all, if fewer), ordered by start, with times relative to the
-    end of the update before them. Empty if no update has ended."""
+    end of the update before them."""
     ends = [0.0, *(span.end for span in spans if span.name == "update")]
     start = ends[max(0, len(ends) - 1 - _DRAWN)]
     return tuple(
@@ -270,9 +263,7 @@ def newest_steps(spans: Sequence[Span]) -> tuple[Span, ...]:
     )
 
 
-def _simulated(
-    job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: int, over: Callable[[], bool]
-) -> SimulatedRun:
+def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, over: Callable[[], bool]) -> SimulatedRun:
     rollout, engine = job.rollout, job.engine
     limits = EngineLimits(
         count=costs.layout.engines,
@@ -288,7 +279,7 @@ def _simulated(
         config,
         lengths,
         steps,
-        seed,
+        _SEED,
         durations=costs,
         limits=limits,
         pacing=pacing_of(rollout, job.in_rounds),

@@ -23,18 +23,8 @@ from stretto.store.series.lines import iterate_lines
 from stretto_report.reading.formats import Csv, JsonLines, Parquet
 
 #: Names of the columns of `_ROWS`. SQLite's own names are not used: a flipped bit in the schema may change a letter.
-_NAMES: tuple[str, ...] = (
-    "id",
-    "group",
-    "prompt_id",
-    "prompt_token_ids",
-    "payload",
-    "interrupted",
-    "reward",
-    "verdict",
-    "state",
-)
-_NAMES += ("reason", "admitted_version", "trained_step", "stop_reason")
+_NAMES: tuple[str, ...] = ("id", "group", "prompt_id", "prompt_token_ids", "payload", "interrupted", "reward")
+_NAMES += ("verdict", "state", "reason", "admitted_version", "trained_step", "stop_reason")
 _ROWS = """
     SELECT trajectories.key, groups.id || '/' || member, groups.id, prompt_id, prompt_token_ids, payload, interrupted,
         reward, verdict, state, reason, admitted_version, trained_step, stop_reason

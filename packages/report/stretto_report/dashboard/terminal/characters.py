@@ -53,10 +53,10 @@ def is_ascii(console: Console) -> bool:
     return not console.encoding.startswith("utf")
 
 
-def words(text: str, style: str = "", ascii_only: bool = False) -> Text:
+def words(text: str, style: str = "") -> Text:
     """Return a text of any origin for the terminal: markup is shown as it is, and control characters are escaped
-    (`harmless`). `ascii_only`: so is what is not ASCII."""
-    return Text(harmless(text, ascii_only), style=style)
+    (`harmless`)."""
+    return Text(harmless(text), style=style)
 
 
 def cell(content: str | Text) -> Text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -52,7 +52,7 @@ def panel(
     parts += [Text(harmless(alarm, ascii_only), style="bold red", overflow="fold") for alarm in alarms]
     if snapshot.trends:
         parts.append(_courses(snapshot.trends, width - _FRAME, ascii_only))
-    facts, work = _rows(snapshot.facts, ascii_only), _work(snapshot, ascii_only)
+    facts, work = (_rows(rows, ascii_only) for rows in (snapshot.facts, _work(snapshot, ascii_only)))
     if width < _NARROW:
         parts += [facts, work]
     else:
@@ -60,7 +60,7 @@ def panel(
         columns.add_row(facts, work)
         parts.append(columns)
     if proofs:
-        parts.append(_rows(list(canary_rows(proofs[:_PROOFS])), ascii_only))
+        parts.append(_rows(canary_rows(proofs[:_PROOFS]), ascii_only))
         if len(proofs) > _PROOFS:
             parts.append(Text(f"{len(proofs) - _PROOFS} more proofs: stretto inspect", style="dim"))
     return Panel(Group(*parts), title=Text(harmless(title, ascii_only)), title_align="left", border_style="dim")
@@ -102,25 +102,21 @@ def _header(snapshot: Snapshot) -> Text:
     return Text.assemble(f"{snapshot.phase} ", step, f"   {clock(snapshot.seconds)} elapsed{rest}", overflow="fold")
 
 
-def _rows(rows: Sequence[tuple[str, str]], ascii_only: bool) -> Table:
+def _rows(rows: Iterable[tuple[str, str | Text]], ascii_only: bool) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(Text(harmless(name, ascii_only)), Text(harmless(value, ascii_only)))
+        shown = value if isinstance(value, Text) else Text(harmless(value, ascii_only))
+        table.add_row(Text(harmless(name, ascii_only)), shown)
     return table
 
 
-def _work(snapshot: Snapshot, ascii_only: bool) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", overflow="fold")
-    table.add_column(overflow="fold")
+def _work(snapshot: Snapshot, ascii_only: bool) -> Iterator[tuple[str, str | Text]]:
     for role, fraction in snapshot.busy.items():
         done = ("#" * round(16 * max(0.0, min(1.0, fraction)))).ljust(16) if ascii_only else bar(fraction, 16)
-        table.add_row(Text(harmless(role, ascii_only)), Text.assemble((done, "blue"), f" {fraction:4.0%}"))
-    for what, rate in snapshot.tokens_per_second.items():
-        table.add_row(Text(harmless(what, ascii_only)), f"{rate:,.0f} tokens/s")
-    return table
+        yield role, Text.assemble((done, "blue"), f" {fraction:4.0%}")
+    yield from ((what, f"{rate:,.0f} tokens/s") for what, rate in snapshot.tokens_per_second.items())
 
 
 _PANEL_SECONDS = 0.5

@@ -17,15 +17,8 @@ from stretto_report.watch.index.columns import Cache, Column, GrowingColumns
 _DECODER: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 _PART = "steps"
 _NUMBERS: tuple[str, ...] = ("wall_seconds", "rl_seconds", "accuracy", "reward", "length_mean", "length_max")
-_NUMBERS += (
-    "staleness_mean",
-    "staleness_max",
-    "trained_tokens",
-    "masked_tokens",
-    "generated_tokens",
-    "max_staleness",
-    "truncated",
-)
+_NUMBERS += ("staleness_mean", "staleness_max", "trained_tokens", "masked_tokens", "generated_tokens")
+_NUMBERS += ("max_staleness", "truncated")
 _FOR_ALARMS = ("undecided",)  # read by an alarm, and drawn in no curve
 _EACH_STEP = ("step", *_NUMBERS, *_FOR_ALARMS)
 _MAPS = ("trainer", "queues", "busy", "memory", "rewards", "canary")

@@ -93,10 +93,10 @@ class Spans:
         facts = _Facts(follower.identity, follower.offset, follower.number, self.roles.all, self.names.all)
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
 
-    def starts_of(self, role: str, name: str) -> dict[int, float]:
-        """Return the start of the newest span with this role and name for each version, in seconds on the clock of the
-        spans. Empty if there is none."""
-        codes = self.roles.find(role), self.names.find(name)
+    def batches_taken(self) -> dict[int, float]:
+        """Return when the trainer took the batch that it trained on at each version: the start of its newest span
+        ``proximal``, in seconds on the clock of the spans. Empty if there is none."""
+        codes = self.roles.find("trainer"), self.names.find("proximal")
         if None in codes:
             return {}
         chosen = np.flatnonzero((self.table["role"] == codes[0]) & (self.table["name"] == codes[1]))
@@ -206,7 +206,7 @@ def marks(
         committed: steps and the Unix seconds at which their batches were committed.
         events: Unix seconds, name and detail of each.
     """
-    started_at = {version + 1: at - spans.begin for version, at in spans.starts_of("trainer", "proximal").items()}
+    started_at = {version + 1: at - spans.begin for version, at in spans.batches_taken().items()}
     behind = [at - started_at[step] for step, at in committed if step in started_at]
     steps = [Mark(at, "step", f"step {step}", step) for step, at in started_at.items() if first <= at <= last]
     found = steps if len(steps) <= most_steps else []

@@ -249,8 +249,7 @@ class Table:
             ranks = np.array([sorted(words).index(word) for word in words] or [0])
             return ranks[codes], codes == NONE
         values = self._numbers(name)
-        absent = np.isnan(values) if values.dtype.kind == "f" else values == NONE
-        return values if values.dtype.kind == "f" else values.astype(np.int64), absent
+        return values if values.dtype.kind == "f" else values.astype(np.int64), _absent(values)
 
     def _numbers(self, name: str) -> Column:
         return self._trajectories.staleness if name == "staleness" else self._trajectories.table[name]
@@ -328,8 +327,12 @@ class Table:
             return dict(connection.execute(_GROUPS, (msgspec.json.encode(keys).decode(),)).fetchall())
 
 
+def _absent(values: Column) -> Column:
+    return np.isnan(values) if values.dtype.kind == "f" else values == NONE
+
+
 def _passes_numbers(values: Column, clause: Clause) -> Column:
-    absent = np.isnan(values) if values.dtype.kind == "f" else values == NONE
+    absent = _absent(values)
     if clause.operator in ("=", "!="):
         found = np.isin(values, [value for value in clause.values if value is not None]) & ~absent
         found = found | absent if None in clause.values else found
