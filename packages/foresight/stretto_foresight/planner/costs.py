@@ -67,7 +67,8 @@ class Job:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether the groups of a batch begin and end together, as in a synchronous run of single turns."""
+        """Whether groups start and end together: the engines batch in rounds (the default of native engines in a
+        synchronous run), and the recipe has no workflow of several turns."""
         return not self.converses and self.engine.in_rounds(self.rollout.staleness_bounds[1] == 0)
 
     def with_settings(

@@ -319,8 +319,8 @@ def _not_judged(folder: Path, number: int, facts: Mapping[str, Any]) -> Iterator
 
 
 def _edited(folder: Path, recorded: str | None) -> Iterator[str]:
-    """Yield a sentence for each key of the recipe that differs from the `recorded` TOML (None: there is none), except
-    keys that a resume may change."""
+    """Yield a sentence for each key of the recipe that differs from the `recorded` TOML, except keys that a resume may
+    change. None: no recipe is on record, and nothing is yielded."""
     if recorded is None:
         return
     before, after = tomllib.loads(recorded), tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))

@@ -61,6 +61,12 @@ class ExportedTrajectory(Record, frozen=True):
     `given`: spans (start, end) of `token_ids` that were given, not sampled. `engines`: names of the engines that
     sampled tokens, in order. Fields of tokens are empty if nothing was sampled, or if ``store.keep_payloads`` did not
     keep them.
+
+    `reward`, `verdict`: None: not judged; `reward` also: undecided. `trained_step`: None: not trained on.
+    `stop_reason`: None: no completion has ended. `prompt`, `answer` (the gold answer), `row` (FILE:LINE of the
+    question, if it is a row of a file): None: not on record. `source`: name of the question's source, if the task has
+    several. `rewards`: with several rewards, the value of each, by name, before its weight. `session`: name of the
+    agent's session that made the trajectory; "": none.
     """
 
     id: str
@@ -72,21 +78,21 @@ class ExportedTrajectory(Record, frozen=True):
     versions: tuple[int, ...]
     given: tuple[tuple[int, int], ...]
     engines: tuple[str, ...]
-    reward: float | None  # None: not judged, or undecided
-    verdict: str | None  # None: not judged
+    reward: float | None
+    verdict: str | None
     state: str
     reason: str
     admitted_version: int
-    trained_step: int | None  # None: not trained on
-    stop_reason: str | None  # None: no completion has ended
+    trained_step: int | None
+    stop_reason: str | None
     text: str
-    prompt: str | None = None  # None: the run has no record of its questions
-    answer: str | None = None  # the gold answer
-    row: str | None = None  # FILE:LINE of the question, if it is a row of a file
-    source: str = ""  # name of the question's source, if the task has several
+    prompt: str | None = None
+    answer: str | None = None
+    row: str | None = None
+    source: str = ""
     segments: tuple[ExportedSegment, ...] = ()
-    rewards: Mapping[str, float] = {}  # with several rewards: the value of each, by name, before its weight
-    session: str = ""  # name of the agent's session that made it; "": none
+    rewards: Mapping[str, float] = {}
+    session: str = ""
 
 
 _QUESTIONS = msgspec.json.Decoder(ExportedQuestion)

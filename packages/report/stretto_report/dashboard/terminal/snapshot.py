@@ -94,7 +94,7 @@ class Snapshot(Record, frozen=True):
 
 
 class Watcher:
-    """Collects measurements and makes snapshots from them on demand."""
+    """Collects measurements of a run of `steps` training steps (0: not known), and makes snapshots from them."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

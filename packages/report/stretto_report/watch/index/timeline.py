@@ -119,7 +119,7 @@ class Tiles(Record, frozen=True):
 
 
 class Lane(Record, frozen=True):
-    """Tiles of one role. `machine`: "" if it is not known."""
+    """Tiles of one role. `machine`: name of the machine that it runs on; "": not known."""
 
     role: str
     machine: str
