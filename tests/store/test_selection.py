@@ -27,7 +27,7 @@ from stretto.store.selection import (
 )
 from stretto_foresight.simulator.accounts import Accounts
 from stretto_foresight.simulator.run import SimulatedRun, Workload
-from stretto_report.reading.inspection import report
+from stretto_report.reading.inspection import newest_biases
 from tests.store.make import Make
 
 
@@ -64,7 +64,7 @@ def test_too_few_groups_are_not_compared() -> None:
 def test_a_heavy_tail_under_expire_is_warned_of() -> None:
     run = simulated("expire", sigma=1.2)
     run.run()
-    found = report(run.selection.known)
+    found = newest_biases(run.selection.known)
     assert run.selection.known.windows >= 5
     assert found["length"].p < 0.01
     assert found["length"].statistic > 0.3  # what expires is longer
@@ -80,7 +80,7 @@ def test_a_heavy_tail_under_expire_is_warned_of() -> None:
 def test_groups_that_are_masked_in_part_are_trained_and_what_they_carry_is_said() -> None:
     run = simulated("mask", sigma=1.2)
     run.run()
-    assert report(run.selection.known) == dict.fromkeys(MEASURES, Bias())
+    assert newest_biases(run.selection.known) == dict.fromkeys(MEASURES, Bias())
     assert run.report.warnings == []
     masked = run.selection.known.masked
     assert masked is not None
@@ -105,10 +105,10 @@ def test_the_share_of_the_signal_in_masked_groups_is_that_worked_by_hand() -> No
 def test_what_is_reported_is_the_newest_window_and_not_the_strongest_ever() -> None:
     strong = dict.fromkeys(MEASURES, Bias(0.9, 1e-9))
     known = SelectionBias(1, strong)
-    assert report(known) == strong
+    assert newest_biases(known) == strong
     calm = dict.fromkeys(MEASURES, Bias(0.0, 1.0))
     biased = tuple(EndedGroup(place % 2 == 0, float(place % 2), 0.5, 1.0) for place in range(WINDOW - 1))
-    assert report(SelectionBias(2, calm, biased)) == calm  # a window that is not whole says nothing yet
+    assert newest_biases(SelectionBias(2, calm, biased)) == calm  # a window that is not whole says nothing yet
 
 
 @pytest.mark.parametrize("policy", ["wait", "train"])
@@ -116,7 +116,7 @@ def test_where_no_group_is_lost_nothing_is_warned_of(policy: BeyondBound) -> Non
     run = simulated(policy, sigma=1.2, failure_rate=0.1)
     run.run()
     assert run.selection.known.windows >= 5
-    assert report(run.selection.known) == dict.fromkeys(MEASURES, Bias())
+    assert newest_biases(run.selection.known) == dict.fromkeys(MEASURES, Bias())
     assert run.report.warnings == []
 
 
@@ -167,7 +167,7 @@ def test_what_is_known_survives_a_resume_and_a_window_goes_on(make: Make) -> Non
     assert (known.windows, known.open) == (1, ())
     assert (known.newest["length"].statistic, known.newest["difficulty"].statistic) == (1.0, 1.0)
     assert known.newest["latency"] == Bias()  # all took as long
-    assert report(known) == known.newest
+    assert newest_biases(known) == known.newest
 
 
 def test_groups_of_before_a_resume_are_lost_as_others_are(make: Make) -> None:

@@ -83,7 +83,8 @@ Lengths = LogNormalLengths | MeasuredLengths
 
 
 def alone(lengths: Iterable[int], prompt_tokens: int, max_tokens: int) -> MeasuredLengths:
-    """Lengths of completions of unknown groups, clipped to 1 … `max_tokens`. `prompt_tokens`: mean prompt length."""
+    """Make the lengths of completions whose groups are not known, clipped to 1 … `max_tokens`. `prompt_tokens`: mean
+    length of a prompt."""
     return MeasuredLengths(tuple((max(1, min(length, max_tokens)),) for length in lengths), prompt_tokens)
 
 

@@ -121,14 +121,14 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
         ),
         canary=tuple(msgspec.structs.replace(one, which="", compared=0, tensors=0) for one in proofs),
         canary_proofs=proofs,
-        selection_bias=report(selection),
+        selection_bias=newest_biases(selection),
         masked_groups=selection.masked,
         changed=tuple(one for (one,) in connection.execute(_CHANGES, (CHANGED,))),
     )
 
 
-def report(known: SelectionBias) -> dict[str, Bias]:
-    """Return the comparison of the newest complete window for each measure; ``Bias()`` before the first."""
+def newest_biases(known: SelectionBias) -> dict[str, Bias]:
+    """Return the selection bias in the newest complete window, by measure; ``Bias()`` before the first window."""
     return {name: known.newest.get(name, Bias()) for name in MEASURES}
 
 
