@@ -15,6 +15,7 @@ import shutil
 import tomllib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ import msgspec
 import numpy as np
 
 from stretto.core.canary import AGREEING, agreeing, coarser, routes
-from stretto.core.errors import UNREADABLE, StoreError
+from stretto.core.errors import StoreError
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.lines import open_plain
+from stretto.store.series.lines import LineFollower
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
 from stretto_report.audit.evidence import READ, WINDOW, Alarm, Disk, Evidence, apart, measured, newest_mean, numbers_of
 from stretto_report.audit.symptoms import (
@@ -290,7 +291,7 @@ def findings_of_run(path: Path) -> AlarmReport:
     """Check the alarms of a running, finished or dead run from its recipe and ``metrics.jsonl``, whose unreadable lines
     are skipped. Raises RunFolderError if there is no run."""
     folder = RunFolder.open(path)
-    lines = list(_readable(folder.metrics))
+    lines = _readable(folder.metrics)
     found = Evidence.of([line for line in lines if isinstance(line, StepMetrics)])
     return findings_of(evidence_of(found, lines, _tables(folder.recipe), disk_of(path)))
 
@@ -317,19 +318,15 @@ def evidence_of(
     )
 
 
-def _readable(metrics: Path) -> Iterator[MetricsLine]:
-    try:
-        with open(open_plain(metrics, links=True), "rb") as file:
-            rows = file.read().split(b"\n")[:-1]
-    except (OSError, StoreError):
-        return
-    for row in rows:
-        try:
-            line = _LINE.decode(row)
-        except UNREADABLE:
-            continue
-        if abs(line.step) < _LARGEST:
-            yield line
+def _readable(metrics: Path) -> list[MetricsLine]:
+    follower, found = LineFollower(metrics, _LINE, links=True), list[MetricsLine]()
+    with suppress(OSError, StoreError):  # no file that can be read
+        while follower.more:
+            lines, again = follower.read_on()
+            if again:
+                found.clear()
+            found += lines
+    return found
 
 
 def last_step_of(recipe: Mapping[str, Any]) -> int | None:
