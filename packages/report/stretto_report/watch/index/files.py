@@ -36,9 +36,8 @@ def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
 
 
 def refuse_strange_files(folder: Path) -> None:
-    """Raise an error unless the ledger, SQLite's two files beside it and the lock are regular files or missing: SQLite
-    and the lock test follow links and block at pipes. Raises StoreError if a file is not regular, or cannot be
-    examined."""
+    """Raise StoreError unless the ledger, SQLite's two files beside it and the lock are regular files or missing, or if
+    one cannot be examined. (SQLite and the lock test follow links and block at pipes.)"""
     ledger = folder / LEDGER
     for path in (ledger, log_of(ledger), ledger.with_name(f"{LEDGER}-shm"), folder / lock.NAME):
         try:
