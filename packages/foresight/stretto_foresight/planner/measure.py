@@ -261,11 +261,9 @@ def _bandwidth() -> float:
     """Measure the memory read bandwidth of one thread, or of the GPU, in bytes per second."""
     numbers = torch.ones(_COPIED // 4, device="cuda" if torch.cuda.is_available() else "cpu")
     float(numbers.sum())
-    best = min(_seconds_of(lambda: float(numbers.sum())) for _ in range(5))
-    return _COPIED / best
-
-
-def _seconds_of(work: Callable[[], object]) -> float:
-    began = _now()
-    work()
-    return max(_now() - began, 1e-9)
+    seconds = []
+    for _ in range(5):
+        began = _now()
+        float(numbers.sum())
+        seconds.append(_now() - began)
+    return _COPIED / max(min(seconds), 1e-9)

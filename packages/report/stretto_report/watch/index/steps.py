@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +143,6 @@ class Steps:
                 return largest
             case _:
                 raise KeyError(name)
-
-    def values(self, row: int) -> Mapping[str, float | None]:
-        """Return the value of each series at one row (index) of the table, by name; None where not finite."""
-        return {name: finite(float(self.column(name)[row])) for name in self.names}
 
 
 def _ratio(part: Column, whole: Column) -> Column:
