@@ -29,7 +29,7 @@ Flags = npt.NDArray[np.bool_]
 @dataclass(frozen=True)
 class Onset:
     """Beginning of a bad stretch that lasts until now. `first`: step of its beginning; `was`: mean of the first window
-    of the run; `now`: mean of the newest."""
+    of the run (the best one for `collapsed`); `now`: mean of the newest window (its greatest value for `still`)."""
 
     first: int
     was: float

@@ -29,7 +29,7 @@ def the_file_is_whole(history: History) -> Iterator[str]:
 
 def every_checksum_fits(history: History) -> Iterator[str]:
     """Law, yielding a sentence for each breach: Checksums of groups, trajectories, partials, calls, batches and facts
-    match."""
+    match, and no tokens are missing that the recipe keeps."""
     yield from history.broken_checksums
 
 
