@@ -236,6 +236,18 @@ def test_an_aborted_group_leaves_with_what_it_has() -> None:
     assert len(kept.versions) == 1
 
 
+def test_what_left_a_full_cache_counts_when_its_group_is_aborted() -> None:
+    """Two rows with prompts of 10 fill a cache of 32 after 6 steps of 2 s. The newer leaves and waits with 6 tokens
+    until it is aborted; the older has 6 more steps of 1 s."""
+    bench = Bench(Seconds(), EngineLimits(cache_tokens=32))
+    bench.start(12, prompt=10)
+    stopped = bench.start(12, prompt=10)
+    sampled: list[list[int]] = []
+    bench.clock.call_at(15.0, lambda: sampled.append(bench.engine.stop(stopped)))
+    assert bench.run() == [(18.0, 12)]
+    assert sampled == [[6]]
+
+
 def test_two_engines_share_the_groups_and_a_step_takes_half() -> None:
     """Synchronous batches of 4 completions of 5 tokens: 5 steps of 4 s with one engine, of 2 s with two; 1 s of
     judging, or 2 s where two judge at a time, and 1 s of training."""

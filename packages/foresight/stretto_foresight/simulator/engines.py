@@ -169,9 +169,10 @@ class SimulatedEngine:
 
     def stop(self, flight: Flight) -> list[int]:
         """Abort a group: free its slots and cache, and return the number of tokens that each completion has sampled, by
-        member. Those that have ended count in full, those that wait with 0."""
+        member. Those that were preempted keep what they had sampled."""
         self._advance()
         sampled = {member: len(versions) for member, versions in flight.versions.items()}
+        sampled |= {row.member: len(row.before) for row in self._waiting if row.flight is flight}
         for row in self._rows():
             if row.flight is flight:
                 self._cached -= self._context(row)
