@@ -151,17 +151,10 @@ def busy_fraction(spans: Sequence[Span], window: Window) -> float:
 
 def _draw_lane(axes: Axes, spans: Sequence[Span], window: Window, origin: float, lane: int) -> None:
     thinnest = _THINNEST * window.seconds
-    for name in sorted(
-        {span.name for span in spans}, key=lambda name: list(_LOOKS).index(name) if name in _LOOKS else 0
-    ):
-        bars = [
-            (
-                max(span.start, window.start) - origin,
-                max(min(span.end, window.end) - max(span.start, window.start), thinnest),
-            )
-            for span in spans
-            if span.name == name
-        ]
+    order = [*_LOOKS]
+    for name in sorted({span.name for span in spans}, key=lambda name: order.index(name) if name in order else 0):
+        cut = [(max(span.start, window.start), min(span.end, window.end)) for span in spans if span.name == name]
+        bars = [(start - origin, max(end - start, thinnest)) for start, end in cut]
         colour = _LOOKS.get(name, _OTHER)[0]
         edge = "white" if name == _STEP else "none"
         axes.broken_barh(bars, (lane - _BAR / 2, _BAR), facecolors=colour, edgecolors=edge, linewidth=0.5)
