@@ -77,6 +77,11 @@ def test_a_machine_of_impossible_numbers_is_refused(tmp_path: Path, change: str)
         machine_of(str(path))
 
 
+def test_a_machine_whose_name_no_file_can_have_is_refused() -> None:
+    with pytest.raises(UserError, match="no such file, and no machine of this name has a profile"):
+        machine_of("h" * 300)
+
+
 @pytest.mark.parametrize(
     ("choice", "said"),
     [

@@ -17,7 +17,7 @@ from stretto.core.errors import DataError
 from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.run_folder import RunFolder
-from stretto_foresight.planner.lengths import MeasuredLengths, alone, lengths_of
+from stretto_foresight.planner.lengths import MeasuredLengths, alone, check_lengths, lengths_of
 from tests.store.make import Make
 
 
@@ -68,6 +68,8 @@ def test_what_was_seen_comes_once_before_any_of_it_comes_again(lengths: Measured
         ("lognormal:mean=400,sigma=wide", "'sigma=wide' is no number"),
         ("lognormal:mean=0.2,sigma=1", "at least one token"),
         ("nowhere.txt", "cannot be read"),
+        ("12 15 " * 60, "cannot be read: File name too long"),
+        ("a\0b", "cannot be read: embedded null byte"),
         ("lognormal:mean=400,sigma=1e200", "sigma is the deviation of the logarithm, 5 at most"),
     ],
 )
@@ -75,6 +77,11 @@ def test_what_says_no_lengths_is_refused(words: str, said: str) -> None:
     with pytest.raises(DataError, match=said) as refused:
         lengths_of(words, 5, 100)
     assert "lognormal:mean=M,sigma=S" in str(refused.value)
+
+
+def test_numbers_in_place_of_a_file_are_refused_before_a_run_is_planned() -> None:
+    with pytest.raises(DataError, match="no such file or folder"):
+        check_lengths("12 15 " * 60)
 
 
 @pytest.mark.parametrize(("keep", "expected"), [("all", (3, 1)), ("none", ())])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ def check_lengths(words: str) -> None:
     kind, _, rest = words.partition(":")
     if kind in _DISTRIBUTIONS:
         _named(words, kind, rest, 1, 1)
-    elif not Path(words).exists():
+    elif not os.path.exists(words):  # false also for a name that no file can have
         raise _refused(words, "no such file or folder")
 
 
@@ -106,12 +107,11 @@ def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
     kind, _, rest = words.partition(":")
     if kind in _DISTRIBUTIONS:
         return _named(words, kind, rest, prompt_tokens, max_tokens)
-    path = Path(words)
-    if path.is_dir():
-        return _of_run(path, max_tokens)
+    if os.path.isdir(words):
+        return _of_run(Path(words), max_tokens)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = Path(words).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # or it is no UTF-8, or its name has a NUL
         raise _refused(words, f"cannot be read: {getattr(error, 'strerror', error)}") from None
     try:
         numbers = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]

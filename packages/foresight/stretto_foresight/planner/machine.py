@@ -6,6 +6,7 @@ which measures the machine on which it runs.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -88,11 +89,10 @@ def machine_of(name: str) -> MachineProfile:
     if name.lower() in known_machines():
         text = (resources.files(__package__) / _PROFILES / f"{name.lower()}.toml").read_text(encoding="utf-8")
         return msgspec.convert(tomllib.loads(text), MachineProfile)
-    path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(name):  # false also for a name that no file can have
         found = "no such file, and no machine of this name has a profile"
         raise RecipeError([Problem(f"machine {name!r}", found, f"{nearest(name.lower(), known_machines())} {_REMEDY}")])
     try:
-        return msgspec.json.decode(path.read_bytes(), type=MachineProfile)
+        return msgspec.json.decode(Path(name).read_bytes(), type=MachineProfile)
     except UNREADABLE as error:
         raise RecipeError([Problem(name, f"is not a machine: {error}", f"it is written so: {_REMEDY}")]) from None
