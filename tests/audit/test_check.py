@@ -273,12 +273,15 @@ def test_the_checker_ignores_what_a_resume_may_change_and_nothing_else() -> None
     assert {*history.MAY_CHANGE, *of} == set(_MAY_CHANGE)
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_folder_without_a_run_is_the_users_mistake(tmp_path: Path, there: bool) -> None:
-    folder = tmp_path / "nosuch"
+@pytest.mark.parametrize(
+    ("name", "there", "said"),
+    [("nosuch", False, "does not exist"), ("nosuch", True, "holds no run"), ("nosuch" * 50, False, "does not exist")],
+)
+def test_a_folder_without_a_run_is_the_users_mistake(tmp_path: Path, name: str, there: bool, said: str) -> None:
+    folder = tmp_path / name
     if there:
         folder.mkdir()
-    with pytest.raises(RunFolderError, match=r"nosuch: (does not exist|holds no run)"):
+    with pytest.raises(RunFolderError, match=f"nosuch: {said}"):
         check_run(folder)
 
 

@@ -202,8 +202,8 @@ def read_history(folder: Path) -> History:
         StoreError: the ledger has another format, or the ledger or the recipe cannot be read at all.
     """
     path = folder / "ledger.sqlite"
-    if not path.is_file():
-        found = "holds no run (no ledger.sqlite)" if folder.is_dir() else "does not exist"
+    if not os.path.isfile(path):  # false also for a name that no file can have
+        found = "holds no run (no ledger.sqlite)" if os.path.isdir(folder) else "does not exist"
         raise RunFolderError([Problem(str(folder), found, "give a run folder")])
     if not (folder / "recipe.toml").exists():
         remedy = "give a folder of `stretto train`: the laws are those of a recipe, which a loop of your own has not"
